@@ -111,14 +111,14 @@ def indexed_bytes(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) 
     sizes, others, chosen = iter(tensor.shape), list[int](), list[Sequence[int]]()
     for index in indices:
         if index is None:
-            others.append(next(sizes))
+            others.append(next(sizes, 1))  # the op raises its own error if there are too many indices
         elif is_mask(index):
             chosen.append((index.numel(),))
             for _ in index.shape:
-                next(sizes)
+                next(sizes, 1)
         else:
             chosen.append(index.shape)
-            next(sizes)
+            next(sizes, 1)
     return math.prod((*others, *sizes)) * broadcast_elements(chosen) * tensor.element_size()
 
 

@@ -464,6 +464,7 @@ FAILING: list[Callable[[Tensor], object]] = [
     lambda x: x.index_put_((torch.tensor([999]),), torch.ones(64)),
     lambda x: x.index_add_(0, torch.tensor([0]), torch.ones(2, 64)),
     lambda x: x.masked_select(torch.ones(3) > 0),
+    lambda x: torch.ops.aten.index.Tensor(x, [x[0] > 0, None, x[0] > 0]),
     lambda x: torch.cat([x, torch.ones(3, 3)]),
     lambda x: x.scatter(0, torch.full((1, 64), 999), 1.0),
 ]

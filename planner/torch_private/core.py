@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +49,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._sympy.interp import sympy_interp  # evaluates a condition on other numbers
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # in Python's arithmetic
 
-_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_ARE_LOGGED = ContextVar("_ARE_LOGGED", default=True)  # in this thread
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: _ARE_LOGGED.get())
 
 # The transform of torch.func (vmap, grad) that code runs under.
 current_transform = torch._C._functorch.peek_interpreter_stack
@@ -157,9 +159,12 @@ def python_kernels(op: OpOverload, kernels: Mapping[DispatchKey, Callable[..., A
 
 @contextmanager
 def unlogged_fakes() -> Iterator[None]:
-    """Suppress the log entries of ops that fail on fake tensors: the error has the message."""
-    with patch.object(_FAKE_LOG, "disabled", True):
+    """Suppress the log entries of ops that fail on fake tensors in this thread: the error has the message."""
+    before = _ARE_LOGGED.set(False)
+    try:
         yield
+    finally:
+        _ARE_LOGGED.reset(before)
 
 
 @contextmanager

@@ -1,9 +1,13 @@
 """What is known of ops by their signatures."""
 
+import logging
+import threading
+
 import pytest
 import torch
 
 from planner.eager.sizes import OutputSizes, lstm_workspace_bytes, tensors_in
+from planner.torch_private.core import unlogged_fakes
 
 aten = torch.ops.aten
 _exp = aten.exp.default
@@ -92,3 +96,27 @@ def test_an_argument_that_names_a_device_makes_nothing_there(monkeypatch: pytest
     assert sizes.out_bytes(aten.full_like.default, (x, 1.0), {"device": torch.device("cpu")}) == 64
     assert sizes.out_bytes(aten.full_like.default, (x, 1.0), {}) == 64
     assert made[0] == "cpu" and set(made[1:]) == {"meta"}  # the first on fake tensors
+
+
+def test_the_log_of_fake_tensors_is_suppressed_in_one_thread_alone() -> None:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    record = log.makeRecord(log.name, logging.ERROR, __file__, 1, "failed", (), None)
+    entered, ended = threading.Event(), threading.Event()
+    elsewhere: list[bool] = []
+
+    def suppress() -> None:
+        with unlogged_fakes():
+            entered.set()
+            assert ended.wait(20)
+            elsewhere.append(bool(log.filter(record)))
+
+    other = threading.Thread(target=suppress)
+    with unlogged_fakes():
+        other.start()
+        assert entered.wait(20)
+        assert not log.filter(record)
+    assert log.filter(record) and not log.disabled
+    ended.set()
+    other.join()
+    assert elsewhere == [False]
+    assert log.filter(record)

@@ -165,8 +165,8 @@ def test_what_is_read_is_what_would_have_been_recorded(run: Run, monkeypatch: py
 
 def train_on(run: Run, batches: Sequence[int], session: Rematerialization | None = None) -> list[np.ndarray]:
     """Train with some numbers of rows, and return all results; before the last, the log of `session` must be open."""
-    torch.manual_seed(1)
     model, results = chain(), []
+    torch.manual_seed(1)
     for i, rows in enumerate(batches):
         x = torch.randn(rows, 64)
         if i == len(batches) - 1 and session is not None and run is not penalized:

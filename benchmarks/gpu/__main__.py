@@ -52,7 +52,7 @@ STEPS: Mapping[str, GpuStep] = {
             *("benchmarks.eager", "--fresh", "--device", "cuda", "--models", "tree,experts,gpt2-small,resnet50-full"),
             *("--ways", "dtr", "--out", "{out}/eager"),
         ),
-        200.0,
+        150.0,
     ),
     "capped": GpuStep(("benchmarks.gpu.capped",), 80.0),
     "allocator": GpuStep(("benchmarks.gpu.allocator", "--out", "{out}/allocator"), 120.0),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graphs.errors import BudgetError
 from planner.eager.deferred_log import DeferredLog
 from planner.eager.session import Rematerialization, rematerialize
 from planner.models import build
@@ -61,14 +62,17 @@ def mixed_devices() -> tuple[nn.Module, Step]:
     return nn.ModuleList([on_cpu, on_cuda]), step
 
 
+no_block = pytest.mark.xfail(raises=BudgetError, reason="a convolution's workspace finds no memory in one piece")
+
+
 @pytest.mark.parametrize(
     ("of", "memory"),
     [
         (multilayer, "allocated"),
         (convolutional, "allocated"),
         (mixed_devices, "allocated"),
-        # Not with convolutions: of so little reserved memory none is left in one piece for their workspaces, an error.
         (multilayer, "reserved"),
+        pytest.param(convolutional, "reserved", marks=no_block),
         (mixed_devices, "reserved"),
     ],
 )

@@ -27,8 +27,8 @@ def rule_of(function: Any) -> Rule | None:
     schema = function._schema
     if all(value.alias_info is not None for value in schema.returns):
         return _nothing_new
-    namespace, _, name = schema.name.partition("::")
-    if namespace != "aten" or schema.overload_name == "dtype" or is_composite(function):
+    name = _name_in_aten(function)
+    if name is None or schema.overload_name == "dtype":
         return None
     if name in _RULES:
         return _RULES[name]
@@ -42,12 +42,18 @@ def bound_of(function: Any) -> int:
     rule = rule_of(function)
     if rule is not None:
         return _BOUNDS_OF_RULES[rule]
-    namespace, _, name = function._schema.name.partition("::")
-    if namespace != "aten" or is_composite(function):
+    name = _name_in_aten(function)
+    if name is None:
         return _NONE
     if torch.Tag.pointwise in function.tags or name.startswith("_scaled_dot_product_"):
         return _BROADCAST
     return _BOUNDS.get(name, _NONE)
+
+
+def _name_in_aten(function: Any) -> str | None:
+    """Return the name of an operator of ATen with kernels of its own; None for others."""
+    namespace, _, name = function._schema.name.partition("::")
+    return None if namespace != "aten" or is_composite(function) else name
 
 
 def _nothing_new(_args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:

@@ -36,8 +36,8 @@ class SavedTensor:
     def of(cls, recorder: "Recorder", tensor: torch.Tensor, alias: torch.Tensor, version: int) -> Self:
         """Return the saved tensor of `tensor`, of which `alias` keeps the storage in memory until it is evicted.
 
-        Parameters, and leaves whose storage is never evicted, are held themselves: as in plain eager PyTorch, a backward pass
-        sees what was assigned to their ``.data`` meanwhile.
+        Leaves that have gradients or whose storage is never evicted are held themselves, and so are parameters: as in plain
+        eager PyTorch, a backward pass sees what was assigned to their ``.data`` meanwhile.
         """
         storage = recorder.memory.find(storage_address(alias)) or recorder.memory.add(alias)
         number = recorder.packs
@@ -46,7 +46,7 @@ class SavedTensor:
         storage.aliases[number] = alias
         storage.saved += 1
         recorder.saved_storages[id(storage)] = storage
-        is_held = type(tensor) is torch.nn.Parameter or (storage.pinned and tensor.is_leaf)
+        is_held = type(tensor) is torch.nn.Parameter or (tensor.is_leaf and (tensor.requires_grad or storage.pinned))
         return cls(recorder, storage, number, version, tensor if is_held else None)
 
     def __del__(self) -> None:

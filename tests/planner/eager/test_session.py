@@ -430,14 +430,15 @@ def test_a_session_keeps_no_tensors_behind_the_block(budget: int, *, ends_inside
     assert other_bytes() == before
 
 
+@pytest.mark.parametrize("make", [nn.Parameter, Tensor.requires_grad_])
 @pytest.mark.parametrize("budget", [10**9, 2_400_000, 1_800_000])
-def test_data_of_parameters_that_is_replaced_before_the_backward_pass(budget: int) -> None:
-    """Autograd has saved the parameters themselves: it computes with their new data, but recomputed tensors have the old."""
+def test_data_of_leaves_that_is_replaced_before_the_backward_pass(make: Callable[[Tensor], Tensor], budget: int) -> None:
+    """Autograd has saved the leaves themselves: it computes with their new data, but recomputed tensors have the old."""
 
     def train() -> list[Tensor]:
         torch.manual_seed(0)
         model, results = chain(), []
-        scales = [nn.Parameter(torch.rand(64)) for _ in model]
+        scales = [make(torch.rand(64)) for _ in model]
         parameters = [*model.parameters(), *scales]
         for _ in range(3):
             x = torch.randn(256, 64)

@@ -232,12 +232,10 @@ class Memory:
             while (chosen := ledger.victim(self.clock_s)) is not None:
                 storage = self._by_id[chosen]()
                 assert storage is not None and storage.address, "the ledger chose a storage that is not resident"
-                if self._held_elsewhere(storage):
-                    self._allow(storage, evictable=False)
-                    self._in_use[chosen] = storage
-                else:
-                    self._evict(storage)
+                if self.evict(storage):
                     return True
+                self._allow(storage, evictable=False)
+                self._in_use[chosen] = storage
             if not last:
                 for known in list(self._in_use):
                     self._ask_again(known)

@@ -306,31 +306,44 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any],
         failed: Exception | None,
     ) -> Any:
-        """Execute an op until the allocator has memory for it or nothing is left to evict.
+        """Execute an op. If it ends with an error, what it may have written in part is kept: it cannot be recomputed."""
+        in_part: Sequence[TrackedStorage] = () if op.operator.allocates_first else written
+        try:
+            while True:
+                try:
+                    if failed is not None:
+                        raise failed
+                    return op.operator.call(*args, **kwargs)
+                except Exception as error:
+                    failed = None
+                    if not self._can_retry(op, in_part, error):
+                        raise
+                for storage in in_part:
+                    self.recomputation.restore(storage)
+                if op.draws is not None:
+                    generator, state = op.draws
+                    state.restore(generator)
+                if self.device_costs is not None:
+                    self.device_costs.forget_failures()
+        except BaseException:
+            for storage in in_part:
+                storage.version += 1
+                self._pin(storage)
+            raise
 
-        If an op may have written before the allocator failed, the storages that it writes are restored by recomputation first.
+    def _can_retry(self, op: RecordedOp, in_part: Sequence[TrackedStorage], error: Exception) -> bool:
+        """Evict if the allocator had no memory for an op; return True if the op can be executed again.
+
+        If it may have written before the allocator failed, the storages must be recomputable, and the caller restores them.
         """
-        while True:
-            try:
-                if failed is not None:
-                    raise failed
-                return op.operator.call(*args, **kwargs)
-            except Exception as error:
-                failed = None
-                restored = () if op.operator.allocates_first else written
-                if not (op.operator.allocates_first or (restored and all(s.recomputable(s.version) for s in restored))):
-                    if allocator_failure(error) is not None:
-                        error.add_note(_NOT_AGAIN.format(op.function))
-                    raise
-                if not self.memory.evict_after(error):
-                    raise
-            for storage in restored:
-                self.recomputation.restore(storage)
-            if op.draws is not None:
-                generator, state = op.draws
-                state.restore(generator)
-            if self.device_costs is not None:
-                self.device_costs.forget_failures()
+        if allocator_failure(error) is None:
+            return False
+        if not op.operator.allocates_first and not (
+            in_part and all(storage.recomputable(storage.version) for storage in in_part)
+        ):
+            error.add_note(_NOT_AGAIN.format(op.function))
+            return False
+        return self.memory.evict_after(error)
 
     # Outputs and writes of an op.
 

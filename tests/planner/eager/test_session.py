@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import count
 from typing import Any, Self
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import planner
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError, UsageError
-from planner.eager import sizes
+from planner.eager import memory, sizes
 from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.sizes import takes_free_memory
 from solvers.online.heuristics import MEGENGINE, NAMES
@@ -413,6 +414,19 @@ def test_a_graph_that_leaves_the_block_can_still_be_differentiated() -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
 
 
+def test_a_graph_of_one_block_is_differentiated_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "perf_counter", count().__next__)  # choices do not depend on the machine
+    expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
+    model, x = chain(), torch.randn(256, 64)
+    with rematerialize(other_bytes() + _TIGHT) as session:
+        loss = model(x).square().mean()
+    before = session.evictions
+    with rematerialize(other_bytes() + 3_000_000):
+        loss.backward()
+    assert session.evictions > before > 0
+    assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("budget", [_TIGHT + 50_000, 10**9])
 @pytest.mark.parametrize("ends_inside", [True, False])
 def test_a_session_keeps_no_tensors_behind_the_block(budget: int, *, ends_inside: bool) -> None:
@@ -752,6 +766,35 @@ def test_writes_of_one_kernel_are_tried_again_on_parameters_too() -> None:
             model[0][0].bias.add_(1.0)
         y = model(x) + y
     assert (failing.calls, session.evictions) == (2, 1)
+
+
+@torch.library.custom_op("tests::add_in_part", mutates_args={"x"})
+def add_in_part(x: Tensor) -> None:
+    x[:100].add_(1.0)
+    raise ValueError("not all of it")
+
+
+@pytest.mark.parametrize("budget", [_TIGHT + 100_000, 10**9])
+def test_what_a_failing_write_has_changed_is_kept(budget: int) -> None:
+    model, x = chain(), torch.randn(256, 64)
+
+    def step() -> Tensor:
+        w = torch.ones(256, 64, requires_grad=True)
+        y = x * 2.0
+        with pytest.raises(ValueError, match="not all of it"):
+            add_in_part(y)
+        loss = (y * w).sum()
+        del y
+        (model(x).square().sum() + loss).backward()
+        assert w.grad is not None
+        return w.grad
+
+    expected = step()
+    with rematerialize(other_bytes() + budget) as session:
+        for _ in range(3):
+            assert torch.equal(step(), expected)
+            model.zero_grad()
+    assert (session.evictions > 0) == (budget < 10**9)
 
 
 def test_writes_that_nothing_can_restore_end_with_what_to_do() -> None:

@@ -25,6 +25,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/PyInterpreter.h>
@@ -91,6 +92,7 @@ enum Bound : int64_t {
   kPositions, // a position for each element of the first tensor
 };
 constexpr int64_t kWidest = 16; // bytes of an element of the widest type
+constexpr int64_t kMostOutputs = 16; // of an operator that has a bound
 
 // What an operator has taken in all measured executions, from which it is estimated for other sizes.
 struct Measured {
@@ -266,12 +268,14 @@ std::vector<at::Tensor> parts_of(const at::Tensor& tensor) {
   }
 }
 
-// Adds what the sizes of the outputs depend on, as the recorder does; returns false for an unsupported type of value.
+// Adds what the sizes of the outputs depend on, as the recorder does; returns false for an unsupported type of value. Numbers that
+// are not integers have no effect on sizes if there are tensors.
 bool add_to_key(Key& key, const IValue& value) {
   if (value.isTensor()) {
     const auto& tensor = value.toTensor();
     key.push_back(tensor.defined() ? 1 : 2);
     if (tensor.defined()) {
+      key.push_back(tensor.unsafeGetTensorImpl()->is_wrapped_number());
       key.push_back(static_cast<int64_t>(tensor.scalar_type()));
       key.push_back(static_cast<int64_t>(tensor.device().type()));
       key.push_back(tensor.device().index());
@@ -500,9 +504,7 @@ class Log : public c10::DebugInfoBase {
     if (shared.must_close || facts.way == kClosed || ops_.size() == kMostOps || !note(draft, facts)) {
       return false;
     }
-    key_.assign(1, reinterpret_cast<int64_t>(&facts));
-    if (!is_sized_by_data(draft, facts) &&
-        std::all_of(draft.arguments.begin(), draft.arguments.end(), [&](const IValue& value) { return add_to_key(key_, value); })) {
+    if (!is_sized_by_data(draft, facts) && find_key(draft, facts)) {
       const auto found = sizes_.find(key_);
       if (found == sizes_.end()) {
         new_key = key_;
@@ -520,10 +522,27 @@ class Log : public c10::DebugInfoBase {
     }
     if (measurements_ == 0 || (facts.measured.is_enough() && !facts.needs_block)) {
       const auto most_bytes = bound_bytes(handle, draft, facts);
-      const auto room_bytes = measurements_ == 0 ? 0 : facts.measured.room_bytes_of(static_cast<double>(most_bytes) + bytes_in(draft));
-      if (most_bytes >= 0 && would_fit(most_bytes + static_cast<int64_t>(room_bytes))) {
+      const auto room_bytes = measurements_ == 0 ? 0 : estimated_room_bytes(draft, facts, most_bytes);
+      if (most_bytes >= 0 && would_fit(most_bytes + room_bytes)) {
         call.known_bytes = 0; // the outputs are counted when the op has run
       }
+    }
+    return true;
+  }
+
+  // Sets the key of an op; returns false if it has none.
+  bool find_key(const Draft& draft, const Operator& facts) {
+    key_.assign({reinterpret_cast<int64_t>(&facts), static_cast<int64_t>(c10::get_default_dtype_as_scalartype())});
+    for (const auto& value : draft.arguments) {
+      if (!add_to_key(key_, value)) {
+        return false;
+      }
+      if (draft.references.empty() && value.isDouble()) {
+        key_.push_back(c10::bit_cast<int64_t>(value.toDouble()));
+      }
+    }
+    for (auto number : draft.written) { // tensors for results are resized
+      key_.push_back(storages_[static_cast<size_t>(number)].size_bytes);
     }
     return true;
   }
@@ -542,16 +561,21 @@ class Log : public c10::DebugInfoBase {
     return live_bytes_ + size_bytes <= budget_bytes_;
   }
 
-  // Returns the same, and includes them in the peak.
+  // Returns the same; if they fit, they are included in the peak.
   bool fits(int64_t size_bytes) {
-    if (live_bytes_ + size_bytes > shared.peak_bytes) {
-      settle();
-    }
     if (!would_fit(size_bytes)) {
       return false;
     }
-    shared.peak_bytes = std::max(shared.peak_bytes, live_bytes_ + size_bytes);
+    include(size_bytes);
     return true;
+  }
+
+  // Includes `size_bytes` more in the peak.
+  void include(int64_t size_bytes) {
+    if (live_bytes_ + size_bytes > shared.peak_bytes) {
+      settle();
+      shared.peak_bytes = std::max(shared.peak_bytes, live_bytes_ + size_bytes);
+    }
   }
 
   // `other_bytes`: in memory in addition to the storages.
@@ -745,6 +769,19 @@ class Log : public c10::DebugInfoBase {
     bool found = false;
     each_tensor(draft.arguments[1], [&](const at::Tensor& index, int64_t) { found = found || is_mask(index); });
     return found;
+  }
+
+  // Returns what an op takes in addition to its outputs on a CUDA device, by what other sizes have taken: with a copy of each input
+  // that is not contiguous, because contiguous ones need none, and with what the allocator adds to each output.
+  static int64_t estimated_room_bytes(const Draft& draft, const Operator& facts, int64_t most_bytes) {
+    double copied_bytes = 0;
+    for (const auto& value : draft.arguments) {
+      each_tensor(value, [&](const at::Tensor& tensor, int64_t) {
+        copied_bytes += tensor.is_contiguous() ? 0 : static_cast<double>(tensor.nbytes() + kBlockBytes);
+      });
+    }
+    const auto room_bytes = facts.measured.room_bytes_of(static_cast<double>(most_bytes) + bytes_in(draft));
+    return static_cast<int64_t>(room_bytes + copied_bytes) + kBlockBytes * kMostOutputs;
   }
 
   // Returns an upper bound of the bytes of the outputs; -1 if there is none.
@@ -973,16 +1010,18 @@ class Log : public c10::DebugInfoBase {
       ++storage.writes;
       if (auto held = storage.weak.lock()) {
         const auto size_bytes = bytes_of(*held);
-        live_bytes_ += size_bytes - std::exchange(storage.size_bytes, size_bytes);
+        const auto grown_bytes = size_bytes - std::exchange(storage.size_bytes, size_bytes);
+        live_bytes_ += grown_bytes;
+        made_bytes += grown_bytes > 0 ? size_bytes : 0;
       }
     }
     int64_t taken_bytes = std::max(call.taken_bytes, int64_t(0));
     seconds = call.seconds < 0 ? seconds : call.seconds;
     if (call.taken_bytes >= 0) {
       facts.measured.add(bytes_in(draft), static_cast<double>(call.taken_bytes - made_bytes), call.seconds);
-      fits(call.taken_bytes - made_bytes);
+      include(call.taken_bytes - made_bytes);
     } else if (!is_measured(known)) {
-      fits(static_cast<int64_t>(facts.measured.most_room_bytes)); // not scaled by size: a peak is no upper bound
+      include(static_cast<int64_t>(facts.measured.most_room_bytes)); // not scaled by size: a peak is no upper bound
     }
     if (known != nullptr) {
       known->made_bytes = made_bytes;
@@ -1004,8 +1043,9 @@ class Log : public c10::DebugInfoBase {
     shared.host_reads += op.reads_to_host;
     shared.seconds += seconds;
     ++shared.position;
-    if (live_bytes_ > shared.peak_bytes) {
-      fits(0);
+    include(0);
+    if (!would_fit(0)) { // its outputs were larger than expected
+      shared.must_close = 1;
     }
     for (auto& value : draft.arguments) { // tensors that were read may be freed
       if (has_memory(value)) {

@@ -146,7 +146,7 @@ class LogReader:
         log, sizes = self.log, self._recorder.sizes
         function, args, kwargs = op.operator.function, op.args, op.kwargs
         if is_sized_by_data(op.operator, args):
-            return log.fits(data_dependent_bytes(op.operator.name, args))
+            return log.fits(data_dependent_bytes(op.operator.name, args, kwargs))
         call.known_bytes = sizes.out_bytes(function, args, kwargs)
         room_bytes = call.room_bytes
         if room_bytes < 0:
@@ -191,13 +191,13 @@ class LogReader:
             for storage in written:
                 storage.version += 1
         else:
-            known = recorder.describe(op, args)
+            known = recorder.describe(op, args, has_run=True)
             op.draws = self._draws.pop(unread.position, None)
             op.taken_bytes = unread.taken_bytes
             memory.read_s = memory.clock_s = memory.clock_s + unread.seconds
             known.seconds = op.seconds = min(known.seconds, unread.seconds)
             recorder.recomputation.step_ops += 1
-            known.out_bytes = recorder.record(op, known, written, outputs)
+            recorder.record(op, known, written, outputs)
         return operator.returned(outputs)
 
     def _forget_draws(self) -> None:

@@ -142,15 +142,17 @@ class Memory:
             storage.evicted = False
             self.evicted_bytes -= storage.size_bytes
 
-    def resize(self, storage: TrackedStorage) -> None:
-        """Record the new size of a storage that was resized, unless its tensor was given another storage."""
+    def resize(self, storage: TrackedStorage) -> int:
+        """Record the size of a storage that may have been resized, and return the size if it has grown, else 0."""
         held = None if storage.watch is None else storage.watch()
-        if storage.watch is None or held is None:
-            return
+        if storage.watch is None or held is None:  # its tensor was given another storage
+            return 0
         size_bytes = self.sizes.counted_bytes(held.nbytes(), held.device)
-        self.live_bytes += size_bytes - storage.size_bytes
+        grown_bytes = size_bytes - storage.size_bytes
+        self.live_bytes += grown_bytes
         storage.size_bytes = storage.watch.size_bytes = size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return size_bytes if grown_bytes > 0 else 0
 
     def recomputed(self, op: RecordedOp) -> None:
         """Record that an op was recomputed."""

@@ -26,6 +26,8 @@ _RUNNING_STATISTICS: dict[str, tuple[int, int | None]] = {
     "aten::batch_norm_gather_stats": (3, None),
     "aten::batch_norm_gather_stats_with_counts": (3, None),
 }
+# The sizes of their outputs depend on data, although some of their overloads have no tag that says so.
+_SIZED_BY_DATA = {"aten::_pack_padded_sequence", "aten::_padded_dense_to_jagged_forward", "aten::index"}
 # With None as running statistics, these compute the same outputs without writing anything.
 _WITHOUT_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 
@@ -44,6 +46,7 @@ class Operator:
         returns_nothing_new: it returns only tensors that it has written.
         allocates_first: it allocates before it writes: if the allocator fails, it has written nothing.
         rebinds: it gives its argument another storage, or resizes it.
+        resizes_out: it resizes the tensors that are given for its results (``out=``).
         random: it draws from a generator.
         repeatable: executed again, it has the same outputs for the same inputs and the same random state.
         sized_by_data: the sizes of its outputs depend on the contents of its inputs.
@@ -62,6 +65,7 @@ class Operator:
     returns_nothing_new: bool
     allocates_first: bool
     rebinds: bool
+    resizes_out: bool
     random: bool
     repeatable: bool
     sized_by_data: bool
@@ -102,9 +106,10 @@ class Operator:
             # Batch norm allocates its outputs before it writes statistics, and pointwise ops are one kernel.
             allocates_first=not mutated or statistics is not None or torch.Tag.pointwise in tags,
             rebinds=rebinds,
+            resizes_out=any(argument.is_out for argument in schema.arguments),
             random=torch.Tag.nondeterministic_seeded in tags,
             repeatable=op.namespace in KNOWN_NAMESPACES or torch.Tag.pt2_compliant_tag in tags,
-            sized_by_data=torch.Tag.dynamic_output_shape in tags,
+            sized_by_data=torch.Tag.dynamic_output_shape in tags or name in _SIZED_BY_DATA,
             reads_to_host=name == "aten::_local_scalar_dense",
             statistics=statistics,
             training=training,

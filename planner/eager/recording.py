@@ -128,7 +128,8 @@ class Recorder(TorchDispatchMode):
         written: Sequence[TrackedStorage] = ()
         if operator.writes:
             written = self.find_writes(op)
-            if operator.returns_nothing_new and not operator.rebinds and all(storage.pinned for storage in written):
+            resizes = operator.rebinds or operator.resizes_out
+            if operator.returns_nothing_new and not resizes and all(storage.pinned for storage in written):
                 return self._write_pinned(op, written, failed)
         known = self.describe(op, args)
         out_bytes = known.out_bytes
@@ -152,7 +153,6 @@ class Recorder(TorchDispatchMode):
         if follower.log is not None:
             follower.after_op(op, written, known)
         if made_bytes != out_bytes:
-            known.out_bytes = made_bytes
             memory.make_room(0, op.function)
         return outputs
 
@@ -227,13 +227,16 @@ class Recorder(TorchDispatchMode):
         self.recomputation.step_ops += 1
         return outputs
 
-    def describe(self, op: RecordedOp, args: Sequence[Any]) -> KnownOp:
-        """Replace the tensors in the arguments of an op, `args`, by references; return the facts about its signature."""
+    def describe(self, op: RecordedOp, args: Sequence[Any], *, has_run: bool = False) -> KnownOp:
+        """Replace the tensors in the arguments of an op, `args`, by references; return the facts about its signature.
+
+        If it `has_run`, contents that it has read may be freed.
+        """
         operator, kwargs = op.operator, op.kwargs
         if operator.rebinds:  # its arguments may be storages, which a signature would keep alive
             op.recordable = False
             return KnownOp(0)
-        key: list[Any] = [id(operator)]
+        key: list[Any] = [id(operator), torch.get_default_dtype()]
         try:
             op.args = self._references(op.args, op, key)
             if kwargs:
@@ -243,7 +246,9 @@ class Recorder(TorchDispatchMode):
             op.recordable = False
             return KnownOp(0)
         if is_sized_by_data(operator, args):
-            return KnownOp(data_dependent_bytes(operator.name, args))
+            return KnownOp(0 if has_run else data_dependent_bytes(operator.name, args, kwargs))
+        if not op.inputs:
+            key += [value for value in (*args, *kwargs.values()) if type(value) is float]
         signature = tuple(key)
         return self.sizes.known(signature) or self.sizes.learn(signature, operator.function, args, kwargs)
 
@@ -294,7 +299,7 @@ class Recorder(TorchDispatchMode):
             else:
                 found.append(value)
                 key.append(kind)
-                if kind is not float:  # the value of a float has no effect on sizes
+                if kind is not float:  # it has no effect on sizes if there are tensors
                     key.append(value)
         return found
 
@@ -348,11 +353,13 @@ class Recorder(TorchDispatchMode):
     # Outputs and writes of an op.
 
     def record(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], outputs: Any) -> int:
-        """Record an op, and return the bytes of its new storages."""
+        """Record an op, and return the bytes of its new storages and of those that have grown."""
         made = self._made_by(op, outputs)
-        if written:
-            self._note_writes(op, known, written, makes_outputs=bool(made))
         operator, made_bytes = op.operator, 0
+        if written:
+            if operator.rebinds or operator.resizes_out:
+                made_bytes = sum([self.memory.resize(storage) for storage in written])
+            self._note_writes(op, known, written, makes_outputs=bool(made))
         for position, output in made:
             storage = self.memory.add(output, pinned=not op.recordable)
             made_bytes += storage.size_bytes
@@ -363,6 +370,8 @@ class Recorder(TorchDispatchMode):
             known.measured(op.taken_bytes - made_bytes)
         elif known.guessed and self.device_costs is None:
             known.measured(0)  # the guess was for an output
+        # Tensors for results may be larger than they need to be the next time.
+        known.out_bytes = max(known.out_bytes, made_bytes) if operator.resizes_out else made_bytes
         op.room_bytes = made_bytes + known.workspace_bytes
         if operator.reads_to_host:
             self.host_reads += 1
@@ -406,8 +415,6 @@ class Recorder(TorchDispatchMode):
             self._pin(storage)
         if operator.statistics is None and makes_outputs:
             op.recordable = False
-        if operator.rebinds:
-            self.memory.resize(storage)
 
     def _in_place_op(self, op: RecordedOp, known: KnownOp, storage: TrackedStorage) -> RecordedOp:
         """Record an op that writes the next version of `storage` in place."""

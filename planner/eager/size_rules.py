@@ -25,6 +25,8 @@ Rule = Callable[[Sequence[Any], dict[str, Any]], Sizes]
 def rule_of(function: Any) -> Rule | None:
     """Return the rule for an operator; None if there is none."""
     schema = function._schema
+    if any(argument.is_out for argument in schema.arguments):
+        return None  # it may resize them
     if all(value.alias_info is not None for value in schema.returns):
         return _nothing_new
     name = _name_in_aten(function)
@@ -43,7 +45,7 @@ def bound_of(function: Any) -> int:
     if rule is not None:
         return _BOUNDS_OF_RULES[rule]
     name = _name_in_aten(function)
-    if name is None:
+    if name is None or any(argument.is_out for argument in function._schema.arguments):
         return _NONE
     if torch.Tag.pointwise in function.tags or name.startswith("_scaled_dot_product_"):
         return _BROADCAST

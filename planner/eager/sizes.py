@@ -137,20 +137,26 @@ class OutputSizes:
     def _made_bytes(
         self,
         mode: AbstractContextManager[object],
-        function: Callable[..., Any],
+        function: Any,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         device: str | None,
     ) -> int | None:
-        """Return the bytes that an op makes of copies of its tensors in `mode`, on `device` or their own; None if it fails."""
+        """Return the bytes that an op makes of copies of its tensors in `mode`, on `device` or their own; None if it fails.
+
+        Tensors for results count if the results are larger. Their copies are empty: then no kernel warns that it resizes them.
+        """
         copies: dict[int, torch.Tensor] = {}
+        outs = [kwargs.get(argument.name) for argument in function._schema.arguments if argument.is_out]
+        room_bytes = {id(tensor): tensor.nbytes for tensor in tensors_in(outs)}
 
         def copy(value: object) -> object:
             if not isinstance(value, torch.Tensor):
                 return value
             if id(value) not in copies:
                 on = value.device if device is None else device
-                copies[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=on)
+                shape, stride = ((0,), (1,)) if id(value) in room_bytes else (value.shape, value.stride())
+                copies[id(value)] = torch.empty_strided(shape, stride, dtype=value.dtype, device=on)
             return copies[id(value)]
 
         try:
@@ -159,12 +165,15 @@ class OutputSizes:
                 outputs = function(*copied_args, **copied_kwargs)
         except Exception:  # noqa: BLE001  a kernel may be missing or raise anything; the real op decides
             return None
-        there = {value.untyped_storage()._cdata for value in copies.values()}
-        made = {value.untyped_storage()._cdata: value for value in tensors_in(outputs) if value.layout is torch.strided}
-        new = [value for address, value in made.items() if address not in there]
-        # A tensor on `device` stands for one on the budget's.
-        sizes = ((value.untyped_storage().nbytes(), value.device if device is None else self._device) for value in new)
-        return sum(self.counted_bytes(size_bytes, of) for size_bytes, of in sizes)
+        there = {value.untyped_storage()._cdata: room_bytes.get(key, math.inf) for key, value in copies.items()}
+        found = [value for value in (*copies.values(), *tensors_in(outputs)) if value.layout is torch.strided]
+        storages = {value.untyped_storage()._cdata: (value.untyped_storage().nbytes(), value.device) for value in found}
+        return sum(
+            # A tensor on `device` stands for one on the budget's.
+            self.counted_bytes(size_bytes, of if device is None else self._device)
+            for address, (size_bytes, of) in storages.items()
+            if size_bytes > there.get(address, 0)
+        )
 
     def counted_bytes(self, size_bytes: int, device: torch.device) -> int:
         """Return the bytes that the allocator takes for a storage of `size_bytes`; 0 if `device` is not the budget's."""
@@ -198,16 +207,41 @@ def takes_free_memory(function: object) -> bool:
     return "convolution" in str(function)
 
 
-def data_dependent_bytes(name: str, args: Sequence[Any]) -> int:
-    """Return an upper bound, in bytes, for the outputs of an op whose sizes depend on data."""
-    first: torch.Tensor = next(tensors_in(args))
-    if name == "aten::nonzero":
-        return first.numel() * max(1, first.dim()) * 8
-    if name == "aten::masked_select":
-        return broadcast_elements([first.shape, args[1].shape]) * first.element_size()
-    if name == "aten::index":
-        return indexed_bytes(first, args[1])
-    return first.numel() * (first.element_size() + 16)  # unique values, each with a position or a count
+def data_dependent_bytes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Return an upper bound, in bytes, for the outputs of an op whose sizes depend on data; 0 if that fails.
+
+    It may read the data.
+    """
+    with suppress(Exception):  # the real op raises its own error
+        return _most_bytes(name, args, kwargs)
+    return 0
+
+
+def _most_bytes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    first, *others = tensors_in(args)
+    item_bytes = first.element_size()
+    match name:
+        case "aten::nonzero":
+            return first.numel() * max(1, first.dim()) * 8
+        case "aten::masked_select":
+            return broadcast_elements([first.shape, others[0].shape]) * item_bytes
+        case "aten::index":
+            return indexed_bytes(first, args[1])
+        case "aten::bincount":
+            least = int(args[2]) if len(args) > 2 else 0
+            return 8 * max(least, int(first.max()) + 1 if first.numel() else 0)
+        case "aten::repeat_interleave":
+            length = kwargs.get("output_size")
+            return int(first.sum() if length is None else length) * item_bytes
+        case "aten::_ctc_loss":
+            steps, batch = first.shape[:2]
+            return (1 + steps * (2 * others[0].shape[-1] + 1)) * batch * item_bytes
+        case "aten::linalg_lstsq":
+            *batch_of_left, rows, columns = first.shape
+            *batch_of_right, _, sides = others[0].shape if others[0].dim() >= first.dim() else (*others[0].shape, 1)
+            elements = max(rows, columns) * sides + rows + columns + sides + 1
+            return elements * broadcast_elements([batch_of_left, batch_of_right]) * max(item_bytes, 8)
+    return first.numel() * (item_bytes + 16)  # the values that differ, each with a position or a count
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -424,35 +424,43 @@ def test_new_sizes_need_no_python_far_below_the_budget(monkeypatch: pytest.Monke
     assert peaks[0] == peaks[1] == peaks[2]
 
 
-numbers, positions, mask = torch.ones(6, 8, 10), torch.tensor([0, 2, 2]), torch.tensor([True] * 5 + [False])
-BOUNDED: list[tuple[Any, tuple[Any, ...]]] = [
-    (aten._log_softmax.default, (numbers.double(), 1, False)),
-    (aten.add.Tensor, (numbers[0], torch.ones(1000, 1, 1).double())),
-    (aten.cat.default, ([numbers, numbers, numbers[:2]],)),
-    (aten.embedding.default, (numbers[0], torch.zeros(1000, dtype=torch.int64))),
-    (aten.gather.default, (numbers, 0, torch.zeros(6, 8, 1, dtype=torch.int64))),
-    (aten.index.Tensor, (numbers, [None, positions[:, None], positions])),
-    (aten.index.Tensor, (numbers, [mask, torch.zeros(5, dtype=torch.int64)])),
-    (aten.index.Tensor, (numbers, [numbers[..., 0] > 0])),
-    (aten.index.Tensor, (torch.ones(6), [torch.zeros(1000, 10, dtype=torch.int64)])),
-    (aten.index_select.default, (numbers, -2, torch.zeros(1000, dtype=torch.int64))),
-    (aten.masked_select.default, (numbers[0], numbers > 0)),
-    (aten.mm.default, (torch.ones(1000, 2), torch.ones(2, 100))),
-    (aten.native_layer_norm.default, (numbers, [10], None, None, 1e-5)),
-    (aten.new_zeros.default, (numbers, [100, 100])),
-    (aten.nonzero.default, (numbers,)),
-    (aten.nonzero.default, (torch.ones(100, 100),)),
-    (aten.randn.default, ([100, 100],)),
-    (aten.sort.default, (positions.repeat(1000),)),
-    (aten.sum.dim_IntList, (torch.ones(0, 1000), [0])),
-    (aten.topk.default, (numbers, 4)),
-]
+def bounded() -> list[tuple[Any, tuple[Any, ...]]]:
+    """Ops with arguments, made in each test: tensors from before would not count, because the collector does not see them."""
+    numbers, positions, mask = torch.ones(6, 8, 10), torch.tensor([0, 2, 2]), torch.tensor([True] * 5 + [False])
+    return [
+        (aten._ctc_loss.default, (torch.zeros(100, 2, 3), torch.ones(2, 90, dtype=torch.int64), [100, 100], [90, 1])),
+        (aten._log_softmax.default, (numbers.double(), 1, False)),
+        (aten._pack_padded_sequence.default, (torch.ones(100, 2, 50), torch.tensor([100, 100]), False)),
+        (aten.add.Tensor, (numbers[0], torch.ones(1000, 1, 1).double())),
+        (aten.bincount.default, (torch.tensor([10_000]),)),
+        (aten.bincount.default, (positions, None, 10_000)),
+        (aten.cat.default, ([numbers, numbers, numbers[:2]],)),
+        (aten.embedding.default, (numbers[0], torch.zeros(1000, dtype=torch.int64))),
+        (aten.gather.default, (numbers, 0, torch.zeros(6, 8, 1, dtype=torch.int64))),
+        (aten.index.Tensor, (numbers, [None, positions[:, None], positions])),
+        (aten.index.Tensor, (numbers, [mask, torch.zeros(5, dtype=torch.int64)])),
+        (aten.index.Tensor, (numbers, [numbers[..., 0] > 0])),
+        (aten.index.Tensor, (torch.ones(6), [torch.zeros(1000, 10, dtype=torch.int64)])),
+        (aten.index_select.default, (numbers, -2, torch.zeros(1000, dtype=torch.int64))),
+        (aten.linalg_lstsq.default, (torch.eye(2, 3), torch.ones(2, 5000), None)),
+        (aten.masked_select.default, (numbers[0], numbers > 0)),
+        (aten.mm.default, (torch.ones(1000, 2), torch.ones(2, 100))),
+        (aten.native_layer_norm.default, (numbers, [10], None, None, 1e-5)),
+        (aten.new_zeros.default, (numbers, [100, 100])),
+        (aten.nonzero.default, (numbers,)),
+        (aten.nonzero.default, (torch.ones(100, 100),)),
+        (aten.randn.default, ([100, 100],)),
+        (aten.repeat_interleave.Tensor, (torch.tensor([5000, 4000]),)),
+        (aten.sort.default, (positions.repeat(1000),)),
+        (aten.sum.dim_IntList, (torch.ones(0, 1000), [0])),
+        (aten.topk.default, (numbers, 4)),
+    ]
 
 
-@pytest.mark.parametrize("number", range(len(BOUNDED)))
+@pytest.mark.parametrize("number", range(len(bounded())))
 def test_bounds_are_not_below_what_an_op_makes(number: int) -> None:
     """An op that is one byte too large is not executed by the log, which its bound would allow if it were too low."""
-    function, args = BOUNDED[number]
+    function, args = bounded()[number]
     made_bytes = sum(t.nbytes for t in tensors_in(function(*args)))
     model, budget = chain(), other_bytes() + 10**8
     with rematerialize(budget) as session:
@@ -462,3 +470,89 @@ def test_bounds_are_not_below_what_an_op_makes(number: int) -> None:
         with pytest.raises(BudgetError):
             function(*args)
         del ballast
+
+
+def by_default_in_double(make: Callable[[], Tensor]) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return make()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def of_more() -> list[tuple[Callable[[], object], Callable[[], object]]]:
+    """Pairs of calls with tensors of the same shapes, of which the second makes more."""
+    many, column, row = torch.ones(10_000, dtype=torch.int32), torch.ones(100, 1), torch.ones(1, 100)
+    double = torch.tensor(2.5, dtype=torch.float64)
+    return [
+        (lambda: torch.arange(0.0, 10.0), lambda: torch.arange(0.0, 1e4)),
+        (lambda: many * 2.5, lambda: many * double),
+        (lambda: torch.zeros(10_000), lambda: by_default_in_double(lambda: torch.zeros(10_000))),
+        (lambda: many * 2.5, lambda: by_default_in_double(lambda: many * 2.5)),
+        (lambda: torch.repeat_interleave(torch.tensor([1])), lambda: torch.repeat_interleave(torch.tensor([10_000]))),
+        (lambda: torch.mul(column, row, out=torch.empty(100, 100)), lambda: torch.mul(column, row, out=torch.empty(0))),
+        (lambda: torch.mm(column, row, out=torch.empty(100, 100)), lambda: torch.mm(column, row, out=torch.empty(0))),
+        (lambda: torch.mm(column, row, out=torch.empty(10_000)[:0]), lambda: torch.mm(column, row, out=torch.empty(0))),
+        (lambda: torch.nonzero(row, out=torch.empty(100, 2).long()), lambda: torch.nonzero(row, out=torch.empty(0).long())),
+        (lambda: torch.cat([row, row], out=torch.empty(2, 100)), lambda: torch.cat([row, row], out=torch.empty(0))),
+    ]
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("number", range(len(of_more())))
+def test_an_op_is_not_taken_for_one_that_makes_less(number: int, *, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = of_more()[number]
+    made_bytes = sum(t.nbytes for t in tensors_in(other()))
+    model, budget = chain(), other_bytes() + 10**8
+    if not deferred:
+        monkeypatch.setattr(DeferredLog, "available", lambda: False)
+    with rematerialize(budget) as session:
+        if deferred:
+            opened(session, with_dropout, model, torch.randn(8, 64))
+        one()
+        assert not deferred or is_open(session)
+        ballast = torch.empty(budget - other_bytes() - made_bytes + 1, dtype=torch.uint8)
+        with pytest.raises(BudgetError):
+            other()
+        del ballast
+
+
+@torch.library.custom_op("tests::of_sizes", mutates_args=())
+def of_sizes(sizes: Tensor) -> Tensor:
+    return torch.ones(int(sizes.sum()))
+
+
+def test_what_no_bound_has_foreseen_counts_and_makes_the_next_op_evict() -> None:
+    model, budget = chain(), other_bytes() + 10**8
+    with rematerialize(budget) as session:
+        opened(session, with_dropout, model, torch.randn(8, 64))
+        of_sizes(torch.tensor([10]))
+        saved = torch.ones(1_000_000, requires_grad=True).exp().sum()
+        ballast = torch.empty(budget - other_bytes() - 1000, dtype=torch.uint8)
+        assert is_open(session)
+        held = of_sizes(torch.tensor([1_000_000]))
+        assert session.peak_bytes >= other_bytes() > budget and session.evictions == 0
+        torch.ones(1).add(1.0)
+        assert session.evictions > 0
+        del held, ballast, saved
+
+
+def test_a_tensor_for_results_that_grows_is_recomputed_with_them() -> None:
+    model, x = chain(), torch.randn(256, 64)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            products = torch.mul(x, x, out=torch.empty(0)).add_(1.0)
+        w = torch.ones(256, 64, requires_grad=True)
+        loss = (products * w).sum()
+        del products
+        (model(x).square().sum() + loss).backward()
+        assert w.grad is not None
+        return w.grad
+
+    expected = step()
+    with rematerialize(other_bytes() + 600_000) as session:
+        for _ in range(3):
+            assert torch.equal(step(), expected)
+            model.zero_grad()
+    assert session.evictions > 0

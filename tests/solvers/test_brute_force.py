@@ -44,6 +44,7 @@ def test_equals_brute_force_on_many_graphs(seed: int, ops: int, tightness: float
     check_against_brute_force(seed, ops, tightness)
 
 
+@pytest.mark.slow
 @settings(EXACT, max_examples=40)
 @given(seed=st.integers(0, 10**6), ops=st.integers(4, 7))
 def test_lower_budgets_never_take_less_time(seed: int, ops: int) -> None:
@@ -70,6 +71,7 @@ def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:
     assert fastest(graph, bracket.found_bytes - 1) is None
 
 
+@pytest.mark.slow
 @settings(EXACT, max_examples=200)
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 7), share=st.floats(0, 1))
 def test_models_alone_never_refute_what_exists(seed: int, ops: int, share: float) -> None:

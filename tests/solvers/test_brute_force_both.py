@@ -16,7 +16,8 @@ from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_mod
 from tests.support.solvers.brute_force_transfers import fastest_with_copies
 
 SEEDS = [
-    range(30),
+    range(10, 20),
+    pytest.param(range(30), marks=pytest.mark.slow),
     *(pytest.param(range(first, first + 100), marks=pytest.mark.slow) for first in range(1000, 3000, 100)),
 ]
 
@@ -71,6 +72,7 @@ def test_bounds_and_schedules(seeds: range) -> None:
     assert both > 0
 
 
+@pytest.mark.slow
 def test_what_nothing_reads_any_more_is_not_sent() -> None:
     """A plain graph that is committed to may lack what reads a tensor that may go to the host."""
     (one,) = cases(range(2166, 2167))

@@ -46,6 +46,7 @@ def test_equals_brute_force_on_many_graphs(seed: int, ops: int, tightness: float
     check(graph, budget, fastest(graph, budget))
 
 
+@pytest.mark.slow
 @settings(EXACT, max_examples=40)
 @given(seed=seeds, ops=st.integers(1, 7))
 def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:

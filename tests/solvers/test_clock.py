@@ -132,6 +132,7 @@ def searched_at_once() -> tuple[Result, float]:
     return searched(LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", ["trials", "HiGHS"])
 def test_work_done_is_the_same_on_a_slower_machine(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quick, quick_spent = searched_at_once()
@@ -158,6 +159,7 @@ def test_work_done_is_the_same_on_a_slower_machine(slow: str, monkeypatch: pytes
     assert quick.settings["work_limit"] == LIMIT
 
 
+@pytest.mark.slow
 def test_plans_by_work_are_equal_but_for_the_seconds() -> None:
     first, second = (plan_to_dict(plan(GRAPH, BUDGET, work_limit=LIMIT)) for _ in range(2))
     assert first.pop("seconds") != second.pop("seconds")

@@ -82,6 +82,7 @@ def test_rounds_end_with_what_fits() -> None:
     assert tight.time_s == 14.0 and {"copy_f1_device_to_host", "copy_f2_device_to_host"} <= set(names(graph, tight))
 
 
+@pytest.mark.slow
 def test_a_transformer_near_its_budget() -> None:
     graph = small_gpt(6)
     offer = offer_of(graph)

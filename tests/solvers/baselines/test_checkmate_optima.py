@@ -138,7 +138,7 @@ def assert_agreement(graph: Graph, share: float, variant: CheckmateVariant = PUB
     return True
 
 
-@pytest.mark.parametrize("share", [0.75, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.75, marks=pytest.mark.slow), 0.5])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_graphs_agree_with_the_exact_solver(seed: int, share: float) -> None:
     assert_agreement(random_graph(seed, 12), share)
@@ -152,7 +152,12 @@ def test_random_graphs_have_schedules() -> None:
 
 @pytest.mark.parametrize(
     ("graph", "share"),
-    [(random_training_step(8, 8), 0.5), (random_training_step(14, 14), 0.8), (skips(8), 0.2), (training_chain(12), 0.6)],
+    [
+        (random_training_step(8, 8), 0.5),
+        pytest.param(random_training_step(14, 14), 0.8, marks=pytest.mark.slow),
+        (skips(8), 0.2),
+        (training_chain(12), 0.6),
+    ],
     ids=["17 ops", "29 ops", "skips", "chain"],
 )
 def test_training_steps_agree_with_the_exact_solver(graph: Graph, share: float) -> None:

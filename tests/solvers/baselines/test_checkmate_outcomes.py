@@ -139,6 +139,7 @@ def test_every_word_of_pulp_has_an_outcome() -> None:
     assert len(words) > 4 and set(words) <= set(OUTCOMES)
 
 
+@pytest.mark.slow
 def test_nothing_is_printed() -> None:
     """In a process of its own: HiGHS prints what it is called once in each."""
     code = (

@@ -104,7 +104,7 @@ def test_without_eviction_the_peak_is_that_of_keeping_everything(name: str) -> N
         pytest.param(DtrRule.FULL, 1024, 0.96, marks=pytest.mark.slow),
         (DtrRule.LOCAL, 64, 2.5),
         (DtrRule.LOCAL, 256, 7.7),
-        (DtrRule.LOCAL, 1024, 26.0),
+        pytest.param(DtrRule.LOCAL, 1024, 26.0, marks=pytest.mark.slow),
         (DtrRule.LRU, 64, 2.5),
         (DtrRule.LRU, 256, 7.7),
         (DtrRule.LRU, 1024, 26.0),

@@ -38,7 +38,9 @@ LARGE = [name for name in RIVALS if name != "poet"]  # take graphs of a hundred 
 WITHOUT_BUDGET = ("save-on-cpu", "offload-activations")
 
 
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("auto-perf-maxing", "poet") else name for name in RIVALS]
+)
 def test_what_is_found_runs_by_both_judges(name: str) -> None:
     found = copied = 0
     seeds = range(20)
@@ -56,7 +58,13 @@ def test_what_is_found_runs_by_both_judges(name: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", [6, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("auto-perf-maxing", "sac-and-offload", "save-on-cpu") else name
+        for name in RIVALS
+    ],
+)
 def test_none_is_below_the_bound(name: str, wanted: int) -> None:
     compared = 0
     for seed in itertools.count(100):
@@ -102,7 +110,10 @@ def bounds(captured: Graph) -> dict[float, float | None]:
     return {share: solve_exactly(ask(captured, int(share * peak), time_limit_s=5)).bound_s for share in (1.0, 0.85, 0.7)}
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("auto-perf-maxing", "sac-and-offload") else name for name in LARGE],
+)
 def test_a_captured_gpt(name: str, captured: Graph, bounds: dict[float, float | None]) -> None:
     peak = peak_bytes(without_offload(captured)[0])
     found = 0

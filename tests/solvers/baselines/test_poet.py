@@ -42,7 +42,7 @@ def test_what_copying_costs_decides() -> None:
     assert both.time_s is not None and both.time_s <= 9.0
 
 
-@pytest.mark.parametrize("power", [1.0, 0.01])
+@pytest.mark.parametrize("power", [pytest.param(1.0, marks=pytest.mark.slow), 0.01])
 def test_its_cost_is_that_of_what_is_executed_and_copied(power: float) -> None:
     compared = 0
     for seed in range(40):

@@ -147,6 +147,7 @@ def test_a_smaller_part_of_the_budget_is_tried_only_if_nothing_fits() -> None:
     assert solve(ask(graph, budget, params=RoundingParams(fractions=(used,)))).bound_s == graph.time_s
 
 
+@pytest.mark.slow
 def test_the_seed_decides() -> None:
     graph = random_training_step(8, 8)
     budget = budget_at(graph, 0.5)

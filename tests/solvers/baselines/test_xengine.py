@@ -48,7 +48,7 @@ def two_branches() -> Graph:
     return on_devices(draft.graph([c]), OtherDevice("second", (4.0, 4.0, 1.0), 4.0))
 
 
-@pytest.mark.parametrize("stay", [False, True], ids=["published", "stay"])
+@pytest.mark.parametrize("stay", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["published", "stay"])
 def test_its_optimum_is_that_of_its_class(stay: bool) -> None:
     seen: Counter[str] = Counter()
     for seed in range(40):

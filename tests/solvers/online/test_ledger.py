@@ -65,7 +65,9 @@ def by_brute_force(ledger: Ledger, candidates: list[int], now_s: float) -> int:
     return tied[0] if least == 0 else tied[-1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in ("dtr", "lru") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 @given(seed=st.integers(0, 10**6))
 def test_the_victim_has_the_least_score_of_all(name: str, seed: int) -> None:
     ledger = Ledger(Interpreter(0) if name == "megengine" else name)
@@ -116,7 +118,17 @@ def run_chain(ledger: Ledger, ops: int, most: int) -> None:
         before = [storage]
 
 
-@pytest.mark.parametrize("name", ["dtr", "dtr-local", "lru", "largest", "dtr-random", "megengine"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dtr",
+        "dtr-local",
+        "lru",
+        "largest",
+        pytest.param("dtr-random", marks=pytest.mark.slow),
+        pytest.param("megengine", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("ops", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_bookkeeping_per_op_is_sublinear(name: str, ops: int) -> None:
     # 1/4 of the ops are in memory at once. Work grows with the square root of that: 4 times as many cost about twice as much.
@@ -187,6 +199,7 @@ def test_random_choices_do_not_depend_on_what_is_tried_in_vain(seed: int) -> Non
     assert evicted != in_use_as_well(Ledger("dtr-random", seed=seed + 1), seed, tried=False)
 
 
+@pytest.mark.slow
 def test_random_choices_are_uniform_whatever_was_chosen_before() -> None:
     """Of 8 storages 3 are chosen in turn, of which each comes back: all 336 orders are as likely as any other."""
     ledger = Ledger("dtr-random")

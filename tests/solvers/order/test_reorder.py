@@ -246,7 +246,9 @@ def schedules(found: Reordering) -> list[Schedule]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", ["gpt2_written", "resnet18", "mutated"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gpt2_written", marks=pytest.mark.slow), pytest.param("resnet18", marks=pytest.mark.slow), "mutated"]
+)
 def test_a_step_in_another_order_is_the_same_to_the_last_bit(name: str) -> None:
     workload = make(name)
     captured = capture_of(name)

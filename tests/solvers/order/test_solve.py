@@ -132,6 +132,7 @@ def test_a_schedule_found_as_patience_ends_does_not_end_the_solve() -> None:
     assert calls == 2 and found.result.status is Status.OPTIMAL
 
 
+@pytest.mark.slow
 def test_solves_that_count_work_come_to_the_same_twice() -> None:
     graph = random_training_step(11, 30)
     for share in (0.6, 0.8):

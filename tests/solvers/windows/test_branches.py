@@ -62,6 +62,7 @@ def test_the_least_bound_of_the_branches_is_below_the_best_of_all_schedules(seed
     assert tight >= 0.75 * split
 
 
+@pytest.mark.slow
 def test_each_choice_of_stand_ins_is_in_one_branch() -> None:
     checked = 0
     for seed in range(30):

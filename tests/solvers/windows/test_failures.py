@@ -50,6 +50,7 @@ def test_an_error_of_what_looks_for_schedules_ends_the_solve_and_keeps_the_best(
     assert "RuntimeError: no such choice" in result.message and "test_failures.py" in result.message
 
 
+@pytest.mark.slow
 def test_where_nothing_was_found_before_the_error_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Portfolio, "step", fails)
     monkeypatch.setattr(Search, "offer", lambda search, order, *_: try_out(search.problem, order))
@@ -57,6 +58,7 @@ def test_where_nothing_was_found_before_the_error_is_the_answer(monkeypatch: pyt
         plan(GRAPH, BUDGET, tolerance=0.0, time_limit_s=600.0, reorder=False)
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_solve_that_failed_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Portfolio, "step", fails)
     with pytest.warns(SolverWarning, match="ended early, for looking for schedules failed: RuntimeError: no such choice"):
@@ -88,6 +90,7 @@ def test_a_relaxation_that_refutes_a_known_schedule_ends_the_solve(monkeypatch: 
     assert "relaxation is infeasible, though a schedule within the budget is known" in result.message
 
 
+@pytest.mark.slow
 def test_a_bound_above_a_known_schedule_ends_the_solve_and_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     answers_once_known(monkeypatch, lambda found: replace(found, bound=10 * OBJECTIVE_SCALE))
     result = solved()

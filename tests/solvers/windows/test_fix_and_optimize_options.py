@@ -97,6 +97,7 @@ def test_it_ends_and_goes_on_where_there_is_a_better_schedule() -> None:
     assert search.stopping.enough() or search.clock.now > spent
 
 
+@pytest.mark.slow
 def test_a_limit_on_variance_is_kept_to() -> None:
     slower = 0
     for graph, share in instances():
@@ -112,6 +113,7 @@ def test_a_limit_on_variance_is_kept_to() -> None:
     assert slower > 2
 
 
+@pytest.mark.slow
 def test_most_small_graphs_come_to_their_optimum() -> None:
     tried = better = optimal = 0
     for graph, share in instances():

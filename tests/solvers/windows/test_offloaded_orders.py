@@ -62,6 +62,7 @@ def test_the_host_makes_less_possible_than_recomputing_alone() -> None:
     assert less > 0
 
 
+@pytest.mark.slow
 def test_no_schedule_is_below_what_is_proved_and_one_is_at_what_is_found() -> None:
     exact = 0
     for seed in range(30):
@@ -94,6 +95,7 @@ def test_orders_fit_and_the_first_sends_no_more_than_it_must() -> None:
         assert not next(offloaded_orders(everything, should_stop=lambda: False)).reloads
 
 
+@pytest.mark.slow
 def test_the_exact_solver_has_a_schedule_at_the_least_budget() -> None:
     graph = with_trips(random_training_step(5, 40), 1e9)
     bracket = least_budget(graph, clock=WorkClock(4.0))

@@ -82,7 +82,7 @@ def task_of(seed: int, task: Callable[[Search, Inbox], None]) -> PartTask:
     return PartTask(*instance(seed), TOLERANCE, WindowsParams(), 120.0, task)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) if seed == LONG else seed for seed in SEEDS])
 def test_it_finds_what_is_found_here(seed: int) -> None:
     here = Search.of(Request(*instance(seed), TOLERANCE, WallClock(120)))
     run(here)
@@ -112,7 +112,17 @@ def test_solves_are_the_same_with_processes_as_with_threads(started: list["subpr
     assert all(process.returncode is not None for process in started)
 
 
-@pytest.mark.parametrize("command", ["raise SystemExit(1)", "import os; os.read(0, 1); os.kill(os.getpid(), 9)"])
+DYING = ("raise SystemExit(1)", "import os; os.read(0, 1); os.kill(os.getpid(), 9)")
+
+
+@pytest.mark.parametrize("command", DYING)
+def test_a_process_that_dies_is_told_of(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "_COMMAND", command)
+    assert received_from(PartProcess(task_of(SEEDS[0], _until_stopped))) == [SearchEnd(died=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", DYING)
 def test_what_a_process_that_dies_was_to_do_is_done_here(
     command: str, started: list["subprocess.Popen[bytes]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +132,7 @@ def test_what_a_process_that_dies_was_to_do_is_done_here(
     assert len(started) > len(SEEDS)
 
 
+@pytest.mark.slow
 def test_where_none_can_be_started_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "get_executable", lambda: None)
     with pytest.raises(OSError, match="no interpreter"):
@@ -129,6 +140,7 @@ def test_where_none_can_be_started_there_are_threads(monkeypatch: pytest.MonkeyP
     check_solves()
 
 
+@pytest.mark.slow
 def test_what_orders_commit_to_is_solved_there() -> None:
     graph, budget = instance(LONG)
     search = Search.of(Request(graph, budget, TOLERANCE, WallClock(120)))

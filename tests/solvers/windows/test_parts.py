@@ -57,7 +57,7 @@ def test_sending_is_no_slower_than_not_sending() -> None:
     assert time_of(sending) <= time_of(alone) * (1 + FLOATING)
 
 
-@pytest.mark.parametrize("seed", [2, 8, 12])
+@pytest.mark.parametrize("seed", [2, pytest.param(8, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.slow)])
 def test_no_budget_gets_slower_by_an_option(seed: int) -> None:
     graph = random_options(seed, 40, 12)
     program = without_options(graph)
@@ -90,6 +90,7 @@ def of_two_kinds(graph: Graph) -> Graph:
     return replace(graph, ops=ops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [5, 12])
 def test_no_budget_gets_slower_by_a_second_kind_of_options(seed: int) -> None:
     graph = of_two_kinds(random_options(seed, 40, 12))
@@ -110,6 +111,7 @@ def lossy_and_faithful() -> tuple[Graph, Graph]:
     return lossy, without(lossy, lambda op: op.used(VARIANCE) > 0)
 
 
+@pytest.mark.slow
 def test_what_is_lossy_makes_what_is_not_no_slower() -> None:
     lossy, faithful = lossy_and_faithful()
     budget = budget_at(without_options(lossy), 0.25)

@@ -1,5 +1,7 @@
 """The exact solver on graphs that offer other devices."""
 
+import pytest
+
 from graphs.ir import Graph, Phase
 from graphs.options import without_options
 from graphs.options.passes import in_passes
@@ -74,6 +76,7 @@ def test_the_other_memory_is_of_use_to_a_budget() -> None:
     check_by_both_judges(graph, result)
 
 
+@pytest.mark.slow
 def test_it_comes_to_no_more_than_the_reference() -> None:
     compared = 0
     for seed in range(100, 108):
@@ -96,6 +99,7 @@ def long_chain(ops: int) -> Graph:
     return on_devices(chain, OtherDevice("second", tuple(op.time_s for op in chain.ops), 50.0))
 
 
+@pytest.mark.slow
 def test_steps_too_large_for_the_reference_are_planned_within_their_budget() -> None:
     graph = long_chain(60)
     program = Graph(graph.program, training_chain(60).tensors, graph.kept)
@@ -121,6 +125,7 @@ def test_what_the_forward_pass_returns_is_there_as_it_ends() -> None:
     assert simulate(graph, in_passes(graph, result.schedule)).peak_bytes == result.peak_bytes
 
 
+@pytest.mark.slow
 def test_other_options_go_with_it() -> None:
     better = 0
     for seed in range(3):
@@ -142,6 +147,7 @@ def test_other_options_go_with_it() -> None:
     assert better >= 1
 
 
+@pytest.mark.slow
 def test_least_budgets_know_the_other_memory() -> None:
     draft = Draft()
     (a,) = draft.op("a", [], [8], time_s=1.0)

@@ -82,7 +82,7 @@ def test_resident_memory_is_known() -> None:
     assert resident_bytes() - before < 40_000_000
 
 
-@pytest.mark.parametrize("share", [9, 7, 6])
+@pytest.mark.parametrize("share", [pytest.param(9, marks=pytest.mark.slow), 7, pytest.param(6, marks=pytest.mark.slow)])
 def test_no_other_method_is_faster_even_where_time_is_short(share: int) -> None:
     graph = transformer(TransformerSize(layers=4))
     budget = peak_bytes(graph) * share // 10

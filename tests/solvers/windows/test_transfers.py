@@ -61,7 +61,14 @@ def test_the_judge_says_the_same(seeds: range) -> None:
     assert waited > 10 and copied > 10
 
 
-@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 200, 20)], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(first, first + 20) if first < 60 else pytest.param(range(first, first + 20), marks=pytest.mark.slow)
+        for first in range(0, 200, 20)
+    ],
+    ids=str,
+)
 def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: range) -> None:
     copied = 0
     for seed in seeds:

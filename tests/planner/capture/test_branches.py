@@ -231,9 +231,9 @@ PADDED = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]) > 0
 @pytest.mark.parametrize(
     "masks",
     [
-        {"tgt_mask": CAUSAL},
+        pytest.param({"tgt_mask": CAUSAL}, marks=pytest.mark.slow),
         {"tgt_mask": CAUSAL < 0, "src_key_padding_mask": PADDED, "memory_key_padding_mask": PADDED},
-        {"tgt_mask": torch.zeros(4, 4), "tgt_is_causal": False},
+        pytest.param({"tgt_mask": torch.zeros(4, 4), "tgt_is_causal": False}, marks=pytest.mark.slow),
     ],
     ids=["causal", "bool and padded", "open"],
 )
@@ -246,6 +246,7 @@ def test_masked_transformers_train_as_in_eager(masks: dict[str, Any]) -> None:
             call(step, batch | {"tgt_mask": torch.zeros(4, 4)})
 
 
+@pytest.mark.slow
 def test_masked_transformer_stays_within_its_budget() -> None:
     torch.manual_seed(0)
     model, batch = encoded(tgt_mask=CAUSAL)
@@ -259,6 +260,7 @@ def test_masked_transformer_stays_within_its_budget() -> None:
     assert torch.equal(planned, model(**batch))
 
 
+@pytest.mark.slow
 def test_sizes_may_vary_with_a_mask() -> None:
     torch.manual_seed(0)
     model, mask = Step(if_all), torch.ones(16, 4) > 0

@@ -51,9 +51,8 @@ def wav2vec2(**options: Any) -> Case:
     return model, {"input_values": torch.randn(2, 600), "attention_mask": mask, "labels": labels}
 
 
-@pytest.mark.parametrize(
-    "make", [pytest.param(deberta, marks=pytest.mark.slow), deberta_v2, wav2vec2], ids=["deberta", "deberta_v2", "wav2vec2"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [deberta, deberta_v2, wav2vec2], ids=["deberta", "deberta_v2", "wav2vec2"])
 def test_three_steps_are_exact(make: Callable[[], Case]) -> None:
     torch.manual_seed(0)
     model, batch = make()

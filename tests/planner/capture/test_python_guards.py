@@ -102,7 +102,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+SLOW = ("a hook before", "a backward hook", "a block more", "an adapter", "another tensor", "momentum", "no tensor any more")
+
+
+@pytest.mark.parametrize(
+    "change", [pytest.param(change, marks=pytest.mark.slow) if change in SLOW else change for change in CHANGES]
+)
 def test_guard_error_names_the_change(change: str, batch: tuple[torch.Tensor, ...], annealed: list[float]) -> None:
     model = Net()
     step = planner.compile(model, loss_with(annealed), batch, budget="100%")
@@ -219,7 +224,13 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("counter", "model.calls"), ("list", "model.seen"), ("global", "STEPS"), ("memory", "model.memory")]
+    ("kind", "name"),
+    [
+        ("counter", "model.calls"),
+        pytest.param("list", "model.seen", marks=pytest.mark.slow),
+        pytest.param("global", "STEPS", marks=pytest.mark.slow),
+        pytest.param("memory", "model.memory", marks=pytest.mark.slow),
+    ],
 )
 def test_value_changed_at_every_step_raises_when_planning(kind: str, name: str, batch: tuple[torch.Tensor, ...]) -> None:
     model = Stateful(kind)
@@ -248,7 +259,7 @@ def test_values_of_the_first_step_are_set_before_planning(batch: tuple[torch.Ten
         assert torch.equal(step(*batch), F.mse_loss(other(batch[0]), batch[1]))
 
 
-@pytest.mark.parametrize("kind", ["flag", "buffer"])
+@pytest.mark.parametrize("kind", [pytest.param("flag", marks=pytest.mark.slow), "buffer"])
 def test_unread_values_and_tensor_counters_work(kind: str, batch: tuple[torch.Tensor, ...]) -> None:
     model, other = Stateful(kind), Stateful(kind)
     other.load_state_dict(model.state_dict())

@@ -147,7 +147,10 @@ def test_fingerprint_depends_on_structure_and_sizes() -> None:
     assert captured.graph.fingerprint != capture_of("frozen").graph.fingerprint
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("unet", "llama", "vit", "gpt2_written") else name for name in STEPS],
+)
 def test_profiling_does_not_change_the_model(name: str) -> None:
     workload = make(name)
     captured = capture_of(name)
@@ -193,12 +196,29 @@ def hooked(module: nn.Module) -> nn.Module:
         (nn.Linear(4, 4).requires_grad_(requires_grad=False), lambda y, x: y.sum(), "requires_grad=True"),
         (Branches(), lambda y, x: y.sum(), "cannot be captured as one graph"),
         (Dynamic(), None, "depends on the data"),
-        (nn.Linear(5, 4), lambda y, x: y.sum(), "an op of the step fails on this batch: RuntimeError: a and b must have same"),
-        (nn.Linear(4, 4), lambda y, x: 3.0, "the step returns a float"),
-        (nn.Linear(4, 4), lambda y, x: y.sum().item(), r"the step returns a float.*leave out \.item\(\)"),
-        (nn.Linear(4, 4), lambda y, x: (y.sum(), y.sum().item()), r"the step returns a float.*leave out \.item\(\)"),
-        (nn.Linear(4, 4), lambda y, x: None, "the step returns a NoneType"),
-        (nn.Linear(4, 4), lambda y, x: {"cost": y.sum()}, "or a dict of tensors with a 'loss'"),
+        pytest.param(
+            nn.Linear(5, 4),
+            lambda y, x: y.sum(),
+            "an op of the step fails on this batch: RuntimeError: a and b must have same",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(nn.Linear(4, 4), lambda y, x: 3.0, "the step returns a float", marks=pytest.mark.slow),
+        pytest.param(
+            nn.Linear(4, 4),
+            lambda y, x: y.sum().item(),
+            r"the step returns a float.*leave out \.item\(\)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            nn.Linear(4, 4),
+            lambda y, x: (y.sum(), y.sum().item()),
+            r"the step returns a float.*leave out \.item\(\)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(nn.Linear(4, 4), lambda y, x: None, "the step returns a NoneType", marks=pytest.mark.slow),
+        pytest.param(
+            nn.Linear(4, 4), lambda y, x: {"cost": y.sum()}, "or a dict of tensors with a 'loss'", marks=pytest.mark.slow
+        ),
         (hooked(nn.Linear(4, 4)), lambda y, x: y.sum(), "hooks of modules on gradients .register_full_backward_hook."),
     ],
     ids=[

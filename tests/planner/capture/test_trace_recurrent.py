@@ -27,7 +27,13 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]]
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("GRU, layers", "GRU, both ways", "RNN, layers") else name
+        for name in NETWORKS
+    ],
+)
 def test_recurrent_networks_are_bitwise_equal_to_eager(name: str) -> None:
     torch.manual_seed(0)
     make, shapes = NETWORKS[name]

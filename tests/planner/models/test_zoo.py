@@ -81,7 +81,9 @@ def test_every_model_has_a_tiny_version() -> None:
     assert TINY.keys() == ZOO.keys()
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("resnet152", "densenet121") else name for name in PARAMETERS]
+)
 def test_parameters_are_the_published_number(name: str) -> None:
     assert parameters(name) == PARAMETERS[name]
 
@@ -282,7 +284,9 @@ def test_unparsable_options_raise(texts: list[str], message: str) -> None:
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("resnet152", "densenet121") else name for name in ZOO]
+)
 def test_described_options_are_the_defaults(name: str) -> None:
     texts = describe_options(name).split(", ")
     options = parse_options(name, texts)

@@ -69,7 +69,8 @@ def test_layers_between_and_attention_are_found_where_they_set_the_peak() -> Non
     assert targets(gated, "backward") == [["mm", "mm", "mul", "mul", "mm", "mm", "silu_backward", "mm", "mm"]]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "t5"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_models_of_transformers_with_their_own_loss_are_found(name: str) -> None:
     found = chunked(transformers_model(name))
     heads = [group for group in targets(found, "forward") if "nll_loss_forward" in group]
@@ -79,6 +80,7 @@ def test_models_of_transformers_with_their_own_loss_are_found(name: str) -> None
     assert any("nll_loss_backward" in group for group in targets(found, "backward"))
 
 
+@pytest.mark.slow
 def test_a_classifier_is_found_under_autocast_and_on_fake_tensors() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = chunked(make("smoothed"))

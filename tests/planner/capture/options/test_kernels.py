@@ -65,6 +65,7 @@ def test_only_plain_ones_have_a_native_kernel(how: dict[str, int]) -> None:
     assert ways(found, "convolution") == ["onednn", "channels_last", "in_place"]
 
 
+@pytest.mark.slow
 def test_rows_of_ops_in_place_go_as_far_as_nobody_else_reads() -> None:
     assert ["bmm", "div", "masked_fill", "_softmax"] in rows(with_kernels(make("attention")))
     head = rows(with_kernels(build("gpt2", layers=1, width=32, heads=2, vocab=100, seq=8, batch=2, dropout=0.0)))

@@ -44,7 +44,7 @@ def mixed(device: str = "h200") -> Graph:
     return replace(plain, tensors=tensors, provenance={"device": device})
 
 
-@pytest.mark.parametrize("share", [80, 60, 50])
+@pytest.mark.parametrize("share", [pytest.param(80, marks=pytest.mark.slow), 60, 50])
 def test_plans_in_an_arena_are_within_their_budget_and_no_slower(share: int) -> None:
     graph = mixed()
     plain, plan = (solve(graph, f"{share}%", work_limit=6.0, arena=arena) for arena in (False, True))

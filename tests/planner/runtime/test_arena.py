@@ -93,8 +93,10 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return peak
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("seed", [None, 0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "vit") else name for name in STEPS]
+)
 def test_bits_are_those_of_eager_pytorch(name: str, seed: int | None) -> None:
     executor, workload = in_arena(name, seed)
     eager = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
@@ -436,8 +438,14 @@ def train(step: Callable[..., torch.Tensor], workload: Workload, optimizer: Opti
     return losses
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["vit", "mlp"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(optimizer, marks=pytest.mark.slow) if optimizer in ("nesterov foreach", "adamw") else optimizer
+        for optimizer in OPTIMIZERS
+    ],
+)
+@pytest.mark.parametrize("name", [pytest.param("vit", marks=pytest.mark.slow), "mlp"])
 def test_steps_and_their_optimizer_take_the_larger_of_both(name: str, optimizer: str) -> None:
     executor, workload = in_arena(name)
     usual = copy.deepcopy(workload)

@@ -27,15 +27,12 @@ def captured(name: str) -> tuple[Capture, Workload]:
     return capture_profiled(workload, TraceSettings(passes=1, options=("chunks",))), workload
 
 
-_OTHER_LLAMAS = ("llama", "transformers llama")  # feed_forward is one, too
+# Of the Llamas feed_forward is quick.
+_SLOW = ("binary", "gpt2", "llama", "second_dimension", "squares", "weighted", "transformers gpt2", "transformers llama")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *(name for name in (*STEPS, "transformers gpt2") if name not in _OTHER_LLAMAS),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHER_LLAMAS),
-    ],
+    "name", [*(name for name in STEPS if name not in _SLOW), *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
 )
 def test_a_step_in_chunks_is_the_step_but_for_rounding_in_less_memory(name: str) -> None:
     capture, workload = captured(name)

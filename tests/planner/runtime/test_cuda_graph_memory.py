@@ -80,8 +80,8 @@ def test_a_replayed_step_allocates_what_was_counted() -> None:
     assert peak == by_kind[Kind.GRADIENT] + by_kind[Kind.OUTPUT] + allocated(4)
 
 
-@pytest.mark.parametrize("name", ["gpt2_written", "resnet18", "mutated"])
-@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("name", ["gpt2_written", pytest.param("resnet18", marks=pytest.mark.slow), "mutated"])
+@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 1])
 @pytest.mark.usefixtures("_cuda")
 def test_the_pool_holds_what_was_predicted(name: str, seed: int | None) -> None:
     workload = on_device(make(name))
@@ -133,6 +133,7 @@ class LosesMemory(CudaGraphs):
         return super().held_bytes() + self._lost
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_stand_in")
 def test_the_budget_holds_for_what_the_recordings_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     workload, other = on_device(make("gpt2_written")), on_device(make("gpt2_written"))
@@ -151,6 +152,7 @@ def test_the_budget_holds_for_what_the_recordings_keep(monkeypatch: pytest.Monke
     assert_same(train(other, TrainingStep(other.model, other.loss_fn)), train(workload, step))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_stand_in")
 def test_a_plan_leaves_room_for_segments_that_are_not_full() -> None:
     workload = on_device(build("gpt2", layers=3, width=64, heads=4, vocab=64, batch=16, seq=32))
@@ -167,6 +169,7 @@ def test_a_plan_leaves_room_for_segments_that_are_not_full() -> None:
     assert step.plan.measured_peak_bytes == step.plan.graph.static_bytes + recorders[0].held_bytes() <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_stand_in")
 def test_a_budget_without_room_for_the_pool_is_refused_before_anything_is_recorded() -> None:
     workload = on_device(make("tied"))
@@ -206,8 +209,8 @@ def test_the_pool_of_cuda_graphs_is_within_the_budget() -> None:
     step(*workload.batch).backward()
 
 
-@pytest.mark.parametrize("compare_eager", [False, True])
-@pytest.mark.parametrize("optimizer", ["none", "adamw"])
+@pytest.mark.parametrize("compare_eager", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", [pytest.param("none", marks=pytest.mark.slow), "adamw"])
 @pytest.mark.usefixtures("_stand_in")
 def test_a_plan_says_what_is_reserved_where_it_is_replayed(optimizer: str, *, compare_eager: bool) -> None:
     workload = on_device(build("gpt2", layers=2, width=256, heads=4, vocab=16384, batch=4, seq=32))
@@ -246,6 +249,7 @@ def planned_alone(budget: int | str, **settings: str) -> tuple[Plan, int]:
         return step.plan, torch.cuda.max_memory_reserved()
 
 
+@pytest.mark.slow
 def test_the_budget_counts_what_is_reserved_by_default() -> None:
     everything, _ = planned_alone("1GB")
     assert everything.memory is CountedMemory.RESERVED and everything.reserved is not None
@@ -258,6 +262,7 @@ def test_the_budget_counts_what_is_reserved_by_default() -> None:
     assert plan_from_dict(plan_to_dict(found)) == found
 
 
+@pytest.mark.slow
 def test_a_budget_of_allocated_bytes_is_for_static_memory_and_the_pool() -> None:
     plan, reserved_bytes = planned_alone("120MB", memory="allocated")
     assert plan.memory is CountedMemory.ALLOCATED and plan.measured_peak_bytes is not None and plan.reserved is not None
@@ -265,6 +270,7 @@ def test_a_budget_of_allocated_bytes_is_for_static_memory_and_the_pool() -> None
     assert plan.graph.static_bytes + plan.reserved.pool_bytes == plan.measured_peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_stand_in")
 def test_budgets_of_reserved_memory_that_nothing_fits_say_what_is_beside_the_pool() -> None:
     workload = on_device(make("tied"))

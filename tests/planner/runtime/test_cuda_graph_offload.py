@@ -25,6 +25,11 @@ from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
+ORDERS = [
+    *(Order.ALL_LATE, Order.RANDOM),
+    *(pytest.param(order, marks=pytest.mark.slow) for order in (Order.OTHERS_LATE, Order.OTHERS_FIRST)),
+]
+
 CUDA = torch.device("cuda:0")
 
 
@@ -39,7 +44,9 @@ def recorded_step(workload: Workload, seed: int, host_bytes: int | None = None) 
     return executor, channels
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "loop", [loop if loop == "accumulated, clipped" else pytest.param(loop, marks=pytest.mark.slow) for loop in LOOPS]
+)
 @pytest.mark.usefixtures("_cuda")
 def test_a_recorded_step_that_copies_trains_as_the_step_does_op_by_op(loop: str) -> None:
     workload, other = dropout_and_norm(), dropout_and_norm()
@@ -50,8 +57,8 @@ def test_a_recorded_step_that_copies_trains_as_the_step_does_op_by_op(loop: str)
     assert_same(wanted, train(workload, step, **LOOPS[loop]))
 
 
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("name", ["mutated", "tied"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["mutated", pytest.param("tied", marks=pytest.mark.slow)])
 def test_copies_may_be_under_way_where_the_forward_pass_ends(name: str, order: Order) -> None:
     between = 0
     for seed in range(2):

@@ -78,7 +78,9 @@ def test_a_capture_that_fails_says_what_failed(function: Callable[..., Any], sai
         assert (x + 1).tolist() == [2.0] * 10
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "loop", [loop if loop == "accumulated, clipped" else pytest.param(loop, marks=pytest.mark.slow) for loop in LOOPS]
+)
 @pytest.mark.usefixtures("_cuda")
 def test_a_cuda_graph_trains_as_the_planned_step_does(loop: str) -> None:
     workload, other = dropout_and_norm(), dropout_and_norm()

@@ -19,11 +19,20 @@ from tests.support.models.steps import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
+ORDERS = [
+    *(Order.ALL_LATE, Order.RANDOM),
+    *(pytest.param(order, marks=pytest.mark.slow) for order in (Order.OTHERS_LATE, Order.OTHERS_FIRST)),
+]
+
 CUDA = torch.device("cuda:0")
 
 
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("names", [("cuda:1",), ("cpu:1",), ("cpu:1", "cuda:1")], ids=" ".join)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(("cuda:1",), marks=pytest.mark.slow), pytest.param(("cpu:1",), marks=pytest.mark.slow), ("cpu:1", "cuda:1")],
+    ids=" ".join,
+)
 def test_ops_on_several_devices_have_the_bits_of_one(names: tuple[str, ...], order: Order) -> None:
     with cuda_device(devices=2, order=order, seed=len(names)):
         workload = on_device(make("mutated"))
@@ -34,7 +43,7 @@ def test_ops_on_several_devices_have_the_bits_of_one(names: tuple[str, ...], ord
             assert_as_eager(workload, Executor(offered, schedule, workload.model, workload.loss_fn))
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("order", ORDERS)
 def test_tensors_may_come_from_the_host_and_be_sent_on(order: Order) -> None:
     with cuda_device(devices=2, order=order, seed=4):
         workload = on_device(make("tied"))

@@ -19,7 +19,7 @@ from tests.support.models.steps import make
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("current", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("place", ["cuda:0", "cuda:1"])
 def test_ops_are_timed_on_the_device_of_the_model(place: str, current: int) -> None:
     with cuda_device(devices=2), torch.cuda.device(current):
@@ -43,7 +43,7 @@ def test_what_cuda_rounds_is_no_reason_to_keep_an_op_on_the_cpu() -> None:
         assert small and any(other.times_s[op.id] is not None for op in small)
 
 
-@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("current", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_another_device_is_timed_where_it_is(current: int) -> None:
     with cuda_device(devices=2), torch.cuda.device(current):
         workload = on_device(make("tied"), "cuda:0")

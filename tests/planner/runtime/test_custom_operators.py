@@ -94,7 +94,9 @@ def computed_again(step: PlannedStep, name: str) -> list[Op]:
     return [op for op in dict.fromkeys(ops) if ops.count(op) > 1 and op.target.startswith(name)]
 
 
-@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize(
+    "name", [name if name in ("python", "rand") else pytest.param(name, marks=pytest.mark.slow) for name in DRAWING]
+)
 def test_what_draws_unseen_is_computed_once(name: str, x: torch.Tensor) -> None:
     model = Net(DRAWING[name])
     wanted = gradients(model, model, x)
@@ -105,7 +107,9 @@ def test_what_draws_unseen_is_computed_once(name: str, x: torch.Tensor) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize(
+    "name", [name if name in ("python", "rand") else pytest.param(name, marks=pytest.mark.slow) for name in DRAWING]
+)
 def test_under_torch_compile_too(name: str, x: torch.Tensor) -> None:
     model = Net(DRAWING[name])
     wanted = gradients(model, model, x)
@@ -131,6 +135,7 @@ def test_a_generator_of_its_own_is_found_by_what_it_makes(x: torch.Tensor) -> No
     assert not computed_again(step, "planner_tests")
 
 
+@pytest.mark.slow
 def test_what_draws_nothing_is_computed_again(x: torch.Tensor) -> None:
     model = Net(SCALING)
     with warnings.catch_warnings():
@@ -139,6 +144,7 @@ def test_what_draws_nothing_is_computed_again(x: torch.Tensor) -> None:
     assert computed_again(step, "planner_tests.scaling")
 
 
+@pytest.mark.slow
 def test_a_kept_plan_knows(tmp_path: Path, x: torch.Tensor) -> None:
     model = Net(DRAWING["python"])
     with pytest.warns(UserWarning, match="computed once"):

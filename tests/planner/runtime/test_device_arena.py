@@ -63,7 +63,7 @@ def large_segments(cuda: Machine, arena: DeviceArena) -> list[int]:
     return [segment.size_bytes for segment in cuda.memories[0].allocator if segment.pool == pool.id and not segment.small]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_step_takes_its_large_memory_from_the_slab_alone(seed: int) -> None:
     with cuda_device() as cuda:
         step = on_device(workload())
@@ -86,6 +86,7 @@ def test_a_step_on_another_device_than_the_current_one_is_in_its_arena() -> None
         assert [segment.size_bytes for segment in large] == [arena.size_bytes]
 
 
+@pytest.mark.slow
 def test_a_step_beside_tensors_of_another_one_takes_the_usual_pool() -> None:
     with cuda_device() as cuda, lines_of("planner.runtime.device_arena") as lines:
         step = on_device(workload())
@@ -101,6 +102,7 @@ def test_a_step_beside_tensors_of_another_one_takes_the_usual_pool() -> None:
         assert large_segments(cuda, arena) == [arena.size_bytes]
 
 
+@pytest.mark.slow
 def test_a_retained_graph_and_a_graph_that_is_dropped_leave_nothing_held() -> None:
     with cuda_device() as cuda:
         step = on_device(workload())
@@ -130,7 +132,7 @@ def test_plans_share_the_slab_of_the_largest() -> None:
             assert arena.missed == 0 and not cuda.memories[0].raw
 
 
-@pytest.mark.parametrize("more", [2, 4, 6])
+@pytest.mark.parametrize("more", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
 def test_a_plan_leaves_what_a_larger_slab_has_beyond_its_own(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with cuda_device() as cuda:
         step = on_device(workload())
@@ -192,6 +194,7 @@ def asking_once(executor: Executor, arena: DeviceArena, patch: pytest.MonkeyPatc
     return executor.arena, unexpected
 
 
+@pytest.mark.slow
 def test_a_step_whose_op_asks_for_other_memory_leaves_its_addresses_and_the_next_one_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -210,6 +213,7 @@ def test_a_step_whose_op_asks_for_other_memory_leaves_its_addresses_and_the_next
         assert arena.outside_bytes == arena.steering.outside_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retained", [False, True])
 def test_a_step_that_has_left_its_addresses_gives_its_pool_back_without_an_ordinary_backward_pass(
     monkeypatch: pytest.MonkeyPatch, *, retained: bool
@@ -231,6 +235,7 @@ def test_a_step_that_has_left_its_addresses_gives_its_pool_back_without_an_ordin
         assert arena.lost == arena.missed == 0 and large_segments(cuda, arena) == [arena.size_bytes]
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_further_large_segments_has_a_new_pool() -> None:
     with cuda_device() as cuda:
         step = on_device(workload())

@@ -13,7 +13,10 @@ from tests.support.models.steps import STEPS, capture_of, make, random_schedule,
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "unet", "vit", "gpt2_written") else name for name in STEPS],
+)
 def test_every_schedule_trains_as_eager_does(name: str) -> None:
     workload = make(name)
     captured = profiled(capture_of(name), workload, TraceSettings(passes=1))

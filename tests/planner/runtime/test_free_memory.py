@@ -85,7 +85,7 @@ def test_resource_limits_count_less_what_the_process_has(tmp_path: Path) -> None
     assert free(tmp_path, AS=GB) == 0
 
 
-@pytest.mark.parametrize("name", ["DATA", "AS"])
+@pytest.mark.parametrize("name", [pytest.param("DATA", marks=pytest.mark.slow), "AS"])
 def test_a_process_can_allocate_nearly_all_that_is_free_and_no_more(name: str) -> None:
     program = f"""
 import resource, torch

@@ -81,7 +81,16 @@ def captured(name: str) -> tuple[Capture, Workload]:
     return capture_profiled(workload, TraceSettings(passes=1, options=("in-place",))), workload
 
 
-@pytest.mark.parametrize("name", ["gpt2_written", "resnet18", "tied", "shared_gradient", "unet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2_written",
+        pytest.param("resnet18", marks=pytest.mark.slow),
+        "tied",
+        "shared_gradient",
+        pytest.param("unet", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
     capture, workload = captured(name)
     model, loss_fn, batch = workload
@@ -100,6 +109,7 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
     assert over > 0
 
 
+@pytest.mark.slow
 def test_a_plan_is_run_as_it_was_solved_and_percentages_stay_those_of_eager_pytorch() -> None:
     workload = make("unet")
     graph = tracing.trace(*workload, passes=1, options=["in-place"])
@@ -115,15 +125,8 @@ def test_a_plan_is_run_as_it_was_solved_and_percentages_stay_those_of_eager_pyto
         assert report.measured_peak_bytes == solved.peak_bytes <= budget
 
 
-@pytest.mark.parametrize(
-    "others",
-    [
-        ("offload",),
-        ("chunks", "pack", "kernels", "offload"),
-        pytest.param(("pack",), marks=pytest.mark.slow),
-        pytest.param(("kernels", "offload"), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [("offload",), ("chunks", "pack", "kernels", "offload"), ("pack",), ("kernels", "offload")])
 def test_plans_with_other_choices_are_run_in_the_memory_that_is_predicted(others: tuple[str, ...]) -> None:
     workload = make("unet" if "chunks" not in others else "gpt2_written")
     names = ["in-place", *others]

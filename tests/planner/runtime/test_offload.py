@@ -31,7 +31,7 @@ from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-QUICK = ("gpt2_sdpa", "resnet18", "mutated")
+QUICK = ("gpt2_sdpa", "mutated")
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])

@@ -34,7 +34,9 @@ CUDA_MESSAGE = (
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the process's memory are those of Linux")
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "check", [check if check == "both_passes" else pytest.param(check, marks=pytest.mark.slow) for check in CHECKS]
+)
 def test_a_step_under_a_limit_of_memory(check: str) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "tests.support.memory_limits.steps", check],

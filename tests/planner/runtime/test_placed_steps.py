@@ -103,6 +103,7 @@ def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert makers == {f"planner: device to {SECOND}", f"planner: {SECOND} to device"}
 
 
+@pytest.mark.slow
 def test_results_of_the_forward_pass_come_with_it() -> None:
     """A loss that is computed elsewhere, and copied as the step ends, is the caller's as the forward pass ends."""
     found = 0

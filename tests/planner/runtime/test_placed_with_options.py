@@ -43,7 +43,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 # What each can do besides: a head in chunks, masks in bits, a stand-in by another kernel, ops in place.
 BESIDES = {"gpt2_written": {"chunks", "pack", "kernels", "in place"}, "mutated": {"pack"}, "tied": {"kernels", "in place"}}
 LEAST_SEEDS, MOST_SEEDS = 3, 12
-STEPS = ("gpt2_written", "mutated", "tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet18", "vit", "unet")))
+_SLOW = ("gpt2_written", "tied", "resnet18", "vit", "unet")
+STEPS = ("mutated", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW))
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +92,7 @@ def test_they_train_as_eager_does_within_the_bytes_of_each_pool(name: str) -> No
     assert wanted <= ways
 
 
+@pytest.mark.slow
 def test_what_is_lossy_or_rounds_is_so_wherever_the_rest_runs() -> None:
     workload, captured = make("gpt2_written"), traced("gpt2_written")
     offered = with_everything("gpt2_written", exact=False)

@@ -57,7 +57,7 @@ def wrong_masks(step: Executor, model: Masks, x: torch.Tensor, steps: int) -> in
     return wrong
 
 
-@pytest.mark.parametrize("kind", ["dropout", "bernoulli", "rand_like"])
+@pytest.mark.parametrize("kind", ["dropout", pytest.param("bernoulli", marks=pytest.mark.slow), "rand_like"])
 @pytest.mark.parametrize("drawing", ["a step of the same plan", "somebody else"])
 def test_masks_are_those_of_the_forward_pass(kind: str, drawing: str) -> None:
     torch.manual_seed(0)

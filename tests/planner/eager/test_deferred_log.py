@@ -305,8 +305,8 @@ def train(build: Callable[[], Loop], session: Rematerialization | None, shrinkin
     return [*results, *loop.state()]
 
 
-@pytest.mark.parametrize("at", [0.15, 0.35, 0.7])
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("at", [pytest.param(0.15, marks=pytest.mark.slow), 0.35, pytest.param(0.7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "tree_lstm" else name for name in LOOPS])
 def test_reading_at_any_op_gives_the_bits_of_eager(name: str, at: float) -> None:
     others = other_bytes()
     with LiveStorages(existing()) as live:

@@ -73,8 +73,14 @@ def _same_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "perf_counter", count().__next__)
 
 
-@pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("share", [pytest.param(0.8, marks=pytest.mark.slow), pytest.param(0.6, marks=pytest.mark.slow), 0.4])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("python_lstm", "tree_lstm", "unrolled_gan") else name
+        for name in LOOPS
+    ],
+)
 def test_results_are_eager_pytorchs_and_the_budget_holds(name: str, share: float) -> None:
     check(LOOPS[name], share)
 

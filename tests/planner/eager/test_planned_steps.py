@@ -259,7 +259,7 @@ def images() -> tuple[nn.Module, Callable[[int, int], Tensor]]:
     return model, lambda n, k: model(pixels[:, :, :n, :k]).square().mean()
 
 
-@pytest.mark.parametrize("build", [encoder_decoder, images])
+@pytest.mark.parametrize("build", [pytest.param(encoder_decoder, marks=pytest.mark.slow), images])
 def test_random_sizes_by_borrowed_plans_have_the_bits_of_eager(
     build: Callable[[], tuple[nn.Module, Callable[[int, int], Tensor]]],
 ) -> None:
@@ -413,6 +413,7 @@ def test_megengine_never_evicts_random_numbers(name: str, draws_again: bool, wat
     assert ("aten.bernoulli_.float" in session._entered.recomputation.by_operator) is draws_again
 
 
+@pytest.mark.slow
 def test_the_report_shows_the_plan_or_the_heuristic(tmp_path: Path) -> None:
     pytest.importorskip("bokeh")
     model, x = network(), torch.randn(256, 64)

@@ -885,6 +885,7 @@ def test_what_an_lstm_keeps_is_within_the_budget_from_its_first_execution_on(mon
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_a_thousand_steps() -> None:
     model = chain(6, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -905,6 +906,7 @@ def test_memory_stays_flat_over_a_thousand_steps() -> None:
     assert abs(last_live - live) < 20_000
 
 
+@pytest.mark.slow
 def test_a_long_chain_needs_no_deep_stack() -> None:
     x = torch.randn(64, requires_grad=True)
 

@@ -241,10 +241,12 @@ def test_a_step_that_comes_again_in_another_size_is_solved_in_the_largest() -> N
     assert planned_sizes(sized(98, 100, 96)) == [100]
 
 
+@pytest.mark.slow
 def test_sizes_far_below_those_with_a_plan_are_solved_too() -> None:
     assert planned_sizes(sized(100, 95, 80, 75)) == [80, 100]
 
 
+@pytest.mark.slow
 def test_a_size_without_a_plan_is_offered_what_the_next_larger_evicts() -> None:
     plans = sized(100, 99, 70, 70, 90, 90)
     assert planned_sizes(plans) == [70, 90, 100]
@@ -277,6 +279,7 @@ def test_other_ops_are_offered_nothing() -> None:
     assert plans.offered() == {}
 
 
+@pytest.mark.slow
 def test_steps_without_a_plan_are_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_plans, "_MOST_STEPS", 3)
     plans = sized(100, 100)

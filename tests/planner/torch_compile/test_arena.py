@@ -73,7 +73,10 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 @pytest.mark.usefixtures("half_way")
 @pytest.mark.parametrize("kernels", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["gpt2_sdpa", "resnet18", "mutated", "unet"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2_sdpa", pytest.param("resnet18", marks=pytest.mark.slow), "mutated", pytest.param("unet", marks=pytest.mark.slow)],
+)
 def test_trains_as_without_an_arena(name: str, kernels: str, graphs: list[PlannedGraph]) -> None:
     workload = make(name)
     twin = copy.deepcopy(workload.model)
@@ -109,6 +112,7 @@ def test_all_but_results_is_in_the_slab(graphs: list[PlannedGraph]) -> None:
     assert arena.slab.size_bytes > 3 * loss_bytes
 
 
+@pytest.mark.slow
 def test_an_optimizer_takes_its_memory_from_the_slab(graphs: list[PlannedGraph]) -> None:
     workload = make("gpt2_sdpa")
     step = step_of(workload, in_arena(workload.model, budget="90%"))
@@ -164,7 +168,7 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kernels", "budget_bytes"),
     [
-        ("eager", 450_000),  # the first plans leave gaps, and others are made for less
+        pytest.param("eager", 450_000, marks=pytest.mark.slow),  # the first plans leave gaps, and others are made for less
         ("eager", 520_000),
         pytest.param("inductor", 520_000, marks=pytest.mark.slow),
     ],
@@ -194,6 +198,7 @@ def test_several_graphs_lie_beside_each_other(kernels: str, budget_bytes: int, g
     assert arena.slab.size_bytes > budget_bytes / 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the model is captured as several graphs", "ignore:the first step took")
 def test_steps_of_other_graphs_are_right_in_one_arena() -> None:
     """Graphs that end early, come twice, or are another size, while the first one waits."""

@@ -25,7 +25,16 @@ def compiled(model: nn.Module, **options: object) -> Callable[..., Any]:
 
 
 @pytest.mark.usefixtures("half_way")
-@pytest.mark.parametrize("name", ["gpt2_sdpa", "resnet18", "mutated", "tied", "unet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2_sdpa",
+        pytest.param("resnet18", marks=pytest.mark.slow),
+        "mutated",
+        "tied",
+        pytest.param("unet", marks=pytest.mark.slow),
+    ],
+)
 def test_a_compiled_model_trains_as_eager_does(name: str) -> None:
     workload = make(name)
     twin = copy.deepcopy(workload.model)

@@ -68,6 +68,7 @@ def first_step_said(model: nn.Module, batch: tuple[torch.Tensor, ...], budget: i
     return [str(w.message) for w in said if "first step" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_the_first_step_leaves_room_for_what_it_sees_and_says_where_that_is_too_little() -> None:
     torch.manual_seed(0)
     model = Thirds()

@@ -87,6 +87,7 @@ def test_a_step_stays_within_the_budget() -> None:
     assert measured_bytes(model, batch, step) <= budget
 
 
+@pytest.mark.slow
 def test_a_language_model_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
@@ -132,6 +133,7 @@ def test_a_second_call_replaces_the_budget_and_none_ends_it(solves: list[int]) -
     assert pickle.loads(pickle.dumps(model))._compiled_call_impl is None
 
 
+@pytest.mark.slow
 def test_each_of_many_models_has_its_budget(solves: list[int]) -> None:
     models = [planner.checkpoint(small(), budget=10**6 + i, **QUICK) for i in range(12)]  # Dynamo's limit for one code is 8
     for model in models:
@@ -222,5 +224,6 @@ def check_ddp(rank: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_ddp_around_a_checkpointed_model(tmp_path: Path) -> None:
     on_two((check_ddp,), tmp_path)

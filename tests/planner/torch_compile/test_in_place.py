@@ -26,7 +26,9 @@ def compiled(step: Any) -> Callable[..., Any]:
     return torch.compile(step, backend="planner", dynamic=False, options=options)
 
 
-@pytest.mark.parametrize("name", ["gpt2_written", "resnet18", "tied"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gpt2_written", marks=pytest.mark.slow), pytest.param("resnet18", marks=pytest.mark.slow), "tied"]
+)
 def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str, graphs: list[PlannedGraph]) -> None:
     model, loss_fn, batch = make(name)
     twin = copy.deepcopy(model)

@@ -87,7 +87,7 @@ def test_it_trains_as_eager_does_within_both_budgets(
     assert measured <= predicted + 1024 < 0.61 * whole
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, pytest.param(nn.BatchNorm1d, marks=pytest.mark.slow)])
 def test_copies_may_be_anywhere_and_under_way_between_the_passes(
     norm: type[nn.Module], graphs: list[PlannedGraph], opened: list[HostChannels]
 ) -> None:
@@ -113,7 +113,7 @@ def test_copies_may_be_anywhere_and_under_way_between_the_passes(
     assert between
 
 
-@pytest.mark.parametrize("host_budget", ["1GB", "700kB"])
+@pytest.mark.parametrize("host_budget", ["1GB", pytest.param("700kB", marks=pytest.mark.slow)])
 def test_graphs_share_the_hosts_memory(host_budget: str, graphs: list[PlannedGraph], opened: list[HostChannels]) -> None:
     torch.manual_seed(0)
     assert_trains_as_eager(Broken(), lambda twin: compiled_with_offload(twin, "60%", host_budget=host_budget))

@@ -70,6 +70,7 @@ def test_a_graph_alone_is_planned_for_what_it_reserves(graphs: list[PlannedGraph
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_graphs_of_a_step_reserve_no_more_than_the_budget_together(graphs: list[PlannedGraph]) -> None:
     torch.manual_seed(0)
     model, x = Parts(), torch.randn(ROWS, WIDTH)
@@ -94,6 +95,7 @@ def test_a_share_is_of_what_the_whole_step_reserves(monkeypatch: pytest.MonkeyPa
     assert max(found) == reserved_together(graphs)
 
 
+@pytest.mark.slow
 def test_what_graphs_reserve_above_the_budget_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_budget, "reserved_for_passes", lambda *_: 10**12)
     with pytest.warns(

@@ -133,10 +133,12 @@ def test_the_loss_may_be_picked_from_a_models_outputs() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Output, "the step returns a NoneType where the loss"),
-        (lambda _, y: {"logits": y}, "the step returns a NoneType where the loss"),
-        (lambda _, y: (y.sum(), "text"), "the step returns a str where the loss or another tensor"),
-        (lambda _, y: (), "the step returns a tuple where the loss"),
+        pytest.param(Output, "the step returns a NoneType where the loss", marks=pytest.mark.slow),
+        pytest.param(lambda _, y: {"logits": y}, "the step returns a NoneType where the loss", marks=pytest.mark.slow),
+        pytest.param(
+            lambda _, y: (y.sum(), "text"), "the step returns a str where the loss or another tensor", marks=pytest.mark.slow
+        ),
+        pytest.param(lambda _, y: (), "the step returns a tuple where the loss", marks=pytest.mark.slow),
         (lambda _, y: {"loss": y.sum(), "count": 3}, "a dict of tensors with a 'loss'"),
     ],
     ids=["object", "dict", "text", "empty", "number"],

@@ -131,6 +131,7 @@ def test_training_takes_what_the_larger_of_step_and_optimizer_takes() -> None:
     assert line.endswith("more than the budget while it steps, with the gradients: with fused=True it takes less")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"dynamic": True}, {"replan": True}])
 @pytest.mark.filterwarnings("ignore:planned again")
 def test_plans_for_several_sizes_share_a_slab(how: dict[str, bool]) -> None:
@@ -157,6 +158,7 @@ def test_plans_for_several_sizes_share_a_slab(how: dict[str, bool]) -> None:
     assert slabs[-4]() is slabs[-1]()  # the largest is kept from then on
 
 
+@pytest.mark.slow
 def test_a_kept_plan_runs_in_an_arena(tmp_path: Path) -> None:
     plans = [compiled("unet", "80%", cache=tmp_path, compare_eager=False)[0].plan for _ in range(2)]
     assert len(list(tmp_path.glob("*.json"))) == 1
@@ -167,6 +169,7 @@ def test_a_kept_plan_runs_in_an_arena(tmp_path: Path) -> None:
     assert without.plan.arena_bytes is None
 
 
+@pytest.mark.slow
 def test_a_plan_is_run_in_an_arena() -> None:
     workload = make("unet")
     plan = planner.solve(planner.trace(*workload, passes=1), "90%", tolerance=0.05)

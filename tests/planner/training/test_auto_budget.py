@@ -141,6 +141,7 @@ def test_max_overhead_finds_the_budget_of_a_step() -> None:
     assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_a_kept_plan_of_an_overhead_is_used_again(tmp_path: Any, recwarn: pytest.WarningsRecorder) -> None:
     first, again = (compiled(max_overhead=0.25, cache=tmp_path) for _ in range(2))
     assert again.plan.schedule == first.plan.schedule and again.plan.budget_bytes == first.plan.budget_bytes

@@ -36,7 +36,14 @@ def test_a_plan_is_solved_once(tmp_path: Path, solves: list[object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"budget": "99%"}, {"batch": 9}, {"optimizer": "adamw"}, {"tolerance": 0.5}, {"tolerance": 0.001}]
+    "other",
+    [
+        {"budget": "99%"},
+        {"batch": 9},
+        pytest.param({"optimizer": "adamw"}, marks=pytest.mark.slow),
+        pytest.param({"tolerance": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"tolerance": 0.001}, marks=pytest.mark.slow),
+    ],
 )
 def test_what_differs_is_solved_again(other: dict[str, Any], tmp_path: Path, solves: list[object]) -> None:
     compiled_with_cache(tmp_path)
@@ -49,7 +56,12 @@ def test_what_differs_is_solved_again(other: dict[str, Any], tmp_path: Path, sol
     ("get", "set_to", "values"),
     [
         (torch.get_num_threads, torch.set_num_threads, (1, 2, 1)),
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("highest", "high", "highest")),
+        pytest.param(
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+            ("highest", "high", "highest"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["threads", "precision"],
 )
@@ -120,17 +132,17 @@ def spoil_status(text: str) -> str:
     ("spoil", "said"),
     [
         (lambda text: text[: len(text) // 2], "cut short"),
-        (lambda text: "", "the file is empty"),
-        (spoil_fingerprint, "the plan is for another graph"),
+        pytest.param(lambda text: "", "the file is empty", marks=pytest.mark.slow),
+        pytest.param(spoil_fingerprint, "the plan is for another graph", marks=pytest.mark.slow),
         (spoil_schedule, "not in memory|never computes"),
-        (spoil_budget, "its measured peak here is .*, over its budget of 1 B"),
-        (spoil_budget_upwards, r"its budget is 1000000000000 B, and \d+ B was asked for"),
-        (spoil_measured_peak, "its measured peak here is .*, over its budget of"),
-        (spoil_peak, "a peak of 1 B, but its tensors alone take"),
-        (spoil_peak_without_recomputation, r"its budget is \d+ B, and \d+ B was asked for"),
-        (spoil_time, "a step time of .*, but its schedule recomputes nothing"),
-        (spoil_bound, "that no schedule takes less than .*, but its own takes"),
-        (spoil_status, "that it is optimal, but its gap of 100.* is over the tolerance"),
+        pytest.param(spoil_budget, "its measured peak here is .*, over its budget of 1 B", marks=pytest.mark.slow),
+        pytest.param(spoil_budget_upwards, r"its budget is 1000000000000 B, and \d+ B was asked for", marks=pytest.mark.slow),
+        pytest.param(spoil_measured_peak, "its measured peak here is .*, over its budget of", marks=pytest.mark.slow),
+        pytest.param(spoil_peak, "a peak of 1 B, but its tensors alone take", marks=pytest.mark.slow),
+        pytest.param(spoil_peak_without_recomputation, r"its budget is \d+ B, and \d+ B was asked for", marks=pytest.mark.slow),
+        pytest.param(spoil_time, "a step time of .*, but its schedule recomputes nothing", marks=pytest.mark.slow),
+        pytest.param(spoil_bound, "that no schedule takes less than .*, but its own takes", marks=pytest.mark.slow),
+        pytest.param(spoil_status, "that it is optimal, but its gap of 100.* is over the tolerance", marks=pytest.mark.slow),
     ],
 )
 def test_a_spoiled_plan_is_replaced(spoil: Any, said: str, tmp_path: Path, solves: list[object]) -> None:
@@ -211,6 +223,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_work(tmp_path: Path, sol
     assert solves == []
 
 
+@pytest.mark.slow
 def test_processes_share_a_folder(tmp_path: Path) -> None:
     code = (
         "import sys, warnings; warnings.simplefilter('error', UserWarning)\n"

@@ -128,7 +128,7 @@ class Noisy(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize(("offset", "within"), [(0.0, True), (0.01, False)])
+@pytest.mark.parametrize(("offset", "within"), [(0.0, True), pytest.param(0.01, False, marks=pytest.mark.slow)])
 def test_where_eager_does_not_repeat_its_bits_errors_are_compared(offset: float, within: bool) -> None:
     workload = Workload(Noisy(offset), F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
     captured = capture(*workload)

@@ -56,6 +56,7 @@ def check(step: DynamicStep, workload: Workload, batch: Tokens) -> None:
     assert again.peak_bytes <= step.plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_lengths_vary() -> None:
     workload = gpt2()
     step = planned(workload, tokens(4, 48), max_plans=3)

@@ -20,7 +20,7 @@ def batch(rows: int) -> Batch:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_loss_head_is_in_chunks_at_each_size(*, exact: bool) -> None:
     torch.manual_seed(0)
     model, loss_fn, _ = make("smoothed")

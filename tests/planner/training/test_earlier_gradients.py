@@ -70,8 +70,8 @@ def two_losses_at_once(step: PlannedStep, optimizer: torch.optim.Optimizer, x: t
     optimizer.step()
 
 
-FITTING = [zeroed_behind, zeroed_before, two_losses_at_once]
-NOT_FITTING = [filled_with_zeros, never_zeroed, two_losses]
+FITTING = [zeroed_behind, zeroed_before, pytest.param(two_losses_at_once, marks=pytest.mark.slow)]
+NOT_FITTING = [never_zeroed, *(pytest.param(loop, marks=pytest.mark.slow) for loop in (filled_with_zeros, two_losses))]
 
 
 @pytest.fixture(autouse=True)

@@ -127,6 +127,7 @@ def test_a_better_plan_takes_the_place_of_the_first(at_once: type[Solved], monke
     assert [job.graph.provenance["times"] for job in at_once.jobs[:2]] == ["measured", "measured in training steps"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 def test_a_better_plan_has_an_arena_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     worst_first(monkeypatch)
@@ -180,6 +181,7 @@ def test_a_plan_over_the_budget_is_taken_back(at_once: type[Solved], monkeypatch
     assert step.plan.measured_peak_bytes is None or step.plan.measured_peak_bytes <= budget
 
 
+@pytest.mark.slow
 def test_ops_are_timed_where_a_plan_was_taken_back(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:
     worst_first(monkeypatch)
     model, batch = model_and_batch()
@@ -201,6 +203,7 @@ def eager_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "why_it_does_not_fit", lambda graph, device: "it needs more")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager_does_not_fit")
 def test_where_eager_does_not_fit_the_first_step_measures_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "measured_peak", None)  # no step is run before
@@ -228,6 +231,7 @@ def test_a_first_plan_over_the_budget_is_replaced(monkeypatch: pytest.MonkeyPatc
     assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= budget - 1000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager_does_not_fit")
 def test_a_first_plan_over_the_budget_that_nothing_can_replace_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = model_and_batch()
@@ -240,6 +244,7 @@ def test_a_first_plan_over_the_budget_that_nothing_can_replace_raises(monkeypatc
         step(*batch)
 
 
+@pytest.mark.slow
 def test_no_plan_is_swapped_where_nobody_wants_it(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:
     worst_first(monkeypatch)
     model, batch = model_and_batch()

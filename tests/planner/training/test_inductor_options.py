@@ -48,6 +48,7 @@ def assert_as_torch_compile(step: planner.PlannedStep, model: nn.Module, batch: 
     assert outcome(plain, model, batch, seed=1).differences(outcome(step, model, batch, seed=1)) == ()
 
 
+@pytest.mark.slow
 def test_a_share_of_the_peak_and_bytes_are_budgets() -> None:
     model, batch = model_and_batch()
     whole = compiled(model, batch)
@@ -69,7 +70,7 @@ def test_without_the_comparison() -> None:
     assert_as_torch_compile(step, model, batch)
 
 
-@pytest.mark.parametrize("variant", ["default", "keep"])
+@pytest.mark.parametrize("variant", ["default", pytest.param("keep", marks=pytest.mark.slow)])
 def test_a_plan_comes_out_of_the_cache(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor_compiler, "_relative_time", lambda step: step.plan.graph.provenance["variant"] != variant)
     monkeypatch.setattr(inductor_compiler, "_WORTH_IT", -1.0 if variant != "default" else 1.0)
@@ -200,6 +201,7 @@ def test_a_step_that_computes_nothing_that_can_be_compiled_is_refused() -> None:
         planner.compile(Idle(), None, (torch.ones(3),), budget="100%", kernels="inductor", passes=1)
 
 
+@pytest.mark.slow
 def test_what_compiled_kernels_make_may_go_to_the_host() -> None:
     model, batch = model_and_batch()
     budget = int(0.9 * compiled(model, batch).plan.graph.keep_everything_peak_bytes)

@@ -94,7 +94,10 @@ LOOPS: dict[str, tuple[Callable[[], Workload], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("autocast bf16", "pure bf16, momentum") else name for name in LOOPS],
+)
 def test_a_loop_trains_as_eager_does(name: str) -> None:
     make_workload, options = LOOPS[name]
     torch.manual_seed(7)
@@ -261,7 +264,7 @@ def sigmoid_over_what_is_saved() -> tuple[nn.Module, Callable[..., Any]]:
 
 
 @pytest.mark.usefixtures("half_way")
-@pytest.mark.parametrize("plan", [dropout_at_half_way, sigmoid_over_what_is_saved])
+@pytest.mark.parametrize("plan", [pytest.param(dropout_at_half_way, marks=pytest.mark.slow), sigmoid_over_what_is_saved])
 def test_backward_comes_again_where_the_graph_is_retained(plan: Callable[[], tuple[nn.Module, Callable[..., Any]]]) -> None:
     batch = make("vit").batch
     model, step = plan()

@@ -81,6 +81,7 @@ def test_an_optimizer_in_the_backward_pass_does_not_step(hook: Callable[[nn.Modu
     assert not all(torch.equal(a, p) for a, p in zip(before, model.parameters(), strict=True))  # in training, hooks act
 
 
+@pytest.mark.slow
 def test_what_forward_changes_is_put_back() -> None:
     torch.manual_seed(0)
     model = Remembers()
@@ -123,8 +124,8 @@ class Interrupted(BaseException):
     ("where", "error"),
     [
         ("search.solve_graph", Interrupted),
-        ("training.compiler.measured_peak", RuntimeError),
-        ("training.compiler.profiled", Interrupted),
+        pytest.param("training.compiler.measured_peak", RuntimeError, marks=pytest.mark.slow),
+        pytest.param("training.compiler.profiled", Interrupted, marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_on_the_way_leaves_nothing(where: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +187,7 @@ class Accumulates(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.slow
 def test_tensors_that_are_no_buffers_are_put_back() -> None:
     model = Accumulates()
     with pytest.raises(TraceError):
@@ -270,6 +272,7 @@ class Cached(nn.Linear):
         return super().forward(x) + ramp(3) * named(3)["ones"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_no_cache_keeps_a_fake_tensor(*, frozen: bool) -> None:
     """Also none that the garbage collector was told to leave alone."""

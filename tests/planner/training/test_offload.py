@@ -75,6 +75,7 @@ def test_the_link_is_measured_where_none_is_given(monkeypatch: pytest.MonkeyPatc
     assert measured_link(compiled(small()).plan.graph.provenance) is None
 
 
+@pytest.mark.slow
 def test_plans_with_copies_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = compiled(small(), cache=tmp_path, host_budget="1GB")
     plain = compiled(small(), cache=tmp_path, options=(), link=None)
@@ -109,6 +110,7 @@ def test_a_kept_plan_that_takes_too_much_of_the_host_is_made_again(tmp_path: Pat
     assert again.plan.pool_peaks_bytes[HOST] <= free_bytes // 2
 
 
+@pytest.mark.slow
 def test_a_kept_plan_that_was_edited_is_made_again(tmp_path: Path) -> None:
     plan = compiled(small(), cache=tmp_path).plan
     (file,) = tmp_path.iterdir()
@@ -123,6 +125,7 @@ def test_a_kept_plan_that_was_edited_is_made_again(tmp_path: Path) -> None:
         assert read_plan(file).pool_peaks_bytes[HOST] > 1
 
 
+@pytest.mark.slow
 def test_replanned_steps_share_the_hosts_memory() -> None:
     class Scaled(torch.nn.Module):
         def __init__(self) -> None:
@@ -147,6 +150,7 @@ def test_replanned_steps_share_the_hosts_memory() -> None:
     assert found[0][1] is found[1][1] is found[2][1]
 
 
+@pytest.mark.slow
 def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
     workload = small()
     step = compiled(workload, dynamic=True, host_budget="1GB", time_limit_s=3.0)
@@ -199,6 +203,7 @@ def test_a_host_without_memory_is_an_error_of_compile(monkeypatch: pytest.Monkey
     assert all(torch.equal(before[name], value) for name, value in workload.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_commands_solve_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = "zoo:mlp,batch=64,layers=6,width=32,classes=3"
     graph_file, plan_file = tmp_path / "graph.json", tmp_path / "plan.json"

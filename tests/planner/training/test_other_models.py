@@ -132,7 +132,14 @@ MODELS = [
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, marks=pytest.mark.slow) if make in (bags, channels_last, encoder, fourier, images, spectral) else make
+        for make in MODELS
+    ],
+    ids=lambda make: make.__name__,
+)
 def test_a_tight_plan_holds(make: Callable[[], Workload]) -> None:
     torch.manual_seed(5)
     workload = make()

@@ -43,7 +43,7 @@ def check(recipe: Recipe, share: float) -> None:
     assert max(storages, allocated) <= budget, (storages, allocated, budget, least, peak)
 
 
-@settings(max_examples=8)
+@settings(max_examples=3)
 @given(recipes(), _SHARES)
 # Its peak is where the passes meet, and there the state of the generator is saved.
 @example(Recipe("rows", (("relu",), ("relu",), ("relu",), ("both", ("dropout",), ("lstm_cell",))), end="dict"), 0.05)

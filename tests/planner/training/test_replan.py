@@ -26,7 +26,7 @@ def batch_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 48), torch.randn(rows, 3)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_trains_as_eager_while_things_change(dynamic: bool) -> None:
     planned, eager = MutatedBuffer(), MutatedBuffer()
     eager.load_state_dict(planned.state_dict())
@@ -69,6 +69,7 @@ def test_the_second_plan_comes_through_the_cache(tmp_path: Path, monkeypatch: py
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_module_that_is_replaced_and_a_batch_of_another_size() -> None:
     model = MutatedBuffer()
     step = planner.compile(model, F.mse_loss, batch_of(8), budget="1MB", replan=True)
@@ -112,7 +113,7 @@ def encoded(rows: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, length, 16), torch.randn(rows, 3)
 
 
-@pytest.mark.parametrize("replan", [False, True])
+@pytest.mark.parametrize("replan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sizes_vary_without_planning_again(*, replan: bool) -> None:
     torch.manual_seed(0)
     model = Encoder()
@@ -129,6 +130,7 @@ def test_the_warning_says_what_changed_and_no_ways_out() -> None:
     assert not any("drop_last" in str(warning.message) for warning in caught)
 
 
+@pytest.mark.slow
 def test_an_op_that_fails_on_a_batch_says_what_pytorch_says() -> None:
     model = nn.Sequential(nn.Linear(48, 3), nn.BatchNorm1d(3))
     step = planner.compile(model, F.mse_loss, batch_of(8), budget="1MB", replan=True, compare_eager=False)

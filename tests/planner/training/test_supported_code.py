@@ -97,7 +97,9 @@ SAMPLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize(
+    "name", [name if name in ("normal", "categorical") else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLED]
+)
 def test_distributions_are_sampled_as_in_eager_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributions.Distribution, "_validate_args", True)  # torch.compile, in another test, turns it off
     check_trains_as_eager(lambda: Between(lambda _, x: SAMPLED[name](x)), F.mse_loss, batch_of)
@@ -123,7 +125,9 @@ ARRAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize(
+    "name", [name if name in ("global", "scalar") else pytest.param(name, marks=pytest.mark.slow) for name in ARRAYS]
+)
 def test_arrays_of_numpy_are_constants(name: str) -> None:
     check_trains_as_eager(lambda: Between(ARRAYS[name], table=TABLE.copy(), scalar=np.float64(0.3)), F.mse_loss, batch_of)
 
@@ -159,6 +163,7 @@ def shift_halves(module: Any, x: torch.Tensor) -> torch.Tensor:
     return shifted + module.high.cos()
 
 
+@pytest.mark.slow
 def test_buffers_that_share_a_storage_are_read_and_written_apart() -> None:
     model = Between(shift_halves, **halves())
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -196,7 +201,9 @@ CHECKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize(
+    "name", [name if name in ("cholesky", "slogdet") else pytest.param(name, marks=pytest.mark.slow) for name in CHECKED]
+)
 def test_linear_algebra_that_checks_its_results_trains_as_in_eager_mode(name: str) -> None:
     check_trains_as_eager(lambda: Between(lambda _, x: CHECKED[name](x)), F.mse_loss, batch_of)
 
@@ -395,8 +402,8 @@ PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, pytest.param(torch.sparse_csr, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "mm" else name for name in PRODUCTS])
 def test_products_of_a_sparse_buffer_train_as_in_eager_mode(layout: torch.layout, name: str) -> None:
     step = check_trains_as_eager(lambda: Convolutions(layout, PRODUCTS[name]), F.mse_loss, batch_of)
     assert step.measured is not None
@@ -422,6 +429,7 @@ def test_values_of_a_sparse_buffer_are_read_anew_and_another_matrix_is_refused()
         step(inputs, targets)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_torch_compile_and_planning_take_sparse_matrices_in_turn() -> None:
     torch._dynamo.reset()

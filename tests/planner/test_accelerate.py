@@ -77,6 +77,7 @@ def test_trains_as_accelerate_alone(precision: str) -> None:
     assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways_out", [{"replan": True}, {"dynamic": True}], ids=lambda options: next(iter(options)))
 def test_a_smaller_last_batch(ways_out: dict[str, bool]) -> None:
     eager, _ = trained("bf16", rows=960)

@@ -35,6 +35,7 @@ def run_alone(check: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check", ["compiled", "commands", "torch_compile", "lightning", "hugging_face", "inductor", "offloading"]
 )
@@ -48,6 +49,7 @@ def test_more_training_under_a_cap(check: str) -> None:
     run_alone(check)
 
 
+@pytest.mark.slow
 def test_training_on_two_processes_under_a_cap(tmp_path: Path) -> None:
     on_two((front_ends.two_processes,), tmp_path)
 

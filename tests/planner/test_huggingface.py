@@ -81,7 +81,17 @@ def vit() -> Case:
     }
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, bert, t5, vit], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(gpt2, marks=pytest.mark.slow),
+        pytest.param(llama, marks=pytest.mark.slow),
+        bert,
+        pytest.param(t5, marks=pytest.mark.slow),
+        pytest.param(vit, marks=pytest.mark.slow),
+    ],
+    ids=lambda make: make.__name__,
+)
 def test_a_random_schedule_is_exact(make: Callable[[], Case]) -> None:
     torch.manual_seed(0)
     model, batch = make()
@@ -102,6 +112,7 @@ def test_unsupported_deepcopy_raises() -> None:
         capture(model.train(), None, batch)
 
 
+@pytest.mark.slow
 def test_gpt2_is_planned_in_one_call() -> None:
     torch.manual_seed(0)
     model, batch = gpt2()
@@ -117,7 +128,7 @@ def test_gpt2_is_planned_in_one_call() -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(planned, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("make", [gpt2, llama], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [pytest.param(gpt2, marks=pytest.mark.slow), llama], ids=lambda make: make.__name__)
 def test_a_compiled_model_is_exact(make: Callable[[], Case]) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

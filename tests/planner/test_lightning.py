@@ -35,7 +35,11 @@ class Returning(Module):
 
 
 @pytest.mark.parametrize("make", [Module, Returning])
-@pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}], ids=["plain", "mixed"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"accumulate_grad_batches": 2, "precision": "bf16-mixed"}, marks=pytest.mark.slow)],
+    ids=["plain", "mixed"],
+)
 def test_trains_as_lightning_alone(make: type, more: dict[str, Any], tmp_path: Path) -> None:
     eager, eager_logs = trained(make(), tmp_path, **more)
     callback = PlannedTraining(HALF_WAY, **QUICK)
@@ -54,6 +58,7 @@ def test_trains_as_lightning_alone(make: type, more: dict[str, Any], tmp_path: P
     assert planned.log.__func__ is pl.LightningModule.log
 
 
+@pytest.mark.slow
 def test_recorded_logs_do_not_warn(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -74,6 +79,7 @@ def test_gradients_are_freed_before_the_step(monkeypatch: pytest.MonkeyPatch, tm
     assert seen == [False] * 6
 
 
+@pytest.mark.slow
 def test_gradients_used_by_hooks_stay_until_lightning_frees_them(tmp_path: Path) -> None:
     class Looking(Module):
         seen = 0

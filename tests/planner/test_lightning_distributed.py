@@ -92,7 +92,12 @@ def check_differing_sizes(rank: int) -> None:
 
 
 def test_trains_as_lightning_alone_under_ddp(tmp_path: Path) -> None:
-    on_two((check_ddp, check_differing_sizes), tmp_path)
+    on_two((check_ddp,), tmp_path)
+
+
+@pytest.mark.slow
+def test_batches_of_differing_sizes(tmp_path: Path) -> None:
+    on_two((check_differing_sizes,), tmp_path)
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ def test_trains_as_the_trainer_alone(tmp_path: Path) -> None:
     assert plan.graph.provenance["optimizer"] == "adamw"
 
 
+@pytest.mark.slow
 def test_the_first_plan_is_logged_once(tmp_path: Path) -> None:
     with lines_of("transformers.planner") as lines:
         planned = trained(PlannedTrainer, tmp_path, sentences(10), options=planned_options(), max_steps=3)
@@ -52,6 +53,7 @@ def test_the_first_plan_is_logged_once(tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
+@pytest.mark.slow
 def test_the_first_plan_is_shown_once_behind_the_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = {"max_steps": 3, "disable_tqdm": False}
     planned = trained(PlannedTrainer, tmp_path, sentences(10), options=planned_options(), **more)
@@ -61,12 +63,14 @@ def test_the_first_plan_is_shown_once_behind_the_bar(tmp_path: Path, capfd: pyte
     assert shown.count(plan_line(planned.planned.history[0].plan)) == shown.count("planned: ") == 1
 
 
+@pytest.mark.slow
 def test_half_precision_is_part_of_the_plan(tmp_path: Path) -> None:
     data = sentences(8)
     planned = trained(PlannedTrainer, tmp_path, data, options=planned_options(), bf16=True, max_steps=2)
     assert_same(planned, trained(transformers.Trainer, tmp_path, data, bf16=True, max_steps=2))
 
 
+@pytest.mark.slow
 def test_a_smaller_last_batch_is_planned_for(tmp_path: Path) -> None:
     data = sentences(10)
     eager = trained(transformers.Trainer, tmp_path, data, max_steps=3)
@@ -78,6 +82,7 @@ def test_a_smaller_last_batch_is_planned_for(tmp_path: Path) -> None:
     assert len(planned._plans._steps.values()) == 2
 
 
+@pytest.mark.slow
 def test_tensors_may_go_to_the_host(tmp_path: Path) -> None:
     data = sentences(6)
     eager = trained(transformers.Trainer, tmp_path, data)
@@ -89,12 +94,14 @@ def test_tensors_may_go_to_the_host(tmp_path: Path) -> None:
     assert first.plan.copied and first._run.devices.host is last._run.devices.host is not None
 
 
+@pytest.mark.slow
 def test_batches_of_many_lengths(tmp_path: Path) -> None:
     data = sentences(12, longer=4)[::-1]  # the longest first, whose budget is that of all
     eager = trained(transformers.Trainer, tmp_path, data)
     assert_same(trained(PlannedTrainer, tmp_path, data, options=planned_options(dynamic=True)), eager)
 
 
+@pytest.mark.slow
 def test_smoothed_labels(tmp_path: Path) -> None:
     data = [{**sentence, "labels": sentence["labels"].clone()} for sentence in sentences(16)]
     for i, sentence in enumerate(data):
@@ -106,6 +113,7 @@ def test_smoothed_labels(tmp_path: Path) -> None:
     assert planned.label_smoother == eager.label_smoother
 
 
+@pytest.mark.slow
 def test_another_model_gets_another_plan(tmp_path: Path) -> None:
     def runs(make: type, **options: Any) -> list[Any]:
         given = {"args": arguments(tmp_path, max_steps=2), "train_dataset": sentences(8), **options}
@@ -133,7 +141,10 @@ class PlannedWeighted(PlannedTrainerMixin, Weighted):
 
 @pytest.mark.parametrize(
     ("eager", "planned", "options"),
-    [(Weighted, PlannedWeighted, {}), (transformers.Trainer, PlannedTrainer, {"compute_loss_func": summed})],
+    [
+        (Weighted, PlannedWeighted, {}),
+        pytest.param(transformers.Trainer, PlannedTrainer, {"compute_loss_func": summed}, marks=pytest.mark.slow),
+    ],
     ids=["overridden", "function"],
 )
 def test_a_loss_of_your_own(eager: type, planned: type, options: dict[str, Any], tmp_path: Path) -> None:
@@ -142,6 +153,7 @@ def test_a_loss_of_your_own(eager: type, planned: type, options: dict[str, Any],
     assert_same(trained(planned, tmp_path, data, options={**options, **planned_options()}, max_steps=2), alone)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
     class Before(PlannedTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

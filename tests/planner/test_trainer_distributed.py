@@ -74,7 +74,12 @@ def check_sharded(rank: int) -> None:
 
 
 def test_trains_as_the_trainer_alone_under_ddp(tmp_path: Path) -> None:
-    on_two((check_accumulation, check_other_sizes, check_sharded, check_differing_sizes), tmp_path)
+    on_two((check_accumulation, check_sharded), tmp_path)
+
+
+@pytest.mark.slow
+def test_batches_of_other_sizes_under_ddp(tmp_path: Path) -> None:
+    on_two((check_other_sizes, check_differing_sizes), tmp_path)
 
 
 @pytest.mark.slow

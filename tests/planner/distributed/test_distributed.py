@@ -309,13 +309,17 @@ def check_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
 
 def test_two_processes_train_by_one_plan(tmp_path: Path) -> None:
     """One test of all, as starting the processes takes as long as several checks."""
-    with_ddp = (
-        partial(check, wrap=DistributedDataParallel) for check in (check_offload, check_backend_with_offload, check_backend)
-    )
+    on_two((partial(check_backend, wrap=DistributedDataParallel), check_errors, check_ddp, check_fsdp2), tmp_path)
+
+
+@pytest.mark.slow
+def test_two_processes_copy_to_the_host_and_swap_plans(tmp_path: Path) -> None:
+    with_ddp = (partial(check, wrap=DistributedDataParallel) for check in (check_offload, check_backend_with_offload))
     with_fsdp2 = (partial(check, wrap=sharded) for check in (check_offload, check_backend))
-    on_two((*with_ddp, check_errors, check_ddp, check_swaps, *with_fsdp2, check_fsdp2), tmp_path)
+    on_two((*with_ddp, check_swaps, *with_fsdp2), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
 def test_two_processes_train_in_arenas(tmp_path: Path) -> None:
     with_ddp = partial(check_arena, wrap=DistributedDataParallel, sync=ddp_sync)

@@ -86,6 +86,7 @@ def test_the_least_memory_at_a_price_is_that_of_brute_force(seed: int) -> None:
     assert plan.settings["max_overhead"] == price
 
 
+@pytest.mark.slow
 def test_more_overhead_never_needs_more_memory() -> None:
     graph = training_chain(10)
     found = [planner.solve(graph, max_overhead=price, work_limit=20).budget_bytes for price in (0, 0.05, 0.1, 0.3, 0.6)]

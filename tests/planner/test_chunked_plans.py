@@ -159,6 +159,7 @@ def test_facts_and_summaries_are_of_the_program(graph: Graph) -> None:
     assert facts.summary.keep_everything_peak_bytes == simulate(program, keep_everything(program)).peak_bytes
 
 
+@pytest.mark.slow
 def test_the_command_traces_with_it_and_plans_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, plan_path = tmp_path / "model.json", tmp_path / "plan.json"
     tiny = "zoo:gpt2,layers=1,width=16,heads=2,vocab=400,seq=8,batch=4"
@@ -184,6 +185,7 @@ def test_facts_say_what_is_offered_and_what_it_could_gain(graph: Graph) -> None:
     assert graph_facts(with_options(graph, ())).traced == {}
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_known_to_do_is_met() -> None:
     workload = build("gpt2", layers=2, width=32, heads=2, vocab=1000, batch=4, seq=64, attention="written")
     graph = tracing.trace(*workload, roofline="cpu", options=["chunks"])

@@ -38,6 +38,7 @@ def once(graph: Graph) -> Graph:
     return Graph(ops, graph.tensors, graph.kept, graph.provenance)
 
 
+@pytest.mark.slow
 def test_a_plan_with_both_is_faster_than_with_either(step: Graph) -> None:
     recomputing = solve(step, "40%", work_limit=4)
     both = solve(step, "40%", options=["offload"], link=10e9, host_budget=GB * 64, work_limit=4)
@@ -66,11 +67,13 @@ def test_a_graph_that_offers_it_is_solved_as_it_is(step: Graph) -> None:
     check_plan(offered, plan)
 
 
+@pytest.mark.slow
 def test_a_slower_link_is_worse(step: Graph) -> None:
     times = [solve(step, "60%", options=["offload"], link=f"{rate}GB/s", work_limit=4).time_s for rate in (50, 10, 1)]
     assert times[0] <= times[1] * 1.005 and times[1] < times[2]
 
 
+@pytest.mark.slow
 def test_a_host_without_room_is_none(step: Graph) -> None:
     plan = solve(step, "60%", options=["offload"], link=50e9, host_budget=0, work_limit=2)
     assert plan.copied == 0 and plan.pool_peaks_bytes == {HOST: 0}
@@ -88,6 +91,7 @@ def test_what_nothing_fits_is_proved(step: Graph) -> None:
         solve(step, "1%", options=["offload"])
 
 
+@pytest.mark.slow
 def test_what_is_too_little_comes_with_what_offload_makes_possible(step: Graph) -> None:
     single = once(step)
     least = graph_facts(single).least_budget_offload_found_bytes

@@ -76,6 +76,7 @@ def no_solve(*_: Any, **__: Any) -> Plan:
     raise AssertionError("there is a plan already")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_plan_is_run(seed: int, tmp_path: Path) -> None:
     model, loss_fn, batch = small()
@@ -118,6 +119,7 @@ def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert all(map(torch.equal, gradients, torch.autograd.grad(eager, list(model.parameters()))))
 
 
+@pytest.mark.slow
 def test_what_a_graph_with_all_of_them_offers_is_what_it_was_traced_with() -> None:
     model, loss_fn, batch = small()
     graph = planner.trace(model, loss_fn, batch, options=FOUND, other_devices=[SECOND], passes=1)

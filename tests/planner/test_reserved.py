@@ -82,6 +82,7 @@ def of_four_sizes(seed: int, ops: int) -> Graph:
     return replace(plain, tensors=tensors, ops=without, provenance={"device": "h200"})
 
 
+@pytest.mark.slow
 def test_less_in_memory_at_single_ops_is_faster_than_less_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = of_four_sizes(12, 12)
     plan = solve(graph, "80%", work_limit=5.0)

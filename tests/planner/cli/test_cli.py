@@ -139,7 +139,7 @@ def imported_by(*arguments: object) -> set[str]:
     [
         ["--help"],
         ["--version"],
-        *([name, "--help"] for name in COMMANDS),
+        *(pytest.param([name, "--help"], marks=pytest.mark.slow) for name in COMMANDS),
         ["info", "{graph}"],
         ["solve", "{graph}", "--budget", "60%", "-o", "{folder}/plan.json"],
     ],

@@ -152,6 +152,7 @@ def test_the_codes_are_documented(capsys: Any) -> None:
 # The first row is done at once; the second takes until it is told to stop.
 
 
+@pytest.mark.slow
 def test_an_interrupted_comparison_says_so_and_goes_on_later(plan_file: Path, tmp_path: Path, capsys: Any) -> None:
     marker, folder, graph_file = tmp_path / "started", tmp_path / "out", plan_file.with_name("model.json")
     asked = ["compare", graph_file, "--budgets", "100%", "-o", folder, "--jobs", "1"]

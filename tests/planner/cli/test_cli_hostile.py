@@ -105,7 +105,20 @@ def test_what_can_be_read_is_left_alone() -> None:
     assert visible_lines("a\nb\x1b") == "a\nb\\x1b"
 
 
-@pytest.mark.parametrize("name", ["$_$", "$", "$x^", "a_b^c\\d%e{", "größe 日本 😀", "one\ntwo", "word " * 200, "x" * 5000, ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "$_$",
+        pytest.param("$", marks=pytest.mark.slow),
+        pytest.param("$x^", marks=pytest.mark.slow),
+        "a_b^c\\d%e{",
+        "größe 日本 😀",
+        pytest.param("one\ntwo", marks=pytest.mark.slow),
+        pytest.param("word " * 200, marks=pytest.mark.slow),
+        pytest.param("x" * 5000, marks=pytest.mark.slow),
+        "",
+    ],
+)
 def test_a_figure_shows_a_name_as_it_is(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = figures.new_figure()
@@ -215,6 +228,7 @@ def started(*arguments: object, **options: Any) -> "subprocess.CompletedProcess[
     return subprocess.run(run, cwd=ROOT, text=True, capture_output=True, timeout=120, **options)
 
 
+@pytest.mark.slow
 def test_the_standard_output_gets_the_plan_and_nothing_else(graph_file: Path, tmp_path: Path) -> None:
     for output in ("/dev/stdout", "-"):
         ended = started("solve", graph_file, "--budget", "60%", "-o", output)
@@ -308,6 +322,7 @@ def test_rows_that_are_no_csv_are_one_error(graph_file: Path, tmp_path: Path, ca
         refused(call(capsys, "compare", graph_file, "-o", tmp_path, "--methods", "keep-everything"), 1, "rows.csv", "delete it")
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_solved_for_a_pipe_finds_its_graph(graph_file: Path, tmp_path: Path, capsys: Any) -> None:
     ended = started("solve", graph_file, "--budget", "60%", "-o", "-", "--quiet")
     (tmp_path / "elsewhere").mkdir()

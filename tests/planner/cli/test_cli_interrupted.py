@@ -29,6 +29,7 @@ def test_an_interrupted_solve_answers_with_what_it_has(graph_file: Path, tmp_pat
     simulate(chain(), read_plan(plan_file).schedule)
 
 
+@pytest.mark.slow
 def test_an_interrupted_solve_without_an_answer_says_so(graph_file: Path, tmp_path: Path) -> None:
     marker, plan_file = tmp_path / "started", tmp_path / "plan.json"
     process = start(
@@ -60,7 +61,11 @@ def test_a_second_interrupt_quits_at_once(graph_file: Path, tmp_path: Path) -> N
     assert sorted(tmp_path.iterdir()) == [graph_file, marker]
 
 
-@pytest.mark.parametrize("words", [["trace", "{model}", "-o", "{output}"], ["advise", "{model}"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "words",
+    [["trace", "{model}", "-o", "{output}"], pytest.param(["advise", "{model}"], marks=pytest.mark.slow)],
+    ids=lambda words: words[0],
+)
 def test_an_interrupted_trace_leaves_nothing(words: list[str], tmp_path: Path) -> None:
     marker, model, folder = tmp_path / "started", tmp_path / "own.py", tmp_path / "out"
     folder.mkdir()
@@ -73,7 +78,11 @@ def test_an_interrupted_trace_leaves_nothing(words: list[str], tmp_path: Path) -
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["info", "{graph}"], ["info", "{graph}", "--json"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["info", "{graph}"], pytest.param(["info", "{graph}", "--json"], marks=pytest.mark.slow)],
+    ids=" ".join,
+)
 def test_a_reader_that_leaves_is_no_error(arguments: list[str], graph_file: Path) -> None:
     read, write = os.pipe()
     os.close(read)

@@ -98,7 +98,11 @@ def test_run_reports_and_has_a_code_for_gradients_that_differ(
 
 
 @pytest.mark.parametrize(
-    "model", [f"{ROOT}/examples/own_model.py:build,batch=256,width=32,depth=3", "zoo:mlp,batch=256,layers=6,width=32,classes=16"]
+    "model",
+    [
+        f"{ROOT}/examples/own_model.py:build,batch=256,width=32,depth=3",
+        pytest.param("zoo:mlp,batch=256,layers=6,width=32,classes=16", marks=pytest.mark.slow),
+    ],
 )
 def test_from_a_model_to_a_measured_step(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph_file, plan_file = tmp_path / "model.json", tmp_path / "plan.json"

@@ -83,6 +83,7 @@ def test_options_are_refused_in_one_line(
     assert sorted(graph_file.parent.iterdir()) == [graph_file]
 
 
+@pytest.mark.slow
 def test_the_command_imports_no_torch(graph_file: Path) -> None:
     code = (
         "import sys; from planner.cli.main import main; c = main(sys.argv[1:]); print(*sys.modules, file=sys.stderr); sys.exit(c)"
@@ -139,6 +140,7 @@ def alive(pid: int) -> bool:
     return not Path(f"/proc/{pid}/stat").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", ["one", "many"])
 def test_an_interrupted_curve_answers_and_leaves_no_process(signals: str, graph_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "solver"

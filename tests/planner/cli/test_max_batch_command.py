@@ -11,6 +11,7 @@ from planner.studies.sizes import METHODS
 MLP = "zoo:mlp,layers=4,width=32,classes=8"
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_row_for_each_method(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["max-batch", MLP, "--roofline", "h200", "--budget", "200kB", "--limit", "15", "--memory", "allocated"]
     assert main(arguments) == 0
@@ -33,6 +34,7 @@ def test_on_the_cpu_the_answer_with_modelled_times_comes_first(capsys: pytest.Ca
     assert f"with modelled times, the largest batch is: {said}; measuring at these now" in err
 
 
+@pytest.mark.slow
 def test_the_command_varies_another_size_with_options(capsys: pytest.CaptureFixture[str]) -> None:
     varied = ["--vary", "width", "--multiple-of", "8", "--limit", "70"]
     given = ["--options", "offload", "--link", "50GB/s", "--host-budget", "1GB"]

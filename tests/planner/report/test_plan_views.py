@@ -115,6 +115,7 @@ def test_what_is_within_a_budget_of_reserved_memory_is_what_reserves_no_more() -
     assert " yes " in first and " no " in second
 
 
+@pytest.mark.slow
 def test_plans_with_options_show_themselves_too(tmp_path: Path) -> None:
     graph, plan = solved(["offload"])
     assert plan.compare().rows == plan.compare(graph).rows

@@ -214,6 +214,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[Timeline]:
             yield Timeline(graph, replace(other, schedule=schedule))
 
 
+@pytest.mark.slow
 def test_it_is_the_same_for_any_streams_and_memories(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = 0
     small = training_chain(3)
@@ -266,6 +267,7 @@ def test_it_is_the_same_for_any_streams_and_memories(monkeypatch: pytest.MonkeyP
     assert seen > 100
 
 
+@pytest.mark.slow
 def test_the_command_shows_such_plans(tmp_path: Path) -> None:
     graph, plan = solved(["offload"])
     graph_file, plan_file, html, trace = (tmp_path / name for name in ("model.json", "plan.json", "report.html", "trace.json"))

@@ -84,6 +84,7 @@ def test_an_option_is_recommended_where_recomputation_does_not_fit() -> None:
     assert str(advice).splitlines()[-1].startswith(f"recommended: {available} B with offload: recomputation alone needs")
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_a_smaller_batch_is_recommended(graph: Graph) -> None:
     recommended = advised(graph, 1).recommended
     assert recommended.budget_bytes is None and recommended.overhead is None
@@ -149,7 +150,13 @@ def test_what_is_tried_is_what_a_graph_was_traced_with(graph: Graph) -> None:
     assert options_to_try(graph) == ("offload",)
 
 
-@pytest.mark.parametrize("memory", [None, *CountedMemory])
+QUICK = (CountedMemory.RESERVED, CountedMemory.DEVICE)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [None, *QUICK, *(pytest.param(memory, marks=pytest.mark.slow) for memory in CountedMemory if memory not in QUICK)],
+)
 def test_on_cuda_advice_counts_and_says_what_is_reserved(memory: CountedMemory | None) -> None:
     chain = training_chain(8)
     tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB

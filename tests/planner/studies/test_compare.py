@@ -57,7 +57,13 @@ def test_no_method_is_below_the_bound_and_none_is_better_than_the_optimum(rows: 
             assert optimum.time_s <= row.time_s * (1 + row.tolerance)
 
 
-@pytest.mark.parametrize("memory", [None, *CountedMemory])
+QUICK = (CountedMemory.RESERVED, CountedMemory.DEVICE)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [None, *QUICK, *(pytest.param(memory, marks=pytest.mark.slow) for memory in CountedMemory if memory not in QUICK)],
+)
 def test_on_cuda_budgets_are_shares_of_what_they_count_and_met_in_it(memory: CountedMemory | None, tmp_path: Path) -> None:
     chain = training_chain(8)
     tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB
@@ -125,6 +131,7 @@ def test_where_time_is_up_the_last_rows_are_tried_for_a_moment_and_said_to_be_cu
     assert [row.method for row in found if cut_short(row)] == ["checkmate"]
 
 
+@pytest.mark.slow
 def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path: Path) -> None:
     options = option_settings(["offload"], 50e9, 10**11)
     names = ("windows", "chen-sqrt", "dtr", "save-on-cpu", "capuchin-swap", "delta")
@@ -163,6 +170,7 @@ def test_rows_that_are_known_are_not_computed_again(graph: Graph, tmp_path: Path
     assert len(again) == 4
 
 
+@pytest.mark.slow
 def test_two_at_a_time_find_the_same(graph: Graph, rows: list[ComparisonRow], tmp_path: Path) -> None:
     beside = compare(
         graph, ["75%"], ["keep-everything", "chen-sqrt", "lru"], tmp_path, StudySettings(model="three layers", jobs=2)

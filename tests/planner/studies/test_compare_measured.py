@@ -183,6 +183,7 @@ def test_rows_that_are_known_are_not_measured_again(rows: dict[tuple[str, str, s
     assert len({row.base_s for row in again.values()}) == 1  # times of ops are not measured again
 
 
+@pytest.mark.slow
 def test_a_stopped_comparison_keeps_nothing_half_done(tmp_path: Path) -> None:
     assert measure(tmp_path, stop_after=1) == []
     found = measure(tmp_path)
@@ -207,6 +208,7 @@ def test_tables_and_figures_are_made_of_the_csv(
     assert {file.name for file in tmp_path.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png", "measured.png"}
 
 
+@pytest.mark.slow
 def test_with_copies_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--options", "offload", "--link", "1000GB/s", "--host-budget", "1GB", "--repeats", "1", "--passes", "1"]
     methods = ("windows", "keep-everything", "save-on-cpu", "offload-activations")

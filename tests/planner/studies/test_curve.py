@@ -105,6 +105,7 @@ def test_the_grid_reaches_from_the_least_to_eager_pytorch_in_reserved_memory() -
     assert all(point.schedule is not None for point in found.points)
 
 
+@pytest.mark.slow
 def test_processes_find_what_one_process_finds() -> None:
     graph = chain_of_six()
     here, there = curve(graph, 5), curve(graph, 5, StudySettings(jobs=2))
@@ -114,6 +115,7 @@ def test_processes_find_what_one_process_finds() -> None:
         assert one.time_s == pytest.approx(other.time_s, rel=2e-3)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**6), ops=st.integers(3, 14))
 def test_curves_of_random_graphs_keep_their_promises(seed: int, ops: int) -> None:
     graph = random_graph(seed, ops)
@@ -126,6 +128,7 @@ def test_curves_of_random_graphs_keep_their_promises(seed: int, ops: int) -> Non
     )
 
 
+@pytest.mark.slow
 def test_with_options_there_is_the_curve_without_beside() -> None:
     graph = random_training_step(5, 30)
     options = option_settings(["offload"], link=10e9, host_budget=10**12)

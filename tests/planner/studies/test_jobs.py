@@ -73,6 +73,7 @@ def test_tasks_are_done_one_by_one_here() -> None:
     assert list(done) == [1, 4, 9]
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_processes_start_is_only_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     submit, interrupts = ProcessPoolExecutor.submit, []
 

@@ -28,7 +28,9 @@ def bracket_of(graph: Graph, memory: CountedMemory) -> tuple[Frontier, LeastBudg
     return known, least_counted(known, WorkClock(6.0), precision=PRECISION)
 
 
-@pytest.mark.parametrize("memory", [CountedMemory.RESERVED, CountedMemory.DEVICE_EXPANDABLE])
+@pytest.mark.parametrize(
+    "memory", [CountedMemory.RESERVED, pytest.param(CountedMemory.DEVICE_EXPANDABLE, marks=pytest.mark.slow)]
+)
 def test_the_bracket_is_of_what_budgets_count(memory: CountedMemory) -> None:
     graph = on_a_gpu(1)
     known, found = bracket_of(graph, memory)

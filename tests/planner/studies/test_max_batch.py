@@ -64,7 +64,7 @@ def brute_force(graph_of: Callable[[int], Graph], solver: str, wanted: Wanted, u
     return best
 
 
-@pytest.mark.parametrize("limit", [9, 30])
+@pytest.mark.parametrize("limit", [9, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("max_overhead", [None, 0.05, 0.5])
 @pytest.mark.parametrize("budget", [3_000, 9_000])
 def test_it_finds_what_trying_all_finds(budget: int, max_overhead: float | None, limit: int) -> None:
@@ -85,6 +85,7 @@ def test_it_finds_what_trying_all_finds(budget: int, max_overhead: float | None,
     assert (answers["optimal"].size or 0) >= (answers["checkpoint every block"].size or 0)
 
 
+@pytest.mark.slow
 def test_it_equals_brute_force_on_a_traced_model() -> None:
     batches = SizedModel(
         parse_spec("zoo:mlp,layers=3,width=32,classes=8"), "batch", Tracing(TraceSettings(roofline="h200")), way_out=""

@@ -69,6 +69,7 @@ def test_the_memory_budget_is_exact_without_random_ops() -> None:
     assert row.exactness in {Exactness.IDENTICAL, Exactness.ROUNDED}
 
 
+@pytest.mark.slow
 def test_the_memory_budget_goes_wrong_with_dropout() -> None:
     """A bug of torch 2.11 to 2.13: below 1, dropout is drawn anew where it is recomputed, and gradients are of another mask.
 
@@ -202,6 +203,7 @@ def test_an_activation_in_place_is_no_block_by_itself() -> None:
     assert checkpointable(list(layers)) == layers[1:]
 
 
+@pytest.mark.slow
 def test_a_unet_is_checkpointed_by_its_blocks() -> None:
     """PyTorch's own method on blocks of stem, down and up, whose activations are in place, and with lists of SAC."""
     built = workload.load(workload.parse_spec("zoo:unet,batch=4,size=64,channels=8"))

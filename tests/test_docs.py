@@ -210,7 +210,11 @@ def test_the_front_page_is_short() -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("page", WITH_BLOCKS, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page.stem in ("huggingface", "lightning") else page for page in WITH_BLOCKS],
+    ids=name_of,
+)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = SURROUNDINGS.get(name_of(page), Surroundings(small))
     names = given.names(tmp_path)

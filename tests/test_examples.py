@@ -14,10 +14,15 @@ EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("train_*.py"))
 ON_TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")  # torchrun, at a port that is free
 NEEDS = {"train_huggingface": "transformers", "train_accelerate": "accelerate"}
+QUICK = ("train_checkpoint", "train_eager", "train_own_model")
 WITHOUT_PLAN = ("train_torch_compile", "train_checkpoint", "train_eager")  # to print: one for each graph, or none
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script",
+    [script if script.stem in QUICK else pytest.param(script, marks=pytest.mark.slow) for script in SCRIPTS],
+    ids=lambda script: script.stem,
+)
 def test_an_example_trains(script: Path, tmp_path: Path) -> None:
     if (needed := NEEDS.get(script.stem)) is not None and importlib.util.find_spec(needed) is None:
         pytest.skip(f"needs {needed}")

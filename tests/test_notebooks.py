@@ -23,7 +23,11 @@ def kinds(notebook: Any) -> list[list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries that start kernels
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow) if path.stem == "first-plan" else path for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     shown = kinds(notebook)

@@ -51,7 +51,9 @@ def test_the_changelog_has_the_version() -> None:
     [
         ("torch", "import planner; planner.compile", "needs PyTorch"),
         ("torch", "import planner.huggingface", "needs PyTorch"),
-        ("transformers", "import planner.huggingface", "pip install 'remat-planner[huggingface]'"),
+        pytest.param(
+            "transformers", "import planner.huggingface", "pip install 'remat-planner[huggingface]'", marks=pytest.mark.slow
+        ),
         (
             "lightning",
             "sys.modules['pytorch_lightning'] = None; import planner.lightning",
@@ -71,7 +73,12 @@ def test_a_missing_package_is_one_line(missing: str, code: str, way: str) -> Non
     [
         ("torch", ["trace", "zoo:mlp", "-o", "graph.json"], "needs PyTorch"),
         ("torch", ["advise", "zoo:mlp"], "needs PyTorch"),
-        ("matplotlib", ["curve", "graph.json", "-o", "curve.csv", "--plot", "curve.png"], "pip install 'remat-planner[plots]'"),
+        pytest.param(
+            "matplotlib",
+            ["curve", "graph.json", "-o", "curve.csv", "--plot", "curve.png"],
+            "pip install 'remat-planner[plots]'",
+            marks=pytest.mark.slow,
+        ),
         ("distributed", ["curve", "graph.json", "-o", "curve.csv", "--cluster", "tcp://localhost:1"], "remat-planner[cluster]"),
     ],
 )

@@ -28,6 +28,7 @@ def blocks() -> Workload:
     return Workload(nn.Sequential(*layers), F.mse_loss, (torch.randn(64, 16), torch.randn(64, 16)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
 def test_a_model_in_an_arena_and_without() -> None:
     rows = {row.way: row for row in compared(blocks, BLANK, repeats=1)}

@@ -96,6 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @linux
 def test_a_model_is_planned_and_trained_under_a_cap_that_eager_does_not_fit(folder: Path) -> None:
     rows = read_rows(folder / "rows.csv", FirstStepRow)
@@ -127,6 +128,7 @@ def test_a_model_is_planned_and_trained_under_a_cap_that_eager_does_not_fit(fold
     assert planned.machine and planned.commit and planned.torch == torch.__version__
 
 
+@pytest.mark.slow
 @linux
 def test_rows_that_are_there_are_not_made_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -125,6 +125,7 @@ def test_lossy_options_have_a_table_of_their_own(rows: list[OptionsRow]) -> None
     assert "| chunks |" in lossy and "| offload + chunks |" in lossy and "| offload |" not in lossy
 
 
+@pytest.mark.slow
 def test_errors_are_measured_beside_the_same_step_without(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
         "head": partial(build, "mlp", batch=64, width=16, layers=1, classes=500),

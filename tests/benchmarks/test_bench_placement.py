@@ -29,6 +29,7 @@ from planner.models import Workload
 FOLDER = Path(__file__).parents[2] / "results" / "placement"
 
 
+@pytest.mark.slow
 def test_both_devices_are_no_worse_than_the_main_one() -> None:
     main = training_chain(3)
     pair = Pair(main, OtherDevice("other", tuple(0.5 + op.id % 2 for op in main.ops), 4.0))
@@ -50,6 +51,7 @@ def test_a_pair_is_one_step_with_two_times() -> None:
     assert pair.captured is None and pair.second.bytes_per_s > 0
 
 
+@pytest.mark.slow
 def test_what_is_found_on_threads_is_run() -> None:
     before = torch.get_num_threads()
     step = Workload(torch.nn.Linear(4, 4), torch.nn.MSELoss(), (torch.randn(2, 4), torch.randn(2, 4)))

@@ -170,6 +170,7 @@ def test_a_tiny_suite_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(solve_instance(tiny, tuple(STUDY.kept(tmp_path / "solve")))) == []
 
 
+@pytest.mark.slow
 def test_a_tiny_suite_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     distributed = pytest.importorskip("distributed")
     tiny = [

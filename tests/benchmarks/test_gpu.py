@@ -72,7 +72,7 @@ def test_every_kind_of_plan_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_step_trains_under_a_cap_that_eager_pytorch_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide(*, device: str) -> Workload:
-        return on_device(build("mlp", batch=4096, layers=12, width=512, classes=3), f"{device}:0")
+        return on_device(build("mlp", batch=4096, layers=12, width=256, classes=3), f"{device}:0")
 
     monkeypatch.setattr(capped, "MODELS", {"wide": wide})
     with cuda_device(capacity_bytes=2**30) as machine:

@@ -78,6 +78,7 @@ def test_reader_and_checker_need_no_package(tmp_path: Path) -> None:
     assert ended.stdout.endswith(f", {known.time_s!r} s\n") or f"{known.time_s!r} s" in ended.stdout
 
 
+@pytest.mark.slow
 def test_existing_instances_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--names", "chain-50", "--out", str(tmp_path), "--time-limit", "5"]
     assert main(words) == 0

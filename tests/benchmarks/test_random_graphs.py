@@ -29,7 +29,7 @@ def test_verdicts(now: Row, expected: str) -> None:
     assert verdict(ROW, now) == expected
 
 
-@pytest.mark.parametrize("seed", [0, 650, 769])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(650, marks=pytest.mark.slow), 769])
 def test_results_of_the_forward_pass_are_waited_for(seed: int) -> None:
     (row,) = solved(("devices", seed))
     assert not is_wrong(row)
@@ -41,6 +41,7 @@ def test_a_graph_has_the_same_row_each_time(kind: str) -> None:
     assert len({graph_of(kind, seed)[0].fingerprint for seed in range(5)}) == 5
 
 
+@pytest.mark.slow
 def test_processes_write_the_same_rows_in_order(tmp_path: Path) -> None:
     kept = STUDY.kept(tmp_path)
     cases = [("offload", 1), ("plain", 2), ("plain", 1)]

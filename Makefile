@@ -12,7 +12,7 @@ MODELS_STAMP := $(MODELS)/.installed
 # What pip installs without constraints.txt, as it does for users: made again each time, for one Python or another.
 LATEST := .venv-latest-$(notdir $(PYTHON))
 
-.PHONY: help test test-latest demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-training bench-first-step try-models gpu clean
+.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-training bench-first-step try-models gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -27,6 +27,9 @@ test-latest: ## tests with the newest releases that pyproject.toml allows, in a 
 	$(LATEST)/bin/python -m pip install --quiet --editable '.[dev]'
 	$(LATEST)/bin/python -m pip list
 	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
+
+test-slow: $(STAMP) ## tests that are marked slow, which run every week (ARGS=tests/solvers)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not gpu' $(ARGS)
 
 lint: docs ## style, types, layers and the documentation site only
 	$(BIN)/ruff check .

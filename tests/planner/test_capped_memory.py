@@ -35,17 +35,14 @@ def run_alone(check: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "check", ["compiled", "commands", "torch_compile", "lightning", "hugging_face", "inductor", "offloading"]
+_ELSEWHERE = (
+    *("checkpoint", "commands", "hugging_face", "inductor", "lightning", "offloading", "torch_compile"),
+    *("torch_compile_inductor", "traced"),
 )
+
+
+@pytest.mark.parametrize("check", ["compiled", *(pytest.param(check, marks=pytest.mark.slow) for check in _ELSEWHERE)])
 def test_training_under_a_cap(check: str) -> None:
-    run_alone(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ["traced", "checkpoint", "torch_compile_inductor"])
-def test_more_training_under_a_cap(check: str) -> None:
     run_alone(check)
 
 

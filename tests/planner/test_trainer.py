@@ -153,7 +153,6 @@ def test_a_loss_of_your_own(eager: type, planned: type, options: dict[str, Any],
     assert_same(trained(planned, tmp_path, data, options={**options, **planned_options()}, max_steps=2), alone)
 
 
-@pytest.mark.slow
 def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
     class Before(PlannedTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

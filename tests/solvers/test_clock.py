@@ -132,8 +132,7 @@ def searched_at_once() -> tuple[Result, float]:
     return searched(LIMIT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("slow", ["trials", "HiGHS"])
+@pytest.mark.parametrize("slow", [pytest.param("trials", marks=pytest.mark.slow), "HiGHS"])
 def test_work_done_is_the_same_on_a_slower_machine(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quick, quick_spent = searched_at_once()
     if slow == "trials":

@@ -133,7 +133,6 @@ class LosesMemory(CudaGraphs):
         return super().held_bytes() + self._lost
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_stand_in")
 def test_the_budget_holds_for_what_the_recordings_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     workload, other = on_device(make("gpt2_written")), on_device(make("gpt2_written"))

@@ -223,7 +223,6 @@ def test_a_folder_that_cannot_be_made_is_refused_before_work(tmp_path: Path, sol
     assert solves == []
 
 
-@pytest.mark.slow
 def test_processes_share_a_folder(tmp_path: Path) -> None:
     code = (
         "import sys, warnings; warnings.simplefilter('error', UserWarning)\n"

@@ -1,5 +1,6 @@
 """The budgeted memory: which storages are resident, and what is evicted to make room."""
 
+import gc
 import itertools
 import sys
 import weakref
@@ -212,8 +213,8 @@ class Memory:
 
     # Room.
 
-    def make_room(self, size_bytes: int, purpose: object) -> None:
-        """Evict until `size_bytes` fit.
+    def make_room(self, size_bytes: int, purpose: object, *, collects: bool = True) -> None:
+        """Evict until `size_bytes` fit. As the last resort, free storages in reference cycles, if it `collects`: it takes long.
 
         Raises:
             BudgetError: all resident storages are in use.
@@ -222,8 +223,15 @@ class Memory:
             return
         self.settle()
         while self.live_bytes + size_bytes > self.budget_bytes:
-            if not self.evict_planned() and not self.evict_one():
+            if not (self.evict_planned() or self.evict_one() or (collects and self._collect())):
                 raise BudgetError(self._too_small(size_bytes, purpose))
+
+    def _collect(self) -> bool:
+        """Collect garbage, and return whether this has freed storages."""
+        live_bytes = self.live_bytes
+        gc.collect()
+        self.settle()
+        return self.live_bytes < live_bytes
 
     def evict_one(self) -> bool:
         """Evict the storage that the heuristic chooses, and return True; return False if all are in use."""

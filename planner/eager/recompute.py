@@ -146,12 +146,14 @@ class Recomputation:
 
     def _make_room(self, op: RecordedOp, stack: "list[_Rebuild]") -> None:
         """Make room for `op`. As the last resort, drop inputs that unfinished rebuilds hold, once per op."""
+        collects = False
         while True:
             try:
-                self.memory.make_room(op.room_bytes, f"recomputing {op.function}")
+                self.memory.make_room(op.room_bytes, f"recomputing {op.function}", collects=collects)
             except BudgetError:
-                if not _let_go(stack):
+                if collects:
                     raise
+                collects = not _let_go(stack)
             else:
                 return
 

@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
     def _make_room(self, known: KnownOp, function: object) -> None:
         """Evict until an op fits; for a guessed workspace only as far as possible."""
         try:
-            self.memory.make_room(known.out_bytes + known.workspace_bytes, function)
+            self.memory.make_room(known.out_bytes + known.workspace_bytes, function, collects=not known.guessed)
         except BudgetError:
             if not known.guessed:
                 raise

@@ -19,6 +19,7 @@ import planner
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError, UsageError
 from planner.eager import memory, sizes
+from planner.eager.deferred_log import DeferredLog
 from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.sizes import takes_free_memory
 from solvers.online.heuristics import MEGENGINE, NAMES
@@ -620,6 +621,27 @@ def test_the_least_budget_of_a_step_that_has_run_is_enough_for_it() -> None:
     with pytest.raises(BudgetError) as caught, rematerialize(int(0.9 * enough_bytes)):
         model(x).square().mean().backward()
     assert "session.least_budget()" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_tensors_in_reference_cycles_are_freed_before_a_budget_is_too_small(
+    *, deferred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.node, self.contents = self, torch.ones(100_000)
+
+    if not deferred:
+        monkeypatch.setattr(DeferredLog, "available", lambda: False)
+    gc.collect()
+    gc.disable()
+    try:
+        with rematerialize(other_bytes() + 1_000_000) as session:
+            for _ in range(10):
+                Node()
+    finally:
+        gc.enable()
+    assert session.peak_bytes <= session.budget_bytes
 
 
 def test_too_much_recomputation_says_which_budget_needs_none() -> None:

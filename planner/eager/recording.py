@@ -521,7 +521,10 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _pin_if_lost(self, storage: TrackedStorage) -> bool:
-        """Pin a resident storage and return True if contents that it is computed from were overwritten; else return False."""
+        """Pin a resident storage and return True if contents that it is computed from were lost; else return False.
+
+        Sources that were pinned after an op had read them are kept by that op from now on.
+        """
         overwrites = self.memory.overwrites
         checked = [storage]
         storage.checked = overwrites
@@ -529,7 +532,7 @@ class Recorder(TorchDispatchMode):
             for op in computed.chain:
                 for reference in op.inputs:
                     source = reference.storage
-                    if source is None or (source.pinned and source.has(reference.version)):
+                    if source is None or (source.pinned and self._keep(source, reference.version, op)):
                         continue
                     if not source.recomputable(reference.version):
                         for passed in checked:
@@ -540,6 +543,17 @@ class Recorder(TorchDispatchMode):
                         source.checked = overwrites
                         checked.append(source)
         return False
+
+    def _keep(self, source: TrackedStorage, version: int, op: RecordedOp) -> bool:
+        """Keep the contents of a pinned storage that an op has read, and return True; return False if they are not resident."""
+        if version != source.version:
+            return source.has(version)
+        held = None if source.watch is None else source.watch()
+        if held is None:
+            return False
+        if held not in op.kept:
+            op.kept.append(held)
+        return True
 
     def _pin(self, storage: TrackedStorage) -> None:
         """Keep a resident storage, because its contents can no longer be recomputed."""

@@ -83,10 +83,10 @@ class LogReader:
             assert costs is not None
             costs.check_memory(op.function)
         if call.failed:
-            error = self.log.error()
+            failed = [self.log.error()]
             if self.log.shared.open:
                 self._read()
-            return self._recorder.run(op, error)
+            return self._recorder.run(op, failed)
         if self.log.shared.open:
             return self._run(op, call)
         outputs = self._recorder.run(op)
@@ -129,7 +129,7 @@ class LogReader:
                     generator, state = op.draws
                     state.restore(generator)
                 self._read()
-                return recorder.run(op, error)
+                return recorder.run(op, [error])
         if costs is not None:
             costs.check_memory(op.function)
             if is_new:

@@ -111,14 +111,16 @@ class Recorder(TorchDispatchMode):
             operator = self._operators[id(op)] = Operator.of(op)
         return operator
 
-    def run(self, op: RecordedOp, failed: Exception | None = None) -> Any:
+    def run(self, op: RecordedOp, failed: list[Exception] | None = None) -> Any:
         """Execute an op within the budget, and record it.
 
         Args:
             op: the op.
-            failed: the error of a first attempt.
+            failed: the error of a first attempt, if there was one: in a list, which is emptied when it is raised again, so that
+                its traceback does not lead back to it.
         """
         memory, follower, operator, args, kwargs = self.memory, self.follower, op.operator, op.args, op.kwargs
+        failed = failed or []
         if memory.freed:
             memory.settle()
         if not self.saved:
@@ -165,7 +167,7 @@ class Recorder(TorchDispatchMode):
                 raise
             self.memory.make_room(known.out_bytes, function)
 
-    def _write_pinned(self, op: RecordedOp, written: Sequence[TrackedStorage], failed: Exception | None) -> Any:
+    def _write_pinned(self, op: RecordedOp, written: Sequence[TrackedStorage], failed: list[Exception]) -> Any:
         """Execute an op that writes only pinned storages, such as an update of parameters, without recording it."""
         memory, follower = self.memory, self.follower
         self._before_writes(op, written)
@@ -205,7 +207,7 @@ class Recorder(TorchDispatchMode):
         written: Sequence[TrackedStorage],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        failed: Exception | None,
+        failed: list[Exception],
     ) -> Any:
         """Execute an op and time it."""
         memory, costs = self.memory, self.device_costs
@@ -309,18 +311,17 @@ class Recorder(TorchDispatchMode):
         written: Sequence[TrackedStorage],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        failed: Exception | None,
+        failed: list[Exception],
     ) -> Any:
         """Execute an op. If it ends with an error, what it may have written in part is kept: it cannot be recomputed."""
         in_part: Sequence[TrackedStorage] = () if op.operator.allocates_first else written
         try:
             while True:
                 try:
-                    if failed is not None:
-                        raise failed
+                    if failed:
+                        raise failed.pop()
                     return op.operator.call(*args, **kwargs)
                 except Exception as error:
-                    failed = None
                     if not self._can_retry(op, in_part, error):
                         raise
                 for storage in in_part:
@@ -331,7 +332,7 @@ class Recorder(TorchDispatchMode):
                 if self.device_costs is not None:
                     self.device_costs.forget_failures()
         except BaseException:
-            for storage in in_part:
+            for storage in written:  # an error of another kind may come in the middle of any kernel
                 storage.version += 1
                 self._pin(storage)
             raise

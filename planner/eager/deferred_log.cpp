@@ -20,6 +20,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -37,6 +38,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -132,6 +134,7 @@ struct Operator {
   int64_t mutated = 0; // a bit for each argument
   int64_t needs_block = 0; // its library uses another algorithm if it gets no workspace
   int64_t bound = kNone;
+  int64_t pointwise = 0; // sizes do not depend on numbers
   Measured measured{}; // by the log
 };
 
@@ -268,9 +271,8 @@ std::vector<at::Tensor> parts_of(const at::Tensor& tensor) {
   }
 }
 
-// Adds what the sizes of the outputs depend on, as the recorder does; returns false for an unsupported type of value. Numbers that
-// are not integers have no effect on sizes if there are tensors.
-bool add_to_key(Key& key, const IValue& value) {
+// Adds what the sizes of the outputs depend on, as the recorder does; returns false for an unsupported type of value.
+bool add_to_key(Key& key, const IValue& value, bool pointwise) {
   if (value.isTensor()) {
     const auto& tensor = value.toTensor();
     key.push_back(tensor.defined() ? 1 : 2);
@@ -281,9 +283,13 @@ bool add_to_key(Key& key, const IValue& value) {
       key.push_back(tensor.device().index());
       key.push_back(tensor.dim());
       key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
+      key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
     }
-  } else if (value.isNone() || value.isDouble() || value.isComplexDouble() || value.isGenerator()) {
+  } else if (value.isNone() || value.isComplexDouble() || value.isGenerator()) {
     key.push_back(value.isNone() ? 3 : 4);
+  } else if (value.isDouble()) {
+    key.push_back(11);
+    key.push_back(pointwise ? 0 : c10::bit_cast<int64_t>(value.toDouble()));
   } else if (value.isBool()) {
     key.push_back(value.toBool() ? 5 : 6);
   } else if (value.isInt()) {
@@ -303,7 +309,7 @@ bool add_to_key(Key& key, const IValue& value) {
     key.push_back(10);
     key.push_back(static_cast<int64_t>(items.size()));
     for (const IValue& item : items) {
-      if (item.isList() || !add_to_key(key, item)) {
+      if (item.isList() || !add_to_key(key, item, pointwise)) {
         return false;
       }
     }
@@ -311,6 +317,15 @@ bool add_to_key(Key& key, const IValue& value) {
     return false;
   }
   return true;
+}
+
+// The settings that kernels read, as `planner.torch_private.core.kernel_settings` has them.
+using Settings = std::array<int64_t, 5>;
+
+Settings present_settings() {
+  const auto& context = at::globalContext();
+  return {static_cast<int64_t>(c10::get_default_dtype_as_scalartype()), context.userEnabledMkldnn(), context.userEnabledCuDNN(),
+          context.benchmarkCuDNN(), context.deterministicCuDNN()};
 }
 
 // The shape of several tensors, broadcast, or a larger one.
@@ -501,7 +516,7 @@ class Log : public c10::DebugInfoBase {
     if (!shared.in_step) {
       forget_last_step(1);
     }
-    if (shared.must_close || facts.way == kClosed || ops_.size() == kMostOps || !note(draft, facts)) {
+    if (shared.must_close || facts.way == kClosed || ops_.size() == kMostOps || settings_ != present_settings() || !note(draft, facts)) {
       return false;
     }
     if (!is_sized_by_data(draft, facts) && find_key(draft, facts)) {
@@ -532,13 +547,12 @@ class Log : public c10::DebugInfoBase {
 
   // Sets the key of an op; returns false if it has none.
   bool find_key(const Draft& draft, const Operator& facts) {
-    key_.assign({reinterpret_cast<int64_t>(&facts), static_cast<int64_t>(c10::get_default_dtype_as_scalartype())});
+    key_.assign(settings_.begin(), settings_.end());
+    key_.push_back(reinterpret_cast<int64_t>(&facts));
+    key_.push_back(at::GradMode::is_enabled());
     for (const auto& value : draft.arguments) {
-      if (!add_to_key(key_, value)) {
+      if (!add_to_key(key_, value, facts.pointwise != 0)) {
         return false;
-      }
-      if (draft.references.empty() && value.isDouble()) {
-        key_.push_back(c10::bit_cast<int64_t>(value.toDouble()));
       }
     }
     for (auto number : draft.written) { // tensors for results are resized
@@ -584,6 +598,7 @@ class Log : public c10::DebugInfoBase {
     for (int64_t i = 0; i < count; ++i) {
       add(storages[i], false);
     }
+    settings_ = present_settings();
     shared.peak_bytes = peak_bytes;
     shared.in_step = shared.must_close = 0;
     ++shared.openings;
@@ -1089,6 +1104,7 @@ class Log : public c10::DebugInfoBase {
     return tensor;
   }
 
+  Settings settings_{}; // with which all ops in the log ran
   const int64_t budget_bytes_;
   const c10::Device device_;
   const int64_t measurements_;
@@ -1121,11 +1137,13 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack
     handle.redispatchBoxed(below, stack);
     return;
   }
-  const c10::impl::ExcludeDispatchKeyGuard not_again(kKey);
   auto& facts = log->facts_of(handle);
   if (facts.way == kView) {
     handle.redispatchBoxed(below, stack);
-  } else if (log->shared.open) {
+    return;
+  }
+  const c10::impl::ExcludeDispatchKeyGuard not_again(kKey);
+  if (log->shared.open) {
     log->execute(handle, facts, below, stack);
   } else {
     call = Call();

@@ -262,6 +262,7 @@ class DeferredLog:
             sum(1 << position for position, _ in operator.mutated),
             self._measures and takes_free_memory(op),
             bound_of(op),
+            operator.pointwise,
         )
         for i, value in enumerate(values):
             facts[i] = value
@@ -270,9 +271,9 @@ class DeferredLog:
 def _way(operator: Operator) -> int:
     if operator.passes:
         return _VIEW
-    if operator.rebinds or (operator.statistics is not None and operator.replay is None):
+    if operator.rebinds or not operator.has_plain_returns or (operator.statistics is not None and operator.replay is None):
         return _CLOSED
-    return _BY_RECORDER if operator.random else _HERE
+    return _BY_RECORDER if operator.random or operator.may_draw else _HERE
 
 
 def note_failure(cuda_device: int) -> None:

@@ -14,7 +14,7 @@ from planner.eager.sizes import data_dependent_bytes, takes_free_memory
 from planner.eager.storages import RecordedOp
 from planner.passes.draws import LOCK
 from planner.runtime.random_state import RandomState
-from planner.torch_private.core import storage_address
+from planner.torch_private.core import kernel_settings, storage_address
 
 # With fewer random states than this, those of ops that are no longer in the log are not dropped.
 _FEW_DRAWS = 1024
@@ -38,6 +38,7 @@ class LogReader:
         self._recorder = recorder
         self._other_bytes = memory.live_bytes - sum(storage.size_bytes for storage in memory.resident.values())
         self._unread: UnreadOp | None = None  # the op of the log that is being recorded
+        self._settings = kernel_settings()  # with which all ops in the log ran
         self._draws: dict[int, tuple[torch.Generator, RandomState]] = {}  # of ops in the log, by position
         self._most_draws = _FEW_DRAWS
         recorder.handle = self._handle
@@ -102,6 +103,7 @@ class LogReader:
         if recorder.saved or not recorder.follower.is_far:
             return False
         recorder.forget()
+        self._settings = kernel_settings()
         storages = (storage.watch() for storage in memory.resident.values() if storage.watch is not None)
         self.log.open((held for held in storages if held is not None), self._other_bytes, memory.peak_bytes)
         return True
@@ -115,7 +117,7 @@ class LogReader:
             self._read()
             return recorder.run(op)
         with LOCK if operator.random else nullcontext():
-            if operator.random:
+            if operator.random or operator.may_draw:
                 generator = generator_of(args, kwargs)
                 op.draws = generator, RandomState.of(generator)
             if costs is not None:
@@ -185,6 +187,7 @@ class LogReader:
         recorder, memory, operator, args = self._recorder, self._recorder.memory, op.operator, op.args
         memory.settle()
         op.module = recorder.module.names[unread.module]
+        op.settings = self._settings
         outputs = unread.outputs
         written = recorder.find_writes(op) if operator.writes else ()
         if written and operator.returns_nothing_new and all(storage.pinned for storage in written):

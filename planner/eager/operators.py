@@ -26,6 +26,7 @@ _RUNNING_STATISTICS: dict[str, tuple[int, int | None]] = {
     "aten::batch_norm_gather_stats": (3, None),
     "aten::batch_norm_gather_stats_with_counts": (3, None),
 }
+_PLAIN = {"Tensor", "List[Tensor]", "int", "float", "bool", "number", "List[int]", "List[float]", "List[bool]"}
 # The sizes of their outputs depend on data, although some of their overloads have no tag that says so.
 _SIZED_BY_DATA = {"aten::_pack_padded_sequence", "aten::_padded_dense_to_jagged_forward", "aten::index"}
 # With None as running statistics, these compute the same outputs without writing anything.
@@ -47,7 +48,10 @@ class Operator:
         allocates_first: it allocates before it writes: if the allocator fails, it has written nothing.
         rebinds: it gives its argument another storage, or resizes it.
         resizes_out: it resizes the tensors that are given for its results (``out=``).
+        has_plain_returns: it returns nothing but tensors, numbers and lists of them.
+        pointwise: the sizes of its outputs do not depend on numbers among its arguments.
         random: it draws from a generator.
+        may_draw: a custom operator that may draw from one without saying so.
         repeatable: executed again, it has the same outputs for the same inputs and the same random state.
         sized_by_data: the sizes of its outputs depend on the contents of its inputs.
         reads_to_host: its result is a Python number, read from a tensor.
@@ -66,7 +70,10 @@ class Operator:
     allocates_first: bool
     rebinds: bool
     resizes_out: bool
+    has_plain_returns: bool
+    pointwise: bool
     random: bool
+    may_draw: bool
     repeatable: bool
     sized_by_data: bool
     reads_to_host: bool
@@ -88,7 +95,7 @@ class Operator:
             )
         schema, tags = op._schema, op.tags
         name = schema.name
-        rebinds = name in _REBIND
+        rebinds, is_known = name in _REBIND, op.namespace in KNOWN_NAMESPACES
         mutated = tuple(
             (i, argument.name)
             for i, argument in enumerate(schema.arguments)
@@ -107,8 +114,11 @@ class Operator:
             allocates_first=not mutated or statistics is not None or torch.Tag.pointwise in tags,
             rebinds=rebinds,
             resizes_out=any(argument.is_out for argument in schema.arguments),
+            has_plain_returns={str(value.type) for value in schema.returns} <= _PLAIN,
+            pointwise=torch.Tag.pointwise in tags,
             random=torch.Tag.nondeterministic_seeded in tags,
-            repeatable=op.namespace in KNOWN_NAMESPACES or torch.Tag.pt2_compliant_tag in tags,
+            may_draw=not is_known and torch.Tag.pt2_compliant_tag in tags,
+            repeatable=is_known or torch.Tag.pt2_compliant_tag in tags,
             sized_by_data=torch.Tag.dynamic_output_shape in tags or name in _SIZED_BY_DATA,
             reads_to_host=name == "aten::_local_scalar_dense",
             statistics=statistics,

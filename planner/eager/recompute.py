@@ -14,7 +14,7 @@ from planner.eager.sizes import takes_free_memory
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.passes.draws import LOCK
 from planner.runtime.allocator_failure import allocator_failure
-from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, below_autograd, without_keys
+from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, below_autograd, kernel_settings, set_kernel_settings, without_keys
 
 # With fewer recomputed ops than this, the limit on recomputation is not checked.
 _FEW_OPS = 1000
@@ -56,12 +56,13 @@ class Recomputation:
     @contextmanager
     def own_ops(self) -> Iterator[None]:
         """Run ops without recording them, below autograd, autocast and vmap, where the recorded ops were recorded."""
-        self.running, grad_enabled = True, torch.is_grad_enabled()
+        self.running, grad_enabled, settings = True, torch.is_grad_enabled(), kernel_settings()
         try:
             with below_autograd(), without_keys(AUTOCAST_AND_VMAP_KEYS):
                 yield
         finally:
             torch.set_grad_enabled(grad_enabled)
+            _use(settings)
             self.running = False
 
     def recompute(self, storage: TrackedStorage) -> torch.Tensor:
@@ -166,6 +167,7 @@ class Recomputation:
         args = fill(op.args, remaining)
         kwargs = fill(op.kwargs, remaining)
         torch.set_grad_enabled(op.grad_enabled)
+        _use(op.settings)
         costs = self.device_costs
         if costs is not None and takes_free_memory(op.function):
             costs.find_block(op.room_bytes, self.memory.evict_after)
@@ -292,6 +294,11 @@ class _Rebuild:
 def _let_go(stack: list[_Rebuild]) -> bool:
     """Drop the inputs of the first unfinished rebuild below the top that can drop them; return False if none can."""
     return any(rebuild.let_go() for rebuild in stack[:-1])
+
+
+def _use(settings: tuple[Any, ...]) -> None:
+    if settings != kernel_settings():
+        set_kernel_settings(settings)
 
 
 def resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:

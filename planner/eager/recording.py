@@ -148,6 +148,9 @@ class Recorder(TorchDispatchMode):
                 op.draws = generator, RandomState.of(generator)
                 outputs = self._execute(op, known, written, args, kwargs, failed)
         else:
+            if operator.may_draw:  # it may also wait for another thread, so without a lock
+                generator = generator_of(args, kwargs)
+                op.draws = generator, RandomState.of(generator)
             outputs = self._execute(op, known, written, args, kwargs, failed)
         if memory.freed:
             memory.settle()
@@ -238,19 +241,19 @@ class Recorder(TorchDispatchMode):
         if operator.rebinds:  # its arguments may be storages, which a signature would keep alive
             op.recordable = False
             return KnownOp(0)
-        key: list[Any] = [id(operator), torch.get_default_dtype()]
+        key: list[Any] = [id(operator), op.grad_enabled, op.settings]
         try:
             op.args = self._references(op.args, op, key)
             if kwargs:
                 key += kwargs
                 op.kwargs = dict(zip(kwargs, self._references(kwargs.values(), op, key), strict=True))
-        except (NotImplementedError, RuntimeError):  # a tensor without a storage: sparse, or of another backend
+        except (NotImplementedError, RuntimeError):  # an argument of an unusual kind: sparse, or of another backend
             op.recordable = False
             return KnownOp(0)
         if is_sized_by_data(operator, args):
             return KnownOp(0 if has_run else data_dependent_bytes(operator.name, args, kwargs))
-        if not op.inputs:
-            key += [value for value in (*args, *kwargs.values()) if type(value) is float]
+        if operator.resizes_out:
+            key += [tensor.untyped_storage().nbytes() for tensor in tensors_in(kwargs)]
         signature = tuple(key)
         return self.sizes.known(signature) or self.sizes.learn(signature, operator.function, args, kwargs)
 
@@ -288,7 +291,7 @@ class Recorder(TorchDispatchMode):
                 )
                 op.inputs.append(reference)
                 found.append(reference)
-                key += (shape, dtype, storage.device)
+                key += (shape, reference.stride, dtype, storage.device)
             elif kind is list or kind is tuple:
                 if value and type(value[0]) is int:
                     found.append(value)
@@ -299,9 +302,11 @@ class Recorder(TorchDispatchMode):
             elif issubclass(kind, _Tensor):
                 found += self._references((make_alias(value),), op, key)
             else:
+                if kind is dict:  # it may hold tensors
+                    raise NotImplementedError
                 found.append(value)
                 key.append(kind)
-                if kind is not float:  # it has no effect on sizes if there are tensors
+                if kind is not float or not op.operator.pointwise:
                     key.append(value)
         return found
 
@@ -371,8 +376,7 @@ class Recorder(TorchDispatchMode):
             known.measured(op.taken_bytes - made_bytes)
         elif known.guessed and self.device_costs is None:
             known.measured(0)  # the guess was for an output
-        # Tensors for results may be larger than they need to be the next time.
-        known.out_bytes = max(known.out_bytes, made_bytes) if operator.resizes_out else made_bytes
+        known.out_bytes = made_bytes
         op.room_bytes = made_bytes + known.workspace_bytes
         if operator.reads_to_host:
             self.host_reads += 1
@@ -423,9 +427,11 @@ class Recorder(TorchDispatchMode):
         args = self._in_own_memory(op.args, storage, inputs)
         kwargs = dict(zip(op.kwargs, self._in_own_memory(op.kwargs.values(), storage, inputs), strict=True))
         write = RecordedOp(op.operator, args, kwargs)
+        write.grad_enabled, write.settings = op.grad_enabled, op.settings
         write.inputs, write.kept, write.draws = inputs, op.kept, op.draws
         write.seconds, write.module = op.seconds, op.module
-        write.room_bytes = known.out_bytes + known.workspace_bytes
+        # The storage counts with its last size from the first op on.
+        write.room_bytes = known.workspace_bytes + (0 if op.operator.resizes_out else known.out_bytes)
         write.in_place = True
         write.outputs.append((0, weakref.ref(storage)))
         if id(storage) in self.saved_storages or id(storage) in self._read_by[1]:

@@ -148,7 +148,7 @@ class OutputSizes:
         """
         copies: dict[int, torch.Tensor] = {}
         outs = [kwargs.get(argument.name) for argument in function._schema.arguments if argument.is_out]
-        room_bytes = {id(tensor): tensor.nbytes for tensor in tensors_in(outs)}
+        room_bytes = {id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(outs)}
 
         def copy(value: object) -> object:
             if not isinstance(value, torch.Tensor):

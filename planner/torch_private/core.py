@@ -106,6 +106,27 @@ foreach_copy_ = torch._foreach_copy_
 detect_is_causal_mask = transformer._detect_is_causal_mask
 
 
+def kernel_settings() -> tuple[Any, ...]:
+    """Return the present values of settings that kernels read: an op is recomputed with those with which it first ran."""
+    return (
+        torch.get_default_dtype(),
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_cudnn_deterministic(),
+    )
+
+
+def set_kernel_settings(values: tuple[Any, ...]) -> None:
+    """Set what `kernel_settings` returns."""
+    dtype, mkldnn, cudnn, benchmark, deterministic = values
+    torch.set_default_dtype(dtype)
+    torch._C._set_mkldnn_enabled(mkldnn)
+    torch._C._set_cudnn_enabled(cudnn)
+    torch._C._set_cudnn_benchmark(benchmark)
+    torch._C._set_cudnn_deterministic(deterministic)
+
+
 def clear_cublas_workspaces() -> None:
     """Free cuBLAS's workspaces, so that new ones lie in the pool of a CUDA graph. Builds without CUDA have no such function."""
     torch._C._cuda_clearCublasWorkspaces()

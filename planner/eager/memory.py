@@ -46,6 +46,7 @@ class Memory:
         pending: ops that were recorded since the ledger was last used; they are entered into it before its next use.
         on_release: called with each storage that the program has released.
         evict_planned: evicts a storage that the plan evicts, and returns True if there is one; called before the heuristic.
+        forget_unneeded: drops records that no saved tensor needs, with what they keep; called before a budget is too small.
     """
 
     def __init__(self, budget_bytes: int, sizes: OutputSizes, new_ledger: Callable[[], Ledger]) -> None:
@@ -65,6 +66,7 @@ class Memory:
         self.now = perf_counter
         self.on_release: Callable[[TrackedStorage], None] | None = None
         self.evict_planned: Callable[[], bool] = lambda: False
+        self.forget_unneeded: Callable[[], None] = lambda: None
         self._new_ledger = new_ledger
         self._unheld = _unheld()
         self.pending: list[weakref.ref[RecordedOp]] = []
@@ -213,8 +215,13 @@ class Memory:
 
     # Room.
 
-    def make_room(self, size_bytes: int, purpose: object, *, collects: bool = True) -> None:
-        """Evict until `size_bytes` fit. As the last resort, free storages in reference cycles, if it `collects`: it takes long.
+    def make_room(self, size_bytes: int, purpose: object, *, at_last: bool = True) -> None:
+        """Evict until `size_bytes` fit.
+
+        Args:
+            size_bytes: bytes that are needed.
+            purpose: what they are for.
+            at_last: if nothing can be evicted, also free what only records and reference cycles hold, which takes long.
 
         Raises:
             BudgetError: all resident storages are in use.
@@ -223,15 +230,17 @@ class Memory:
             return
         self.settle()
         while self.live_bytes + size_bytes > self.budget_bytes:
-            if not (self.evict_planned() or self.evict_one() or (collects and self._collect())):
+            if not (self.evict_planned() or self.evict_one() or (at_last and self._freed_by_collection())):
                 raise BudgetError(self._too_small(size_bytes, purpose))
 
-    def _collect(self) -> bool:
-        """Collect garbage, and return whether this has freed storages."""
+    def _freed_by_collection(self) -> bool:
         live_bytes = self.live_bytes
-        gc.collect()
-        self.settle()
-        return self.live_bytes < live_bytes
+        for free in (self.forget_unneeded, gc.collect):
+            free()
+            self.settle()
+            if self.live_bytes < live_bytes:
+                return True
+        return False
 
     def evict_one(self) -> bool:
         """Evict the storage that the heuristic chooses, and return True; return False if all are in use."""

@@ -147,15 +147,16 @@ class Recomputation:
 
     def _make_room(self, op: RecordedOp, stack: "list[_Rebuild]") -> None:
         """Make room for `op`. As the last resort, drop inputs that unfinished rebuilds hold, once per op."""
-        collects = False
+        memory, at_last = self.memory, False
         while True:
             try:
-                self.memory.make_room(op.room_bytes, f"recomputing {op.function}", collects=collects)
+                memory.make_room(op.room_bytes, f"recomputing {op.function}", at_last=at_last)
             except BudgetError:
-                if collects:
+                if at_last:
                     raise
-                collects = not _let_go(stack)
+                at_last = not _let_go(stack)
             else:
+                memory.peak_bytes = max(memory.peak_bytes, memory.live_bytes + op.room_bytes)
                 return
 
     def _call(self, op: RecordedOp, tensors: list[torch.Tensor], stack: "list[_Rebuild]") -> tuple[list[Any], float] | None:

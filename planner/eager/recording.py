@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
         out_bytes = known.out_bytes
         with_op_bytes = memory.live_bytes + out_bytes + known.workspace_bytes
         if with_op_bytes > memory.budget_bytes:
-            self._make_room(known, op.function)
+            self._make_room(known, op)
         elif with_op_bytes > memory.peak_bytes:
             memory.peak_bytes = with_op_bytes
         if written:
@@ -161,14 +161,18 @@ class Recorder(TorchDispatchMode):
             memory.make_room(0, op.function)
         return outputs
 
-    def _make_room(self, known: KnownOp, function: object) -> None:
+    def _make_room(self, known: KnownOp, op: RecordedOp) -> None:
         """Evict until an op fits; for a guessed workspace only as far as possible."""
+        memory = self.memory
         try:
-            self.memory.make_room(known.out_bytes + known.workspace_bytes, function, collects=not known.guessed)
+            memory.make_room(known.out_bytes + known.workspace_bytes, op.function, at_last=not known.guessed)
         except BudgetError:
             if not known.guessed:
                 raise
-            self.memory.make_room(known.out_bytes, function)
+            memory.make_room(known.out_bytes, op.function)
+        for reference in op.inputs:
+            if reference.storage is not None and reference.storage.pinned:  # perhaps only now: `forget_unneeded`
+                self._keep(reference.storage, reference.version, op)
 
     def _write_pinned(self, op: RecordedOp, written: Sequence[TrackedStorage], failed: list[Exception]) -> Any:
         """Execute an op that writes only pinned storages, such as an update of parameters, without recording it."""
@@ -580,6 +584,21 @@ class Recorder(TorchDispatchMode):
         """Drop the records of all resident storages: no saved tensor needs them."""
         self.memory.forget()
         self._recorded = self._copied_bytes = 0
+        self._read_by = (-1, {})
+
+    def forget_unneeded(self) -> None:
+        """Drop the records of resident storages that no saved tensor is computed from, and pin these storages.
+
+        A record keeps the inputs that cannot be recomputed, as the batches from which a gradient was accumulated.
+        """
+        if not self.saved:
+            self.forget()
+            return
+        readers, memory = self._readers(), self.memory
+        for storage in memory.resident.values():
+            if not storage.pinned and id(storage) not in self.saved_storages and id(storage) not in readers:
+                storage.pinned, storage.chain = True, []
+                memory.released(storage)
         self._read_by = (-1, {})
 
     def close(self) -> None:

@@ -140,6 +140,7 @@ class Rematerialization:
         self._reader = reader = LogReader(recorder, self._device) if DeferredLog.available() else None
         memory.on_release = follower.released
         memory.evict_planned = follower.evict_one
+        memory.forget_unneeded = recorder.forget_unneeded
         with ExitStack() as block:
             if self._counted is not CountedMemory.ALLOCATED:
                 block.enter_context(capped_allocator(self._device, memory.budget_bytes))

@@ -43,6 +43,16 @@ class KnownOp:
         self.guessed = False
 
 
+# Position of the argument that asks for the inverse; next to it is the one that asks for counts.
+_INVERSE_AT = {
+    "aten::_unique": 2,
+    "aten::_unique2": 2,
+    "aten::unique_consecutive": 1,
+    "aten::unique_dim": 3,
+    "aten::unique_dim_consecutive": 2,
+}
+
+
 class OutputSizes:
     """Sizes by signature: the operator, the shapes and dtypes of its tensors, and its other arguments.
 
@@ -241,7 +251,10 @@ def _most_bytes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
             *batch_of_right, _, sides = others[0].shape if others[0].dim() >= first.dim() else (*others[0].shape, 1)
             elements = max(rows, columns) * sides + rows + columns + sides + 1
             return elements * broadcast_elements([batch_of_left, batch_of_right]) * max(item_bytes, 8)
-    return first.numel() * (item_bytes + 16)  # the values that differ, each with a position or a count
+        case "aten::_pack_padded_sequence":  # with the number of sequences in each step
+            return first.numel() * item_bytes + 8 * max(first.shape[:2])
+    indices = sum(value is True for value in args[_INVERSE_AT[name] :]) if name in _INVERSE_AT else 2
+    return first.numel() * (item_bytes + 8 * indices)
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,5 +1,6 @@
 """Ops that are recorded only if memory runs out: what the recorder reads in the log is what it would have recorded itself."""
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -248,6 +249,45 @@ def test_errors_of_the_program_are_raised_and_the_block_goes_on() -> None:
         assert is_open(session)
 
 
+def test_an_error_that_the_program_catches_keeps_nothing_of_its_step() -> None:
+    model, x = chain(), torch.randn(256, 64)
+
+    def failing_step() -> weakref.ref[Tensor]:
+        made = model(x)
+        with contextlib.suppress(RuntimeError):
+            made @ torch.randn(3, 3)
+        return weakref.ref(made)
+
+    gc.disable()
+    try:
+        with rematerialize("1GB") as session:
+            opened(session, with_dropout, model, x)
+            assert failing_step()() is None
+    finally:
+        gc.enable()
+
+
+def test_operators_that_return_or_take_other_objects() -> None:
+    library = torch.library.Library("planner_test_objects", "DEF")
+    library.define("named(Tensor x) -> (Tensor, str)")
+    library.define("scaled(Tensor x, Dict(str, Tensor) by) -> Tensor")
+    library.impl("named", lambda x: (x + 1.0, "one more"), "CPU")
+    library.impl("scaled", lambda x, by: x * by["all"], "CPU")
+    ops = torch.ops.planner_test_objects
+    try:
+        for budget in (10**9, other_bytes() + 1_000_000):
+            model, x = chain(), torch.ones(8, 64)
+            with rematerialize(budget) as session:
+                if budget == 10**9:
+                    opened(session, with_dropout, model, x)
+                made, name = ops.named(x)
+                assert name == "one more" and torch.equal(ops.scaled(made, {"all": made}), x * 4.0)
+                read(session)
+                with_dropout(model, x).backward()
+    finally:
+        library._destroy()
+
+
 def test_a_step_without_end_closes_the_log() -> None:
     x = torch.ones(2, requires_grad=True)
     with rematerialize("1GB") as session:
@@ -454,6 +494,9 @@ def bounded() -> list[tuple[Any, tuple[Any, ...]]]:
         (aten.sort.default, (positions.repeat(1000),)),
         (aten.sum.dim_IntList, (torch.ones(0, 1000), [0])),
         (aten.topk.default, (numbers, 4)),
+        (aten._unique2.default, (torch.arange(1000), True, False, False)),
+        (aten.unique_dim.default, (torch.arange(1000), 0, True, True, True)),
+        (aten.unique_consecutive.default, (torch.arange(1000), True)),
     ]
 
 
@@ -483,7 +526,7 @@ def by_default_in_double(make: Callable[[], Tensor]) -> Tensor:
 def of_more() -> list[tuple[Callable[[], object], Callable[[], object]]]:
     """Pairs of calls with tensors of the same shapes, of which the second makes more."""
     many, column, row = torch.ones(10_000, dtype=torch.int32), torch.ones(100, 1), torch.ones(1, 100)
-    double = torch.tensor(2.5, dtype=torch.float64)
+    double, wide = torch.tensor(2.5, dtype=torch.float64), torch.ones(1, 9901)[:, ::100]
     return [
         (lambda: torch.arange(0.0, 10.0), lambda: torch.arange(0.0, 1e4)),
         (lambda: many * 2.5, lambda: many * double),
@@ -495,6 +538,9 @@ def of_more() -> list[tuple[Callable[[], object], Callable[[], object]]]:
         (lambda: torch.mm(column, row, out=torch.empty(10_000)[:0]), lambda: torch.mm(column, row, out=torch.empty(0))),
         (lambda: torch.nonzero(row, out=torch.empty(100, 2).long()), lambda: torch.nonzero(row, out=torch.empty(0).long())),
         (lambda: torch.cat([row, row], out=torch.empty(2, 100)), lambda: torch.cat([row, row], out=torch.empty(0))),
+        (lambda: torch.arange(0.0, 10.0, out=torch.empty(0)), lambda: torch.arange(0.0, 1e4, out=torch.empty(0))),
+        (lambda: of_length(row, 10.0), lambda: of_length(row, 1e4)),
+        (lambda: torch.select_scatter(row, row[:, 0], 1, 0), lambda: torch.select_scatter(wide, row[:, 0], 1, 0)),
     ]
 
 
@@ -502,7 +548,7 @@ def of_more() -> list[tuple[Callable[[], object], Callable[[], object]]]:
 @pytest.mark.parametrize("number", range(len(of_more())))
 def test_an_op_is_not_taken_for_one_that_makes_less(number: int, *, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = of_more()[number]
-    made_bytes = sum(t.nbytes for t in tensors_in(other()))
+    made_bytes = sum(t.untyped_storage().nbytes() for t in tensors_in(other()))
     model, budget = chain(), other_bytes() + 10**8
     if not deferred:
         monkeypatch.setattr(DeferredLog, "available", lambda: False)
@@ -515,6 +561,16 @@ def test_an_op_is_not_taken_for_one_that_makes_less(number: int, *, deferred: bo
         with pytest.raises(BudgetError):
             other()
         del ballast
+
+
+@torch.library.custom_op("tests::of_length", mutates_args=())
+def of_length(x: Tensor, length: float) -> Tensor:
+    return x.new_ones(int(length))
+
+
+@of_length.register_fake
+def _(x: Tensor, length: float) -> Tensor:
+    return x.new_empty(int(length))
 
 
 @torch.library.custom_op("tests::of_sizes", mutates_args=())

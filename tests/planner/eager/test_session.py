@@ -22,8 +22,9 @@ from planner.eager import memory, sizes
 from planner.eager.deferred_log import DeferredLog
 from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.sizes import takes_free_memory
+from planner.torch_private.core import kernel_settings
 from solvers.online.heuristics import MEGENGINE, NAMES
-from tests.planner.eager.test_exactness import other_bytes
+from tests.planner.eager.test_exactness import existing, other_bytes
 from tests.support.eager.device_costs import Costs
 
 MB = 2**20
@@ -644,6 +645,113 @@ def test_tensors_in_reference_cycles_are_freed_before_a_budget_is_too_small(
     assert session.peak_bytes <= session.budget_bytes
 
 
+@pytest.mark.parametrize("deferred", [True, False])
+def test_batches_are_not_kept_until_the_budget_is_too_small(*, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what was computed from them and is still there: gradients that are accumulated, and counts."""
+    if not deferred:
+        monkeypatch.setattr(DeferredLog, "available", lambda: False)
+    model, batch = chain(), torch.randn(256, 64).numpy()
+    kept = model(torch.randn(8, 64))  # a graph that is alive
+    right = torch.zeros((), dtype=torch.int64)
+    with rematerialize(other_bytes() + 1_200_000) as session:
+        kept = model(torch.randn(8, 64)).sum()
+        for _ in range(20):
+            model(torch.from_numpy(batch + 1.0)).square().mean().backward()
+        with torch.no_grad():
+            for _ in range(20):
+                right += (model(torch.from_numpy(batch + 1.0)).argmax(1) == 0).sum()
+    assert session.peak_bytes <= session.budget_bytes
+    del kept
+
+
+def test_a_tensor_that_is_pinned_after_it_was_read_is_kept_for_what_was_computed_from_it() -> None:
+    weights, constant = torch.ones(50_000, requires_grad=True), torch.ones(50_000)
+
+    def step() -> Tensor:
+        constant.fill_(1.0)
+        first = torch.dot(torch.ones(8) * 2, weights[:8])  # a step has begun
+        a = constant * 2
+        b = a * 3
+        constant.add_(1.0)  # nothing that is saved depends on it
+        a.sum()  # pins a, which can no longer be recomputed
+        loss = torch.dot(b, weights) + first
+        del a, b
+        torch.empty(750_000, dtype=torch.uint8)  # evicts b
+        return torch.autograd.grad(loss, weights)[0]
+
+    expected = step()
+    gc.collect()
+    with rematerialize(other_bytes() + 1_100_000) as session:
+        assert torch.equal(step(), expected)
+    assert session.evictions > 0
+
+
+@pytest.mark.parametrize("name", ["default dtype", "mkldnn", "cudnn"])
+def test_ops_are_recomputed_with_the_settings_with_which_they_ran(name: str) -> None:
+    layer, x = nn.Conv2d(8, 8, 3, padding=1), torch.randn(2, 8, 32, 32)
+    numbers = torch.arange(1, 20_001)
+
+    def step() -> tuple[Tensor, Tensor]:
+        w = torch.ones(20_000, dtype=torch.float64, requires_grad=True)
+        torch.set_default_dtype(torch.float64 if name == "default dtype" else torch.float32)
+        flags = torch.backends.mkldnn.flags if name == "mkldnn" else torch.backends.cudnn.flags
+        with flags(enabled=False):
+            y = (layer.weight.dtype.itemsize / numbers).double()
+            h = layer(x).tanh()
+        torch.set_default_dtype(torch.float32)
+        loss = (y * w).sum() + h.square().sum()
+        del y, h
+        torch.empty(780_000, dtype=torch.uint8)  # evicts both
+        before = kernel_settings()
+        found = torch.autograd.grad(loss, [w, layer.weight])
+        assert kernel_settings() == before
+        return found
+
+    expected = step()
+    for budget in (10**9, 1_000_000):
+        gc.collect()
+        with rematerialize(other_bytes() + budget) as session:
+            assert all(map(torch.equal, step(), expected))
+    assert session.evictions > 0
+
+
+@torch.library.custom_op("tests::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.randn(x.shape)
+
+
+@pytest.mark.parametrize("budget", [_TIGHT, 10**9])
+def test_custom_operators_that_draw_random_numbers_draw_them_again(budget: int) -> None:
+    model, x = chain(), torch.randn(256, 64)
+
+    def step() -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        w = torch.ones(256, 64, requires_grad=True)
+        loss = (noisy(x) * w).sum() + model(x).square().sum()
+        loss.backward()
+        assert w.grad is not None
+        return w.grad, torch.rand(3)
+
+    expected = step()
+    with rematerialize(other_bytes() + budget) as session:
+        for _ in range(2):
+            assert all(map(torch.equal, step(), expected))
+    assert (session.evictions > 0) == (budget == _TIGHT)
+
+
+def test_what_recomputation_makes_beside_what_is_needed_counts_in_the_peak() -> None:
+    """Sorting again makes positions, which nothing needs."""
+    x, w = torch.randn(100_000), torch.ones(100_000, requires_grad=True)
+    with LiveStorages(existing()) as live, rematerialize(other_bytes() + 1_900_000) as session:
+        loss = (x.sort().values * w).sum()
+        torch.empty(1_510_000, dtype=torch.uint8)  # evicts the sorted values
+        ballast = torch.empty(600_000, dtype=torch.uint8)
+        loss.backward()
+    del ballast
+    assert session.evictions > 0
+    assert session.budget_bytes >= session.peak_bytes >= live.peak_bytes
+
+
 def test_too_much_recomputation_says_which_budget_needs_none() -> None:
     """Each step of the chain reads the sum of all before, of which nothing is saved."""
     x = torch.randn(1024, requires_grad=True)
@@ -797,14 +905,22 @@ def add_in_part(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("budget", [_TIGHT + 100_000, 10**9])
-def test_what_a_failing_write_has_changed_is_kept(budget: int) -> None:
+@pytest.mark.parametrize("of_one_kernel", [True, False])
+def test_what_a_failing_write_has_changed_is_kept(budget: int, *, of_one_kernel: bool) -> None:
     model, x = chain(), torch.randn(256, 64)
+    divisors = torch.full((256, 64), 2)
+    divisors[200] = 0
 
     def step() -> Tensor:
         w = torch.ones(256, 64, requires_grad=True)
         y = x * 2.0
-        with pytest.raises(ValueError, match="not all of it"):
-            add_in_part(y)
+        if of_one_kernel:
+            y = (y * 100).to(torch.int32)
+            with pytest.raises(RuntimeError, match="ZeroDivision"):
+                y.remainder_(divisors.int())
+        else:
+            with pytest.raises(ValueError, match="not all of it"):
+                add_in_part(y)
         loss = (y * w).sum()
         del y
         (model(x).square().sum() + loss).backward()

@@ -135,7 +135,8 @@ class Recomputation:
         if len(tensors) < len(op.inputs):  # the garbage collector has just freed one
             return
         # The list holds the inputs, so that they are not evicted.
-        self._make_room(op, stack)
+        # A tensor for results counts with its last size, although an op resizes it only later.
+        self._make_room(op, op.room_bytes if op.in_place else max(op.room_bytes, rebuild.storage.size_bytes), stack)
         called = self._call(op, tensors, stack)
         if called is None:
             rebuild.restart(self.memory)
@@ -145,18 +146,18 @@ class Recomputation:
         self.memory.recomputed(op)
         self._count(op, seconds)
 
-    def _make_room(self, op: RecordedOp, stack: "list[_Rebuild]") -> None:
+    def _make_room(self, op: RecordedOp, room_bytes: int, stack: "list[_Rebuild]") -> None:
         """Make room for `op`. As the last resort, drop inputs that unfinished rebuilds hold, once per op."""
         memory, at_last = self.memory, False
         while True:
             try:
-                memory.make_room(op.room_bytes, f"recomputing {op.function}", at_last=at_last)
+                memory.make_room(room_bytes, f"recomputing {op.function}", at_last=at_last)
             except BudgetError:
                 if at_last:
                     raise
                 at_last = not _let_go(stack)
             else:
-                memory.peak_bytes = max(memory.peak_bytes, memory.live_bytes + op.room_bytes)
+                memory.peak_bytes = max(memory.peak_bytes, memory.live_bytes + room_bytes)
                 return
 
     def _call(self, op: RecordedOp, tensors: list[torch.Tensor], stack: "list[_Rebuild]") -> tuple[list[Any], float] | None:

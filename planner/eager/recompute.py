@@ -231,7 +231,7 @@ class _Rebuild:
             storage = ref.storage
             if storage is None or (storage.address and ref.version == storage.version):
                 continue
-            if (id(storage), ref.version) in self._inputs or (storage.snapshots and ref.version in storage.snapshots):
+            if (id(storage), ref.version) in self._inputs or storage.has_copy(ref.version):
                 continue
             return storage, ref.version
         return None

@@ -558,7 +558,7 @@ class Recorder(TorchDispatchMode):
     def _keep(self, source: TrackedStorage, version: int, op: RecordedOp) -> bool:
         """Keep the contents of a pinned storage that an op has read, and return True; return False if they are not resident."""
         if version != source.version:
-            return source.has(version)
+            return source.has_copy(version)
         held = None if source.watch is None else source.watch()
         if held is None:
             return False

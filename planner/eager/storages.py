@@ -91,9 +91,9 @@ class TrackedStorage:
         """Return whether the contents of `version` can be recomputed by the chain."""
         return version < len(self.chain)
 
-    def has(self, version: int) -> bool:
-        """Return whether the contents of `version` are resident, in the storage or as a copy."""
-        return version == self.version or (self.snapshots is not None and version in self.snapshots)
+    def has_copy(self, version: int) -> bool:
+        """Return whether there is a copy of the contents of `version`."""
+        return self.snapshots is not None and version in self.snapshots
 
     def owned(self) -> bool:
         """Return whether the runtime keeps it in memory, and may free it if nothing else holds it."""

@@ -34,6 +34,7 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <c10/util/accumulate.h>
+#include <c10/util/bit_cast.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/library.h>
 

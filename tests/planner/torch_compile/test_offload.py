@@ -162,7 +162,7 @@ def test_what_inductors_kernels_make_may_go_to_the_host(
     twin = copy.deepcopy(model)
     wanted = train(model, torch.compile(model, dynamic=False))
     torch.compiler.reset()
-    step = compiled_with_offload(twin, "75%", compile="inductor")
+    step = compiled_with_offload(twin, "75%", kernels="inductor")
     found = train(twin, step)
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
     (graph,), (channels,) = graphs, opened

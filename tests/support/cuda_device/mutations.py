@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[3]
 _COPIED = ("graphs", "solvers", "planner", "tests", "pyproject.toml")
 _LIMIT_S = 300
+_PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu")  # slow tests too
 _FOLDERS = ("tests/planner/runtime", "tests/graphs/allocators")
 
 
@@ -342,7 +343,7 @@ def survives(mutation: Mutation) -> bool:
             shutil.copytree(source, root / name, ignore=skipped) if source.is_dir() else shutil.copy(source, root / name)
         mutation.made_in(root)
         file, *chosen = mutation.test.split()
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", path_of_test(root, file), *chosen]
+        command = [*_PYTEST, path_of_test(root, file), *chosen]
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             run = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=_LIMIT_S, check=False)

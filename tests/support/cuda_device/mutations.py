@@ -225,7 +225,7 @@ MUTATIONS = (
         "the holds beside an op's holes",
         "self._running.act(self.steering.before[step])",
         "pass",
-        "test_device_arena.py -k slab_alone",
+        "test_device_arena.py -k leaves_its_addresses",
     ),
     Mutation(
         _ARENA,
@@ -281,7 +281,7 @@ MUTATIONS = (
         "the rounding of tensors to 512 bytes",
         'return -(-size_bytes // 512) * 512 if device.type == "cuda" else size_bytes',
         "return size_bytes",
-        "test_cuda_channels.py -k within_their_budget",
+        "test_cuda_graph_memory.py -k counted_twice",
     ),
     Mutation(
         "planner/runtime/measure.py",

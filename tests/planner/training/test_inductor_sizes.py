@@ -54,7 +54,7 @@ def test_each_size_is_compiled_and_planned_for_itself() -> None:
         model,
         F.mse_loss,
         batch(256),
-        budget="100%",
+        budget="85%",  # of eager PyTorch's peak: less than what Inductor's kernels take with 288 rows
         kernels="inductor",
         dynamic=True,
         passes=1,

@@ -1,18 +1,16 @@
 """Opens the log of ops that are recorded only if memory runs out, and reads it for the recorder."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from planner.eager.deferred_log import Call, DeferredLog, UnreadOp
 from planner.eager.device_costs import MEASUREMENTS
-from planner.eager.recording import Recorder, generator_of, is_sized_by_data
+from planner.eager.recording import Recorder, is_sized_by_data, lock_of_draws, random_state_before
 from planner.eager.saved_tensors import SavedTensor, unpack
 from planner.eager.sizes import data_dependent_bytes, takes_free_memory
 from planner.eager.storages import RecordedOp
-from planner.passes.draws import LOCK
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import kernel_settings, storage_address
 
@@ -116,10 +114,9 @@ class LogReader:
         if log.shared.must_close or call.noted != log.shared.openings or (is_new and not self._fits(op, call)):
             self._read()
             return recorder.run(op)
-        with LOCK if operator.random else nullcontext():
+        with lock_of_draws(operator):
             if operator.random or operator.may_draw:
-                generator = generator_of(args, kwargs)
-                op.draws = generator, RandomState.of(generator)
+                op.draws = random_state_before(args, kwargs)
             if costs is not None:
                 costs.forget_failures()
                 if is_new:

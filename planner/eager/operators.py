@@ -8,6 +8,7 @@ import torch
 
 from graphs.errors import UsageError
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
+from planner.eager.size_rules import names_of_outs
 from planner.torch_private.core import OpOverload
 
 _aten = torch.ops.aten
@@ -113,7 +114,7 @@ class Operator:
             # Batch norm allocates its outputs before it writes statistics, and pointwise ops are one kernel.
             allocates_first=not mutated or statistics is not None or torch.Tag.pointwise in tags,
             rebinds=rebinds,
-            resizes_out=any(argument.is_out for argument in schema.arguments),
+            resizes_out=bool(names_of_outs(op)),
             has_plain_returns={str(value.type) for value in schema.returns} <= _PLAIN,
             pointwise=torch.Tag.pointwise in tags,
             random=torch.Tag.nondeterministic_seeded in tags,

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,15 +143,11 @@ class Recorder(TorchDispatchMode):
             memory.peak_bytes = with_op_bytes
         if written:
             self._before_writes(op, written)
-        if operator.random:
-            with LOCK:
-                generator = generator_of(args, kwargs)
-                op.draws = generator, RandomState.of(generator)
+        if operator.random or operator.may_draw:
+            with lock_of_draws(operator):
+                op.draws = random_state_before(args, kwargs)
                 outputs = self._execute(op, known, written, args, kwargs, failed)
         else:
-            if operator.may_draw:  # it may also wait for another thread, so without a lock
-                generator = generator_of(args, kwargs)
-                op.draws = generator, RandomState.of(generator)
             outputs = self._execute(op, known, written, args, kwargs, failed)
         if memory.freed:
             memory.settle()
@@ -631,7 +628,18 @@ class Recorder(TorchDispatchMode):
             return saved
 
 
-def generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:
+def lock_of_draws(operator: Operator) -> AbstractContextManager[object]:
+    """Return what is held while an op saves its random state and draws; a custom operator may wait for another thread instead."""
+    return LOCK if operator.random else nullcontext()
+
+
+def random_state_before(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Generator, RandomState]:
+    """Return the generator that an op with these arguments draws from, and its present state."""
+    generator = _generator_of(args, kwargs)
+    return generator, RandomState.of(generator)
+
+
+def _generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:
     """Return the generator that an op with these arguments draws from."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Generator):

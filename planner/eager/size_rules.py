@@ -25,7 +25,7 @@ Rule = Callable[[Sequence[Any], dict[str, Any]], Sizes]
 def rule_of(function: Any) -> Rule | None:
     """Return the rule for an operator; None if there is none."""
     schema = function._schema
-    if any(argument.is_out for argument in schema.arguments):
+    if names_of_outs(function):
         return None  # it may resize them
     if all(value.alias_info is not None for value in schema.returns):
         return _nothing_new
@@ -45,11 +45,16 @@ def bound_of(function: Any) -> int:
     if rule is not None:
         return _BOUNDS_OF_RULES[rule]
     name = _name_in_aten(function)
-    if name is None or any(argument.is_out for argument in function._schema.arguments):
+    if name is None or names_of_outs(function):
         return _NONE
     if torch.Tag.pointwise in function.tags or name.startswith("_scaled_dot_product_"):
         return _BROADCAST
     return _BOUNDS.get(name, _NONE)
+
+
+def names_of_outs(function: Any) -> list[str]:
+    """Return the names of the arguments of an operator that are tensors for its results."""
+    return [argument.name for argument in function._schema.arguments if argument.is_out]
 
 
 def _name_in_aten(function: Any) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from planner.capture.lowering.statics import allocated_bytes
-from planner.eager.size_rules import broadcast_elements, indexed_bytes, rule_of
+from planner.eager.size_rules import broadcast_elements, indexed_bytes, names_of_outs, rule_of
 from planner.torch_private.core import FakeTensorMode, disable_current_modes, has_meta_kernel, pytree, unlogged_fakes
 
 Signature = Hashable
@@ -147,7 +147,7 @@ class OutputSizes:
     def _made_bytes(
         self,
         mode: AbstractContextManager[object],
-        function: Any,
+        function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
         device: str | None,
@@ -157,8 +157,8 @@ class OutputSizes:
         Tensors for results count if the results are larger. Their copies are empty: then no kernel warns that it resizes them.
         """
         copies: dict[int, torch.Tensor] = {}
-        outs = [kwargs.get(argument.name) for argument in function._schema.arguments if argument.is_out]
-        room_bytes = {id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(outs)}
+        outs = tensors_in([kwargs.get(name) for name in names_of_outs(function)])
+        room_bytes = {id(tensor): tensor.untyped_storage().nbytes() for tensor in outs}
 
         def copy(value: object) -> object:
             if not isinstance(value, torch.Tensor):

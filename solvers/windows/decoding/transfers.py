@@ -14,6 +14,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,9 @@ Reloads = Collection[tuple[int, int]]  # (tensor, position of the execution that
 PoolMemory = dict[int, NDArray[np.int64]]  # by pool, the bytes during each execution
 
 _END = 2**62  # position until which kept tensors stay
+# Up to here one tensor is given up at a time, as each that stays on the device changes when the others are transferred; then
+# twice as many in each attempt, for solutions with hundreds of tensors more than the host has space for.
+_EXACT_ATTEMPTS = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -96,11 +100,14 @@ def with_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads =
         reloads: transfers from the host; tensors that the host has no space for are not offloaded.
     """
     reloads = frozenset(reloads)
-    while True:
-        run = TransferRun(TransferPlan(problem, computed, reloads), reloads)
-        if run.refused is None:
-            return run
-        reloads = frozenset(pair for pair in reloads if pair[0] != run.refused)
+    for attempt in count():
+        most = 2 ** max(0, attempt - _EXACT_ATTEMPTS)
+        run = TransferRun(TransferPlan(problem, computed, reloads), reloads, most)
+        if not run.refused:
+            break
+        by_tensor = problem.offloads.by_tensor
+        reloads = frozenset((t, place) for t, place in reloads if by_tensor[t].host_tensor not in run.refused)
+    return run
 
 
 class TransferPlan:
@@ -273,14 +280,14 @@ class TransferRun:
     Attributes:
         moved: for each item, its position in the order.
         reloads: the requested reloads.
-        refused: a tensor that the host has no space for, if the run was given up.
+        refused: copies that the host has no space for, and that take none. The run ends when there are `most_refused`.
         memory_bytes: for each item the memory of the main device during it, including static memory.
         waits_s: for each item the time that its stream waits before it; 0 for transfers.
         ends: for each item the number of steps up to the frees after it.
         fits_elsewhere: True if the other pools are large enough.
     """
 
-    def __init__(self, lives: TransferPlan, reloads: frozenset[tuple[int, int]]) -> None:
+    def __init__(self, lives: TransferPlan, reloads: frozenset[tuple[int, int]], most_refused: int) -> None:
         self.lives, self.streams, self.reloads, streams = lives, lives.streams, reloads, lives.streams
         self.clock_s, self.done_s = ([0.0] * len(streams.names) for _ in range(2))  # done: the end of the last execution
         self.ready_s, self.busy_s = ([0.0] * len(streams.pool) for _ in range(2))  # busy: until the last transfer ends
@@ -295,9 +302,9 @@ class TransferRun:
         self.waits_s: list[float] = []
         self.ends: list[int] = []
         self.fits_elsewhere = True
-        self.refused: int | None = None
+        self.refused: set[int] = set()
         self.place = 0  # of the execution
-        self._run()
+        self._run(most_refused)
 
     @property
     def schedule(self) -> Schedule:
@@ -309,7 +316,7 @@ class TransferRun:
         """End of the last stream."""
         return max(self.clock_s)
 
-    def _run(self) -> None:
+    def _run(self, most_refused: int) -> None:
         executed = self.lives.executed
         coming: list[list[PlannedTransfer]] = [[] for _ in range(len(executed) + 1)]
         due: list[list[PlannedTransfer]] = [[] for _ in range(len(executed) + 1)]
@@ -323,7 +330,7 @@ class TransferRun:
             if any(self.queues.values()):
                 self._send_ahead(op)
             self._execute(op)
-            if self.refused is not None:
+            if len(self.refused) >= most_refused:
                 return
         self.place = len(executed)
         self._send_due(coming[-1], due[-1])
@@ -415,7 +422,7 @@ class TransferRun:
             self._require(transfer.follows)
         self._release(d, (t,))
         if not self._make_room(d, streams.need_bytes[op]) and d and transfer.index < 0:
-            self.refused = s
+            self.refused.add(t)
         start_s = max(self.clock_s[channel], self.clock_s[streams.owner[d]], self.ready_s[s])
         if transfer.index < 0:
             self.steps.append(streams.compute[op])
@@ -427,7 +434,7 @@ class TransferRun:
         if not self.there[t]:
             self.there[t] = True
             self.ready_s[t] = self.busy_s[t] = end_s
-            self.live[d] += streams.sizes[t]
+            self.live[d] += 0 if t in self.refused else streams.sizes[t]
         transfer.issued = True
         if transfer.source is not None:
             transfer.source.unsent = tuple(x for x in transfer.source.unsent if x is not transfer)
@@ -509,7 +516,7 @@ class TransferRun:
         owner = self.streams.owner[d]
         if self.busy_s[t] > self.clock_s[owner]:
             self.clock_s[owner] = self.busy_s[t]
-        self.live[d] -= self.streams.sizes[t]
+        self.live[d] -= 0 if t in self.refused else self.streams.sizes[t]
         if t in self.lingering[d]:
             del self.lingering[d][t]
         self.there[t] = False

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from solvers.highs.program import Outcome
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import order_of, try_out
 from solvers.windows.decoding.encode import solution_of_trial
-from solvers.windows.decoding.transfers import with_transfers
+from solvers.windows.decoding.transfers import TransferPlan, with_transfers
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.strategies.placement import DeviceOps, Placing
 from tests.support.graphs.options import on_devices, random_placement
@@ -115,6 +116,26 @@ def test_what_is_to_go_first_goes_out_first() -> None:
     assert problem.offloads is not None
     out = {transfers.offload_op: t for t, transfers in problem.offloads.by_tensor.items()}
     assert [out[step.op] for step in found.schedule.steps if isinstance(step, Compute) and step.op in out] == [z, b, a]
+
+
+def test_hundreds_of_tensors_without_space_on_the_host_take_few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 tensors are produced, then read in reverse; the host has space for 7 of them."""
+    count, attempts = 400, []
+    tensors = tuple(Tensor(t, f"t{t}", 4, (t,)) for t in range(2 * count))
+    reads = (*((),) * count, *((t,) for t in reversed(range(count))))
+    ops = tuple(Op(i, f"op{i}", "f", inputs, (i,), 1.0) for i, inputs in enumerate(reads))
+    graph = with_options(Graph(ops, tensors, frozenset({2 * count - 1})), ("offload",), Surroundings(Link.even(4.0), 28))
+    problem = problem_of(graph, 10**6)
+
+    def plan(*args: Any) -> TransferPlan:
+        attempts.append(args)
+        return TransferPlan(*args)
+
+    monkeypatch.setattr("solvers.windows.decoding.transfers.TransferPlan", plan)
+    found = with_transfers(problem, range(2 * count), {(t, 2 * count - 1 - t) for t in range(count - 1)})
+    assert found.fits_elsewhere and len(found.reloads) == 7
+    assert len(attempts) < 30
+    assert simulate(graph, found.schedule).time_s == pytest.approx(found.time_s)
 
 
 def in_order(graph: Graph, wanted: Sequence[str]) -> list[int]:

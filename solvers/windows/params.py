@@ -228,6 +228,9 @@ class OffloadingParams:
         weight: of the link relative to memory in the order of these;
         first: number of them before any other strategy.
         limit, gap: of each of these models; the gap is a share of the step.
+        places, tensors: longest waits, and tensors at each, that are tried without a transfer;
+        longest: if at most so many ops recompute the tensor;
+        least_gain: and the step becomes faster by this share.
         near: factor to the best time up to which a schedule is improved although it is not the best.
         prices: of channel time, for eviction rules; the last is so high that only tensors that cannot be recomputed are
             offloaded;
@@ -241,6 +244,10 @@ class OffloadingParams:
     first: int = 2
     limit: float = 5.0
     gap: float = 5e-4
+    places: int = 3
+    tensors: int = 20
+    longest: int = 4
+    least_gain: float = 1e-6
     near: float = 1.01
     prices: tuple[float, ...] = (0.03, 0.0, 0.1, 1e3)
     rules_limit: float = 3.0

@@ -2,19 +2,21 @@
 
 Solutions of coarse models decide which tensors to recompute and to offload within the capacity of the channels, but not in which
 order memory and channels are used within a window. Solutions for a little less memory, or a slower link, often need not wait at
-all (``CoarseVariations``). Unused memory and channel time then allow removing transfers and recomputations (``Polishing``).
+all (``CoarseVariations``). Where a schedule still waits for a transfer, the tensor is recomputed instead. Unused memory and
+channel time then allow removing transfers and recomputations (``Polishing``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from solvers.highs.program import Floats
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_solution
+from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_solution, try_out
 from solvers.windows.decoding.pruning import uses_of, without_executions
-from solvers.windows.decoding.transfers import with_transfers
+from solvers.windows.decoding.transfers import PoolStay, TransferPlan, with_transfers
+from solvers.windows.params import OffloadingParams
 from solvers.windows.relaxation.discretization import Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import WORK_PER_EXECUTION, Search
@@ -49,7 +51,7 @@ class CoarseVariations(SteppedStrategy):
 
 
 def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
-    """Offer the solutions of `model` that may be the best."""
+    """Offer the solutions of `model` that may be the best, as they are and with recomputation in place of waits."""
     problem, params, detail = search.problem, search.params.offloading, model.detail
     below = problem.units(search.incumbent.best_s - problem.base_s)
 
@@ -58,12 +60,22 @@ def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
         known.learn(solution)
         order = decoded(problem, detail, solution)
         if objective < below and not late_writers(problem, order):
-            search.offer(order, detail)
+            offer_without_waits(search, search.offer(order, detail))
         return False
 
     answer = solve_part(search, model.program, params.limit, gap=params.gap, below=below, on_incumbent=try_solution)
     if answer.values is not None and answer.objective is not None:
         try_solution(answer.values, answer.objective)
+
+
+def offer_without_waits(search: Search, trial: Trial) -> None:
+    """Offer `trial` with recomputation in place of waits, if it fits and may be the best."""
+    if trial.peak_bytes > search.budget_bytes or trial.time_s - sum(trial.waits_s) >= search.incumbent.best_s:
+        return
+    stop = search.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), search.stopping.enough)
+    better = recomputing_where_it_waits(search.problem, trial, search.budget_bytes, stop, search.params.offloading)
+    if better is not trial:
+        search.offer(better.order)
 
 
 class Polishing(SteppedStrategy):
@@ -76,6 +88,8 @@ class Polishing(SteppedStrategy):
         done: Trial | None = None
         below_s = np.inf
         while search.incumbent.best is not done:
+            best = search.incumbent.best_trial
+            offer_without_waits(search, best)
             best = search.incumbent.best_trial
             for place, computed, reloads in simpler(problem, best, search.budget_bytes, below_s):
                 search.progress.tell("leaving out transfers and executions")
@@ -133,3 +147,80 @@ def simpler(
     if any(trial.waits_s):
         for pair in sorted(reloads, key=lambda pair: (problem.sizes[pair[0]], pair)):
             yield None, computed, reloads - {pair}
+
+
+def recomputing_where_it_waits(
+    problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], params: OffloadingParams
+) -> Trial:
+    """Return `trial`, which fits, with recomputation in place of transfers, one tensor after another, while it becomes faster."""
+    found: Trial | None = trial
+    while found is not None:
+        trial, found = found, None
+        for computed, reloads in _computing_instead(problem, trial, params):
+            if should_stop():
+                return trial
+            run = with_transfers(problem, computed, reloads)
+            fits = max(run.memory_bytes) <= budget_bytes
+            if fits and run.time_s < trial.time_s * (1 - params.least_gain):
+                found = try_out(problem, order_of(problem, computed, run.reloads))
+                break
+    return trial
+
+
+def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams) -> Iterator[tuple[Sequence[int], Reloads]]:
+    """Yield orders with one transfer less: at the longest waits, the cheapest recomputation per second first."""
+    computed, reloads = trial.order.computed, trial.order.reloads
+    stays = TransferPlan(problem, computed, reloads).stays
+    waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
+    chains: dict[tuple[int, int], list[int] | None] = {}
+    tried: set[tuple[int, int]] = set()
+    for wait_s, place in waits[: params.places]:
+        ranked: list[tuple[float, tuple[int, int]]] = []
+        for stay in stays:
+            pair = (stay.tensor, stay.read)
+            if pair not in reloads or stay.after >= place or pair in tried:
+                continue
+            if pair not in chains:
+                chains[pair] = _chain(problem, stays, computed, pair, params.longest)
+            chain = chains[pair]
+            cost_s = 0.0 if chain is None else sum(problem.time_s[op] for op in chain)
+            if chain is not None and cost_s < wait_s:
+                ranked.append((cost_s / problem.offloads.by_tensor[stay.tensor].offload_s, pair))
+        for _, pair in sorted(ranked)[: params.tensors]:
+            tried.add(pair)
+            chain = chains[pair]
+            assert chain is not None
+            yield _inserted(problem, computed, reloads, pair, chain)
+
+
+def _chain(
+    problem: Problem, stays: Sequence[PoolStay], computed: Sequence[int], pair: tuple[int, int], longest: int
+) -> list[int] | None:
+    """Return the ops that recompute a tensor right before its reload; None if there are too many, or they must not run."""
+    tensor, place = pair
+    there = {stay.tensor for stay in stays if stay.read < place <= stay.end or (stay.read == place and stay.by)} - {tensor}
+    done = max(computed[:place], default=-1) + 1
+    chain: set[int] = set()
+    stack = [tensor]
+    while stack:
+        t = stack.pop()
+        op = problem.producer[t]
+        if t in there or op in chain:
+            continue
+        if not problem.recomputable[op] or problem.last_again[op] < done or len(chain) == longest:
+            return None
+        chain.add(op)
+        stack += problem.inputs[op]
+    return sorted(chain)
+
+
+def _inserted(
+    problem: Problem, computed: Sequence[int], reloads: Reloads, pair: tuple[int, int], chain: Sequence[int]
+) -> tuple[Sequence[int], Reloads]:
+    """Return `computed` with `chain` in place of the reload `pair`; other reloads there move before the readers in it."""
+    _, place = pair
+    first_read = {t: place + i for i, op in reversed(list(enumerate(chain))) for t in problem.inputs[op]}
+    moved = {
+        (t, first_read.get(t, at + len(chain)) if at == place else at + len(chain) * (at > place)) for t, at in reloads - {pair}
+    }
+    return (*computed[:place], *chain, *computed[place:]), frozenset(moved)

@@ -11,7 +11,8 @@ from planner.capture.options import with_options
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.pruning import prune_with_transfers
-from solvers.windows.strategies.offloading import simpler
+from solvers.windows.params import OffloadingParams
+from solvers.windows.strategies.offloading import recomputing_where_it_waits, simpler
 from tests.support.solvers.random_orders import random_order, short_form
 
 GB = 10**9
@@ -31,6 +32,20 @@ def random_trial(draw: random.Random, problem: Problem) -> Trial:
         if t in problem.offloads.by_tensor and draw.random() < 0.4
     )
     return try_out(problem, order_of(problem, computed, reloads))
+
+
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 8))])
+def test_recomputing_in_place_of_a_reload_shortens_waits(seed: int) -> None:
+    draw = random.Random(seed)
+    problem = problem_of(offering(seed, 2e9), 100 * GB)
+    waiting = random_trial(draw, problem)
+    assert any(waiting.waits_s)
+    budget = waiting.peak_bytes
+    found = recomputing_where_it_waits(problem, waiting, budget, lambda: False, OffloadingParams())
+    assert found.peak_bytes <= budget and found.time_s <= waiting.time_s
+    assert sum(found.waits_s) < sum(waiting.waits_s)
+    assert len(found.order.reloads) < len(waiting.order.reloads)
+    assert recomputing_where_it_waits(problem, waiting, budget, lambda: True, OffloadingParams()) is waiting
 
 
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 8))])

@@ -21,15 +21,16 @@ from graphs.allocators.training import (
     training_of_passes,
     usage_of,
 )
-from graphs.errors import UsageError
 from graphs.ir import Graph, Kind
 from graphs.optimizers import optimizer_of
 from graphs.options import without_options
+from graphs.options.option import Feature
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.arena import device_arena, least_slab_bytes
+from planner.compatibility import check_compatible
 from planner.memory import CountedMemory
 from planner.plans.reserved import Reserved
 from planner.profiling.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device
@@ -69,10 +70,7 @@ def memory_on(device: str, asked: CountedMemory | None) -> CountedMemory:
     if asked is None:
         return CountedMemory.RESERVED if device == "cuda" else CountedMemory.ALLOCATED
     if asked is not CountedMemory.ALLOCATED and device != "cuda":
-        raise UsageError(
-            f"memory is {asked.value!r}, and the step runs on the CPU, where PyTorch reserves nothing ahead: leave it out, or "
-            f"take memory={CountedMemory.ALLOCATED.value!r}"
-        )
+        check_compatible({Feature.RESERVED, Feature.ON_CPU})
     return asked
 
 

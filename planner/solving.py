@@ -99,7 +99,7 @@ def solve(
         link, host_budget: for ``offload``: bytes a second (``50GB/s``) and host memory (``64GB``). Without `link`, the measured
             or else the published rate of the device is used.
         exact: of the options, use only what was verified to give the same bits.
-        params: of the solver: for ``windows`` a ``WindowsParams`` (``solvers.windows.params``). None: its defaults.
+        params: of the solver: for ``windows`` a ``planner.WindowsParams``. None: its defaults.
         memory: what the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA with default settings,
             ``reserved-expandable`` with expandable segments, ``device`` or ``device-expandable`` for CUDA's context as well, so
             that the budget is one of the whole device, or ``allocated`` for the bytes of tensors in use. None: ``reserved`` for

@@ -274,7 +274,7 @@ def test_the_least_memory_counts_allocated_bytes() -> None:
 
 
 def test_reserved_memory_of_the_cpu_is_refused() -> None:
-    with pytest.raises(UsageError, match="runs on the CPU"):
+    with pytest.raises(UsageError, match="a model on the CPU: there PyTorch reserves no memory"):
         solve(chain("cpu"), "80%", memory="reserved")
     with pytest.raises(UsageError, match="choose from reserved, reserved-expandable, allocated"):
         planner.solve(chain(), "80%", memory="all")

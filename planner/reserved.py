@@ -337,11 +337,6 @@ def _eager_program(graph: Graph) -> Graph:
     return without_options(graph).out_of_place()
 
 
-def least_device_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Return the least capacity of a device at which training by `schedule` runs, with PyTorch's default settings."""
-    return least_capacity_bytes(requests_of(graph, schedule))
-
-
 def _libraries(graph: Graph) -> tuple[int, ...]:
     if not uses_libraries(graph):
         return ()

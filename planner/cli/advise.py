@@ -14,6 +14,7 @@ from planner.cli.arguments import (
     add_quiet,
     add_time_limit,
     print_result,
+    tracing,
 )
 
 
@@ -54,12 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         progress.say(f"building {arguments.model}")
         from planner.advising import advise
-        from planner.settings import TraceSettings
-        from planner.workload.tracing import Tracing
 
-        tracing = Tracing(TraceSettings(roofline=arguments.roofline), device=arguments.device, seed=arguments.seed)
         advice = advise(
-            *tracing.load(arguments.model),
+            *tracing(arguments, options=()).load(arguments.model),
             optimizer=arguments.optimizer,
             accumulate=arguments.accumulate,
             roofline=arguments.roofline,

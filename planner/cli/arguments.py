@@ -259,7 +259,7 @@ def add_how_to_trace(parser: Parser) -> None:
 def tracing(arguments: argparse.Namespace, **changes: Any) -> Tracing:
     """Return the settings from the options of ``add_how_to_trace``, with `changes` to those of the trace."""
     given = attributes(arguments, "roofline", "optimizer", "accumulate", "passes")
-    found = traced_options(getattr(arguments, "options", ()))  # for commands that have them
+    found = traced_options(getattr(arguments, "options", None) or ())  # for commands that have them
     return Tracing(TraceSettings(**given | {"options": found} | changes), device=arguments.device, seed=arguments.seed)
 
 

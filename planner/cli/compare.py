@@ -27,6 +27,7 @@ from planner.cli.arguments import (
     print_text,
     study_settings,
     trace_model,
+    tracing,
 )
 from planner.memory import CountedMemory
 
@@ -179,25 +180,14 @@ def _measure(
     spec = parse_spec(arguments.model)
     progress.say(f"building {spec}")
     from planner.runtime.channels import HostChannels
-    from planner.settings import TraceSettings
     from planner.studies.baselines import of_policies
     from planner.studies.compare_measured import compare_measured, profiled
-    from planner.workload import workload
 
     folder = Path(arguments.output)
-    built = workload.load(spec, device=arguments.device, seed=arguments.seed)
+    how = tracing(arguments, options=(), measure_link=settings.options.measures_link, name=str(spec))
+    built = how.load(spec)
     progress.say(f"tracing {spec}")
-    captured = profiled(
-        built,
-        folder,
-        TraceSettings(
-            optimizer=arguments.optimizer,
-            accumulate=arguments.accumulate,
-            passes=arguments.passes,
-            measure_link=settings.options.measures_link,
-            name=str(spec),
-        ),
-    )
+    captured = profiled(built, folder, how.settings)
     host_bytes = settings.options.host_bytes
     channels = None if host_bytes is None else HostChannels(next(built.model.parameters()).device, host_bytes)
     stock = _methods_of_pytorch(built.model, captured.graph, channels)

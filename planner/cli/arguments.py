@@ -305,11 +305,6 @@ def print_result(
     print(json.dumps(data(*given), indent=2) if arguments.json else visible_lines(text(*given)), file=out)
 
 
-def print_text(text: str) -> None:
-    """Print text; unprintable characters in names are escaped."""
-    print(visible_lines(text))
-
-
 def complain(error: object) -> None:
     """Print an error to stderr in one line."""
     message = visible(" ".join(str(error).split("\n")))

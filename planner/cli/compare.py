@@ -24,7 +24,6 @@ from planner.cli.arguments import (
     add_workers,
     counted_memory,
     print_result,
-    print_text,
     study_settings,
     trace_model,
     tracing,
@@ -136,11 +135,11 @@ def run(arguments: argparse.Namespace) -> int:
     known = read_rows(folder / "rows.csv", ComparisonRow)
     if known:
         write_report(known, folder)
+    ended = ", ".join(f"{row.method} at {row.budget} ({row.time_limit_s:.3g} s)" for row in rows if cut_short(row))
+    more = f"\nended by their time limit: {ended}; for more, raise --total-time-limit and name a new folder" if ended else ""
     if arguments.json or known:
-        print_result(arguments, lambda _: {"holds": "comparison", "rows": [asdict(row) for row in rows]}, table_text, known)
-    ended = [f"{row.method} at {row.budget} ({row.time_limit_s:.3g} s)" for row in rows if cut_short(row)]
-    if known and ended and not arguments.json:
-        print_text(f"ended by their time limit: {', '.join(ended)}; for more, raise --total-time-limit and name a new folder")
+        data = {"holds": "comparison", "rows": [asdict(row) for row in rows]}
+        print_result(arguments, lambda: data, lambda: f"{table_text(known)}{more}")
     if interrupt():
         return INTERRUPTED
     return DONE if any(row.time_s is not None for row in rows) else LIMIT

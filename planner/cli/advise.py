@@ -3,6 +3,7 @@
 import argparse
 
 from planner import options
+from planner.attributes import attributes
 from planner.cli.arguments import (
     DONE,
     MODEL_HELP,
@@ -58,14 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         advice = advise(
             *tracing(arguments, options=()).load(arguments.model),
-            optimizer=arguments.optimizer,
-            accumulate=arguments.accumulate,
-            roofline=arguments.roofline,
-            passes=arguments.passes,
-            options=arguments.options,
-            memory=arguments.memory,
-            link=arguments.link,
-            host_budget=arguments.host_budget,
+            **attributes(arguments, "optimizer", "accumulate", "roofline", "passes"),
+            **attributes(arguments, "options", "memory", "link", "host_budget"),
             time_limit_s=arguments.time_limit,
             name=str(arguments.model),
             on_activity=progress.say,

@@ -4,7 +4,7 @@ First only at the ops at which what is reserved grows above the budget, then eve
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule
@@ -65,7 +65,7 @@ def solve_counted(
         refused = Result(graph, budget_bytes, Status.INFEASIBLE, None, None, "", clock.seconds, message=refusal)
         return SolvedOrder(refused, in_program_order(graph))
     most_bytes = budget_bytes - beside.kept_bytes
-    search = _Search(run, request, memory, must_stop or (lambda: False), arena=arena, on_least=on_least)
+    search = _Search(run, request, memory, must_stop or (lambda: False), arena, on_least)
     first = search.solved(most_bytes, _FIRST, {})
     if first.result.schedule is None:
         said = f" Of the {format_bytes(budget_bytes)}, {beside.lines()}." if beside.kept_bytes else ""
@@ -106,36 +106,30 @@ def _solve_with_margins(search: "_Search", most_bytes: int, schedule: Schedule |
         schedule, excess_bytes = result.schedule, search.offer(result)
 
 
+@dataclass(slots=True)
 class _Search:
     """What is known of the budgets of allocated bytes.
 
     Attributes:
-        request: whose budget is one of reserved memory.
+        run, request, memory, must_stop, arena, on_least: the arguments of ``solve_counted``.
         best: the fastest result that fits, None if none is known.
         bound_s: no schedule that fits is faster; None if unknown.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        request: Request,
-        memory: CountedMemory,
-        must_stop: Callable[[], bool],
-        *,
-        arena: bool,
-        on_least: Callable[[Schedule], None] | None,
-    ) -> None:
-        self.best: Result | None = None
-        self.bound_s: float | None = None
-        self.request = request
-        self._run, self._memory, self._must_stop = run, memory, must_stop
-        self._arena, self._on_least = arena, on_least
-        self._floor_bytes = 0  # nothing was found for this budget of allocated bytes
-        self._fits: tuple[int, int] | None = None  # the largest budget that was not too much, and what its schedule reserves
-        self._misses: tuple[int, int] | None = None  # the smallest that was
-        self._least_bytes: int | None = None  # that a schedule reserves
-        self._found = False  # by the current solve
-        self._error: Result | None = None  # of a solve that failed
+    run: Run
+    request: Request
+    memory: CountedMemory
+    must_stop: Callable[[], bool]
+    arena: bool
+    on_least: Callable[[Schedule], None] | None
+    best: Result | None = None
+    bound_s: float | None = None
+    _floor_bytes: int = 0  # nothing was found for this budget of allocated bytes
+    _fits: tuple[int, int] | None = None  # the largest budget that was not too much, and what its schedule reserves
+    _misses: tuple[int, int] | None = None  # the smallest that was
+    _least_bytes: int | None = None  # that a schedule reserves
+    _found: bool = False  # by the current solve
+    _error: Result | None = None  # of a solve that failed
 
     def solved(self, asked_bytes: int, share: float, margins: Margins) -> SolvedOrder:
         """Solve for a budget of allocated bytes and a share of the clock; with margins there is no bound.
@@ -156,14 +150,14 @@ class _Search:
             found = Status.FEASIBLE, schedule, None if margins else bound_s, "", request.clock.seconds, request.settings
             self.offer(Result(request.graph, asked_bytes, *found))
 
-        solved = self._run(
+        solved = self.run(
             replace(
                 request,
                 graph=with_margins(request.graph, margins),
                 budget_bytes=asked_bytes,
                 clock=request.clock.part(share * left(request.clock)),
                 on_progress=tell,
-                should_stop=lambda: (self._found and request.interrupted()) or self._must_stop(),
+                should_stop=lambda: (self._found and request.interrupted()) or self.must_stop(),
                 on_schedule=interim,
             )
         )
@@ -180,19 +174,19 @@ class _Search:
         if result.status is Status.ERROR:
             self._error = result
         request = self.request
-        if self._arena and result.schedule is not None:  # addresses take a second or more: not for what cannot fit
-            excess_bytes = least_reserved_in_arena(request.graph, result.schedule, self._memory) - request.budget_bytes
+        if self.arena and result.schedule is not None:  # addresses take a second or more: not for what cannot fit
+            excess_bytes = least_reserved_in_arena(request.graph, result.schedule, self.memory) - request.budget_bytes
             if excess_bytes > 0:
                 self._found = True
                 return excess_bytes
-        reserved_bytes = reserved_bytes_of(request.graph, result.schedule, self._memory, arena=self._arena)
+        reserved_bytes = reserved_bytes_of(request.graph, result.schedule, self.memory, arena=self.arena)
         if reserved_bytes is None or result.schedule is None or result.time_s is None:
             return 0
         self._found = True
         if self._least_bytes is None or reserved_bytes < self._least_bytes:
             self._least_bytes = reserved_bytes
-            if self._on_least is not None:
-                self._on_least(result.schedule)
+            if self.on_least is not None:
+                self.on_least(result.schedule)
         excess_bytes = reserved_bytes - request.budget_bytes
         if excess_bytes <= 0 and (self.best is None or result.time_s < (self.best.time_s or 0.0)):
             self.best = result
@@ -211,7 +205,7 @@ class _Search:
         graph = self.request.graph
         in_memory = simulate(graph, schedule).memory_bytes
         found: dict[int, int] = {}
-        for index, more_bytes in growth_above_budget(graph, schedule, self._memory, self.request.budget_bytes).items():
+        for index, more_bytes in growth_above_budget(graph, schedule, self.memory, self.request.budget_bytes).items():
             step = schedule.steps[index]
             assert isinstance(step, Compute)  # which alone asks for memory
             op = graph.ops[step.op]
@@ -278,16 +272,16 @@ class _Search:
 
     def _is_late(self) -> bool:
         """Return True if the clock is at its limit, or the caller insists on the end."""
-        return left(self.request.clock) <= 0 or self._must_stop()
+        return left(self.request.clock) <= 0 or self.must_stop()
 
     def _nothing_found(self) -> str:
         """Return the message that no schedule fits."""
         known = "" if self._least_bytes is None else f": the least that one reserves is {format_bytes(self._least_bytes)}"
         none = f"no schedule was found that reserves at most {format_bytes(self.request.budget_bytes)}{known}. Raise the budget"
-        if self._arena:
+        if self.arena:
             return f"{none} or the time limit"
-        expandable = f"memory={self._memory.expandable.value!r}, with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
-        segments = "" if self._memory.is_expandable else f"expandable segments ({expandable}), or "
+        expandable = f"memory={self.memory.expandable.value!r}, with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
+        segments = "" if self.memory.is_expandable else f"expandable segments ({expandable}), or "
         return f"{none}, or let it count {segments}only what tensors take (memory={CountedMemory.ALLOCATED.value!r})"
 
     def _status(self, result: Result) -> Status:

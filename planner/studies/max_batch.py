@@ -6,7 +6,7 @@ Never imports torch: graphs come from a function of the size.
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from graphs.errors import GraphError, InfeasibleError, LimitError
@@ -93,23 +93,17 @@ class _Decision:
     result: Result
 
 
+@dataclass(slots=True)
 class _SizeSearch:
-    def __init__(
-        self,
-        graph_of: Callable[[int], Graph],
-        wanted: Wanted,
-        on_activity: Callable[[str], object],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self.wanted = wanted
-        self.tell = on_activity
-        self.should_stop = should_stop
-        self.extrapolated: set[int] = set()
-        self.found: dict[int, list[Result]] = {}  # by size in units, the results with a schedule
-        self._graph_of = graph_of
-        self._graphs: dict[int, Graph] = {}
-        self._line: GraphFit | None = None
-        self._line_tried = False
+    graph_of: Callable[[int], Graph]
+    wanted: Wanted
+    tell: Callable[[str], object]
+    should_stop: Callable[[], bool]
+    extrapolated: set[int] = field(default_factory=set)
+    found: dict[int, list[Result]] = field(default_factory=dict)  # by size in units, the results with a schedule
+    _graphs: dict[int, Graph] = field(default_factory=dict)
+    _line: GraphFit | None = None
+    _line_tried: bool = False
 
     def answer(self, method: SizedMethod, beyond: int) -> LargestSize:
         """Return the largest size of one method; `beyond` units are known to fit."""
@@ -225,7 +219,7 @@ class _SizeSearch:
     def captured(self, units: int) -> Graph:
         if units not in self._graphs:
             self.tell(f"tracing {self.wanted.varies} {units * self.wanted.unit}")
-            self._graphs[units] = self._graph_of(units)
+            self._graphs[units] = self.graph_of(units)
             self.check()
         return self._graphs[units]
 

@@ -57,8 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
         progress.say(f"building {arguments.model}")
         from planner.advising import advise
 
+        model, loss_fn, batch = tracing(arguments, options=()).load(arguments.model)
         advice = advise(
-            *tracing(arguments, options=()).load(arguments.model),
+            model,
+            loss_fn,
+            batch,
             **attributes(arguments, "optimizer", "accumulate", "roofline", "passes"),
             **attributes(arguments, "options", "memory", "link", "host_budget"),
             time_limit_s=arguments.time_limit,

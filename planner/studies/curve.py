@@ -190,6 +190,7 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
     how.on_activity("looking for an order of the ops that needs less memory")
     order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.part(_ORDER_SHARE * clock.limit))
     known = Frontier(order, how.settings.tolerance, memory)
+    least: LeastBudgetBracket | None = None
     if isinstance(budgets, int):
         if budgets < 1:
             raise BudgetError(f"{budgets} budgets were asked for: must be at least 1")
@@ -199,7 +200,8 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
         wanted = tuple(sorted({budget_in_bytes(budget, whole_bytes) for budget in budgets}))
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
-        least = _least_in(known, how, clock) if finds_least else None
+        if finds_least:
+            least = _least_in(known, how, clock)
     plan = Turns(
         known, wanted, clock=clock, time_limit_s=how.settings.time_limit_s, jobs=how.settings.jobs, on_activity=how.on_activity
     )

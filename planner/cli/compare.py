@@ -33,13 +33,9 @@ from planner.memory import CountedMemory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import nn
-
     from graphs.ir import Graph
     from planner.option_settings import OptionSettings
     from planner.progress import LineView
-    from planner.runtime.channels import HostChannels
-    from planner.studies.baselines import Method
     from planner.studies.comparison_rows import ComparisonRow
     from planner.studies.settings import StudySettings
 
@@ -179,17 +175,20 @@ def _measure(
     spec = parse_spec(arguments.model)
     progress.say(f"building {spec}")
     from planner.runtime.channels import HostChannels
-    from planner.studies.baselines import of_policies
+    from planner.studies.baselines import baseline_methods, of_policies
     from planner.studies.compare_measured import compare_measured, profiled
+    from planner.studies.offloading import offloading_methods
 
     folder = Path(arguments.output)
     how = tracing(arguments, options=(), measure_link=settings.options.measures_link, name=str(spec))
     built = how.load(spec)
     progress.say(f"tracing {spec}")
     captured = profiled(built, folder, how.settings)
-    host_bytes = settings.options.host_bytes
-    channels = None if host_bytes is None else HostChannels(next(built.model.parameters()).device, host_bytes)
-    stock = _methods_of_pytorch(built.model, captured.graph, channels)
+    stock = baseline_methods(built.model, targets=[op.target for op in captured.graph.ops if op.phase == "forward"])
+    channels = None
+    if settings.options.host_bytes is not None:
+        channels = HostChannels(next(built.model.parameters()).device, settings.options.host_bytes)
+        stock += offloading_methods(channels)
     return compare_measured(
         built,
         captured,
@@ -202,15 +201,6 @@ def _measure(
         on_activity=progress.say,
         should_stop=should_stop,
     )
-
-
-def _methods_of_pytorch(model: "nn.Module", graph: "Graph", channels: "HostChannels | None") -> "list[Method]":
-    """Return the methods that PyTorch itself has for `model`, those that offload if there are `channels`."""
-    from planner.studies.baselines import baseline_methods
-    from planner.studies.offloading import offloading_methods
-
-    found = baseline_methods(model, targets=[op.target for op in graph.ops if op.phase == "forward"])
-    return found if channels is None else [*found, *offloading_methods(channels)]
 
 
 def _graph(arguments: argparse.Namespace, options: "OptionSettings", progress: "LineView") -> "tuple[Graph, str]":

@@ -137,19 +137,15 @@ class Beside:
 
     def refusal(self, budget_bytes: int) -> str:
         """Return why no plan can be within a budget, for lack of room for this memory; "" if there is room."""
-        ways_out = (
-            f"raise the budget, or let it count only what tensors of the step take (memory={CountedMemory.ALLOCATED.value!r})"
+        if budget_bytes >= self.least_bytes:
+            return ""
+        context = ", with CUDA's context" if self.context_bytes else ""
+        return (
+            f"budget {format_bytes(budget_bytes)} is below the {format_bytes(self.least_bytes)} in use while the optimizer runs, "
+            f"whatever the plan: static memory, gradients, workspaces of libraries and its own temporaries{context}. An "
+            "optimizer with fused=True needs less; else raise the budget, or let it count only what tensors of the step take "
+            f"(memory={CountedMemory.ALLOCATED.value!r})"
         )
-        if budget_bytes < self.least_bytes:
-            context = ", with CUDA's context" if self.context_bytes else ""
-            return (
-                f"budget {format_bytes(budget_bytes)} is below the {format_bytes(self.least_bytes)} in use while the "
-                f"optimizer runs, whatever the plan: static memory, gradients, workspaces of libraries and its own "
-                f"temporaries{context}. An optimizer with fused=True needs less; else {ways_out}"
-            )
-        if budget_bytes <= self.kept_bytes:
-            return f"budget {format_bytes(budget_bytes)} is no more than is kept beside any plan ({self.lines()}): {ways_out}"
-        return ""
 
 
 def reserved_beside(graph: Graph, memory: CountedMemory) -> Beside:
@@ -333,11 +329,6 @@ def _eager_requests(graph: Graph) -> Training:
 
 def _eager_program(graph: Graph) -> Graph:
     return without_options(graph).out_of_place()
-
-
-def least_device_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Return the least capacity of a device at which training by `schedule` runs, with PyTorch's default settings."""
-    return least_capacity_bytes(requests_of(graph, schedule))
 
 
 def _libraries(graph: Graph) -> tuple[int, ...]:

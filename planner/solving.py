@@ -15,6 +15,7 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.arena import arena_rules
+from planner.attributes import attributes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
 from planner.capture.options import as_executed
 from planner.compatibility import check_compatible
@@ -245,17 +246,40 @@ class _Plans:
         Raises:
             LimitError, PlannerError: it has no schedule.
         """
-        settings = {**result.settings, **self.settings.options.recorded(self.graph)}
-        plan = replace(
-            _plan_from(replace(result, graph=self.graph, settings=settings), self.summary, self.graph), memory=self.memory
+        if result.status is Status.LIMIT:
+            raise LimitError(result.message)
+        if result.schedule is None or result.peak_bytes is None or result.time_s is None:
+            raise PlannerError(f"the solver {result.solver} failed: {result.message}")
+        if result.message:
+            warnings.warn(
+                f"the solver {result.solver} ended early, for {result.message}. The best schedule until then is the plan; please "
+                "report this with the graph",
+                SolverWarning,
+                stacklevel=2,
+            )
+        graph, schedule = self.graph, result.schedule
+        arena_bytes, outside_bytes = map(result.settings.get, ARENA_SIZES)
+        plan = Plan(
+            graph=self.summary,
+            schedule=schedule,
+            budget_bytes=result.budget_bytes,
+            memory=self.memory,
+            **attributes(result, "peak_bytes", "time_s", "bound_s", "solver", "seconds", "versions"),
+            status=str(result.status),
+            settings={**result.settings, **self.settings.options.recorded(graph)},
+            pool_peaks_bytes=other_peaks(graph, simulate(graph, schedule)),
+            differs=differences(graph, schedule.computed),
+            gradient_error=gradient_error(graph, schedule.computed),
+            source=graph,
+            arena_bytes=arena_bytes if isinstance(arena_bytes, int) else None,
+            outside_arena_bytes=outside_bytes if isinstance(outside_bytes, int) else None,
         )
         if self.eager_reserved_bytes is None:
             return plan
-        arena = arena_of(self.graph, plan.schedule) if self.settings.arena else None
+        arena = arena_of(graph, schedule) if self.settings.arena else None
         if arena is not None:
             plan = replace(plan, arena_bytes=arena.slab_bytes, outside_arena_bytes=arena.outside_bytes)
-        reserved = reserved_for(self.graph, plan.schedule, self.memory, self.eager_reserved_bytes, arena)
-        return replace(plan, reserved=reserved)
+        return replace(plan, reserved=reserved_for(graph, schedule, self.memory, self.eager_reserved_bytes, arena))
 
 
 def _solver_of(settings: SolveSettings, graph: Graph) -> Solver:
@@ -375,40 +399,6 @@ def _what_would_do(refused: SolvedOrder, memory: CountedMemory, clock: Clock, sh
             found = f"{format_bytes(offloaded_bytes)}, with {format_bytes(host_bytes)} on the host"
             said += f" With the option offload a schedule is known for {found}."
     return said
-
-
-def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:
-    if result.status is Status.LIMIT:
-        raise LimitError(result.message)
-    if result.schedule is None or result.peak_bytes is None or result.time_s is None:
-        raise PlannerError(f"the solver {result.solver} failed: {result.message}")
-    if result.message:
-        warnings.warn(
-            f"the solver {result.solver} ended early, for {result.message}. The best schedule until then is the plan; please "
-            "report this with the graph",
-            SolverWarning,
-            stacklevel=3,
-        )
-    arena_bytes, outside_bytes = map(result.settings.get, ARENA_SIZES)
-    return Plan(
-        graph=summary,
-        schedule=result.schedule,
-        budget_bytes=result.budget_bytes,
-        peak_bytes=result.peak_bytes,
-        time_s=result.time_s,
-        bound_s=result.bound_s,
-        status=str(result.status),
-        solver=result.solver,
-        seconds=result.seconds,
-        settings=result.settings,
-        versions=result.versions,
-        pool_peaks_bytes=other_peaks(graph, simulate(graph, result.schedule)),
-        differs=differences(graph, result.schedule.computed),
-        gradient_error=gradient_error(graph, result.schedule.computed),
-        source=graph,
-        arena_bytes=arena_bytes if isinstance(arena_bytes, int) else None,
-        outside_arena_bytes=outside_bytes if isinstance(outside_bytes, int) else None,
-    )
 
 
 def judged_on(graph: Graph, plan: Plan) -> Plan:

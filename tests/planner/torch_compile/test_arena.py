@@ -1,9 +1,8 @@
 """``torch.compile(model, backend="planner", options={"arena": True})``: both passes of a graph in one slab."""
 
 import copy
-import gc
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +11,12 @@ from torch import nn
 
 from planner.capture.step import TrainingStep
 from planner.models import Workload
-from planner.profiling.allocator import cpu_allocations
 from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import Missed
 from planner.runtime.measure import Step, outcome
 from planner.torch_compile.planned_graph import PlannedGraph
 from tests.support.budgets import HALF_WAY
+from tests.support.models.outcomes import peak_bytes
 from tests.support.models.steps import make
 
 pytestmark = [
@@ -60,15 +59,6 @@ def taken_bytes(step: Step, model: nn.Module, batch: Any) -> int:
     """The most bytes that PyTorch's own allocator gives a step at once."""
     model.zero_grad()
     return peak_bytes(lambda: step(*batch).backward())
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    gc.collect()  # else tensors of other tests may be freed in between
-    level = peak = 0
-    for event in cpu_allocations(lambda _: run()):
-        level += event.size_bytes or 0
-        peak = max(peak, level)
-    return peak
 
 
 @pytest.mark.usefixtures("half_way")

@@ -31,7 +31,8 @@ from planner.runtime.devices import Devices
 from planner.runtime.step_lines import StepLines
 
 # forward(static) -> (loss, extras, saved); backward(static, saved) -> gradients
-Forward = Callable[[Sequence[Any]], tuple[Any, tuple[Any, ...], list[Any]]]
+Returned = tuple[Any, tuple[Any, ...], list[Any]]
+Forward = Callable[[Sequence[Any]], Returned]
 Backward = Callable[[Sequence[Any], list[Any]], tuple[Any, ...]]
 _Halves = tuple[Sequence[Step], Sequence[Step]]
 
@@ -196,7 +197,7 @@ def _runners(devices: Devices, main: _DevicePasses, others: Mapping[str, _Device
         items = zip(others.items(), states, strict=True)
         return {stream: partial(part.passes[half].run, state) for (stream, part), state in items}
 
-    def forward(static: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
+    def forward(static: Sequence[Any]) -> Returned:
         states: list[list[Any]] = [[] for _ in others]
         loss, extras, saved = devices.run(partial(run_forward, static), parts(0, states), main.streams[0])
         return loss, extras, [*saved, *states]

@@ -11,12 +11,12 @@ import torch
 from planner.profiling.allocator import MemoryRise, memory_rise
 from planner.profiling.timing import typical
 from planner.reserved import uses_libraries
+from planner.runtime.code import Returned
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import profiler_enabled
 
 _Mark = float | torch.cuda.Event
-_Returned = tuple[Any, tuple[Any, ...], list[Any]]
 
 
 class OpTimer:
@@ -46,7 +46,7 @@ class OpTimer:
         """Restore the executor."""
         self._executor.code = self._plain
 
-    def _forward(self, static: Sequence[Any]) -> _Returned:
+    def _forward(self, static: Sequence[Any]) -> Returned:
         self._begin()
         return self._timed.forward(static)
 
@@ -103,12 +103,12 @@ class PeakWatch:
         self._executor.code = self._plain
         self.done = True
 
-    def _forward(self, static: Sequence[Any]) -> _Returned:
+    def _forward(self, static: Sequence[Any]) -> Returned:
         if self._device.type == "cpu" and profiler_enabled():  # only one can run
             self.stop()
             return self._plain.forward(static)
         self._executor.code = replace(self._plain, backward=self._backward)  # a second forward pass is not measured
-        returned: list[_Returned] = []
+        returned: list[Returned] = []
         if uses_libraries(self._executor.graph):
             warm_up_libraries(self._device)
         self._forward_rise = memory_rise(lambda: returned.append(self._plain.forward(static)), self._device)

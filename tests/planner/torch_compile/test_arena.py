@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,20 +24,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++"),
 ]
 _LOSS_BYTES = 64  # of the loss and its gradient, which are in no graph
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PlannedGraph]]:
-    """The graphs that are planned, in order."""
-    made: list[PlannedGraph] = []
-    begin = PlannedGraph.__init__
-
-    def noted(graph: PlannedGraph, *given: Any, **named: Any) -> None:
-        begin(graph, *given, **named)
-        made.append(graph)
-
-    monkeypatch.setattr(PlannedGraph, "__init__", noted)
-    return made
 
 
 def in_arena(model: nn.Module, **options: object) -> Any:

@@ -17,8 +17,8 @@ from planner.eager.modules import CurrentModule
 from planner.eager.operators import Operator
 from planner.eager.recompute import Recomputation, whole
 from planner.eager.saved_tensors import SavedTensor
-from planner.eager.size_rules import is_mask
-from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, strided_parts, tensors_in
+from planner.eager.size_rules import is_mask, tensors_in
+from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, strided_parts
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 from planner.passes.draws import LOCK
 from planner.runtime.allocator_failure import allocator_failure

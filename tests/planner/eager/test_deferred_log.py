@@ -20,7 +20,7 @@ from planner.eager.log_reading import LogReader
 from planner.eager.recording import Recorder
 from planner.eager.saved_tensors import SavedTensor
 from planner.eager.session import Rematerialization, rematerialize
-from planner.eager.sizes import tensors_in
+from planner.eager.size_rules import tensors_in
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.torch_private.core import TorchDispatchMode
 from tests.planner.eager.test_exactness import existing, other_bytes

@@ -273,7 +273,7 @@ def _way(operator: Operator) -> int:
         return _VIEW
     if operator.rebinds or not operator.has_plain_returns or (operator.statistics is not None and operator.replay is None):
         return _CLOSED
-    return _BY_RECORDER if operator.random or operator.may_draw else _HERE
+    return _BY_RECORDER if operator.draws else _HERE
 
 
 def note_failure(cuda_device: int) -> None:

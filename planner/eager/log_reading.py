@@ -7,7 +7,8 @@ import torch
 
 from planner.eager.deferred_log import Call, DeferredLog, UnreadOp
 from planner.eager.device_costs import MEASUREMENTS
-from planner.eager.recording import Recorder, is_sized_by_data, lock_of_draws, random_state_before
+from planner.eager.draws import lock_of_draws, random_state_before
+from planner.eager.recording import Recorder
 from planner.eager.saved_tensors import SavedTensor, unpack
 from planner.eager.sizes import data_dependent_bytes, takes_free_memory
 from planner.eager.storages import RecordedOp
@@ -115,7 +116,7 @@ class LogReader:
             self._read()
             return recorder.run(op)
         with lock_of_draws(operator):
-            if operator.random or operator.may_draw:
+            if operator.draws:
                 op.draws = random_state_before(args, kwargs)
             if costs is not None:
                 costs.forget_failures()
@@ -144,7 +145,7 @@ class LogReader:
         """Return whether an op of a new signature, or with sizes that depend on data, fits the budget."""
         log, sizes = self.log, self._recorder.sizes
         function, args, kwargs = op.operator.function, op.args, op.kwargs
-        if is_sized_by_data(op.operator, args):
+        if op.operator.is_sized_by_data(args):
             return log.fits(data_dependent_bytes(op.operator.name, args, kwargs))
         call.known_bytes = sizes.out_bytes(function, args, kwargs)
         room_bytes = call.room_bytes

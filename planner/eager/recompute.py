@@ -12,7 +12,7 @@ from planner.eager.device_costs import DeviceCosts
 from planner.eager.memory import Memory
 from planner.eager.sizes import takes_free_memory
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
-from planner.passes.draws import LOCK
+from planner.passes.draws import draw_again
 from planner.runtime.allocator_failure import allocator_failure
 from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, below_autograd, kernel_settings, set_kernel_settings, without_keys
 
@@ -178,7 +178,11 @@ class Recomputation:
             if costs is not None:
                 costs.forget_failures()
             try:
-                outputs = _draw_again(op, args, kwargs) if op.draws else op.function(*args, **kwargs)
+                if op.draws is None:
+                    outputs = op.function(*args, **kwargs)
+                else:
+                    generator, state = op.draws
+                    outputs = draw_again(state.copy.get_state(), generator, None, op.function, *args, **kwargs)
                 break
             except Exception as error:
                 while not self.memory.evict_after(error):
@@ -335,15 +339,3 @@ def fill(values: Any, tensors: Any) -> Any:
         key: next(tensors) if isinstance(value, Reference) else fill(value, tensors) if isinstance(value, list) else value
         for key, value in values.items()
     }
-
-
-def _draw_again(op: RecordedOp, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    assert op.draws is not None
-    generator, state = op.draws
-    with LOCK:
-        now = generator.clone_state()
-        try:
-            generator.set_state(state.copy.get_state())
-            return op.function(*args, **kwargs)
-        finally:
-            generator.set_state(now.get_state())

@@ -3,7 +3,6 @@
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,18 +10,17 @@ import torch
 
 from graphs.errors import BudgetError
 from planner.eager.device_costs import DeviceCosts
+from planner.eager.draws import lock_of_draws, random_state_before
 from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
 from planner.eager.modules import CurrentModule
 from planner.eager.operators import Operator
 from planner.eager.recompute import Recomputation, whole
 from planner.eager.saved_tensors import SavedTensor
-from planner.eager.size_rules import is_mask, tensors_in
+from planner.eager.size_rules import tensors_in
 from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, strided_parts
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
-from planner.passes.draws import LOCK
 from planner.runtime.allocator_failure import allocator_failure
-from planner.runtime.random_state import RandomState
 from planner.torch_private.core import TorchDispatchMode, storage_address
 
 # Module globals, because they are read for each tensor of each op.
@@ -143,7 +141,7 @@ class Recorder(TorchDispatchMode):
             memory.peak_bytes = with_op_bytes
         if written:
             self._before_writes(op, written)
-        if operator.random or operator.may_draw:
+        if operator.draws:
             with lock_of_draws(operator):
                 op.draws = random_state_before(args, kwargs)
                 outputs = self._execute(op, known, written, args, kwargs, failed)
@@ -251,7 +249,7 @@ class Recorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):  # an argument of an unusual kind: sparse, or of another backend
             op.recordable = False
             return KnownOp(0)
-        if is_sized_by_data(operator, args):
+        if operator.is_sized_by_data(args):
             return KnownOp(0 if has_run else data_dependent_bytes(operator.name, args, kwargs))
         if operator.resizes_out:
             key += [tensor.untyped_storage().nbytes() for tensor in tensors_in(kwargs)]
@@ -626,37 +624,3 @@ class Recorder(TorchDispatchMode):
             if storage.saved == 1:
                 memory.saved(storage)
             return saved
-
-
-def lock_of_draws(operator: Operator) -> AbstractContextManager[object]:
-    """Return what is held while an op saves its random state and draws; a custom operator may wait for another thread instead."""
-    return LOCK if operator.random else nullcontext()
-
-
-def random_state_before(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Generator, RandomState]:
-    """Return the generator that an op with these arguments draws from, and its present state."""
-    generator = _generator_of(args, kwargs)
-    return generator, RandomState.of(generator)
-
-
-def _generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:
-    """Return the generator that an op with these arguments draws from."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator):
-            return value
-    device = kwargs.get("device")
-    if device is None:
-        device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
-    device = torch.device(device)
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    generator: torch.Generator = module.default_generators[module.current_device() if device.index is None else device.index]
-    return generator
-
-
-def is_sized_by_data(operator: Operator, args: Sequence[Any]) -> bool:
-    """Return whether the sizes of the outputs depend on the contents of the arguments."""
-    if not operator.sized_by_data or operator.name != "aten::index":
-        return operator.sized_by_data
-    return any(index is not None and is_mask(index) for index in args[1])

@@ -330,12 +330,10 @@ def _bytes_of(memory: torch.UntypedStorage) -> torch.Tensor:
 
 def fill(values: Any, tensors: Any) -> Any:
     """Return nested arguments with the next of `tensors` in place of each ``Reference``."""
+    if isinstance(values, Reference):
+        return next(tensors)
     if isinstance(values, list):
-        return [
-            next(tensors) if isinstance(value, Reference) else fill(value, tensors) if isinstance(value, list) else value
-            for value in values
-        ]
-    return {
-        key: next(tensors) if isinstance(value, Reference) else fill(value, tensors) if isinstance(value, list) else value
-        for key, value in values.items()
-    }
+        return [fill(value, tensors) for value in values]
+    if isinstance(values, dict):
+        return {name: fill(value, tensors) for name, value in values.items()}
+    return values

@@ -188,7 +188,7 @@ class LogReader:
         op.settings = self._settings
         outputs = unread.outputs
         written = recorder.find_writes(op) if operator.writes else ()
-        if written and operator.returns_nothing_new and all(storage.pinned for storage in written):
+        if op.writes_only_pinned(written):
             for storage in written:
                 storage.version += 1
         else:

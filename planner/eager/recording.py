@@ -129,8 +129,7 @@ class Recorder(TorchDispatchMode):
         written: Sequence[TrackedStorage] = ()
         if operator.writes:
             written = self.find_writes(op)
-            resizes = operator.rebinds or operator.resizes_out
-            if operator.returns_nothing_new and not resizes and all(storage.pinned for storage in written):
+            if op.writes_only_pinned(written):
                 return self._write_pinned(op, written, failed)
         known = self.describe(op, args)
         out_bytes = known.out_bytes

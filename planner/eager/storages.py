@@ -237,6 +237,12 @@ class RecordedOp:
         self.module = ""
         self.number = 0
 
+    def writes_only_pinned(self, written: Sequence[TrackedStorage]) -> bool:
+        """Return whether it need not be recorded: the storages that it has `written` are pinned and keep their sizes."""
+        operator = self.operator
+        is_plain_write = operator.returns_nothing_new and not operator.rebinds and not operator.resizes_out
+        return is_plain_write and all(storage.pinned for storage in written)
+
     def made(self) -> list[TrackedStorage]:
         """Return the storages that it made and that are still tracked."""
         return [storage for _, weak in self.outputs if (storage := weak()) is not None]

@@ -288,6 +288,15 @@ def test_operators_that_return_or_take_other_objects() -> None:
         library._destroy()
 
 
+def test_results_that_a_logged_op_has_resized_count_when_it_is_recorded() -> None:
+    out, x = torch.empty(0), torch.randn(2**16)
+    with rematerialize("1GB") as session:
+        opened(session, with_dropout, chain(), torch.randn(32, 64))
+        torch.add(x, x, out=out)
+        read(session)
+        assert abs(session._recorder.memory.live_bytes - other_bytes()) < 1000
+
+
 def test_a_step_without_end_closes_the_log() -> None:
     x = torch.ones(2, requires_grad=True)
     with rematerialize("1GB") as session:

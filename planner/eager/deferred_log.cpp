@@ -51,6 +51,7 @@
 #include <optional>
 #include <shared_mutex>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -618,18 +619,6 @@ class Log : public c10::DebugInfoBase {
     return static_cast<int64_t>(ops_.size());
   }
 
-  double seconds(int64_t index) const {
-    return op(index).seconds;
-  }
-
-  int64_t module(int64_t index) const {
-    return op(index).module;
-  }
-
-  int64_t taken_bytes(int64_t index) const {
-    return op(index).taken_bytes;
-  }
-
   // Closes the log, and returns tensors on the resident storages that no op of the log has made.
   std::vector<at::Tensor> close() {
     const std::lock_guard<std::shared_mutex> when_all_are_logged(unlogged_);
@@ -658,10 +647,11 @@ class Log : public c10::DebugInfoBase {
     return found;
   }
 
-  // Returns the outputs of an op; None for those that are not tensors.
-  c10::List<std::optional<at::Tensor>> outputs(int64_t index) {
-    const auto shown = references(op(index).outputs, op(index).end);
-    size_t length = op(index).handle.schema().returns().size();
+  // Returns the module of an op, its outputs, with None for those that are not tensors, and what it has taken: bytes and seconds.
+  std::tuple<int64_t, c10::List<std::optional<at::Tensor>>, int64_t, double> unread(int64_t index) {
+    const auto& logged = op(index);
+    const auto shown = references(logged.outputs, logged.end);
+    size_t length = logged.handle.schema().returns().size();
     for (const auto& reference : shown) {
       length = std::max(length, static_cast<size_t>(reference.element + 1));
     }
@@ -670,10 +660,10 @@ class Log : public c10::DebugInfoBase {
     for (const auto& reference : shown) {
       found.set(static_cast<size_t>(reference.element < 0 ? reference.position : reference.element), tensor(reference));
     }
-    return found;
+    return {logged.module, std::move(found), logged.taken_bytes, logged.seconds};
   }
 
-  // Passes an op of the log to the recorder.
+  // Passes an op of the log to the recorder. Then frees the stand-ins that it was the last to use.
   void show(int64_t index) {
     const auto& shown = op(index);
     const auto first = arguments_.begin() + static_cast<int64_t>(shown.arguments);
@@ -693,11 +683,7 @@ class Log : public c10::DebugInfoBase {
     }
     const at::AutoGradMode as_then(shown.grad_enabled);
     by_recorder(shown.handle, &stack);
-  }
-
-  // Frees the stand-ins that an op was the last to use.
-  void shown(int64_t index) {
-    for (const auto& reference : references(op(index).inputs, op(index).end)) {
+    for (const auto& reference : references(shown.inputs, shown.end)) {
       if (last_uses_[static_cast<size_t>(reference.storage)] == index) {
         stand_ins_[static_cast<size_t>(reference.storage)].reset();
       }
@@ -1309,7 +1295,7 @@ bool deferred_install() {
     static torch::Library operators(torch::Library::DEF, "planner_log", std::nullopt, __FILE__, __LINE__);
     operators.def("raise_error() -> ()", []() { std::rethrow_exception(std::exchange(error_of_op, nullptr)); });
     operators.def("close(int log) -> Tensor[]", [](int64_t log) { return of(log)->close(); });
-    operators.def("outputs(int log, int index) -> Tensor?[]", [](int64_t log, int64_t index) { return of(log)->outputs(index); });
+    operators.def("unread(int log, int index) -> (int, Tensor?[], int, float)", [](int64_t log, int64_t index) { return of(log)->unread(index); });
     operators.def("show(int log, int index) -> ()", [](int64_t log, int64_t index) { of(log)->show(index); });
     static torch::Library all(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
     all.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
@@ -1379,22 +1365,6 @@ bool deferred_fits(int64_t log, int64_t size_bytes) {
 
 int64_t deferred_length(int64_t log) {
   return of(log)->length();
-}
-
-double deferred_seconds(int64_t log, int64_t index) {
-  return of(log)->seconds(index);
-}
-
-int64_t deferred_module(int64_t log, int64_t index) {
-  return of(log)->module(index);
-}
-
-int64_t deferred_taken(int64_t log, int64_t index) {
-  return of(log)->taken_bytes(index);
-}
-
-void deferred_shown(int64_t log, int64_t index) {
-  of(log)->shown(index);
 }
 
 void deferred_forget(int64_t log) {

@@ -195,6 +195,11 @@ class DeferredLog:
         """The number of ops in it."""
         return int(self._library.deferred_length(self._handle))
 
+    @property
+    def first(self) -> int:
+        """The position of its first op: the number of ops that were logged before it, in all steps."""
+        return self.shared.position - self.length
+
     def fits(self, size_bytes: int) -> bool:
         """Return whether `size_bytes` more fit the budget, and count them in the peak."""
         return bool(self._library.deferred_fits(self._handle, size_bytes))
@@ -206,18 +211,13 @@ class DeferredLog:
 
     def read(self, show: Callable[[UnreadOp], None]) -> None:
         """Call `show` and then the recorder for each op of the log; then clear the log."""
-        log, library = self._handle, self._library
+        log, first = self._handle, self.first
         try:
-            first = self.shared.position - self.length
             for i in range(self.length):
-                outputs = torch.ops.planner_log.outputs(log, i)
-                module, taken_bytes = library.deferred_module(log, i), library.deferred_taken(log, i)
-                show(UnreadOp(first + i, module, outputs, taken_bytes, library.deferred_seconds(log, i)))
-                del outputs
+                show(UnreadOp(first + i, *torch.ops.planner_log.unread(log, i)))
                 torch.ops.planner_log.show(log, i)
-                library.deferred_shown(log, i)
         finally:
-            library.deferred_forget(log)
+            self._library.deferred_forget(log)
 
     def hooks(
         self,
@@ -303,10 +303,6 @@ def _library() -> ctypes.CDLL | None:
         "begin_step": (None, [number]),
         "fits": (ctypes.c_bool, [number, number]),
         "length": (number, [number]),
-        "module": (number, [number, number]),
-        "taken": (number, [number, number]),
-        "seconds": (ctypes.c_double, [number, number]),
-        "shown": (None, [number, number]),
         "forget": (None, [number]),
     }
     try:

@@ -203,6 +203,6 @@ class LogReader:
 
     def _forget_draws(self) -> None:
         """Drop the random states of ops that are no longer in the log."""
-        first = self.log.shared.position - self.log.length
+        first = self.log.first
         self._draws = {position: draws for position, draws in self._draws.items() if position >= first}
         self._most_draws = 2 * len(self._draws) + _FEW_DRAWS

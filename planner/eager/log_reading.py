@@ -103,8 +103,8 @@ class LogReader:
             return False
         recorder.forget()
         self._settings = kernel_settings()
-        storages = (storage.watch() for storage in memory.resident.values() if storage.watch is not None)
-        self.log.open((held for held in storages if held is not None), self._other_bytes, memory.peak_bytes)
+        resident = (held for storage in memory.resident.values() if (held := storage.held()) is not None)
+        self.log.open(resident, self._other_bytes, memory.peak_bytes)
         return True
 
     def _run(self, op: RecordedOp, call: Call) -> Any:

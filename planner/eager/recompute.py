@@ -91,7 +91,7 @@ class Recomputation:
                 rebuilt = self._rebuild(storage, version)
             finally:
                 storage.version = version
-            held = None if storage.watch is None else storage.watch()
+            held = storage.held()
             assert held is not None
             held.copy_(rebuilt.untyped_storage())
         del rebuilt
@@ -313,19 +313,14 @@ def resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:
         return storage.base
     for alias in storage.aliases.values():
         return alias
-    memory = None if storage.watch is None else storage.watch()
-    return None if memory is None else _bytes_of(memory)
+    return None if storage.held() is None else whole(storage)
 
 
 def whole(storage: TrackedStorage) -> torch.Tensor:
     """Return a tensor on all bytes of a resident storage, even if all tensors on it cover only a part."""
-    memory = None if storage.watch is None else storage.watch()
-    assert memory is not None
-    return _bytes_of(memory)
-
-
-def _bytes_of(memory: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+    held = storage.held()
+    assert held is not None
+    return torch.empty(0, dtype=torch.uint8, device=held.device).set_(held)
 
 
 def fill(values: Any, tensors: Any) -> Any:

@@ -553,7 +553,7 @@ class Recorder(TorchDispatchMode):
         """Keep the contents of a pinned storage that an op has read, and return True; return False if they are not resident."""
         if version != source.version:
             return source.has_copy(version)
-        held = None if source.watch is None else source.watch()
+        held = source.held()
         if held is None:
             return False
         if held not in op.kept:
@@ -565,7 +565,7 @@ class Recorder(TorchDispatchMode):
         if not storage.pinned:
             self.kept_ops += 1
             storage.pinned = True
-            self.memory.released(storage)
+            self.memory.allow(storage)
             self._read_by = (-1, {})
 
     def _begin_step(self) -> None:
@@ -592,7 +592,7 @@ class Recorder(TorchDispatchMode):
         for storage in memory.resident.values():
             if not storage.pinned and id(storage) not in self.saved_storages and id(storage) not in readers:
                 storage.pinned, storage.chain = True, []
-                memory.released(storage)
+                memory.allow(storage)
         self._read_by = (-1, {})
 
     def close(self) -> None:
@@ -621,5 +621,5 @@ class Recorder(TorchDispatchMode):
             if not storage.pinned and storage.checked != memory.overwrites:
                 self._pin_if_lost(storage)
             if storage.saved == 1:
-                memory.saved(storage)
+                memory.allow(storage)
             return saved

@@ -61,7 +61,7 @@ class SavedTensor:
             recorder.memory.not_evicted(storage)
             # The ledger is not updated: the garbage collector may call this while it runs. Its choices are checked instead.
             storage.base = None
-            if storage.watch is None or storage.watch() is None:
+            if storage.held() is None:
                 recorder.follower.released(storage, only_saved=True)
         if recorder.is_closed and not recorder.saved:
             recorder.forget()

@@ -95,6 +95,10 @@ class TrackedStorage:
         """Return whether there is a copy of the contents of `version`."""
         return self.snapshots is not None and version in self.snapshots
 
+    def held(self) -> torch.UntypedStorage | None:
+        """Return the storage in memory; None if it is not resident."""
+        return None if self.watch is None else self.watch()
+
     def owned(self) -> bool:
         """Return whether the runtime keeps it in memory, and may free it if nothing else holds it."""
         return not self.pinned and (self.base is not None or bool(self.aliases))

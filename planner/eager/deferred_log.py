@@ -55,18 +55,7 @@ class Shared(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """What the log and the recorder tell each other about an op, as ``Call`` in deferred_log.cpp.
-
-    Attributes:
-        noted: the opening of the log that has noted the arguments, and logs the op when it was executed; 0 if none.
-        stays_open: the recorder has executed the op, and the log does not close before it is logged.
-        known_bytes: bytes of the outputs; -1 if they are not known, or if the op is to be measured.
-        room_bytes: bytes that it takes in addition, as measured before; -1 if they are not known.
-        taken_bytes: bytes that it has taken, as measured now; -1 if it was not measured.
-        unserved: the op has succeeded although the allocator had no memory for a workspace.
-        failed: the log has executed the op, which has raised an error.
-        seconds: as measured now; -1 if it was not measured.
-    """
+    """What the log and the recorder tell each other about an op; the fields are those of ``Call`` in deferred_log.cpp."""
 
     noted: int
     stays_open: int

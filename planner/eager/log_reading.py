@@ -175,7 +175,7 @@ class LogReader:
         finally:
             self._unread = None
         for saved, tensor in log.take_saved():
-            saved.held = SavedTensor.of(recorder, tensor, saved.held, saved.version)
+            saved.held = SavedTensor(recorder, tensor, saved.held, saved.version)
         self._forget_draws()
         memory.settle()
 

@@ -616,7 +616,7 @@ class Recorder(TorchDispatchMode):
             if not self.saved:  # autograd saves the inputs of the first op of a step before the op runs
                 self._begin_step()
                 self.follower.begin()
-            saved = SavedTensor.of(self, tensor, make_alias(tensor), tensor._version)
+            saved = SavedTensor(self, tensor, make_alias(tensor), tensor._version)
             storage = saved.storage
             if not storage.pinned and storage.checked != memory.overwrites:
                 self._pin_if_lost(storage)

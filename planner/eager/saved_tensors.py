@@ -1,12 +1,12 @@
 """What autograd holds in place of the tensors that it saves."""
 
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from planner.eager.deferred_log import LoggedTensor
 from planner.eager.recompute import resident_tensor
-from planner.eager.storages import Reference, TrackedStorage, make_alias
+from planner.eager.storages import Reference, make_alias
 from planner.torch_private.core import storage_address
 
 if TYPE_CHECKING:
@@ -23,31 +23,24 @@ class SavedTensor:
 
     __slots__ = ("_leaf", "_number", "_recorder", "storage", "version")
 
-    def __init__(
-        self, recorder: "Recorder", storage: TrackedStorage, number: int, version: int, leaf: torch.Tensor | None
-    ) -> None:
-        self._leaf = leaf
-        self._recorder = recorder
-        self._number = number
-        self.storage = storage
-        self.version = version
-
-    @classmethod
-    def of(cls, recorder: "Recorder", tensor: torch.Tensor, alias: torch.Tensor, version: int) -> Self:
-        """Return the saved tensor of `tensor`, of which `alias` keeps the storage in memory until it is evicted.
+    def __init__(self, recorder: "Recorder", tensor: torch.Tensor, alias: torch.Tensor, version: int) -> None:
+        """Save `tensor`, of which `alias` keeps the storage in memory until it is evicted.
 
         Leaves that have gradients or whose storage is never evicted are held themselves, and so are parameters: as in plain
         eager PyTorch, a backward pass sees what was assigned to their ``.data`` meanwhile.
         """
         storage = recorder.memory.find(storage_address(alias)) or recorder.memory.add(alias)
-        number = recorder.packs
-        recorder.packs = number + 1
-        recorder.saved += 1
-        storage.aliases[number] = alias
+        is_held = type(tensor) is torch.nn.Parameter or (tensor.is_leaf and (tensor.requires_grad or storage.pinned))
+        self._leaf = tensor if is_held else None
+        self._recorder = recorder
+        self._number = recorder.packs
+        self.storage = storage
+        self.version = version
+        storage.aliases[self._number] = alias
         storage.saved += 1
         recorder.saved_storages[id(storage)] = storage
-        is_held = type(tensor) is torch.nn.Parameter or (tensor.is_leaf and (tensor.requires_grad or storage.pinned))
-        return cls(recorder, storage, number, version, tensor if is_held else None)
+        recorder.packs += 1
+        recorder.saved += 1
 
     def __del__(self) -> None:
         storage, recorder = self.storage, self._recorder

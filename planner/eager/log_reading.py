@@ -99,7 +99,7 @@ class LogReader:
         The records of all resident storages are dropped.
         """
         recorder, memory = self._recorder, self._recorder.memory
-        if recorder.saved or not recorder.follower.is_far:
+        if recorder.sources.saved or not recorder.follower.is_far:
             return False
         recorder.forget()
         self._settings = kernel_settings()

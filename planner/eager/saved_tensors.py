@@ -33,30 +33,28 @@ class SavedTensor:
         is_held = type(tensor) is torch.nn.Parameter or (tensor.is_leaf and (tensor.requires_grad or storage.pinned))
         self._leaf = tensor if is_held else None
         self._recorder = recorder
-        self._number = recorder.packs
+        self._number = recorder.sources.packs
         self.storage = storage
         self.version = version
         storage.aliases[self._number] = alias
         storage.saved += 1
-        recorder.saved_storages[id(storage)] = storage
-        recorder.packs += 1
-        recorder.saved += 1
+        recorder.sources.saved[id(storage)] = storage
+        recorder.sources.packs += 1
 
     def __del__(self) -> None:
         storage, recorder = self.storage, self._recorder
-        recorder.saved -= 1
         storage.saved -= 1
         storage.aliases.pop(self._number, None)
         if storage.evicted_aliases is not None:
             storage.evicted_aliases.pop(self._number, None)
         if not storage.saved:
-            recorder.saved_storages.pop(id(storage), None)
+            recorder.sources.saved.pop(id(storage), None)
             recorder.memory.not_evicted(storage)
             # The ledger is not updated: the garbage collector may call this while it runs. Its choices are checked instead.
             storage.base = None
             if storage.held() is None:
                 recorder.follower.released(storage, only_saved=True)
-        if recorder.is_closed and not recorder.saved:
+        if recorder.is_closed and not recorder.sources.saved:
             recorder.forget()
 
     def unpack(self) -> torch.Tensor:

@@ -399,19 +399,15 @@ class Recorder(TorchDispatchMode):
 
     def _note_writes(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], *, makes_outputs: bool) -> None:
         """Begin the next version of each storage that an op has written: add the op to its chain, or pin it."""
-        operator, storage = op.operator, written[0]
-        if operator.statistics is None and len(written) == 1 and not operator.rebinds:
-            if not storage.pinned and op.recordable and len(storage.chain) < _LONGEST_CHAIN:
-                storage.chain.append(self._in_place_op(op, known, storage))
-                storage.version += 1
-                return
-            if storage.pinned and not makes_outputs:
-                storage.version += 1
-                return
+        storage, is_repeatable = written[0], op.recordable and op.operator.statistics is None and len(written) == 1
+        if is_repeatable and not storage.pinned and len(storage.chain) < _LONGEST_CHAIN:
+            storage.chain.append(self._in_place_op(op, known, storage))
+            storage.version += 1
+            return
         for storage in written:
             storage.version += 1
             self.sources.pin(storage)
-        if operator.statistics is None and makes_outputs:
+        if op.operator.statistics is None and makes_outputs:
             op.recordable = False
 
     def _in_place_op(self, op: RecordedOp, known: KnownOp, storage: TrackedStorage) -> RecordedOp:

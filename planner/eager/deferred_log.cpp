@@ -31,6 +31,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/PyInterpreter.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <c10/util/accumulate.h>
@@ -417,14 +418,8 @@ class Log : public c10::DebugInfoBase {
 
   // Lets the recorder execute an op.
   void by_recorder(const c10::OperatorHandle& handle, Stack* stack) {
-    struct Pushed {
-      explicit Pushed(const std::shared_ptr<c10::impl::PyObject_TorchDispatchMode>& mode) {
-        c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(mode);
-      }
-      ~Pushed() {
-        c10::impl::TorchDispatchModeTLS::pop_stack();
-      }
-    } pushed(recorder_);
+    c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(recorder_);
+    const auto at_the_end = c10::make_scope_exit([] { c10::impl::TorchDispatchModeTLS::pop_stack(); });
     recorder_->pyinterpreter()->dispatch(handle, stack);
   }
 
@@ -441,7 +436,8 @@ class Log : public c10::DebugInfoBase {
     draft.arguments.append(stack->begin() + static_cast<int64_t>(begin), stack->end());
     std::optional<Key> new_key;
     std::shared_ptr<Known> known;
-    const Unlogged unlogged(*this);
+    ++drafts_;
+    const auto at_the_end = c10::make_scope_exit([this] { --drafts_; });
     bool fits = prepare(draft, handle, facts, new_key, known);
     const auto start = std::chrono::steady_clock::now();
     if (fits && facts.way == kHere && call.known_bytes >= 0) {
@@ -713,17 +709,6 @@ class Log : public c10::DebugInfoBase {
   }
 
  private:
-  // An op that is executed; while there are others, storages keep their numbers.
-  struct Unlogged {
-    explicit Unlogged(Log& log) : log(log) {
-      ++log.drafts_;
-    }
-    ~Unlogged() {
-      --log.drafts_;
-    }
-    Log& log;
-  };
-
   // Drops the ops of ended steps, so that their storages can no longer be recomputed, unless they are few, because it takes time,
   // or another thread executes an op. `own`: the number of ops that this thread executes.
   void forget_last_step(int64_t own) {
@@ -1095,7 +1080,7 @@ class Log : public c10::DebugInfoBase {
   const int64_t budget_bytes_;
   const c10::Device device_;
   const int64_t measurements_;
-  std::atomic<int64_t> drafts_{0};
+  std::atomic<int64_t> drafts_{0}; // ops that are executed; while there are others, storages keep their numbers
   std::shared_mutex unlogged_; // held by ops until they are logged, alone while the log is closed
   void (*const describe_)(const char*, const char*, int64_t*);
   std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> recorder_;

@@ -30,25 +30,19 @@ class Ledger(Storages):
     does not go back.
     """
 
-    def __init__(
-        self, heuristic: str | Heuristic = "dtr", *, sampled: bool = False, ignored_share: float = 0.0, seed: int = 0
-    ) -> None:
+    def __init__(self, heuristic: str | Heuristic = "dtr", *, seed: int = 0) -> None:
         """Begin an empty ledger.
 
         Args:
             heuristic: the name of a heuristic (see ``heuristic_of``), or a new one.
-            sampled: choose among a random sample of as many candidates as the square root of their number, as DTR's prototype
-                does; otherwise among all.
-            ignored_share: candidates below this share of the candidates' mean size are chosen only if there are no others; DTR's
-                prototype sets 0.01.
-            seed: of the sample, and of the heuristic ``dtr-random``.
+            seed: of the heuristic ``dtr-random``.
         """
         super().__init__()
         self._pins: list[int] = []
         self._unused: list[int] = []  # ids of dropped storages
         self._numbers = self._op_numbers = 0
         self.heuristic = heuristic_of(heuristic, seed) if isinstance(heuristic, str) else heuristic
-        self.candidates = Candidates(self, self.heuristic, sampled=sampled, ignored_share=ignored_share, seed=seed)
+        self.candidates = Candidates(self, self.heuristic)
         self.heuristic.begin(self)
         self._grow(1024)
 

@@ -141,30 +141,6 @@ def test_bookkeeping_per_op_is_sublinear(name: str, ops: int) -> None:
     assert work[1] < 3 * work[0]
 
 
-def test_a_sample_looks_at_the_square_root_of_the_candidates() -> None:
-    ledger = Ledger("dtr-local", sampled=True, seed=1)
-    run_chain(ledger, 10_000, 9_000)
-    assert ledger.work / 1_000 == pytest.approx(math.isqrt(9_000), rel=0.1)
-
-
-def test_a_sample_is_by_its_seed_and_near_the_best() -> None:
-    def evicted(seed: int) -> list[int]:
-        ledger = Ledger("lru", sampled=True, seed=seed)
-        storages = [ledger.add_storage(1) for _ in range(400)]
-        for i, storage in enumerate(storages):
-            ledger.touch([storage], float(i))
-        found = []
-        for _ in range(20):
-            victim = ledger.victim(400.0)
-            assert victim is not None
-            ledger.evicted(victim)
-            found.append(victim)
-        return found
-
-    assert evicted(1) == evicted(1) != evicted(2)
-    assert sum(evicted(1)) / 20 < 60  # the least recent of 20 of 400
-
-
 def in_use_as_well(ledger: Ledger, seed: int, tried: bool) -> list[int]:
     """The storages that a random program evicts, of which some are in use; these are tried first, or it is known ahead."""
     draw = random.Random(seed)
@@ -342,19 +318,6 @@ def test_a_write_in_place_adds_its_cost_and_what_it_read() -> None:
     assert ledger.own_s[x] == 3.0
     assert list(ledger.parents[x]) == [y]
     assert ledger.victim(1.0) == y
-
-
-def test_small_candidates_are_ignored_as_long_as_there_are_others() -> None:
-    for sampled in (False, True):
-        ledger = Ledger("lru", ignored_share=0.01, sampled=sampled)
-        small, large, larger = ledger.add_storage(1), ledger.add_storage(1000), ledger.add_storage(1000)
-        for i, storage in enumerate((small, large, larger)):
-            ledger.touch([storage], i + 1.0)
-        if not sampled:
-            assert ledger.victim(9.0) == large
-        ledger.evicted(large)
-        ledger.evicted(larger)
-        assert ledger.victim(9.0) == small
 
 
 def test_an_unknown_heuristic_is_refused() -> None:

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import arena_model
-from benchmarks.arena_model import EAGER, IN_ARENA, PLANNED, ArenaModelRow, compared
-from benchmarks.arena_models import failures, table
+from benchmarks import arena_models
+from benchmarks.arena_models import EAGER, IN_ARENA, PLANNED, ArenaModelRow, compared, failures, table
 from benchmarks.models.parts import Residual
 from benchmarks.try_model import FAILED, RAN, REFUSED
 from graphs.errors import PlannerError
@@ -46,7 +45,7 @@ def test_a_refused_plan_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **how: object) -> None:
         raise PlannerError(f"not with arena={how['arena']}")
 
-    monkeypatch.setattr(arena_model.planner, "compile", refuse)
+    monkeypatch.setattr(arena_models.planner, "compile", refuse)
     found = {row.way: (row.status, row.message) for row in compared(blocks, BLANK, repeats=1)}
     assert found[PLANNED] == (REFUSED, "not with arena=False")
     assert found[IN_ARENA] == (REFUSED, "not with arena=True")

@@ -17,8 +17,7 @@ import planner
 from benchmarks.command import one_thread
 from benchmarks.runner import SEED, Runner, take_turns, whole_step
 from benchmarks.solves import least_bytes
-from benchmarks.try_model import FAILED, RAN, failed, sources
-from benchmarks.try_models import in_a_process, trying
+from benchmarks.try_models import FAILED, RAN, failed, in_a_process, sources, trying
 from graphs.units import format_bytes
 from planner import tracing
 from planner.models import Workload

@@ -29,4 +29,3 @@ def test_the_committed_rows_have_the_bits_and_no_page_faults() -> None:
     rows = list(KeptRows(FOLDER / "rows.csv", ArenaRow))
     assert {row.model for row in rows} == set(arena.MODELS)
     assert all(row.identical and row.arena_faults == 0 for row in rows)
-    assert (FOLDER / "table.md").read_text() == markdown(rows, TABLE)

@@ -14,10 +14,9 @@ from statistics import median
 import torch
 
 import planner
-from benchmarks.command import one_thread
 from benchmarks.runner import SEED, Runner, take_turns, whole_step
 from benchmarks.solves import least_bytes
-from benchmarks.try_models import FAILED, RAN, failed, in_a_process, sources, trying
+from benchmarks.try_models import FAILED, RAN, failed, in_a_process, trying
 from graphs.units import format_bytes
 from planner import tracing
 from planner.models import Workload
@@ -65,18 +64,9 @@ class ArenaModelRow(Made):
 
 def try_one(case: tuple[str, str], known: Sequence[ArenaModelRow], *, repeats: int) -> Iterator[ArenaModelRow]:
     """Yield the rows of one model."""
-    about = provenance()
-    yield from (replace(row, **about) for row in in_a_process(arena_rows, ArenaModelRow, case, repeats, _LIMIT_S))
-
-
-def arena_rows(source: str, model: str, repeats: int) -> Iterator[ArenaModelRow]:
-    """Yield the rows of one model, including its failure."""
-    one_thread()
-    row = ArenaModelRow(source=source, model=model, way=EAGER, status=RAN)
-    try:
-        yield from compared(sources()[source][model], row, repeats=repeats)
-    except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-        yield failed(row, error)
+    source, model = case
+    blank = ArenaModelRow(source=source, model=model, way=EAGER, status=RAN, **provenance())
+    return in_a_process(compared, blank, repeats, _LIMIT_S)
 
 
 def compared(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: int) -> Iterator[ArenaModelRow]:

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
-from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -22,11 +20,12 @@ import planner
 from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.runner import SEED, Runner, take_turns, whole_step
 from benchmarks.solves import least_bytes
-from graphs.errors import PlannerError
+from graphs.errors import PlannerError, first_line, typed_line
 from graphs.units import format_bytes
 from planner import options, tracing
 from planner.models import Workload
 from planner.plans.summary import summarize
+from planner.runtime.machine import ROOT
 from planner.runtime.measure import ratio_in_turns
 from planner.studies import baselines
 from planner.studies.blocks import block_levels
@@ -202,15 +201,18 @@ class Trial:
         return self._make()
 
 
+def tried(make: Callable[[], Workload], row: TriedRow, *, repeats: int) -> Iterator[TriedRow]:
+    """Yield the rows of a ``Trial``."""
+    return Trial(make, row, repeats=repeats).run()
+
+
 def failed(row: R, error: Exception) -> R:
     """Return `row` with the status and the message of an error."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    line = line.replace(f"{Path(__file__).parent.parent}{os.sep}", "")  # the same wherever the repository lies
     if isinstance(error, PlannerError):
-        return replace(row, status=REFUSED, message=line)
-    return replace(
-        row, status=MISSING if isinstance(error, ModuleNotFoundError) else FAILED, message=f"{type(error).__name__}: {line}"
-    )
+        status, line = REFUSED, first_line(error)
+    else:
+        status, line = MISSING if isinstance(error, ModuleNotFoundError) else FAILED, typed_line(error)
+    return replace(row, status=status, message=line.replace(f"{ROOT}{os.sep}", ""))  # the same wherever the repository lies
 
 
 def sources() -> dict[str, Mapping[str, Callable[[], Workload]]]:
@@ -228,46 +230,36 @@ def sources() -> dict[str, Mapping[str, Callable[[], Workload]]]:
     }
 
 
-def try_model(source: str, model: str, repeats: int) -> Iterator[TriedRow]:
-    """Yield the rows of one model, including its failure."""
+def rows_of_model(trial: Callable[..., Iterable[R]], blank: Any, repeats: int) -> Iterator[R]:
+    """Yield the rows of a `trial` of one model, including its failure, with the columns of `blank`."""
     one_thread()
-    row = TriedRow(source=source, model=model, way=EAGER, status=RAN)
     try:
-        yield from Trial(sources()[source][model], row, repeats=repeats).run()
+        yield from trial(sources()[blank.source][blank.model], blank, repeats=repeats)
     except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-        yield failed(row, error)
+        yield failed(blank, error)
 
 
-def in_a_process(
-    rows_of: Callable[[str, str, int], Iterator[R]], kind: Callable[..., R], case: tuple[str, str], repeats: int, limit_s: float
-) -> Iterator[R]:
-    """Yield the rows of one model, by a process of its own, which may fail as a row does.
+def in_a_process(trial: Callable[..., Iterable[R]], blank: R, repeats: int, limit_s: float) -> Iterator[R]:
+    """Yield the rows of a trial of one model, by a process of its own, which may fail as a row does.
 
     Args:
-        rows_of: yields rows with a `way`, some perhaps twice; of source, model and `repeats`.
-        kind: the class of the rows.
+        trial: yields rows with a `way`, some perhaps twice; of a function that makes the model, `blank`, and `repeats`.
+        blank: the columns that all rows share, with the names of the source and the model.
     """
-    source, model = case
-    rows: dict[str, R] = {}
+    rows: dict[str, Any] = {}
     try:
-        for row in stream(rows_of, source, model, repeats, variables=ALONE, limit_s=limit_s):
+        for row in stream(rows_of_model, trial, blank, repeats, variables=ALONE, limit_s=limit_s):
             rows[row.way] = row
     except ProcessError as error:
-        rows["process"] = kind(source=source, model=model, way="process", status=FAILED, message=str(error))
+        rows["process"] = replace(blank, way="process", status=FAILED, message=str(error))
     yield from rows.values()
 
 
 def try_one(case: tuple[str, str], known: Sequence[TriedRow], *, repeats: int) -> Iterator[TriedRow]:
     """Yield the rows of one model."""
-    about = {**provenance(), **{package: _version(package) for package in PACKAGES}}
-    yield from (replace(row, **about) for row in in_a_process(try_model, TriedRow, case, repeats, _LIMIT_S))
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    source, model = case
+    blank = TriedRow(source=source, model=model, way=EAGER, status=RAN, **provenance(packages=PACKAGES))
+    return in_a_process(tried, blank, repeats, _LIMIT_S)
 
 
 def plans(rows: Iterable[TriedRow]) -> list[TriedRow]:

@@ -47,7 +47,7 @@ def stream(
     Workers of a cluster may start such a process, unlike a pool.
 
     Args:
-        function: imported there by its name; that of a module which ``python -m`` runs here is found too.
+        function: imported there by its name, also if it is of the module that ``python -m`` runs.
         arguments: its arguments, picklable like its results.
         variables: environment variables that differ from this process's.
         limit_s: time limit.
@@ -70,7 +70,8 @@ def stream(
             timer.start()
         try:
             with suppress(BrokenPipeError), process.stdin:  # a process that has ended is reported by its exit code
-                process.stdin.write(pickle.dumps(_main_module(function)) + pickle.dumps((function, arguments)))
+                call = pickle.dumps((function, arguments))
+                process.stdin.write(pickle.dumps(_main_module(call)) + call)
             yield from _received(process.stdout)
             code = process.wait()
         finally:
@@ -86,10 +87,10 @@ def stream(
             raise ProcessError(f"exit code {code}: {lines[-1] if lines else 'it said nothing'}")
 
 
-def _main_module(function: Callable[..., object]) -> str | None:
-    """Return the name under which ``python -m`` runs the module of `function`; None if that is not the main module."""
+def _main_module(call: bytes) -> str | None:
+    """Return the name of the module that ``python -m`` runs, if the pickled `call` has objects of it; otherwise None."""
     main = sys.modules["__main__"]
-    if function.__module__ != "__main__" or main.__spec__ is None:
+    if b"__main__" not in call or main.__spec__ is None:
         return None
     sys.modules.setdefault(main.__spec__.name, main)  # the process sends objects of its classes under this name
     return main.__spec__.name

@@ -30,8 +30,8 @@ from benchmarks.try_models import (
     Trial,
     TriedRow,
     failures,
+    rows_of_model,
     table,
-    try_model,
     try_one,
     trying,
 )
@@ -106,7 +106,8 @@ def test_what_cannot_be_made_is_a_row(error: Exception, status: str, monkeypatch
 
     monkeypatch.setattr(try_models, "sources", lambda: {"tests": {"broken": make}})
     monkeypatch.setattr(try_models, "one_thread", lambda: None)
-    (row,) = try_model("tests", "broken", 1)
+    blank = TriedRow(source="tests", model="broken", way=EAGER, status=RAN)
+    (row,) = rows_of_model(try_models.tried, blank, 1)
     assert (row.status, row.message) == (status, f"{type(error).__name__}: {error}")
 
 

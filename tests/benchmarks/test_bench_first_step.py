@@ -150,7 +150,6 @@ def test_only_missing_rows_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(first_step, "train_in_process", train_in_process)
     monkeypatch.setattr(first_step, "environment", dict)
-    monkeypatch.setattr(first_step, "one_thread", lambda: None)
     words = ["--models", "vit,gpt2", "--out", str(tmp_path)]
     assert main(words) == 0
     assert made == [(model, way) for model in ("vit", "gpt2") for way in WAYS]
@@ -175,7 +174,6 @@ def test_a_model_that_eager_cannot_train_is_a_failure_and_tried_again(tmp_path: 
 
     monkeypatch.setattr(first_step, "train_in_process", train_in_process)
     monkeypatch.setattr(first_step, "environment", dict)
-    monkeypatch.setattr(first_step, "one_thread", lambda: None)
     for _ in range(2):
         assert main(["--models", "hf-t5", "--out", str(tmp_path)]) == 1
     assert made == [UNCAPPED, UNCAPPED]

@@ -2,12 +2,10 @@
 
 import shutil
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 
 RESULTS = Path(__file__).parents[2] / "results"
 NAMES = (
@@ -26,13 +24,6 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "training": ("training", "--device", "cpu"),
 }
 WITH_FAILURES = ("gpu/plans", "gpu/ways")  # budgets that cannot be met, and graphs that took more than theirs
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="some benchmarks measure memory as on Linux")

@@ -105,7 +105,6 @@ def test_what_cannot_be_made_is_a_row(error: Exception, status: str, monkeypatch
         raise error
 
     monkeypatch.setattr(try_models, "sources", lambda: {"tests": {"broken": make}})
-    monkeypatch.setattr(try_models, "one_thread", lambda: None)
     blank = TriedRow(source="tests", model="broken", way=EAGER, status=RAN)
     (row,) = rows_of_model(try_models.tried, blank, 1)
     assert (row.status, row.message) == (status, f"{type(error).__name__}: {error}")
@@ -176,7 +175,6 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
         about = {"source": source, "model": model, "way": EAGER, "status": next(statuses)}
         return [TriedRow(**about, storages_bytes=90, peak_bytes=100, different=0)]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(try_models, "one_thread", lambda: None)
     main = trying(replace(STUDY, run=try_one), None, out=str(tmp_path), say=str)
     names = ["by hand/mlp", "timm/vit"]
     words = ["--models", ",".join(names)]

@@ -97,9 +97,7 @@ def op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
 
     Args:
         target: an aten overload; others, such as ``operator.getitem``, are views or bound by bandwidth.
-        args, kwargs: arguments of the call, with real, fake or meta tensors.
-        out: the result of the call, likewise.
-        device: the device to model.
+        args, kwargs, out: arguments and result of the call, with real, fake or meta tensors.
     """
     if is_view(target):
         return 0.0

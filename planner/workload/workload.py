@@ -81,7 +81,6 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
     """Call the function that `spec` names. Imports torch, and for a file all that the file imports.
 
     Args:
-        spec: the function and its options.
         device: the device of model and batch, ``cpu`` or ``cuda``.
         seed: seed of torch's generators, so that weights and batch are the same every time.
         fake: build fake tensors, on the CPU: shapes without memory.

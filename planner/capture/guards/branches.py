@@ -70,9 +70,6 @@ class BranchDecision:
 class DataBranches:
     """The branches of one capture, taken as on the given batch.
 
-    Args:
-        batch: the batch of the capture.
-
     Attributes:
         refusal: the message for a branch that could not be taken; None if there was none.
     """
@@ -165,7 +162,6 @@ class DataBranches:
 
         Args:
             graph: the joint graph of AOTAutograd; ops that only ask for values are removed from it.
-            step, batch: as captured.
 
         Raises:
             TraceError: a condition depends on more than the batch and buffers.

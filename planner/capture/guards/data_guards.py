@@ -78,11 +78,7 @@ class DataGuards:
     program: Program
 
     def check(self, step: nn.Module, batch_leaves: Sequence[object]) -> None:
-        """Raise an error unless the plan is valid for this batch. On CUDA this waits for the device.
-
-        Args:
-            step: the step whose buffers are read.
-            batch_leaves: the leaves of the batch.
+        """Raise an error unless the plan is valid for this batch and the buffers of `step`. On CUDA this waits for the device.
 
         Raises:
             MismatchError: the batch takes another branch, or gives other sizes; nothing has run then.

@@ -61,9 +61,6 @@ def lower(
     """Lower a joint graph whose outputs are explicit (``fix_outputs``).
 
     Args:
-        statics: the static tensors.
-        signature: signature of the step.
-        generator: generator of the random ops.
         forward_outputs: number of outputs of the forward pass, for one of several graphs of a model. Its program returns what
             AOTAutograd expects: all these, the first in place of a loss; and a value, or None, for each other output.
 

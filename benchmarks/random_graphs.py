@@ -105,7 +105,7 @@ STUDY = Study(Row, solved, order=lambda row: (KINDS.index(row.kind), row.seed))
 
 
 def is_wrong(now: Row, before: Row | None = None) -> bool:
-    """Return whether a schedule, of either row, is faster than the bound of `now`."""
+    """Return True if a schedule, of either row, is faster than the bound of `now`."""
     times = [row.time_s for row in (now, before) if row is not None and row.time_s is not None]
     return now.bound_s is not None and any(time_s < now.bound_s * (1 - _ARITHMETIC) for time_s in times)
 

@@ -44,7 +44,7 @@ def row(plan: planner.Plan, report: planner.RunReport) -> tuple[str, ...]:
 
 
 def is_kept(report: planner.RunReport) -> bool:
-    """Return whether the run stayed within its budget and, if results were compared, matched them bit by bit."""
+    """Return True if the run stayed within its budget and, if results were compared, matched them bit by bit."""
     return report.needed_bytes <= report.budget_bytes and report.is_exact is not False
 
 

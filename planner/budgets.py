@@ -73,12 +73,12 @@ def allowed_overhead(budget: str | int) -> float | None:
 
 
 def is_auto(budget: str | int | None) -> bool:
-    """Return whether the budget is the free memory of the device."""
+    """Return True if the budget is the free memory of the device."""
     return isinstance(budget, str) and budget.strip().lower() == AUTO
 
 
 def is_share(budget: str | int) -> bool:
-    """Return whether the budget is a share of the peak of eager PyTorch."""
+    """Return True if the budget is a share of the peak of eager PyTorch."""
     return isinstance(budget, str) and budget.strip().endswith("%")
 
 

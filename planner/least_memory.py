@@ -92,11 +92,11 @@ class StopWhenDecided:
             self.on_progress(progress)
 
     def refuted(self, bound_s: float | None) -> bool:
-        """Return whether the bound excludes every schedule that is fast enough."""
+        """Return True if the bound excludes every schedule that is fast enough."""
         return bound_s is not None and bound_s > self.limit_s
 
     def reached(self) -> bool:
-        """Return whether to end the solve."""
+        """Return True if to end the solve."""
         return self.decided or (self.should_stop is not None and self.should_stop())
 
 

@@ -106,7 +106,7 @@ def _planned(step: "_TrainingStepModule", plans: BatchPlans, trainer: "pl.Traine
 
 
 def _zeroes_gradients_as_usual(trainer: "pl.Trainer", module: "pl.LightningModule") -> bool:
-    """Return whether no hook looks at the gradients when Lightning frees them, or frees them differently."""
+    """Return True if no hook looks at the gradients when Lightning frees them, or frees them differently."""
     usual = type(module).optimizer_zero_grad is pl.LightningModule.optimizer_zero_grad
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     hooked = [type(module).on_before_zero_grad, *(type(callback).on_before_zero_grad for callback in callbacks)]

@@ -47,12 +47,12 @@ _PRODUCT = re.compile(r"(mm|mv|dot|matmul|linear|linalg\w*|rnn\w*|cdist\w*|[bm]m
 
 
 def on_cuda(graph: Graph) -> bool:
-    """Return whether the step runs on a device whose memory PyTorch's caching allocator hands out: traced there, or modelled."""
+    """Return True if the step runs on a device whose memory PyTorch's caching allocator hands out: traced there, or modelled."""
     return not str(graph.provenance.get("device", "cpu")).startswith("cpu")
 
 
 def uses_libraries(graph: Graph) -> bool:
-    """Return whether the step multiplies matrices on such a device, for which libraries keep workspaces."""
+    """Return True if the step multiplies matrices on such a device, for which libraries keep workspaces."""
     return on_cuda(graph) and any(_PRODUCT.search(op.target) for op in graph.ops)
 
 

@@ -61,7 +61,7 @@ class Rules:
         return _SMALL_SEGMENT_BYTES if small else self.large_segment_bytes
 
     def is_oversize(self, size_bytes: int) -> bool:
-        """Return whether a block or request of `size_bytes` is not split."""
+        """Return True if a block or request of `size_bytes` is not split."""
         return self.max_split_bytes is not None and size_bytes >= self.max_split_bytes
 
 

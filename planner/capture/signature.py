@@ -181,7 +181,7 @@ class Signature:
 
 
 def _is_same(value: object, other: object) -> bool:
-    """Return whether both values are equal and of one type; NaN equals NaN."""
+    """Return True if both values are equal and of one type; NaN equals NaN."""
     return type(value) is type(other) and bool(value == other or (value != value and other != other))
 
 

@@ -35,7 +35,7 @@ class StopOnInterrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def __call__(self) -> bool:
-        """Return whether to stop. The first time, also print a note: a signal handler must not write."""
+        """Return True if to stop. The first time, also print a note: a signal handler must not write."""
         self._asked = True
         if self._requested and not self._said:
             self._said = True

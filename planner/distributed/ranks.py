@@ -31,7 +31,7 @@ class SingleProcess:
         return make()
 
     def same(self, value: object) -> bool:
-        """Return whether all processes call this with equal values, compared by their ``repr``."""
+        """Return True if all processes call this with equal values, compared by their ``repr``."""
         return True
 
     def gather(self, value: T) -> list[T]:
@@ -74,7 +74,7 @@ class Ranks(SingleProcess):
         return self._agreed(made, error)
 
     def same(self, value: object) -> bool:
-        """Return whether all processes call this with equal values, compared by their ``repr``.
+        """Return True if all processes call this with equal values, compared by their ``repr``.
 
         Called before every step, so it is one collective on two numbers: the greatest digest must be the least one too.
         """

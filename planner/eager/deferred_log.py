@@ -133,7 +133,7 @@ class DeferredLog:
 
     @staticmethod
     def available() -> bool:
-        """Return whether the log can be used: it needs a C++ compiler the first time."""
+        """Return True if the log can be used: it needs a C++ compiler the first time."""
         return _library() is not None
 
     @contextmanager
@@ -190,7 +190,7 @@ class DeferredLog:
         return self.shared.position - self.length
 
     def fits(self, size_bytes: int) -> bool:
-        """Return whether `size_bytes` more fit the budget, and count them in the peak."""
+        """Return True if `size_bytes` more fit the budget, and count them in the peak."""
         return bool(self._library.deferred_fits(self._handle, size_bytes))
 
     def close(self) -> list[torch.Tensor]:

@@ -142,7 +142,7 @@ class LogReader:
         return outputs
 
     def _fits(self, op: RecordedOp, call: Call) -> bool:
-        """Return whether an op of a new signature, or with sizes that depend on data, fits the budget."""
+        """Return True if an op of a new signature, or with sizes that depend on data, fits the budget."""
         log, sizes = self.log, self._recorder.sizes
         function, args, kwargs = op.operator.function, op.args, op.kwargs
         if op.operator.is_sized_by_data(args):

@@ -129,7 +129,7 @@ class Operator:
         )
 
     def is_sized_by_data(self, args: Sequence[Any]) -> bool:
-        """Return whether the sizes of the outputs depend on the contents of these arguments: indices have sizes, masks do not."""
+        """Return True if the sizes of the outputs depend on the contents of these arguments: indices have sizes, masks do not."""
         if not self.sized_by_data or self.name != "aten::index":
             return self.sized_by_data
         return any(index is not None and is_mask(index) for index in args[1])
@@ -148,7 +148,7 @@ class Operator:
 
 
 def _has_tensors(schema: Any) -> bool:
-    """Return whether an operator of this schema reads or returns tensors whose memory may matter."""
+    """Return True if an operator of this schema reads or returns tensors whose memory may matter."""
     return any("Tensor" in str(value.type) for value in (*schema.returns, *schema.arguments))
 
 

@@ -136,7 +136,7 @@ def indexed_bytes(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) 
 
 
 def is_mask(index: torch.Tensor) -> bool:
-    """Return whether a tensor of indices chooses the elements that are true."""
+    """Return True if a tensor of indices chooses the elements that are true."""
     return index.dtype in (torch.bool, torch.uint8)
 
 

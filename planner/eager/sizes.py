@@ -213,7 +213,7 @@ def lstm_workspace_bytes(steps: int, batch: int, inputs: int, hidden: int) -> in
 
 
 def takes_free_memory(function: object) -> bool:
-    """Return whether the algorithm of an op on CUDA depends on the workspace that it gets, as for cuDNN's convolutions."""
+    """Return True if the algorithm of an op on CUDA depends on the workspace that it gets, as for cuDNN's convolutions."""
     return "convolution" in str(function)
 
 

@@ -122,12 +122,12 @@ class _Seen:
     failure: str = ""
 
     def began_as(self, log: StepLog) -> bool:
-        """Return whether its first ops are those of an unfinished step."""
+        """Return True if its first ops are those of an unfinished step."""
         count = len(log.ops)
         return count <= len(self.log.ops) and self.log.chains[count - 1] == log.chains[-1]
 
     def began_alike(self, log: StepLog) -> bool:
-        """Return whether its first ops are those of an unfinished step, with any shapes."""
+        """Return True if its first ops are those of an unfinished step, with any shapes."""
         count = len(log.ops)
         return count <= len(self.log.ops) and self.log.structures[count - 1] == log.structures[-1]
 

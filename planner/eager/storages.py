@@ -88,11 +88,11 @@ class TrackedStorage:
         self.step = self.number = 0
 
     def recomputable(self, version: int) -> bool:
-        """Return whether the contents of `version` can be recomputed by the chain."""
+        """Return True if the contents of `version` can be recomputed by the chain."""
         return version < len(self.chain)
 
     def has_copy(self, version: int) -> bool:
-        """Return whether there is a copy of the contents of `version`."""
+        """Return True if there is a copy of the contents of `version`."""
         return self.snapshots is not None and version in self.snapshots
 
     def held(self) -> torch.UntypedStorage | None:
@@ -100,7 +100,7 @@ class TrackedStorage:
         return None if self.watch is None else self.watch()
 
     def owned(self) -> bool:
-        """Return whether the runtime keeps it in memory, and may free it if nothing else holds it."""
+        """Return True if the runtime keeps it in memory, and may free it if nothing else holds it."""
         return not self.pinned and (self.base is not None or bool(self.aliases))
 
 
@@ -242,7 +242,7 @@ class RecordedOp:
         self.number = 0
 
     def writes_only_pinned(self, written: Sequence[TrackedStorage]) -> bool:
-        """Return whether it need not be recorded: the storages that it has `written` are pinned and keep their sizes."""
+        """Return True if it need not be recorded: the storages that it has `written` are pinned and keep their sizes."""
         operator = self.operator
         is_plain_write = operator.returns_nothing_new and not operator.rebinds and not operator.resizes_out
         return is_plain_write and all(storage.pinned for storage in written)

@@ -14,7 +14,7 @@ def slower_than(other: str, overhead: float) -> str:
 
 
 def within_own_error(error: float | None, own_error: float | None) -> bool:
-    """Return whether gradients differ by about as much as between two runs of eager PyTorch.
+    """Return True if gradients differ by about as much as between two runs of eager PyTorch.
 
     Args:
         error: Euclidean distance of all gradients from eager PyTorch's, relative to the norm of these.

@@ -128,7 +128,7 @@ def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def is_view(target: Any) -> bool:
-    """Return whether `target` only returns a view of its input: no kernel, no memory."""
+    """Return True if `target` only returns a view of its input: no kernel, no memory."""
     if target is operator.getitem or _name(target) in _HIDDEN_VIEWS:
         return True
     schema = getattr(target, "_schema", None)

@@ -13,7 +13,7 @@ from planner.passes.program import Call, Comparable, Ref
 
 
 def needs_comparison(capture: Capture) -> bool:
-    """Return whether an optional op of `capture` may be bitwise equal to the program."""
+    """Return True if an optional op of `capture` may be bitwise equal to the program."""
     return any(_comparable(capture, op) is not None for op in capture.graph.ops)
 
 

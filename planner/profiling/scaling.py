@@ -122,7 +122,7 @@ class GraphFit:
 
 
 def has_same_ops(one: Graph, other: Graph) -> bool:
-    """Return whether two graphs differ only in sizes, times, names and overwriting."""
+    """Return True if two graphs differ only in sizes, times, names and overwriting."""
     return _structure(one) == _structure(other)
 
 

@@ -22,14 +22,14 @@ UNREPEATABLE = "unrepeatable_ops"
 
 
 def is_custom(capture: Capture, op: Op) -> bool:
-    """Return whether `op` calls an operator that is not PyTorch's."""
+    """Return True if `op` calls an operator that is not PyTorch's."""
     values = (statement.value for statement in capture.program.calls[op.id].statements)
     targets = (value.target for value in values if value is not None)
     return any(isinstance(target, OpOverload) and target.namespace not in KNOWN_NAMESPACES for target in targets)
 
 
 def has_undeclared_draws(op: Op, states: RandomStates, device: torch.device) -> bool:
-    """Return whether `op`, executed since the random states were `states`, has drawn from a generator without declaring it."""
+    """Return True if `op`, executed since the random states were `states`, has drawn from a generator without declaring it."""
     # A declared random op draws from the generator of its device, whose state is saved.
     return bool(states.changed() - ({device.type} if op.random else set()))
 

@@ -115,7 +115,7 @@ class _Profile:
         return functions
 
     def _compared(self, op: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor | None]) -> bool | None:
-        """Return whether the op has the same bits on the device; None if it cannot run there."""
+        """Return True if the op has the same bits on the device; None if it cannot run there."""
         try:
             made = self._there(lambda: self._calls[op](*self._copies(op, inputs)))
             room = [self._bytes_there(self._graph.tensors[t].size_bytes) for t in self._graph.ops[op].outputs]

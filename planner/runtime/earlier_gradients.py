@@ -46,7 +46,7 @@ class EarlierGradients:
         self._check(1, parameters)
 
     def fit_with(self, graph: Graph, schedule: Schedule) -> bool:
-        """Return whether the largest gradients seen so far also fit with `schedule`."""
+        """Return True if the largest gradients seen so far also fit with `schedule`."""
         peaks = zip(pass_peaks(graph, schedule), self._most_bytes, strict=True)
         return self.budget_bytes is None or all(peak + beside <= self.budget_bytes for peak, beside in peaks)
 

@@ -31,7 +31,7 @@ class RandomState:
             generator.set_state(self.copy.get_state())
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both states give the same random numbers."""
+        """Return True if both states give the same random numbers."""
         if not isinstance(other, RandomState):
             return NotImplemented
         if self.copy.device.type != "cpu":  # its state is a tensor on the CPU, which the budget does not count

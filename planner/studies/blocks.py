@@ -112,5 +112,5 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Return whether the module is a single layer of ``torch.nn``."""
+    """Return True if the module is a single layer of ``torch.nn``."""
     return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())

@@ -253,12 +253,12 @@ class Shares:
 
 
 def _shares(task: Task) -> bool:
-    """Return whether a task may use all the time it is given."""
+    """Return True if a task may use all the time it is given."""
     return task.method == OPTIMUM or SOLVERS[task.method].large_programs
 
 
 def cut_short(row: ComparisonRow) -> bool:
-    """Return whether a method was stopped by its time limit before it finished."""
+    """Return True if a method was stopped by its time limit before it finished."""
     return row.seconds is not None and row.seconds >= row.time_limit_s and row.status != Status.OPTIMAL
 
 

@@ -152,7 +152,7 @@ class _SizeSearch:
             self.found.setdefault(units, []).append(result)
 
     def decide(self, method: SizedMethod, graph: Graph, activity: str, limit_s: float) -> _Decision:
-        """Return whether `method` has a schedule of `graph` within the budget and the overhead."""
+        """Return True if `method` has a schedule of `graph` within the budget and the overhead."""
         self.tell(activity)
         max_overhead = self.wanted.max_overhead
         cap_s = math.inf if max_overhead is None else graph.time_s * (1 + max_overhead)

@@ -195,7 +195,7 @@ def _as_eager(joint: fx.GraphModule, forward_outputs: int) -> Graph:
 
 
 def _trains(module: fx.GraphModule) -> bool:
-    """Return whether a backward pass may follow."""
+    """Return True if a backward pass may follow."""
     returned = pytree.tree_leaves(module.graph.output_node().args)
     values = (node.meta.get("example_value") for node in returned if isinstance(node, fx.Node))
     return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
@@ -218,12 +218,12 @@ def _made_by(translator: InstructionTranslatorBase) -> Callable[..., Any]:
 
 
 def _is_planned(translator: InstructionTranslatorBase) -> bool:
-    """Return whether a frame is compiled for this backend."""
+    """Return True if a frame is compiled for this backend."""
     return translator.output.compiler_fn is not None and getattr(_made_by(translator), "compiler_fn", None) is planner
 
 
 def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
-    """Return whether a frame is compiled for this backend with eager PyTorch's kernels."""
+    """Return True if a frame is compiled for this backend with eager PyTorch's kernels."""
     if not _is_planned(translator):
         return False
     options: Mapping[str, object] = getattr(_made_by(translator), "kwargs", {}).get("options", {})

@@ -14,13 +14,13 @@ _as_written = FunctionType(_written.__code__, _written.__globals__, _written.__n
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _step_is_captured() -> bool:
-    """Return whether a step is being exported; before torch 2.13 Dynamo answers True wherever it compiles."""
+    """Return True if a step is being exported; before torch 2.13 Dynamo answers True wherever it compiles."""
     return torch.compiler.is_exporting()
 
 
 @substitute_in_graph(detect_is_causal_mask)
 def causal_as_told(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:  # noqa: FBT001 (its signature)
-    """Return whether attention may leave out `mask`, because the caller states that it is causal.
+    """Return True if attention may leave out `mask`, because the caller states that it is causal.
 
     PyTorch's own version also reads the mask's values if `is_causal` is None. That causes a graph break, in code where Dynamo
     does not start a new graph, so that a whole ``nn.Transformer`` runs uncompiled. With the mask, attention computes the same

@@ -11,7 +11,7 @@ set_allocator_settings = torch._C._accelerator_setAllocatorSettings
 
 
 def is_recording_memory() -> bool:
-    """Return whether the allocator of CUDA devices is recorded, or cannot be."""
+    """Return True if the allocator of CUDA devices is recorded, or cannot be."""
     is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     return is_enabled is None or bool(is_enabled())
 

@@ -190,7 +190,7 @@ class Compiler:
             return search.first_plan(graph, budget, stage)
 
     def _rehearses(self, graph: Graph) -> bool:
-        """Return whether planning runs a step to measure its peak."""
+        """Return True if planning runs a step to measure its peak."""
         if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
             return True  # a plan over the budget would stay
         if self.search.run.arena and isinstance(self.slab, SharedSlab):

@@ -183,7 +183,7 @@ class Improvement:
         self._timer = self._watch = None
 
     def _is_worth_it(self, steps: int) -> bool:
-        """Return whether the time that the steps so far have lost, or may have, justifies a process."""
+        """Return True if the time that the steps so far have lost, or may have, justifies a process."""
         least_s = self.plan.graph.time_s if self.plan.bound_s is None else self.plan.bound_s
         lost_s = self.plan.time_s - least_s
         return lost_s >= _LOST_AT_ONCE_S or lost_s * steps >= _LOST_IN_ALL_S
@@ -321,7 +321,7 @@ def _of_another_plan(eager: EagerComparison | None) -> EagerComparison | None:
 
 
 def rounds_alike(graph: Graph, one: Plan, other: Plan) -> bool:
-    """Return whether two plans give the same bits: the same rounding ops, in the same order among alternatives."""
+    """Return True if two plans give the same bits: the same rounding ops, in the same order among alternatives."""
     return _rounding(graph, one) == _rounding(graph, other)
 
 

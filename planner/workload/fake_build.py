@@ -57,7 +57,7 @@ class _CpuInsteadOfCuda(TorchFunctionMode):
 
 
 def _is_cuda_name(device: object) -> bool:
-    """Return whether `device` is CUDA in any form that torch functions take: ``"cuda:1"``, an index, a ``torch.device``."""
+    """Return True if `device` is CUDA in any form that torch functions take: ``"cuda:1"``, an index, a ``torch.device``."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):

@@ -147,7 +147,7 @@ class _Joint:
         return self.request.clock.part(min(most, share * self.request.clock.limit))
 
     def _take(self, schedule: Schedule, time_s: float, limits: tuple[float, float] = _PLACE) -> bool:
-        """Return whether addresses are found; keep the schedule if they are and it is the fastest."""
+        """Return True if addresses are found; keep the schedule if they are and it is the fastest."""
         request = self.request
         if self.best is not None and self.best.schedule == schedule:
             return True

@@ -44,7 +44,7 @@ class Effect:
         return self.owner if self.attribute is None else f"{self.owner}.{self.attribute}"
 
     def is_read(self, guarded: frozenset[str]) -> bool:
-        """Return whether guards look at this value or at a part of it."""
+        """Return True if guards look at this value or at a part of it."""
         if self.attribute is None:
             names = {self.owner}
         else:
@@ -185,7 +185,7 @@ def _storage(variable: Any) -> int | None:
 
 
 def _is_itself(value: Any, owner: str, name: str) -> bool:
-    """Return whether an attribute is set to its own value, such as a buffer by ``self.calls += 1``."""
+    """Return True if an attribute is set to its own value, such as a buffer by ``self.calls += 1``."""
     source = getattr(value, "source", None)
     if source is None:
         return False
@@ -260,7 +260,7 @@ def _restore_attribute(owner: Any, name: str, value: object) -> None:
 
 
 def _same(a: object, b: object) -> bool:
-    """Return whether two values are one object, or equal and of plain types."""
+    """Return True if two values are one object, or equal and of plain types."""
     if a is b:
         return True
     if type(a) is not type(b):

@@ -124,7 +124,7 @@ def _raised_by(run: Callable[[], object]) -> Exception | None:
 
 
 def _is_users(error: Exception) -> bool:
-    """Return whether `error` was raised in code that is neither PyTorch's nor the planner's."""
+    """Return True if `error` was raised in code that is neither PyTorch's nor the planner's."""
     innermost, traceback = "", error.__traceback__
     while traceback is not None:
         innermost, traceback = traceback.tb_frame.f_code.co_filename, traceback.tb_next

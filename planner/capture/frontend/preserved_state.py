@@ -126,7 +126,7 @@ def preserve_tensor(tensor: torch.Tensor, view: torch.Tensor | None = None) -> I
 
 
 def has_same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether both tensors have the same shape, type and values; NaN equals NaN."""
+    """Return True if both tensors have the same shape, type and values; NaN equals NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = (x.to_dense() if x.layout is not torch.strided else x for x in (a, b))

@@ -85,7 +85,7 @@ class PythonState:
 
 
 def _is_own(module: str | None) -> bool:
-    """Return whether the user wrote `module`, judged by the place of its file."""
+    """Return True if the user wrote `module`, judged by the place of its file."""
     root = (module or "").partition(".")[0]
     if root in sys.stdlib_module_names and root != "__main__":
         return False

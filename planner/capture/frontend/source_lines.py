@@ -43,7 +43,7 @@ def raising_line(error: BaseException) -> FrameSummary | None:
 
 
 def is_our_code(file: str) -> bool:
-    """Return whether `file` belongs to PyTorch or the planner, so that a user cannot change it."""
+    """Return True if `file` belongs to PyTorch or the planner, so that a user cannot change it."""
     return file.startswith(_OURS)
 
 

@@ -255,7 +255,7 @@ def _canonical(decision: BranchDecision) -> sympy.Basic:
 
 
 def asks_for_values(graph: fx.Graph) -> bool:
-    """Return whether Dynamo's graph needs values that depend on data."""
+    """Return True if Dynamo's graph needs values that depend on data."""
     for node in graph.nodes:
         value = node.meta.get("example_value")
         sizes = [size for tensor in tensors_in(value) for size in tensor.shape]
@@ -281,7 +281,7 @@ def _ask_for_number(translator: InstructionTranslatorBase) -> tuple[Any, Any] | 
 
 
 def _only_asks(func: OpOverload) -> bool:
-    """Return whether `func` only reads a value, or only asserts something about it."""
+    """Return True if `func` only reads a value, or only asserts something about it."""
     return func in (*_ASSERTED, *_STATED) or torch.Tag.data_dependent_output in func.tags
 
 

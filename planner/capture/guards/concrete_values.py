@@ -50,7 +50,7 @@ def uniform_comparison(func: object, number: object) -> bool | None:
 
 
 def is_uniform(func: object, args: Sequence[object]) -> bool:
-    """Return whether an op draws from [0, 1)."""
+    """Return True if an op draws from [0, 1)."""
     return func in _UNIFORM and (func is not aten.uniform.default or tuple(args[1:]) in ((), (0, 1)))
 
 

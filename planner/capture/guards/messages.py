@@ -119,12 +119,12 @@ def code_of(part: str) -> str:
 
 
 def is_mode(part: str) -> bool:
-    """Return whether the guard `part` is about the train or eval mode of a module."""
+    """Return True if the guard `part` is about the train or eval mode of a module."""
     return code_of(part).split(" == ")[0].endswith(".training")
 
 
 def fails(part: str, local: Scope, scope: Scope) -> bool:
-    """Return whether the guard `part` fails, or cannot be evaluated: guards that are checked together are listed together."""
+    """Return True if the guard `part` fails, or cannot be evaluated: guards that are checked together are listed together."""
     try:
         return not eval(code_of(part), {"L": local, "G": scope})
     except Exception:  # noqa: BLE001  # not every guard is an expression

@@ -96,7 +96,7 @@ def record_frames() -> Iterator[Frames]:
 
 
 def asks_for_layout(frames: Frames) -> bool:
-    """Return whether captured code asks for the layout of tensors in memory; layers have a ``stride`` of their own."""
+    """Return True if captured code asks for the layout of tensors in memory; layers have a ``stride`` of their own."""
     return any("is_contiguous" in code.co_names for code in frames)
 
 

@@ -69,7 +69,7 @@ def _pairs(node: SchedulerNode) -> Iterator[tuple[str, str]]:
 
 
 def _same_element(node: SchedulerNode, read: object) -> bool:
-    """Return whether `node` writes one buffer, each element where it has `read` one, without accumulation."""
+    """Return True if `node` writes one buffer, each element where it has `read` one, without accumulation."""
     writes = list(node.read_writes.writes)
     return (
         isinstance(read, MemoryDep)
@@ -79,7 +79,7 @@ def _same_element(node: SchedulerNode, read: object) -> bool:
 
 
 def _shared_by_threads(read: Dep, together: Sequence[BaseSchedulerNode]) -> bool:
-    """Return whether several threads of a GPU kernel may read an element that one of them overwrites.
+    """Return True if several threads of a GPU kernel may read an element that one of them overwrites.
 
     They may if the kernel of all of `together` iterates over more elements than it reads, so that elements are broadcast. For its
     own in-place inputs Inductor emits a barrier there, ``tl.debug_barrier()``.
@@ -91,7 +91,7 @@ def _shared_by_threads(read: Dep, together: Sequence[BaseSchedulerNode]) -> bool
 
 
 def _fits(name: str, made: inductor_ir.Buffer) -> bool:
-    """Return whether the buffer `made` may use the memory of the buffer `name`."""
+    """Return True if the buffer `made` may use the memory of the buffer `name`."""
     found: object = V.graph.try_get_buffer(name)
     while isinstance(found, inductor_ir.MutableBox):  # an input of the graph
         found = found.data

@@ -70,7 +70,7 @@ def grouped(launches: Sequence[Launch], static: Container[int]) -> list[Group]:
 
 
 def _can_move(groups: Mapping[int, Group], source: int, target: int) -> bool:
-    """Return whether the group at `source` may be moved to `target` without changing results."""
+    """Return True if the group at `source` may be moved to `target` without changing results."""
     moved = groups[source]
     if moved.launches[0].phase is not groups[target].launches[0].phase:
         return False

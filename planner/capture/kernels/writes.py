@@ -103,7 +103,7 @@ def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
 
 
 def _drops_nothing(op: OpOverload, call: ast.Call) -> bool:
-    """Return whether an op with a dropout argument is called without dropout."""
+    """Return True if an op with a dropout argument is called without dropout."""
     names = [argument.name for argument in op._schema.arguments]
     if "dropout_p" not in names:
         return False

@@ -84,5 +84,5 @@ class References:
 
 
 def is_laid_out(value: Any) -> bool:
-    """Return whether `value` is an argument that is copied to another layout for the op that reads it."""
+    """Return True if `value` is an argument that is copied to another layout for the op that reads it."""
     return isinstance(value, Call) and (value.target is copy_with_strides or any(map(is_laid_out, value.args)))

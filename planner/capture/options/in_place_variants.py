@@ -7,7 +7,7 @@ from planner.torch_private.core import DispatchKey, OpOverload
 
 
 def covers(read: torch.Tensor, made: torch.Tensor) -> bool:
-    """Return whether `read` covers its storage, each element once, with the layout of `made`."""
+    """Return True if `read` covers its storage, each element once, with the layout of `made`."""
     alike = (read.dtype, read.shape, read.stride(), read.device) == (made.dtype, made.shape, made.stride(), made.device)
     return alike and is_dense(read) and read.untyped_storage().nbytes() == made.untyped_storage().nbytes()
 
@@ -34,7 +34,7 @@ def working_in_place(target: OpOverload) -> OpOverload | None:
 
 
 def _is_kernel(variant: OpOverload) -> bool:
-    """Return whether `variant` has its own kernel.
+    """Return True if `variant` has its own kernel.
 
     PyTorch's generated variants make the output elsewhere and copy it; ``mul_`` by a number rounds the number first, which
     ``mul`` does not.

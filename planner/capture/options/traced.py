@@ -12,7 +12,7 @@ from planner.capture.replay import RealStep
 
 
 def needs_measuring(capture: Capture) -> bool:
-    """Return whether an optional op of `capture` uses a limited resource whose use is to be measured."""
+    """Return True if an optional op of `capture` uses a limited resource whose use is to be measured."""
     measuring = {option.name for option in step_options(traced_with(capture.graph)) if option.measure is not None}
     return any(op.optional and option_of(op) in measuring for op in capture.graph.ops)
 

@@ -13,7 +13,7 @@ _DEVICE_TYPE = "cuda"
 
 
 def is_chosen_by_timing(target: str, device: torch.device) -> bool:
-    """Return whether an op that calls `target` may get another algorithm where it is recomputed on `device`."""
+    """Return True if an op that calls `target` may get another algorithm where it is recomputed on `device`."""
     return target in _TARGETS and device.type == _DEVICE_TYPE and torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark
 
 

@@ -62,7 +62,7 @@ def _attention(
 
 
 def _fits_any_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether all fused kernels support the shapes: batch, heads, positions and a dense width, none of them empty."""
+    """Return True if all fused kernels support the shapes: batch, heads, positions and a dense width, none of them empty."""
     parts = (query, key, value)
     return (
         all(t.dim() == 4 and t.numel() > 0 and (t.stride(3) == 1 or t.shape[3] == 1) for t in parts)
@@ -73,7 +73,7 @@ def _fits_any_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def fits_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool = False) -> bool:
-    """Return whether flash attention supports inputs that fused kernels support; with padding, any width."""
+    """Return True if flash attention supports inputs that fused kernels support; with padding, any width."""
     shared_heads = enable_gqa and key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
     return (
         query.dtype in (torch.bfloat16, torch.float16)
@@ -84,7 +84,7 @@ def fits_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, en
 
 
 def fits_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether memory-efficient attention supports inputs that fused kernels support."""
+    """Return True if memory-efficient attention supports inputs that fused kernels support."""
     alignment = 16 // query.element_size()
     return (
         query.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -170,6 +170,6 @@ def _strides(value: Any) -> list[tuple[int, ...]]:
 
 
 def _is_writable(value: torch.Tensor) -> bool:
-    """Return whether no two elements share memory, except in expanded dimensions."""
+    """Return True if no two elements share memory, except in expanded dimensions."""
     dims = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if stride and size > 1)
     return all(stride * size <= larger for (stride, size), (larger, _) in pairwise(dims))

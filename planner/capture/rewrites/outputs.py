@@ -112,13 +112,13 @@ def storage(value: torch.Tensor) -> int:
 
 
 def is_dense(value: torch.Tensor) -> bool:
-    """Return whether the elements of `value` fill its storage, each at its own position."""
+    """Return True if the elements of `value` fill its storage, each at its own position."""
     whole = value.numel() * value.element_size() == value.untyped_storage().nbytes()
     return whole and bool(aten.is_non_overlapping_and_dense.default(value))
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether `a` and `b` have the same shape and order of elements."""
+    """Return True if `a` and `b` have the same shape and order of elements."""
     return a.shape == b.shape and all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
@@ -129,7 +129,7 @@ def operator_of(node: fx.Node) -> OpOverload | None:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Return whether `node` draws from the generator."""
+    """Return True if `node` draws from the generator."""
     called = operator_of(node)
     if called is None or torch.Tag.nondeterministic_seeded not in called.tags:
         return False
@@ -279,7 +279,7 @@ def _separate_gradients(graph: fx.Graph) -> None:
 
 
 def keeps_layout(gradient: torch.Tensor, variable: torch.Tensor) -> bool:
-    """Return whether ``AccumulateGrad`` keeps the layout: strides of the variable if it is dense, else contiguous."""
+    """Return True if ``AccumulateGrad`` keeps the layout: strides of the variable if it is dense, else contiguous."""
     dense = aten.is_non_overlapping_and_dense.default(variable)
     return same_layout(gradient, variable) if dense else gradient.is_contiguous()
 

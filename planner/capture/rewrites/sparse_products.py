@@ -32,7 +32,7 @@ _PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm)
 
 
 def is_sparse(value: Tensor) -> bool:
-    """Return whether `value` consists of other tensors, without a storage of its own."""
+    """Return True if `value` consists of other tensors, without a storage of its own."""
     return value.layout is not torch.strided
 
 

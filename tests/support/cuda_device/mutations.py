@@ -327,7 +327,7 @@ def path_of_test(root: Path, file: str) -> str:
 
 
 def survives(mutation: Mutation) -> bool:
-    """Return whether the test of `mutation` still passes with it."""
+    """Return True if the test of `mutation` still passes with it."""
     with TemporaryDirectory() as folder:
         root = Path(folder)
         for name in _COPIED:

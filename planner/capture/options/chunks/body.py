@@ -218,5 +218,5 @@ class InChunks:
 
 
 def sliced(result: CombinedResult) -> bool:
-    """Return whether parts of the rows of `result` are views that can be written."""
+    """Return True if parts of the rows of `result` are views that can be written."""
     return not isinstance(result.made, RowDimensions) or is_flat(result.value, result.made)

@@ -35,7 +35,7 @@ class RowDimensions:
         return RowDimensions(self.first + dims, self.last + dims)
 
     def within(self, dim: int) -> bool:
-        """Return whether `dim` is one of the dimensions."""
+        """Return True if `dim` is one of the dimensions."""
         return self.first <= dim <= self.last
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -75,13 +75,13 @@ def slice_of(value: torch.Tensor, rows: RowDimensions, begin: int, size: int) ->
 
 
 def is_flat(value: torch.Tensor, rows: RowDimensions) -> bool:
-    """Return whether a slice of `rows` is a view."""
+    """Return True if a slice of `rows` is a view."""
     dims = range(rows.first, rows.last)
     return all(value.stride(d) == value.stride(d + 1) * value.shape[d + 1] for d in dims)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether `node` is a view of another value."""
+    """Return True if `node` is a view of another value."""
     return node.target is operator.getitem or node.target in _RESHAPING or bool(getattr(node.target, "is_view", False))
 
 

@@ -72,7 +72,7 @@ class Stretch:
         return None if place is None else through_view(node, place, self.rows)
 
     def makes_long(self, node: fx.Node, item: int, value: torch.Tensor) -> bool:
-        """Return whether `value`, item `item` of the op `node`, has long rows."""
+        """Return True if `value`, item `item` of the op `node`, has long rows."""
         return value.numel() / self.rows > self.longest and isinstance(self.calls[node].makes[item], RowDimensions)
 
 

@@ -82,7 +82,7 @@ def _compressible(capture: Capture) -> dict[int, torch.Tensor]:
 
 
 def _is_whole(tensor: Tensor, value: torch.Tensor) -> bool:
-    """Return whether the elements are numbers, sufficiently many, and fill the storage."""
+    """Return True if the elements are numbers, sufficiently many, and fill the storage."""
     as_allocated = tensor.size_bytes == allocated_bytes(value.untyped_storage().nbytes(), value.device)
     return value.dtype in _DTYPES and value.numel() >= _LEAST_ELEMENTS and is_dense(value) and as_allocated
 

@@ -93,7 +93,7 @@ class _Finding:
         return self._readers[t][-1], len(self._readers[t])
 
     def _may_go(self, o: int, t: int) -> bool:
-        """Return whether t may be freed, and has as many bytes as o."""
+        """Return True if t may be freed, and has as many bytes as o."""
         graph = self.capture.graph
         read, made = graph.tensors[t], graph.tensors[o]
         alone = all(other is None for tensor in (read, made) for other in (tensor.view_of, tensor.held_for))

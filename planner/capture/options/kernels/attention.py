@@ -76,7 +76,7 @@ def _read(asked: ReplaceableOp, masks: dict[Any, str | None]) -> tuple[Any, Any,
 
 
 def _has_math(asked: ReplaceableOp, query: fx.Node, key: fx.Node) -> bool:
-    """Return whether the op has no dropout, whose mask the fused kernels do not save, and one key head per query head."""
+    """Return True if the op has no dropout, whose mask the fused kernels do not save, and one key head per query head."""
     return not asked.named("dropout_p") and fake(query).dim() == 4 and fake(query).shape[:2] == fake(key).shape[:2]
 
 

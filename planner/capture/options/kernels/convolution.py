@@ -94,7 +94,7 @@ def _kernel(weight: Any) -> list[int]:
 
 
 def _has_native(x: Any, weight: Any, geometry: list[Any]) -> bool:
-    """Return whether PyTorch has a native kernel: rows of all windows, times the weights."""
+    """Return True if PyTorch has a native kernel: rows of all windows, times the weights."""
     plain = not geometry[_TRANSPOSED] and geometry[_GROUPS] == 1 and all(d == 1 for d in geometry[_DILATION])
     return plain and fake(x).dim() == 4 and fake(x).dtype == fake(weight).dtype and fake(x).dtype in _NATIVE_DTYPES
 

@@ -29,7 +29,7 @@ class _UsefulOps:
     exact: bool
 
     def beats(self, other: "_UsefulOps", margin_s: float, margin_bytes: float) -> bool:
-        """Return whether the offer is better in time or memory by more than noise."""
+        """Return True if the offer is better in time or memory by more than noise."""
         faster = self.time_s < (1 - FASTER) * other.time_s and other.time_s - self.time_s > margin_s
         return faster or self.held_bytes < other.held_bytes - margin_bytes or (self.exact and not other.exact)
 

@@ -115,7 +115,7 @@ def offer(finder: PackFinder) -> None:
 
 
 def _is_alike(finder: PackFinder, node: fx.Node) -> bool:
-    """Return whether inputs and output of `node` share a dense layout, and its kernel's dtype is supported."""
+    """Return True if inputs and output of `node` share a dense layout, and its kernel's dtype is supported."""
     gradient, x, *arguments = node.args
     assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
     dtypes = {fake(value).dtype for value in (gradient, x, node)}

@@ -52,7 +52,7 @@ class PackFinder:
         return self.additions.tensor_of[storage(fake(node))]
 
     def is_worth(self, tensor: int) -> bool:
-        """Return whether a tensor is large, made by the forward pass, not kept, and read by the backward pass."""
+        """Return True if a tensor is large, made by the forward pass, not kept, and read by the backward pass."""
         return tensor in self._worth
 
     def readers(self, tensor: int) -> set[int]:
@@ -60,7 +60,7 @@ class PackFinder:
         return {p for p in self.graph.consumers[tensor] if p < len(self.graph.program) and self._is_backward(p)}
 
     def is_needed(self, node: fx.Node) -> bool:
-        """Return whether the value of `node` is small, or needed by an op of the backward pass that cannot do without it."""
+        """Return True if the value of `node` is small, or needed by an op of the backward pass that cannot do without it."""
         tensor = self.tensor_of(node)
         return not self.is_worth(tensor) or bool(self.readers(tensor) - self._spared.get(tensor, set()))
 

@@ -33,7 +33,7 @@ class Activation:
 
 
 def is_of_type(number: Any, dtype: torch.dtype) -> bool:
-    """Return whether `number` is representable in `dtype`: kernels compare in different dtypes."""
+    """Return True if `number` is representable in `dtype`: kernels compare in different dtypes."""
     return bool(torch.tensor(number, dtype=dtype).item() == number)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from planner.training.compile import compile  # noqa: A004
     from planner.training.dynamic import DynamicStep
     from planner.training.step import PlannedStep
+    from solvers.windows.params import WindowsParams
 
 __all__ = [
     "BudgetError",
@@ -32,6 +33,7 @@ __all__ = [
     "PlannerError",
     "RunReport",
     "TraceError",
+    "WindowsParams",
     "__version__",
     "advise",
     "checkpoint",
@@ -79,6 +81,7 @@ def __getattr__(name: str) -> object:
         "PlannedStep": "planner.training.step",
         "Plan": "planner.plans.plan",
         "RunReport": "planner.running",
+        "WindowsParams": "solvers.windows.params",
         "advise": "planner.advising",
         "checkpoint": "planner.torch_compile.checkpoint",
         "compile": "planner.training.compile",

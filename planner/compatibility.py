@@ -58,8 +58,8 @@ _OF_FEATURES = (
     Conflict(Feature.ARENA, Feature.CUDA_GRAPH, "a CUDA graph has memory of its own, at fixed addresses: leave out arena=True"),
     Conflict(
         Feature.ARENA,
-        Feature.ON_GPU,
-        "under torch.compile, and on several processes, it is one for PyTorch's CPU allocator: leave it out, and set "
+        Feature.SHARED_GPU,
+        "there it is one for PyTorch's CPU allocator only: leave it out, and set "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     ),
     Conflict(
@@ -76,6 +76,16 @@ _OF_FEATURES = (
         Feature.RESERVED,
         Feature.MAX_OVERHEAD,
         "the search for the least memory counts allocated bytes: leave out memory=; the plan says how much is reserved",
+    ),
+    Conflict(
+        Feature.RESERVED,
+        Feature.ON_CPU,
+        "there PyTorch reserves no memory ahead: leave it out, or give memory='allocated'",
+    ),
+    Conflict(
+        Feature.VARYING_SIZES,
+        Feature.TORCH_COMPILE,
+        "each size gets a plan of its own, for fixed sizes: leave out dynamic=True and mark_dynamic",
     ),
     Conflict(
         Feature.HOST_SHARE,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
 from graphs.options import without_options
@@ -58,14 +58,14 @@ def least_memory(
         if left(clock) - slice_s <= (1 - _SEARCH_SHARE) * clock.limit / 2:
             break
         budget_bytes = (low_bytes + high_bytes) // 2
-        decision = _StopWhenDecided(limit_s, on_progress, should_stop)
+        decision = StopWhenDecided(limit_s, should_stop, on_progress)
         result = solve_at(budget_bytes, clock.part(slice_s), decision, decision.reached)
         if result.time_s is not None and result.time_s <= limit_s:
             assert result.schedule is not None and result.peak_bytes is not None
             best, best_s, high_bytes = result.schedule, result.time_s, result.peak_bytes
             continue
         low_bytes = budget_bytes
-        if result.status is Status.INFEASIBLE or (result.bound_s is not None and result.bound_s > limit_s):
+        if result.status is Status.INFEASIBLE or decision.refuted(result.bound_s):
             proved_bytes = max(proved_bytes, budget_bytes)
     found = solve_at(high_bytes, clock.part(max(1e-3, left(clock))), on_progress, should_stop)
     if found.time_s is None or found.time_s > best_s:
@@ -76,24 +76,28 @@ def least_memory(
     return replace(found, graph=graph, settings=settings)
 
 
-class _StopWhenDecided:
-    """A callback that ends a solve once it is known whether a schedule within the allowed time exists."""
+@dataclass(slots=True)
+class StopWhenDecided:
+    """A callback that ends a solve as soon as it is known whether a schedule takes at most `limit_s`, infinity for any time."""
 
-    def __init__(
-        self, limit_s: float, on_progress: Callable[[SolveProgress], None] | None, should_stop: Callable[[], bool] | None
-    ) -> None:
-        self._limit_s, self._on_progress, self._should_stop = limit_s, on_progress, should_stop
-        self._decided = False
+    limit_s: float
+    should_stop: Callable[[], bool] | None = None
+    on_progress: Callable[[SolveProgress], None] | None = None
+    decided: bool = False
 
     def __call__(self, progress: SolveProgress) -> None:
-        within = progress.best_s is not None and progress.best_s <= self._limit_s
-        beyond = progress.bound_s is not None and progress.bound_s > self._limit_s
-        self._decided = self._decided or within or beyond
-        if self._on_progress is not None:
-            self._on_progress(progress)
+        """Update the answer from the progress of the current solve."""
+        self.decided = (progress.best_s is not None and progress.best_s <= self.limit_s) or self.refuted(progress.bound_s)
+        if self.on_progress is not None:
+            self.on_progress(progress)
+
+    def refuted(self, bound_s: float | None) -> bool:
+        """Return whether the bound excludes every schedule that is fast enough."""
+        return bound_s is not None and bound_s > self.limit_s
 
     def reached(self) -> bool:
-        return self._decided or (self._should_stop is not None and self._should_stop())
+        """Return whether to end the solve."""
+        return self.decided or (self.should_stop is not None and self.should_stop())
 
 
 def _tolerance(result: Result) -> float:

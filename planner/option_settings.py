@@ -7,16 +7,16 @@ from enum import StrEnum
 import msgspec
 import psutil
 
-from graphs.errors import GraphError, MismatchError, PlannerError
+from graphs.errors import GraphError, MismatchError, UsageError
 from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.options.selection import exact_ops
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.units import format_seconds, parse_budget, parse_rate
-from planner.capture.options import check_complete, needing, needs, with_options
+from planner.capture.options import DEFAULTS, check_complete, needing, needs, with_options
 from planner.profiling.link import format_rate, measured_link, published_link
 from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices
-from solvers.registry import check_takes
+from solvers.registry import check_solver, check_takes
 
 # The rate per direction of PCIe 4, or of PCIe 5 during a training step that uses memory itself.
 LINK = "25GB/s"
@@ -160,6 +160,11 @@ class OptionSettings:
 RECOMPUTATION = OptionSettings()  # nothing but recomputation
 
 
+def default_options(solver: str) -> tuple[str, ...]:
+    """Return the options that are on by default, if `solver` takes them."""
+    return DEFAULTS if check_solver(solver).choices else ()
+
+
 def option_settings(
     options: Sequence[str],
     link: str | float | None = None,
@@ -177,19 +182,19 @@ def option_settings(
         exact: offer only ops of these options with the bits of the program.
 
     Raises:
-        PlannerError: there is no such option; the link or the memory cannot be read; or they are given without an option that
-            needs them.
+        UsageError: there is no such option; or the link, the memory or `exact` is given without an option that needs it.
+        BudgetError: the link or the memory cannot be read.
     """
     if isinstance(options, str):
-        raise PlannerError(f"options is {options!r}: must be a list of names, [{options!r}]")
+        raise UsageError(f"options is {options!r}: must be a list of names, [{options!r}]")
     check_complete(options)
     if exact and not options:
-        raise PlannerError("exact is given, but no option that it applies to: add options=['chunks'] (--options chunks)")
+        raise UsageError("exact is given, but no option that it applies to: add options=['chunks'] (--options chunks)")
     if Need.LINK not in needs(options):
         given = [name for name, value in (("link", link), ("host_budget", host_budget)) if value is not None]
         if given:
             copying = needing(Need.LINK)[0]
-            raise PlannerError(
+            raise UsageError(
                 f"{' and '.join(given)} given, but no option that copies: add options=[{copying!r}] (--options {copying})"
             )
         return OptionSettings(tuple(options), exact=exact)

@@ -21,15 +21,16 @@ from graphs.allocators.training import (
     training_of_passes,
     usage_of,
 )
-from graphs.errors import UsageError
 from graphs.ir import Graph, Kind
 from graphs.optimizers import optimizer_of
 from graphs.options import without_options
+from graphs.options.option import Feature
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.arena import device_arena, least_slab_bytes
+from planner.compatibility import check_compatible
 from planner.memory import CountedMemory
 from planner.plans.reserved import Reserved
 from planner.profiling.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device
@@ -69,10 +70,7 @@ def memory_on(device: str, asked: CountedMemory | None) -> CountedMemory:
     if asked is None:
         return CountedMemory.RESERVED if device == "cuda" else CountedMemory.ALLOCATED
     if asked is not CountedMemory.ALLOCATED and device != "cuda":
-        raise UsageError(
-            f"memory is {asked.value!r}, and the step runs on the CPU, where PyTorch reserves nothing ahead: leave it out, or "
-            f"take memory={CountedMemory.ALLOCATED.value!r}"
-        )
+        check_compatible({Feature.RESERVED, Feature.ON_CPU})
     return asked
 
 
@@ -139,19 +137,15 @@ class Beside:
 
     def refusal(self, budget_bytes: int) -> str:
         """Return why no plan can be within a budget, for lack of room for this memory; "" if there is room."""
-        ways_out = (
-            f"raise the budget, or let it count only what tensors of the step take (memory={CountedMemory.ALLOCATED.value!r})"
+        if budget_bytes >= self.least_bytes:
+            return ""
+        context = ", with CUDA's context" if self.context_bytes else ""
+        return (
+            f"budget {format_bytes(budget_bytes)} is below the {format_bytes(self.least_bytes)} in use while the optimizer runs, "
+            f"whatever the plan: static memory, gradients, workspaces of libraries and its own temporaries{context}. An "
+            "optimizer with fused=True needs less; else raise the budget, or let it count only what tensors of the step take "
+            f"(memory={CountedMemory.ALLOCATED.value!r})"
         )
-        if budget_bytes < self.least_bytes:
-            context = ", with CUDA's context" if self.context_bytes else ""
-            return (
-                f"budget {format_bytes(budget_bytes)} is below the {format_bytes(self.least_bytes)} in use while the "
-                f"optimizer runs, whatever the plan: static memory, gradients, workspaces of libraries and its own "
-                f"temporaries{context}. An optimizer with fused=True needs less; else {ways_out}"
-            )
-        if budget_bytes <= self.kept_bytes:
-            return f"budget {format_bytes(budget_bytes)} is no more than is kept beside any plan ({self.lines()}): {ways_out}"
-        return ""
 
 
 def reserved_beside(graph: Graph, memory: CountedMemory) -> Beside:
@@ -335,11 +329,6 @@ def _eager_requests(graph: Graph) -> Training:
 
 def _eager_program(graph: Graph) -> Graph:
     return without_options(graph).out_of_place()
-
-
-def least_device_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Return the least capacity of a device at which training by `schedule` runs, with PyTorch's default settings."""
-    return least_capacity_bytes(requests_of(graph, schedule))
 
 
 def _libraries(graph: Graph) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ First only at the ops at which what is reserved grows above the budget, then eve
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from graphs.ir import Graph
 from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
@@ -66,7 +65,7 @@ def solve_counted(
         refused = Result(graph, budget_bytes, Status.INFEASIBLE, None, None, "", clock.seconds, message=refusal)
         return SolvedOrder(refused, in_program_order(graph))
     most_bytes = budget_bytes - beside.kept_bytes
-    search = _Search(run, request, memory, must_stop or (lambda: False), arena=arena, on_least=on_least)
+    search = _Search(run, request, memory, must_stop or (lambda: False), arena, on_least)
     first = search.solved(most_bytes, _FIRST, {})
     if first.result.schedule is None:
         said = f" Of the {format_bytes(budget_bytes)}, {beside.lines()}." if beside.kept_bytes else ""
@@ -75,7 +74,7 @@ def solve_counted(
     search.bound_s = first.result.bound_s
     excess_bytes = search.learn(most_bytes, first.result)
     if search.best is None and not arena:
-        _solve_with_margins(first.result.schedule, excess_bytes, _Growth(graph, budget_bytes, most_bytes, memory), search)
+        _solve_with_margins(search, most_bytes, first.result.schedule, excess_bytes)
     for _ in range(1, _SOLVES):
         asked_bytes = search.next_bytes()
         if asked_bytes is None or search.is_over():
@@ -84,92 +83,53 @@ def solve_counted(
     return replace(first, result=search.ended(first.result))
 
 
-def _solve_with_margins(schedule: Schedule | None, excess_bytes: int, growth: "_Growth", search: "_Search") -> None:
-    """Solve with local margins, as long as they promise better schedules; `schedule`, without any, reserves too much."""
-    margins = MarginSearch(_CLOSE * growth.budget_bytes, _LOCAL_SOLVES, _LOCAL_BETTER)
+def _solve_with_margins(search: "_Search", most_bytes: int, schedule: Schedule | None, excess_bytes: int) -> None:
+    """Solve for a budget of allocated bytes with local margins, as long as they promise better schedules.
+
+    Args:
+        schedule: found without margins; it reserves too much, by `excess_bytes`.
+    """
+    margins = MarginSearch(_CLOSE * search.request.budget_bytes, _LOCAL_SOLVES, _LOCAL_BETTER)
+    before_bytes: int | None = None  # the excess of the last schedule that did not fit
 
     def more(now: Margins) -> Margins:
+        """Return larger margins than those `now`, with which `schedule` was found; none if they are no way to the budget."""
+        nonlocal before_bytes
         assert schedule is not None  # which does not fit
-        return growth.more(now, schedule, excess_bytes)
+        larger = {op: size for op, size in search.margins_for(schedule, most_bytes).items() if size > now.get(op, 0)}
+        helps = before_bytes is None or excess_bytes <= _LESS * before_bytes
+        before_bytes = excess_bytes
+        return {**now, **larger} if larger and helps else {}
 
     while margins.learn(fits=None if schedule is None else excess_bytes <= 0, more=more) and not search.is_over():
-        result = search.solved(growth.most_bytes, _LOCAL_NEXT, margins.now).result
+        result = search.solved(most_bytes, _LOCAL_NEXT, margins.now).result
         schedule, excess_bytes = result.schedule, search.offer(result)
 
 
 @dataclass(slots=True)
-class _Growth:
-    """The ops at which what is reserved grows above the budget.
-
-    Attributes:
-        graph: of the step.
-        budget_bytes: of reserved memory.
-        most_bytes: the budget of allocated bytes.
-        memory: what the budget counts.
-        excess_bytes: reserved above the budget by the last schedule that did not fit; None if there is none yet.
-    """
-
-    graph: Graph
-    budget_bytes: int
-    most_bytes: int
-    memory: CountedMemory
-    excess_bytes: int | None = None
-
-    def more(self, now: Margins, schedule: Schedule, excess_bytes: int) -> Margins:
-        """Return larger margins than those `now`, with which `schedule` was found; none if they are no way to the budget."""
-        before, self.excess_bytes = self.excess_bytes, excess_bytes
-        larger = {op: size for op, size in self._wanted(schedule).items() if size > now.get(op, 0)}
-        helps = before is None or excess_bytes <= _LESS * before
-        return {**now, **larger} if larger and helps else {}
-
-    def _wanted(self, schedule: Schedule) -> Margins:
-        """Return the margins with which each op at which what is reserved grows too much has as much less in memory.
-
-        An op that needs more for itself has none.
-        """
-        graph = self.graph
-        in_memory = simulate(graph, schedule).memory_bytes
-        found: dict[int, int] = {}
-        for index, more_bytes in growth_above_budget(graph, schedule, self.memory, self.budget_bytes).items():
-            step = schedule.steps[index]
-            assert isinstance(step, Compute)  # which alone asks for memory
-            op = graph.ops[step.op]
-            own = (graph.tensors[t] for t in {*op.inputs, *op.outputs})
-            own_bytes = op.workspace_bytes + sum(t.size_bytes for t in own if t.pool == DEVICE and not t.static)
-            rest_bytes = in_memory[index] - more_bytes
-            if rest_bytes >= graph.static_bytes + own_bytes:
-                found[op.id] = max(found.get(op.id, 0), self.most_bytes - rest_bytes)
-        return found
-
-
 class _Search:
     """What is known of the budgets of allocated bytes.
 
     Attributes:
+        run, request, memory, must_stop, arena, on_least: the arguments of ``solve_counted``.
         best: the fastest result that fits, None if none is known.
         bound_s: no schedule that fits is faster; None if unknown.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        request: Request,
-        memory: CountedMemory,
-        must_stop: Callable[[], bool],
-        *,
-        arena: bool,
-        on_least: Callable[[Schedule], None] | None,
-    ) -> None:
-        self.best: Result | None = None
-        self.bound_s: float | None = None
-        self._run, self._request, self._memory, self._must_stop = run, request, memory, must_stop
-        self._arena, self._on_least = arena, on_least
-        self._floor_bytes = 0  # nothing was found for this budget of allocated bytes
-        self._fits: tuple[int, int] | None = None  # the largest budget that was not too much, and what its schedule reserves
-        self._misses: tuple[int, int] | None = None  # the smallest that was
-        self._least_bytes: int | None = None  # that a schedule reserves
-        self._found = False  # by the current solve
-        self._error: Result | None = None  # of a solve that failed
+    run: Run
+    request: Request
+    memory: CountedMemory
+    must_stop: Callable[[], bool]
+    arena: bool
+    on_least: Callable[[Schedule], None] | None
+    best: Result | None = None
+    bound_s: float | None = None
+    _floor_bytes: int = 0  # nothing was found for this budget of allocated bytes
+    _fits: tuple[int, int] | None = None  # the largest budget that was not too much, and what its schedule reserves
+    _misses: tuple[int, int] | None = None  # the smallest that was
+    _least_bytes: int | None = None  # that a schedule reserves
+    _found: bool = False  # by the current solve
+    _error: Result | None = None  # of a solve that failed
 
     def solved(self, asked_bytes: int, share: float, margins: Margins) -> SolvedOrder:
         """Solve for a budget of allocated bytes and a share of the clock; with margins there is no bound.
@@ -177,7 +137,7 @@ class _Search:
         The solve is stopped only when it has found a schedule, unless it must stop. Observers are told that nothing is known of
         it yet, since whoever stops it may go by the gap of the one before.
         """
-        request = self._request
+        request = self.request
         self._found = False
         request.tell("starting", None, None)
 
@@ -190,14 +150,14 @@ class _Search:
             found = Status.FEASIBLE, schedule, None if margins else bound_s, "", request.clock.seconds, request.settings
             self.offer(Result(request.graph, asked_bytes, *found))
 
-        solved = self._run(
+        solved = self.run(
             replace(
                 request,
                 graph=with_margins(request.graph, margins),
                 budget_bytes=asked_bytes,
                 clock=request.clock.part(share * left(request.clock)),
                 on_progress=tell,
-                should_stop=lambda: (self._found and request.interrupted()) or self._must_stop(),
+                should_stop=lambda: (self._found and request.interrupted()) or self.must_stop(),
                 on_schedule=interim,
             )
         )
@@ -213,20 +173,20 @@ class _Search:
         """
         if result.status is Status.ERROR:
             self._error = result
-        request = self._request
-        if self._arena and result.schedule is not None:  # addresses take a second or more: not for what cannot fit
-            excess_bytes = least_reserved_in_arena(request.graph, result.schedule, self._memory) - request.budget_bytes
+        request = self.request
+        if self.arena and result.schedule is not None:  # addresses take a second or more: not for what cannot fit
+            excess_bytes = least_reserved_in_arena(request.graph, result.schedule, self.memory) - request.budget_bytes
             if excess_bytes > 0:
                 self._found = True
                 return excess_bytes
-        reserved_bytes = reserved_bytes_of(request.graph, result.schedule, self._memory, arena=self._arena)
+        reserved_bytes = reserved_bytes_of(request.graph, result.schedule, self.memory, arena=self.arena)
         if reserved_bytes is None or result.schedule is None or result.time_s is None:
             return 0
         self._found = True
         if self._least_bytes is None or reserved_bytes < self._least_bytes:
             self._least_bytes = reserved_bytes
-            if self._on_least is not None:
-                self._on_least(result.schedule)
+            if self.on_least is not None:
+                self.on_least(result.schedule)
         excess_bytes = reserved_bytes - request.budget_bytes
         if excess_bytes <= 0 and (self.best is None or result.time_s < (self.best.time_s or 0.0)):
             self.best = result
@@ -234,15 +194,37 @@ class _Search:
                 request.on_schedule(result.schedule, self.bound_s or result.bound_s or 0.0)
         return excess_bytes
 
+    def margins_for(self, schedule: Schedule, most_bytes: int) -> Margins:
+        """Return the margins with which each op at which what is reserved grows too much has as much less in memory.
+
+        An op that needs more for itself has none.
+
+        Args:
+            most_bytes: the budget of allocated bytes.
+        """
+        graph = self.request.graph
+        in_memory = simulate(graph, schedule).memory_bytes
+        found: dict[int, int] = {}
+        for index, more_bytes in growth_above_budget(graph, schedule, self.memory, self.request.budget_bytes).items():
+            step = schedule.steps[index]
+            assert isinstance(step, Compute)  # which alone asks for memory
+            op = graph.ops[step.op]
+            own = (graph.tensors[t] for t in {*op.inputs, *op.outputs})
+            own_bytes = op.workspace_bytes + sum(t.size_bytes for t in own if t.pool == DEVICE and not t.static)
+            rest_bytes = in_memory[index] - more_bytes
+            if rest_bytes >= graph.static_bytes + own_bytes:
+                found[op.id] = max(found.get(op.id, 0), most_bytes - rest_bytes)
+        return found
+
     def learn(self, asked_bytes: int, result: Result) -> int:
         """Learn from the result of a solve for `asked_bytes`; return what it reserves above the budget."""
         excess_bytes = self.offer(result)
         if result.peak_bytes is None:
             self._floor_bytes = asked_bytes
         elif excess_bytes <= 0:
-            self._fits = asked_bytes, excess_bytes + self._request.budget_bytes
+            self._fits = asked_bytes, excess_bytes + self.request.budget_bytes
         else:
-            self._misses = min(asked_bytes, result.peak_bytes), excess_bytes + self._request.budget_bytes
+            self._misses = min(asked_bytes, result.peak_bytes), excess_bytes + self.request.budget_bytes
         return excess_bytes
 
     def is_over(self) -> bool:
@@ -252,7 +234,7 @@ class _Search:
         """
         if self._error is not None or self._is_late():
             return True
-        return self.best is not None and (self._status(self.best) is Status.OPTIMAL or self._request.interrupted())
+        return self.best is not None and (self._status(self.best) is Status.OPTIMAL or self.request.interrupted())
 
     def next_bytes(self) -> int | None:
         """Return the budget of allocated bytes to solve for next; None if nothing can be gained any more."""
@@ -260,19 +242,19 @@ class _Search:
             return None
         high_bytes, high_reserved = self._misses
         low_bytes, low_reserved = self._fits or (self._floor_bytes, 0)
-        if high_bytes - low_bytes <= (1 if self.best is None else _CLOSE * self._request.budget_bytes):
+        if high_bytes - low_bytes <= (1 if self.best is None else _CLOSE * self.request.budget_bytes):
             return None
         if self._fits is None:
-            asked_bytes = high_bytes - (high_reserved - self._request.budget_bytes)
+            asked_bytes = high_bytes - (high_reserved - self.request.budget_bytes)
         else:
-            share = (self._request.budget_bytes - low_reserved) / max(1, high_reserved - low_reserved)
+            share = (self.request.budget_bytes - low_reserved) / max(1, high_reserved - low_reserved)
             asked_bytes = low_bytes + int(share * (high_bytes - low_bytes))
         margin_bytes = int(_INSIDE * (high_bytes - low_bytes))
         return max(low_bytes + margin_bytes, min(high_bytes - margin_bytes if self._fits else high_bytes - 1, asked_bytes))
 
     def ended(self, first: Result) -> Result:
         """Return the result of all solves, of which `first` was for the whole budget."""
-        request, best = self._request, self.best
+        request, best = self.request, self.best
         if self._error is not None:
             return replace(self._error, graph=request.graph)
         return replace(
@@ -290,16 +272,16 @@ class _Search:
 
     def _is_late(self) -> bool:
         """Return True if the clock is at its limit, or the caller insists on the end."""
-        return left(self._request.clock) <= 0 or self._must_stop()
+        return left(self.request.clock) <= 0 or self.must_stop()
 
     def _nothing_found(self) -> str:
         """Return the message that no schedule fits."""
         known = "" if self._least_bytes is None else f": the least that one reserves is {format_bytes(self._least_bytes)}"
-        none = f"no schedule was found that reserves at most {format_bytes(self._request.budget_bytes)}{known}. Raise the budget"
-        if self._arena:
+        none = f"no schedule was found that reserves at most {format_bytes(self.request.budget_bytes)}{known}. Raise the budget"
+        if self.arena:
             return f"{none} or the time limit"
-        expandable = f"memory={self._memory.expandable.value!r}, with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
-        segments = "" if self._memory.is_expandable else f"expandable segments ({expandable}), or "
+        expandable = f"memory={self.memory.expandable.value!r}, with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
+        segments = "" if self.memory.is_expandable else f"expandable segments ({expandable}), or "
         return f"{none}, or let it count {segments}only what tensors take (memory={CountedMemory.ALLOCATED.value!r})"
 
     def _status(self, result: Result) -> Status:

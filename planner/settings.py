@@ -5,14 +5,17 @@ import os
 import re
 from dataclasses import dataclass
 
-from graphs.errors import PlannerError, UsageError
+from graphs.errors import UsageError
+from graphs.optimizers import OPTIMIZERS
 from graphs.options.option import Feature
 from planner.capture.options import check_traced, parsed, traced_options
 from planner.compatibility import check_compatible
 from planner.memory import CountedMemory
 from planner.option_settings import RECOMPUTATION, OptionSettings
+from planner.profiling.devices import get_device
+from planner.profiling.other_devices import parse_device
 from solvers.clock import Clock, WallClock, WorkClock
-from solvers.registry import check_solver
+from solvers.registry import check_params
 from solvers.tolerance import WIDENING, Tolerance
 
 KERNELS = ("eager", "inductor")
@@ -46,7 +49,7 @@ class Wait:
         """Return the quality from user input: seconds as a number or ``10s``; a gap as ``1%``; ``20 work``; None for the default.
 
         Raises:
-            PlannerError: it is none of these.
+            UsageError: it is none of these.
         """
         if value is None or isinstance(value, Wait):
             return value or Wait()
@@ -54,7 +57,7 @@ class Wait:
             return Wait(gap=None, seconds=float(value))
         match = _WAIT.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None:
-            raise PlannerError(f"wait is {value!r}: must be seconds (10 or '10s'), a gap ('1%') or work ('20 work')")
+            raise UsageError(f"wait is {value!r}: must be seconds (10 or '10s'), a gap ('1%') or work ('20 work')")
         amount, unit = float(match[1]), match[2]
         if unit == "%":
             return Wait(gap=amount / 100, seconds=None)
@@ -72,7 +75,7 @@ class TraceSettings:
         options: options to find in the step.
 
     Raises:
-        UsageError: there is no such option, or a setting conflicts with a roofline.
+        UsageError: there is no such option, optimizer or device, or a setting conflicts with a roofline.
     """
 
     optimizer: str = "none"
@@ -86,6 +89,14 @@ class TraceSettings:
 
     def __post_init__(self) -> None:
         check_traced(self.options)
+        if self.passes < 1:
+            raise UsageError(f"passes is {self.passes}: must be at least 1")
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"unknown optimizer {self.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
+        if self.roofline is not None:
+            get_device(self.roofline)
+        for device in self.other_devices:
+            parse_device(device)
         given = {
             Feature.ROOFLINE: self.roofline is not None,
             Feature.MEASURED_LINK: self.measure_link,
@@ -105,7 +116,8 @@ class SolveSettings:
         arena: True if the buffers of the step must fit an arena.
 
     Raises:
-        PlannerError: no such solver, it does not take these options, or a limit is not above zero.
+        UsageError: no such solver, its parameters are of another class, or a limit is not above zero.
+        PlannerError: the solver does not take these options.
     """
 
     solver: str = "windows"
@@ -119,7 +131,7 @@ class SolveSettings:
     arena: bool = False
 
     def __post_init__(self) -> None:
-        check_solver(self.solver)
+        check_params(self.solver, self.params)
         self.clock()
         self.options.check_solver(self.solver)
 
@@ -129,7 +141,7 @@ class SolveSettings:
         if self.work_limit is not None:
             what, limit, unit = "work", self.work_limit, "a number"
         if not math.isfinite(limit) or limit <= 0:
-            raise PlannerError(f"{what} limit is {limit!r}: must be {unit}, above 0")
+            raise UsageError(f"{what} limit is {limit!r}: must be {unit}, above 0")
         return WallClock(limit) if self.work_limit is None else WorkClock(limit)
 
     @property
@@ -153,7 +165,7 @@ class RunSettings:
     """Settings of how a planned step runs, and when its plan is replaced: arguments of ``planner.compile``.
 
     Raises:
-        UsageError, PlannerError: a setting has an invalid value, or two exclude each other.
+        UsageError: a setting has an invalid value, or two exclude each other.
     """
 
     kernels: str = "eager"

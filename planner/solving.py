@@ -15,6 +15,7 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.allocated_budget import REORDERED, as_step_runs, solver_of
+from planner.attributes import attributes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
 from planner.compatibility import check_compatible
 from planner.least_memory import least_memory
@@ -96,7 +97,7 @@ def solve(
         link, host_budget: for ``offload``: bytes a second (``50GB/s``) and host memory (``64GB``). Without `link`, the measured
             or else the published rate of the device is used.
         exact: of the options, use only what was verified to give the same bits.
-        params: of the solver: for ``windows`` a ``WindowsParams`` (``solvers.windows.params``). None: its defaults.
+        params: of the solver: for ``windows`` a ``planner.WindowsParams``. None: its defaults.
         memory: what the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA with default settings,
             ``reserved-expandable`` with expandable segments, ``device`` or ``device-expandable`` for CUDA's context as well, so
             that the budget is one of the whole device, or ``allocated`` for the bytes of tensors in use. None: ``reserved`` for
@@ -239,17 +240,40 @@ class _Plans:
         Raises:
             LimitError, PlannerError: it has no schedule.
         """
-        settings = {**result.settings, **self.settings.options.recorded(self.graph)}
-        plan = replace(
-            _plan_from(replace(result, graph=self.graph, settings=settings), self.summary, self.graph), memory=self.memory
+        if result.status is Status.LIMIT:
+            raise LimitError(result.message)
+        if result.schedule is None or result.peak_bytes is None or result.time_s is None:
+            raise PlannerError(f"the solver {result.solver} failed: {result.message}")
+        if result.message:
+            warnings.warn(
+                f"the solver {result.solver} ended early, for {result.message}. The best schedule until then is the plan; please "
+                "report this with the graph",
+                SolverWarning,
+                stacklevel=2,
+            )
+        graph, schedule = self.graph, result.schedule
+        arena_bytes, outside_bytes = map(result.settings.get, ARENA_SIZES)
+        plan = Plan(
+            graph=self.summary,
+            schedule=schedule,
+            budget_bytes=result.budget_bytes,
+            memory=self.memory,
+            **attributes(result, "peak_bytes", "time_s", "bound_s", "solver", "seconds", "versions"),
+            status=str(result.status),
+            settings={**result.settings, **self.settings.options.recorded(graph)},
+            pool_peaks_bytes=other_peaks(graph, simulate(graph, schedule)),
+            differs=differences(graph, schedule.computed),
+            gradient_error=gradient_error(graph, schedule.computed),
+            source=graph,
+            arena_bytes=arena_bytes if isinstance(arena_bytes, int) else None,
+            outside_arena_bytes=outside_bytes if isinstance(outside_bytes, int) else None,
         )
         if self.eager_reserved_bytes is None:
             return plan
-        arena = arena_of(self.graph, plan.schedule) if self.settings.arena else None
+        arena = arena_of(graph, schedule) if self.settings.arena else None
         if arena is not None:
             plan = replace(plan, arena_bytes=arena.slab_bytes, outside_arena_bytes=arena.outside_bytes)
-        reserved = reserved_for(self.graph, plan.schedule, self.memory, self.eager_reserved_bytes, arena)
-        return replace(plan, reserved=reserved)
+        return replace(plan, reserved=reserved_for(graph, schedule, self.memory, self.eager_reserved_bytes, arena))
 
 
 def _least_memory(
@@ -335,40 +359,6 @@ def _what_would_do(refused: SolvedOrder, memory: CountedMemory, clock: Clock, sh
             found = f"{format_bytes(offloaded_bytes)}, with {format_bytes(host_bytes)} on the host"
             said += f" With the option offload a schedule is known for {found}."
     return said
-
-
-def _plan_from(result: Result, summary: GraphSummary, graph: Graph) -> Plan:
-    if result.status is Status.LIMIT:
-        raise LimitError(result.message)
-    if result.schedule is None or result.peak_bytes is None or result.time_s is None:
-        raise PlannerError(f"the solver {result.solver} failed: {result.message}")
-    if result.message:
-        warnings.warn(
-            f"the solver {result.solver} ended early, for {result.message}. The best schedule until then is the plan; please "
-            "report this with the graph",
-            SolverWarning,
-            stacklevel=3,
-        )
-    arena_bytes, outside_bytes = map(result.settings.get, ARENA_SIZES)
-    return Plan(
-        graph=summary,
-        schedule=result.schedule,
-        budget_bytes=result.budget_bytes,
-        peak_bytes=result.peak_bytes,
-        time_s=result.time_s,
-        bound_s=result.bound_s,
-        status=str(result.status),
-        solver=result.solver,
-        seconds=result.seconds,
-        settings=result.settings,
-        versions=result.versions,
-        pool_peaks_bytes=other_peaks(graph, simulate(graph, result.schedule)),
-        differs=differences(graph, result.schedule.computed),
-        gradient_error=gradient_error(graph, result.schedule.computed),
-        source=graph,
-        arena_bytes=arena_bytes if isinstance(arena_bytes, int) else None,
-        outside_arena_bytes=outside_bytes if isinstance(outside_bytes, int) else None,
-    )
 
 
 def judged_on(graph: Graph, plan: Plan) -> Plan:

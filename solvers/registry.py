@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 
 from graphs.checks import check_plain
-from graphs.errors import PlannerError
+from graphs.errors import PlannerError, UsageError
 from graphs.options.offload import without_offload
 from solvers.request import Request
 from solvers.result import Result
@@ -17,6 +17,8 @@ Solver = Callable[[Request], Result]  # returns a schedule within the budget, or
 class Entry:
     """A solver's module (imported on demand), a line about it, and options for its `solve`.
 
+    `params` is the class of its parameters, as ``module:class``.
+
     Flags state the graphs that it accepts: with `copies`, those with transfers to the host; with `choices`, those with optional
     ops of the program's device; with `places`, those with other devices. Others accept plain graphs only. With `offloads` it
     requires transfers to the host; with `only_places` it requires other devices and accepts no other options. With
@@ -26,6 +28,7 @@ class Entry:
     module: str
     description: str
     options: Mapping[str, object] = field(default_factory=dict)
+    params: str = ""
     copies: bool = False
     choices: bool = False
     offloads: bool = False
@@ -34,32 +37,47 @@ class Entry:
     large_programs: bool = False
 
 
-def _baseline(module: str, description: str, rule: str = "", *, large_programs: bool = False) -> Entry:
-    options = {"rule": rule} if rule else {}
-    return Entry(f"solvers.baselines.{module}", description, options, large_programs=large_programs)
+def _baseline(module: str, description: str, rule: str = "", *, params: str = "", large_programs: bool = False) -> Entry:
+    module, options = f"solvers.baselines.{module}", {"rule": rule} if rule else {}
+    return Entry(module, description, options, f"{module}:{params}" if params else "", large_programs=large_programs)
 
 
-def _offloading(module: str, description: str, *, large_programs: bool = False) -> Entry:
-    return replace(_baseline(module, description, large_programs=large_programs), copies=True, offloads=True)
+def _dtr(description: str, rule: str = "") -> Entry:
+    return _baseline("dtr", description, rule, params="DtrParams")
+
+
+def _offloading(module: str, description: str, *, params: str = "", large_programs: bool = False) -> Entry:
+    baseline = _baseline(module, description, params=params, large_programs=large_programs)
+    return replace(baseline, copies=True, offloads=True)
 
 
 def _xengine(description: str, rule: str = "") -> Entry:
-    return replace(_baseline("xengine", description, rule, large_programs=True), places=True, only_places=True)
+    baseline = _baseline("xengine", description, rule, params="XEngineParams", large_programs=True)
+    return replace(baseline, places=True, only_places=True)
 
 
 SOLVERS: dict[str, Entry] = {
     "windows": Entry(
         "solvers.windows",
         "optimal schedule with a proof: a MILP of windows, refined where memory is tight (HiGHS)",
+        params="solvers.windows.params:WindowsParams",
         copies=True,
         choices=True,
         places=True,
     ),
     "keep-everything": _baseline("keep_everything", "keep everything: no recomputation"),
     "checkmate": _baseline(
-        "checkmate", "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)", large_programs=True
+        "checkmate",
+        "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)",
+        params="CheckmateParams",
+        large_programs=True,
     ),
-    "rounding": _baseline("rounding", "Checkmate's linear relaxation, rounded in two phases (PuLP)", large_programs=True),
+    "rounding": _baseline(
+        "rounding",
+        "Checkmate's linear relaxation, rounded in two phases (PuLP)",
+        params="RoundingParams",
+        large_programs=True,
+    ),
     "checkpoint-blocks": _baseline(
         "checkpoint_blocks", "recompute the forward of each block before its backward, for the blocks that fit best"
     ),
@@ -68,41 +86,68 @@ SOLVERS: dict[str, Entry] = {
         "chen", "recompute segments that end after a number of bytes, the best that is found", "chen-greedy"
     ),
     "griewank": _baseline("griewank", "binomial checkpointing of a chain (revolve)"),
-    "rotor": _baseline("rotor", "the optimal schedule of a chain (dynamic programme)"),
-    "sac": _baseline("sac", "selective checkpointing: the best list of matmuls, convolutions and attention to save"),
-    "sac-every-second": _baseline(
-        "sac", "selective checkpointing: save convolutions, attention and every second matmul", "sac-every-second"
+    "rotor": _baseline("rotor", "the optimal schedule of a chain (dynamic programme)", params="RotorParams"),
+    "sac": _baseline(
+        "sac", "selective checkpointing: the best list of matmuls, convolutions and attention to save", params="SacParams"
     ),
-    "sac-attention": _baseline("sac", "selective checkpointing: save attention only", "sac-attention"),
-    "memory-budget": _baseline("memory_budget", "PyTorch's Memory Budget API: a knapsack over saved bytes"),
-    "dtr": _baseline("dtr", "DTR online: evict by cost of the equivalence class / (bytes x staleness)"),
-    "dtr-full": _baseline("dtr", "DTR online, with the exact cost of the evicted neighbourhood", "dtr-full"),
-    "dtr-local": _baseline("dtr", "DTR online, with a tensor's own cost only", "dtr-local"),
-    "lru": _baseline("dtr", "online: evict the least recently read tensor", "lru"),
-    "largest": _baseline("dtr", "online: evict the largest tensor", "largest"),
-    "msps": _baseline("dtr", "online: evict by (cost, evicted ancestors included) / bytes (MSPS)", "msps"),
-    "dtr-random": _baseline("dtr", "online: evict at random", "dtr-random"),
+    "sac-every-second": _baseline(
+        "sac",
+        "selective checkpointing: save convolutions, attention and every second matmul",
+        "sac-every-second",
+        params="SacParams",
+    ),
+    "sac-attention": _baseline("sac", "selective checkpointing: save attention only", "sac-attention", params="SacParams"),
+    "memory-budget": _baseline(
+        "memory_budget", "PyTorch's Memory Budget API: a knapsack over saved bytes", params="MemoryBudgetParams"
+    ),
+    "dtr": _dtr("DTR online: evict by cost of the equivalence class / (bytes x staleness)"),
+    "dtr-full": _dtr("DTR online, with the exact cost of the evicted neighbourhood", "dtr-full"),
+    "dtr-local": _dtr("DTR online, with a tensor's own cost only", "dtr-local"),
+    "lru": _dtr("online: evict the least recently read tensor", "lru"),
+    "largest": _dtr("online: evict the largest tensor", "largest"),
+    "msps": _dtr("online: evict by (cost, evicted ancestors included) / bytes (MSPS)", "msps"),
+    "dtr-random": _dtr("online: evict at random", "dtr-random"),
     "megengine": _baseline(
-        "megengine", "MegEngine online: DTR with costs in bytes, without small tensors; best of some settings"
+        "megengine",
+        "MegEngine online: DTR with costs in bytes, without small tensors; best of some settings",
+        params="MegEngineParams",
     ),
     "megengine-static": _baseline(
-        "megengine", "MegEngine for a known step: evict by next use; best of some settings", "megengine-static"
+        "megengine",
+        "MegEngine for a known step: evict by next use; best of some settings",
+        "megengine-static",
+        params="MegEngineParams",
     ),
     "save-on-cpu": _offloading("save_on_cpu", "offload all saved tensors, and wait for copies (PyTorch's save_on_cpu)"),
-    "offload-activations": _offloading("offload_activations", "offload all saved tensors during the computation (torchtune)"),
+    "offload-activations": _offloading(
+        "offload_activations",
+        "offload all saved tensors during the computation (torchtune)",
+        params="OffloadActivationsParams",
+    ),
     "deepspeed-offload": _offloading(
-        "deepspeed_offload", "offload all large tensors, then keep the largest ones that fit (DeepSpeed)"
+        "deepspeed_offload",
+        "offload all large tensors, then keep the largest ones that fit (DeepSpeed)",
+        params="DeepSpeedParams",
     ),
     "sac-and-offload": _offloading(
-        "sac_and_offload", "selective checkpointing; saved tensors are offloaded one layer later (torchtitan)"
+        "sac_and_offload",
+        "selective checkpointing; saved tensors are offloaded one layer later (torchtitan)",
+        params="SacAndOffloadParams",
     ),
     "capuchin-swap": _offloading("capuchin_swap", "swap in order of measured free time (Capuchin)"),
-    "delta": _offloading("delta", "DELTA online: evict the largest and stalest tensors, by a swap or for recomputation"),
+    "delta": _offloading(
+        "delta", "DELTA online: evict the largest and stalest tensors, by a swap or for recomputation", params="DeltaParams"
+    ),
     "auto-perf-maxing": _offloading(
-        "auto_perf_maxing", "an LP chooses a fraction for each layer, an ILP its tensors, in rounds (torchtitan)"
+        "auto_perf_maxing",
+        "an LP chooses a fraction for each layer, an ILP its tensors, in rounds (torchtitan)",
+        params="AutoPerfParams",
     ),
     "poet": _offloading(
-        "poet", "POET's program: recompute or page, transfers take no time; small graphs (MILP, HiGHS)", large_programs=True
+        "poet",
+        "POET's program: recompute or page, transfers take no time; small graphs (MILP, HiGHS)",
+        params="PoetParams",
+        large_programs=True,
     ),
     "monet": replace(
         _baseline(
@@ -121,11 +166,27 @@ def check_solver(name: str) -> Entry:
     """Return the entry of the solver `name`.
 
     Raises:
-        PlannerError: unknown name; lists the known ones.
+        UsageError: unknown name; lists the known ones.
     """
     if name not in SOLVERS:
-        raise PlannerError(f"there is no solver {name!r}: choose one of {', '.join(SOLVERS)}")
+        raise UsageError(f"there is no solver {name!r}: choose one of {', '.join(SOLVERS)}")
     return SOLVERS[name]
+
+
+def check_params(name: str, params: object) -> None:
+    """Raise unless `params` is None, for the defaults, or of the class of the solver's parameters.
+
+    Raises:
+        UsageError: it is of another class, or the solver has no parameters.
+    """
+    entry = check_solver(name)
+    if params is None:
+        return
+    if not entry.params:
+        raise UsageError(f"params is {params!r}, but the solver {name!r} has no parameters: leave params out")
+    module, kind = entry.params.split(":")
+    if not isinstance(params, getattr(import_module(module), kind)):
+        raise UsageError(f"params is {params!r}: must be {kind} ({module}), or None for its defaults")
 
 
 def check_takes(name: str, *, copies: bool, places: bool, named: str) -> None:
@@ -152,12 +213,13 @@ def get_solver(name: str) -> Solver:
     """Return the `solve` function of the solver `name`, which raises GraphError for graphs that the solver does not support.
 
     Raises:
-        PlannerError: unknown name; lists the known ones.
+        UsageError: unknown name; lists the known ones.
     """
     entry = check_solver(name)
     function = import_module(entry.module).solve
 
     def solve(request: Request) -> Result:
+        check_params(name, request.params)
         if not entry.choices and not entry.places:
             check_plain(without_offload(request.graph)[0] if entry.copies else request.graph)
         result: Result = function(request, **entry.options)

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers.clock import Clock, WallClock, left
@@ -27,7 +26,7 @@ class Request:
         clock: started when it was created; its limit is that of the whole solve.
         on_progress: called as the solve advances, in the thread that solves.
         should_stop: polled there; once it returns True, the solver ends with its best schedule.
-        params: parameters of the solver, of the class that its module names; None: its defaults.
+        params: parameters of the solver, of the class that the registry names; None: its defaults.
         on_schedule: called in the thread that solves with each better schedule of `graph` and the current lower bound, by solvers
             that improve schedules.
         conflicts: what schedules must not do, for ``windows`` on plain graphs.
@@ -44,16 +43,8 @@ class Request:
     conflicts: tuple[Conflict, ...] = ()
 
     def params_of(self, default: Params) -> Params:
-        """Return the parameters, which must be of the class of `default`, or `default` if there are none.
-
-        Raises:
-            PlannerError: they are of another class.
-        """
-        if self.params is None:
-            return default
-        if not isinstance(self.params, type(default)):
-            raise PlannerError(f"params is {self.params!r}: must be {type(default).__name__}, or None for its defaults")
-        return self.params
+        """Return the parameters, or `default` if there are none. They are of its class (``solvers.registry.check_params``)."""
+        return default if self.params is None else cast("Params", self.params)
 
     def interrupted(self) -> bool:
         """Return True if the caller requests a stop."""

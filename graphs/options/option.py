@@ -21,7 +21,7 @@ class Feature(StrEnum):
     REPLAN = "replan=True"
     SEVERAL_PROCESSES = "several processes"
     ON_CPU = "a model on the CPU"
-    ON_GPU = "a model on a GPU"
+    SHARED_GPU = "a GPU under torch.compile or on several processes"
     MAX_OVERHEAD = "max_overhead="
     HOST_SHARE = "a share of the host's memory"
     ROOFLINE = "roofline="

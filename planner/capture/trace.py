@@ -115,8 +115,6 @@ def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch, optimizer: str
     check_module(model)
     check_tensors(model)
     check_batch(batch)
-    if optimizer not in OPTIMIZERS:
-        raise TraceError(f"unknown optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
     if torch.is_inference_mode_enabled():
         raise TraceError("under torch.inference_mode() nothing is trained, so that there is nothing to plan: call it outside")
     return TrainingStep(model, loss_fn)

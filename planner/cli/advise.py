@@ -3,6 +3,7 @@
 import argparse
 
 from planner import options
+from planner.attributes import attributes
 from planner.cli.arguments import (
     DONE,
     MODEL_HELP,
@@ -14,6 +15,7 @@ from planner.cli.arguments import (
     add_quiet,
     add_time_limit,
     print_result,
+    tracing,
 )
 
 
@@ -54,20 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         progress.say(f"building {arguments.model}")
         from planner.advising import advise
-        from planner.settings import TraceSettings
-        from planner.workload.tracing import Tracing
 
-        tracing = Tracing(TraceSettings(roofline=arguments.roofline), device=arguments.device, seed=arguments.seed)
+        model, loss_fn, batch = tracing(arguments, options=()).load(arguments.model)
         advice = advise(
-            *tracing.load(arguments.model),
-            optimizer=arguments.optimizer,
-            accumulate=arguments.accumulate,
-            roofline=arguments.roofline,
-            passes=arguments.passes,
-            options=arguments.options,
-            memory=arguments.memory,
-            link=arguments.link,
-            host_budget=arguments.host_budget,
+            model,
+            loss_fn,
+            batch,
+            **attributes(arguments, "optimizer", "accumulate", "roofline", "passes"),
+            **attributes(arguments, "options", "memory", "link", "host_budget"),
             time_limit_s=arguments.time_limit,
             name=str(arguments.model),
             on_activity=progress.say,

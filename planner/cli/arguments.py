@@ -8,9 +8,8 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from textwrap import indent
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from graphs.optimizers import OPTIMIZERS
 from planner import options
@@ -257,31 +256,17 @@ def add_how_to_trace(parser: Parser) -> None:
     parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="for weights and batch (default: 0)")
 
 
-def tracing(arguments: argparse.Namespace) -> Tracing:
-    """Return the settings from the options of ``add_how_to_trace``."""
-    settings = TraceSettings(
-        roofline=arguments.roofline,
-        optimizer=arguments.optimizer,
-        accumulate=arguments.accumulate,
-        passes=arguments.passes,
-        options=traced_options(getattr(arguments, "options", ())),  # for commands that have them
-    )
-    return Tracing(settings, device=arguments.device, seed=arguments.seed)
+def tracing(arguments: argparse.Namespace, **changes: Any) -> Tracing:
+    """Return the settings from the options of ``add_how_to_trace``, with `changes` to those of the trace."""
+    given = attributes(arguments, "roofline", "optimizer", "accumulate", "passes")
+    found = traced_options(getattr(arguments, "options", None) or ())  # for commands that have them
+    return Tracing(TraceSettings(**given | {"options": found} | changes), device=arguments.device, seed=arguments.seed)
 
 
-def trace_model(
-    model: "ModelSpec",
-    arguments: argparse.Namespace,
-    progress: "LineView",
-    *,
-    measure_link: bool = False,
-    other_devices: tuple[str, ...] = (),
-) -> "Graph":
-    """Build and trace `model` with the options of ``add_how_to_trace``; see ``tracing.trace`` for the others."""
+def trace_model(model: "ModelSpec", arguments: argparse.Namespace, progress: "LineView", **changes: Any) -> "Graph":
+    """Build and trace `model` with the settings of ``tracing``."""
     progress.say(f"building {model}")
-    how = tracing(arguments)
-    settings = replace(how.settings, measure_link=measure_link, other_devices=other_devices)
-    return replace(how, settings=settings).graph(model, on_progress=progress)
+    return tracing(arguments, **changes).graph(model, on_progress=progress)
 
 
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
@@ -318,11 +303,6 @@ def print_result(
 
     out = sys.stderr if any(path is not None and is_stdout(path) for path in written) else sys.stdout
     print(json.dumps(data(*given), indent=2) if arguments.json else visible_lines(text(*given)), file=out)
-
-
-def print_text(text: str) -> None:
-    """Print text; unprintable characters in names are escaped."""
-    print(visible_lines(text))
 
 
 def complain(error: object) -> None:

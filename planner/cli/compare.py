@@ -24,22 +24,18 @@ from planner.cli.arguments import (
     add_workers,
     counted_memory,
     print_result,
-    print_text,
     study_settings,
     trace_model,
+    tracing,
 )
 from planner.memory import CountedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import nn
-
     from graphs.ir import Graph
     from planner.option_settings import OptionSettings
     from planner.progress import LineView
-    from planner.runtime.channels import HostChannels
-    from planner.studies.baselines import Method
     from planner.studies.comparison_rows import ComparisonRow
     from planner.studies.settings import StudySettings
 
@@ -135,11 +131,11 @@ def run(arguments: argparse.Namespace) -> int:
     known = read_rows(folder / "rows.csv", ComparisonRow)
     if known:
         write_report(known, folder)
+    ended = ", ".join(f"{row.method} at {row.budget} ({row.time_limit_s:.3g} s)" for row in rows if cut_short(row))
+    more = f"\nended by their time limit: {ended}; for more, raise --total-time-limit and name a new folder" if ended else ""
     if arguments.json or known:
-        print_result(arguments, lambda _: {"holds": "comparison", "rows": [asdict(row) for row in rows]}, table_text, known)
-    ended = [f"{row.method} at {row.budget} ({row.time_limit_s:.3g} s)" for row in rows if cut_short(row)]
-    if known and ended and not arguments.json:
-        print_text(f"ended by their time limit: {', '.join(ended)}; for more, raise --total-time-limit and name a new folder")
+        data = {"holds": "comparison", "rows": [asdict(row) for row in rows]}
+        print_result(arguments, lambda: data, lambda: f"{table_text(known)}{more}")
     if interrupt():
         return INTERRUPTED
     return DONE if any(row.time_s is not None for row in rows) else LIMIT
@@ -179,28 +175,20 @@ def _measure(
     spec = parse_spec(arguments.model)
     progress.say(f"building {spec}")
     from planner.runtime.channels import HostChannels
-    from planner.settings import TraceSettings
-    from planner.studies.baselines import of_policies
+    from planner.studies.baselines import baseline_methods, of_policies
     from planner.studies.compare_measured import compare_measured, profiled
-    from planner.workload import workload
+    from planner.studies.offloading import offloading_methods
 
     folder = Path(arguments.output)
-    built = workload.load(spec, device=arguments.device, seed=arguments.seed)
+    how = tracing(arguments, options=(), measure_link=settings.options.measures_link, name=str(spec))
+    built = how.load(spec)
     progress.say(f"tracing {spec}")
-    captured = profiled(
-        built,
-        folder,
-        TraceSettings(
-            optimizer=arguments.optimizer,
-            accumulate=arguments.accumulate,
-            passes=arguments.passes,
-            measure_link=settings.options.measures_link,
-            name=str(spec),
-        ),
-    )
-    host_bytes = settings.options.host_bytes
-    channels = None if host_bytes is None else HostChannels(next(built.model.parameters()).device, host_bytes)
-    stock = _methods_of_pytorch(built.model, captured.graph, channels)
+    captured = profiled(built, folder, how.settings)
+    stock = baseline_methods(built.model, targets=[op.target for op in captured.graph.ops if op.phase == "forward"])
+    channels = None
+    if settings.options.host_bytes is not None:
+        channels = HostChannels(next(built.model.parameters()).device, settings.options.host_bytes)
+        stock += offloading_methods(channels)
     return compare_measured(
         built,
         captured,
@@ -213,15 +201,6 @@ def _measure(
         on_activity=progress.say,
         should_stop=should_stop,
     )
-
-
-def _methods_of_pytorch(model: "nn.Module", graph: "Graph", channels: "HostChannels | None") -> "list[Method]":
-    """Return the methods that PyTorch itself has for `model`, those that offload if there are `channels`."""
-    from planner.studies.baselines import baseline_methods
-    from planner.studies.offloading import offloading_methods
-
-    found = baseline_methods(model, targets=[op.target for op in graph.ops if op.phase == "forward"])
-    return found if channels is None else [*found, *offloading_methods(channels)]
 
 
 def _graph(arguments: argparse.Namespace, options: "OptionSettings", progress: "LineView") -> "tuple[Graph, str]":

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
 from planner import options
+from planner.attributes import attributes
 from planner.cli.arguments import (
     DONE,
     Commands,
@@ -120,20 +121,10 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         plan = solve(
             graph,
-            arguments.budget,
-            max_overhead=arguments.max_overhead,
-            solver=arguments.solver,
-            tolerance=arguments.tolerance,
             time_limit_s=arguments.time_limit,
-            work_limit=arguments.work_limit,
-            reorder=arguments.reorder,
-            options=arguments.options,
-            link=arguments.link,
-            host_budget=arguments.host_budget,
-            exact=arguments.exact,
             params=params,
-            memory=arguments.memory,
-            arena=arguments.arena,
+            **attributes(arguments, "budget", "max_overhead", "solver", "tolerance", "work_limit", "reorder"),
+            **attributes(arguments, "options", "link", "host_budget", "exact", "memory", "arena"),
             on_progress=stage.solving(base_s=graph.time_s),
             should_stop=interrupt,
         )

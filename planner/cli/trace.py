@@ -3,6 +3,7 @@
 import argparse
 
 from planner import options
+from planner.attributes import attributes
 from planner.cli.arguments import (
     DONE,
     MODEL_HELP,
@@ -61,8 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_traced(arguments.options)
     check_writable(arguments.output)
     with LineView(quiet=arguments.quiet) as progress:
-        measured = {"measure_link": arguments.measure_link, "other_devices": arguments.other_devices}
-        graph = trace_model(arguments.model, arguments, progress, **measured)
+        graph = trace_model(arguments.model, arguments, progress, **attributes(arguments, "measure_link", "other_devices"))
         write_graph(graph, arguments.output)
     print_written(graph, arguments)
     return DONE

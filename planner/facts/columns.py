@@ -1,6 +1,6 @@
 """Memory of a pool over the step, in columns of equal time."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphs.clocks import passages
@@ -42,20 +42,16 @@ def memory_columns(timeline: Timeline, pool: Pool, count: int = COLUMNS) -> list
     """Return the peak bytes in `pool` in each of `count` equal parts of the step."""
     columns = [0] * count
     found = stretches(timeline, pool)
-    for stretch, (first, last) in zip(found, _spans(timeline, ((s.start_s, s.end_s) for s in found), count), strict=True):
+    if timeline.time_s:
+        scale = count / timeline.time_s
+        spans = [(stretch.start_s * scale, stretch.end_s * scale) for stretch in found]
+    else:  # all ops take no time: evenly spaced
+        each = count / max(1, len(found))
+        spans = [(i * each, (i + 1) * each) for i in range(len(found))]
+    for stretch, (first, last) in zip(found, spans, strict=True):
         for i in range(int(first), min(int(last), count - 1) + 1):
             columns[i] = max(columns[i], stretch.size_bytes)
     return columns
-
-
-def _spans(timeline: Timeline, times_s: Iterable[tuple[float, float]], count: int) -> list[tuple[float, float]]:
-    """Return the column positions of time intervals; they are evenly spaced if all ops take no time."""
-    times = list(times_s)
-    if not timeline.time_s:
-        each = count / max(1, len(times))
-        return [(i * each, (i + 1) * each) for i in range(len(times))]
-    scale = count / timeline.time_s
-    return [(start_s * scale, end_s * scale) for start_s, end_s in times]
 
 
 def stretches_by_step(timeline: Timeline, pool: Pool) -> Iterator[tuple[int, MemoryInterval]]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import TraceError
+from graphs.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -79,10 +79,10 @@ def get_device(name: str) -> DeviceSpec:
     """Return the device `name`.
 
     Raises:
-        TraceError: there is none; lists the devices.
+        UsageError: there is none; lists the devices.
     """
     if name not in DEVICES:
-        raise TraceError(f"unknown device {name!r}: choose from {', '.join(DEVICES)}")
+        raise UsageError(f"unknown device {name!r}: choose from {', '.join(DEVICES)}")
     return DEVICES[name]
 
 

@@ -148,10 +148,8 @@ def profile(
         on_op: called with the number of measured ops and of all ops; ops from earlier profiles count as well.
 
     Raises:
-        PlannerError: an op can be neither executed nor modelled, or `passes` is below 1.
+        PlannerError: an op can be neither executed nor modelled.
     """
-    if passes < 1:
-        raise PlannerError(f"passes is {passes}: must be at least 1")
     device = static[0].device
     with isolated(device), preserve_generator_states(capture.program):
         profiler = _Profiler(capture, static, device, passes, model, on_op)

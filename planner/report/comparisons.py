@@ -133,7 +133,7 @@ class IsoMemoryPair:
 def iso_memory_pairs(rows: Sequence[ComparisonRow]) -> list[IsoMemoryPair]:
     """Return a pair for each method that PyTorch runs, and for each schedule that was compared at its own peak."""
     ours = {row.budget.removeprefix(PEAK_OF): row for row in rows if row.budget.startswith(PEAK_OF)}
-    names = {row.method if row.run_by == RunBy.TORCH else f"{row.method} at {row.budget}": row for row in rows}
+    names = {row.name: row for row in rows}
     return [IsoMemoryPair(name, row, ours.get(name)) for name, row in names.items() if row.run_by == RunBy.TORCH or name in ours]
 
 

@@ -60,20 +60,17 @@ def baseline_methods(
     model: nn.Module,
     *,
     budgets: Mapping[str, Sequence[float]] = BUDGETS,
-    save: Sequence[str] = (),
     targets: Sequence[str] = (),
 ) -> list[Method]:
     """Return every method for `model`: checkpointing and SAC with each choice of blocks, SAC with each of its lists.
 
     Args:
         budgets: fractions of the Memory Budget API, by backend of ``torch.compile``.
-        save: targets of ops, such as ``aten.mm.default`` or ``mm``: SAC with this list as well.
         targets: targets of the forward ops: SAC with all lists of kinds among them, not only the named ones.
     """
     choices = block_choices(model)
     sacs = [partial(sac, rule) for rule in SacRule if not targets or any(map(LISTS[rule].has, targets))]
     sacs += [partial(sac, save_list=known) for known in unnamed_lists(targets)]
-    sacs += [partial(sac, save=save)] if save else []
     useless = [sac(rule) for rule in SacRule if targets and not any(map(LISTS[rule].has, targets))]  # their steps raise
     return [
         eager(),
@@ -105,9 +102,7 @@ def checkpoint_blocks(level: int = 1, *, depth: int = 0) -> Method:
     return Method(f"checkpoint-blocks{_at(level, depth)}", prepare)
 
 
-def sac(
-    rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0, save: Sequence[str] = (), save_list: SaveList | None = None
-) -> Method:
+def sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0, save_list: SaveList | None = None) -> Method:
     """Return selective activation checkpointing around every block of `level`, or of `depth`.
 
     Its steps raise InapplicableError if no op in the blocks is in the save list.
@@ -115,11 +110,10 @@ def sac(
     Args:
         rule: the saved ops, as in ``solvers.baselines.sac``; for the rule ``sac`` all kinds there. Every second op is counted per
             block, as in torchtitan.
-        save: targets of ops, such as ``aten.mm.default`` or ``mm``, instead.
         save_list: a save list instead.
     """
-    saves = save_list or (SaveList(",".join(save), frozenset(save)) if save else LISTS[rule])
-    name = f"{rule}{f' {saves.name}' if save or save_list else ''}{_at(level, depth)}"
+    saves = save_list or LISTS[rule]
+    name = f"{rule}{f' {saves.name}' if save_list else ''}{_at(level, depth)}"
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
         step, wrapped = TrainingStep(model, loss_fn), _blocks(model, level, depth)

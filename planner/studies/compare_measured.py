@@ -102,7 +102,7 @@ def compare_measured(  # noqa: PLR0913  # what is compared, where it is kept, wh
     kept = open_rows(folder, offered.graph, judge.recorded)
     keys = [*(task.key for task in tasks), *((RunBy.TORCH, method.name, "") for method in stock)]
     missing(kept, keys, offered.graph.time_s)
-    comparison = _Comparison(workload, captured, offered, judge, kept, settings, channels, on_activity, should_stop)
+    comparison = _Comparison(workload, captured, offered, judge, kept, channels, on_activity, should_stop)
     for budget in dict.fromkeys(task.budget for task in tasks):
         comparison.budget([task for task in tasks if task.budget == budget and task.key not in kept])
     untried = [method for method in stock if (RunBy.TORCH, method.name, "") not in kept]
@@ -120,18 +120,6 @@ def _best_of_pytorch(rows: Sequence[ComparisonRow]) -> set[str]:
     return {row.method for row in undominated([row for row in rows if row.run_by == RunBy.TORCH])}
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A participant: its row so far, and the name that its step is timed by."""
-
-    name: str
-    row: ComparisonRow
-
-    @property
-    def runs(self) -> bool:
-        return self.row.measured_peak_bytes is not None
-
-
 @dataclass(slots=True)
 class _Comparison:
     """A comparison whose steps run one at a time; the attributes are those of ``compare_measured``."""
@@ -141,12 +129,11 @@ class _Comparison:
     offered: Capture
     judge: SolveRow
     kept: KeptRows[ComparisonRow]
-    settings: StudySettings
     channels: HostChannels | None
     say: Callable[[str], None]
     should_stop: Callable[[], bool]
     _benchmark: Benchmark = field(init=False)
-    _entered: dict[str, _Entry] = field(init=False, default_factory=dict)  # PyTorch's methods, by name
+    _entered: dict[str, ComparisonRow] = field(init=False, default_factory=dict)  # PyTorch's methods, by name
 
     def __post_init__(self, workload: Workload) -> None:
         reserved = (Kind.OPTIMIZER_STATE, Kind.ACCUMULATED_GRADIENT)
@@ -157,16 +144,16 @@ class _Comparison:
 
     def budget(self, tasks: Sequence[Task]) -> None:
         """Solve and measure the missing rows at one budget, all in one round; baselines in rounds of their own."""
-        entries = [self._enter_schedule(solved) for solved in self._solve(tasks)]
-        baselines = self._best_heuristics(entries)
-        self._round([entry for entry in entries if entry.name not in baselines])
-        self._at_equal_memory([entry for entry in entries if entry.name in baselines])
+        rows = [self._enter_schedule(solved) for solved in self._solve(tasks)]
+        baselines = self._best_heuristics(rows)
+        self._round([row for row in rows if row.name not in baselines])
+        self._at_equal_memory([row for row in rows if row.name in baselines])
 
-    def _best_heuristics(self, entries: Sequence[_Entry]) -> set[str]:
+    def _best_heuristics(self, rows: Sequence[ComparisonRow]) -> set[str]:
         """Return the names of the fastest schedule of each eviction system."""
-        found = [entry for entry in entries if entry.runs and entry.row.time_s is not None]
-        kinds = {kind: [entry for entry in found if entry.row.method in members] for kind, members in HEURISTICS.items()}
-        return {min(kind, key=lambda entry: entry.row.time_s or 0.0).name for kind in kinds.values() if kind}
+        found = [row for row in rows if row.ran and row.time_s is not None]
+        kinds = {kind: [row for row in found if row.method in members] for kind, members in HEURISTICS.items()}
+        return {min(kind, key=lambda row: row.time_s or 0.0).name for kind in kinds.values() if kind}
 
     def stock(self, methods: Sequence[Method]) -> None:
         """Measure PyTorch's own methods."""
@@ -176,59 +163,58 @@ class _Comparison:
         """Measure PyTorch's own methods, each compared with the optimal schedule for its measured peak."""
         self._at_equal_memory([self._enter_stock(method) for method in methods if not self.should_stop()])
 
-    def _at_equal_memory(self, baselines: Sequence[_Entry]) -> None:
+    def _at_equal_memory(self, baselines: Sequence[ComparisonRow]) -> None:
         """Time each of `baselines` in turns with the optimal schedule for its measured peak."""
-        peaks = {f"{PEAK_OF}{baseline.name}": baseline.row.measured_peak_bytes or 0 for baseline in baselines if baseline.runs}
+        peaks = {f"{PEAK_OF}{baseline.name}": baseline.measured_peak_bytes or 0 for baseline in baselines if baseline.ran}
         solved = self._solve([Task(RunBy.EXECUTOR, OPTIMUM, budget, peak) for budget, peak in peaks.items()])
-        opponents = {entry.row.budget: entry for entry in map(self._enter_schedule, solved)}
+        opponents = {row.budget: row for row in map(self._enter_schedule, solved)}
         for baseline in baselines:
             opponent = opponents.get(f"{PEAK_OF}{baseline.name}")
             if opponent is not None:
                 self._round([baseline, opponent])
-            elif not baseline.runs:
+            elif not baseline.ran:
                 self._round([baseline])
 
     def _solve(self, tasks: Sequence[Task]) -> list[Solved]:
         solved: list[Solved] = []
         waiting = iter(tasks)
-        jobs = min(self.settings.jobs, max(1, len(tasks)))
+        jobs = min(self.judge.settings.jobs, max(1, len(tasks)))
         for one in run(self.judge, lambda: next(waiting, None), self.should_stop, jobs=jobs):
             solved.append(one)
             self.say(f"solved {one.row.method} at {one.row.budget}")
         return [] if self.should_stop() else solved  # results of stopped solves are dropped
 
-    def _enter_schedule(self, solved: Solved) -> _Entry:
+    def _enter_schedule(self, solved: Solved) -> ComparisonRow:
+        """Return the row of a schedule with all measurements but its time."""
         row, schedule = solved.row, solved.schedule
-        name = f"{row.method} at {row.budget}"
         if schedule is None:
-            return _Entry(name, row)
-        self.say(f"running {name}")
+            return row
+        self.say(f"running {row.name}")
         if self.channels is not None and SOLVERS[row.method].copies:
-            method = Method(name, lambda model, loss_fn: Executor(self.offered, schedule, model, loss_fn, self.channels))
+            method = Method(row.name, lambda model, loss_fn: Executor(self.offered, schedule, model, loss_fn, self.channels))
         else:
-            method = Method(name, lambda model, loss_fn: Executor(self.captured, schedule, model, loss_fn))
-        return _Entry(name, _with(row, self._benchmark.enter(method)))
+            method = Method(row.name, lambda model, loss_fn: Executor(self.captured, schedule, model, loss_fn))
+        return _with(row, self._benchmark.enter(method))
 
-    def _enter_stock(self, method: Method) -> _Entry:
-        if method.name in self._entered:
-            return self._entered[method.name]
-        self.say(f"running {method.name}")
-        measured = self._benchmark.enter(method)
-        row = self.judge.row(RunBy.TORCH, method.name, "", None, status="error" if measured.error else "ran")
-        if not measured.applies:
-            row = replace(row, reason=str(Reason.INAPPLICABLE))
-        self._entered[method.name] = _Entry(method.name, _with(row, measured))
+    def _enter_stock(self, method: Method) -> ComparisonRow:
+        """Return the row of one of PyTorch's own methods with all measurements but its time."""
+        if method.name not in self._entered:
+            self.say(f"running {method.name}")
+            measured = self._benchmark.enter(method)
+            row = self.judge.row(RunBy.TORCH, method.name, "", None, status="error" if measured.error else "ran")
+            if not measured.applies:
+                row = replace(row, reason=str(Reason.INAPPLICABLE))
+            self._entered[method.name] = _with(row, measured)
         return self._entered[method.name]
 
-    def _round(self, entries: Sequence[_Entry]) -> None:
-        """Time `entries` in turn with plain PyTorch, and keep their rows."""
-        if self.should_stop() or not entries:
+    def _round(self, rows: Sequence[ComparisonRow]) -> None:
+        """Time the steps of `rows` in turn with plain PyTorch, and keep the rows."""
+        if self.should_stop() or not rows:
             return
-        names = [entry.name for entry in entries if entry.runs]
+        names = [row.name for row in rows if row.ran]
         self.say(f"timing {', '.join(names) or 'nothing'}")
-        times = self._benchmark.times([_EAGER, *names], repeats=self.settings.repeats) if names else {}
-        timed = (_timed(entry.row, times[entry.name], times[_EAGER]) if entry.runs else entry.row for entry in entries)
-        self.kept.add(*timed)
+        times = self._benchmark.times([_EAGER, *names], repeats=self.judge.settings.repeats) if names else {}
+        self.kept.add(*(_timed(row, times[row.name], times[_EAGER]) if row.ran else row for row in rows))
 
 
 def _with(row: ComparisonRow, measured: Measured) -> ComparisonRow:

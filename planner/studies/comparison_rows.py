@@ -81,6 +81,16 @@ class ComparisonRow:
         return self.run_by, self.method, self.budget
 
     @property
+    def name(self) -> str:
+        """The name of the step, among those that are run."""
+        return self.method if self.run_by == RunBy.TORCH else f"{self.method} at {self.budget}"
+
+    @property
+    def ran(self) -> bool:
+        """True if the step was run, and its peak measured."""
+        return self.measured_peak_bytes is not None
+
+    @property
     def memory(self) -> CountedMemory:
         """Kind of memory that the budget counts."""
         return CountedMemory(json.loads(self.settings or "{}").get(_MEMORY, CountedMemory.ALLOCATED))

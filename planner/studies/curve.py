@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from graphs.errors import BudgetError, FormatError, OutputError
@@ -122,21 +123,6 @@ def read_curve(path: Path) -> tuple[CurveRow, ...]:
     return tuple(sorted(rows, key=lambda row: (row.options, row.budget_bytes)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Solve:
-    """The job: the graph, solver and settings for every budget."""
-
-    order: Reordering
-    memory: CountedMemory
-    solver: str
-    tolerance: float
-
-    def __call__(self, turn: Turn, should_stop: Callable[[], bool]) -> Result:
-        clock, tolerance = WallClock(turn.time_limit_s), self.tolerance
-        asked = turn.budget_bytes, self.memory, clock, self.solver
-        return result_in(self.order, *asked, tolerance=tolerance, must_stop=should_stop)
-
-
 def curve(
     graph: Graph,
     budgets: int | Sequence[str | int] = 10,
@@ -177,13 +163,7 @@ def curve(
         return _curve(program, budgets, how, clock)
     found = _curve(options.apply(graph), budgets, how, clock.part(_WITH_OPTIONS * clock.limit))
     again = tuple(point.budget_bytes for point in found.points)
-    least = None
-    if isinstance(budgets, int):
-        order = order_for(program, solver, reorder=reorder, clock=clock.part(_ORDER_SHARE * left(clock)))
-        least = _least_in(Frontier(order, settings.tolerance, memory_of(graph, settings.memory)), how, clock)
-    without = _curve(program, again, how, clock.part(left(clock)))
-    if least is not None:
-        without = replace(without, least=least)
+    without = _curve(program, again, how, clock.part(left(clock)), finds_least=isinstance(budgets, int))
     points = tuple(_better(*pair, settings.tolerance) for pair in zip(found.points, without.points, strict=True))
     return replace(found, points=points, options=options.names, without=without)
 
@@ -199,14 +179,18 @@ class _How:
     should_stop: Callable[[], bool]
 
 
-def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: Clock) -> Curve:
-    """Return the curve of a graph whose options are applied already; see ``curve``."""
+def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: Clock, *, finds_least: bool = False) -> Curve:
+    """Return the curve of a graph whose options are applied already; see ``curve``.
+
+    Args:
+        finds_least: True to look for the least feasible budget where budgets are given, too.
+    """
     memory = memory_of(graph, how.settings.memory)
     whole_bytes = eager_bytes(graph, memory)
     how.on_activity("looking for an order of the ops that needs less memory")
     order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.part(_ORDER_SHARE * clock.limit))
     known = Frontier(order, how.settings.tolerance, memory)
-    least = None
+    least: LeastBudgetBracket | None = None
     if isinstance(budgets, int):
         if budgets < 1:
             raise BudgetError(f"{budgets} budgets were asked for: must be at least 1")
@@ -216,21 +200,30 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
         wanted = tuple(sorted({budget_in_bytes(budget, whole_bytes) for budget in budgets}))
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
+        if finds_least:
+            least = _least_in(known, how, clock)
     plan = Turns(
         known, wanted, clock=clock, time_limit_s=how.settings.time_limit_s, jobs=how.settings.jobs, on_activity=how.on_activity
     )
-    job = _Solve(order, memory, how.solver, how.settings.tolerance)
+    job = partial(_solve, order, memory, how.solver, how.settings.tolerance)
     for result in run(job, plan.take, how.should_stop, jobs=how.settings.jobs, cluster=how.settings.cluster):
         plan.learn(result)
     points = tuple(map(plan.point, wanted))
     return Curve(summarize(graph), memory, whole_bytes, points, least, plan.finished, order.changed)
 
 
+def _solve(
+    order: Reordering, memory: CountedMemory, solver: str, tolerance: float, turn: Turn, should_stop: Callable[[], bool]
+) -> Result:
+    asked = turn.budget_bytes, memory, WallClock(turn.time_limit_s), solver
+    return result_in(order, *asked, tolerance=tolerance, must_stop=should_stop)
+
+
 def _least_in(known: Frontier, how: _How, clock: Clock) -> LeastBudgetBracket:
     """Return the bracket of the least feasible budget, and add it to what is known."""
     how.on_activity("looking for the least feasible budget")
-    part = clock.part(min(_LEAST_S, _LEAST_SHARE * clock.limit, how.settings.time_limit_s))
-    return least_counted(known, part, precision=_PRECISION, should_stop=how.should_stop)
+    limit_s = min(_LEAST_S, _LEAST_SHARE * how.settings.total_time_limit_s, how.settings.time_limit_s)
+    return least_counted(known, clock.part(limit_s), precision=_PRECISION, should_stop=how.should_stop)
 
 
 def _better(point: Point, other: Point, tolerance: float) -> Point:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphs.errors import PlannerError
 from graphs.options import without_options
@@ -171,41 +171,37 @@ class Turn:
     time_limit_s: float
 
 
+@dataclass(slots=True)
 class Turns:
     """A queue of budgets with time limits, updated by the results so far.
 
     Every budget gets a short turn first, outside in. Budgets with a gap then get longer turns, the largest gap first, as long as
     there is time for turns longer than the last.
 
-    Args:
+    Attributes:
         known: results on the graph.
         budgets: all of them.
         clock: limit of all turns.
         time_limit_s: limit of one turn.
         jobs: number of parallel turns.
         on_activity: called with each activity.
+        waiting: the budgets of the present round that have had no turn in it.
+        seconds: how long each budget was solved for.
     """
 
-    def __init__(
-        self,
-        known: Frontier,
-        budgets: tuple[int, ...],
-        *,
-        clock: Clock,
-        time_limit_s: float,
-        jobs: int = 1,
-        on_activity: Callable[[str], object] = ignore,
-    ) -> None:
-        self.known = known
-        self.waiting = [budgets[i] for i in outside_in(len(budgets))]
-        self.budgets = budgets
-        self.seconds: dict[int, float] = {}
-        self._clock = clock
-        self._time_limit_s = time_limit_s
-        self._jobs = jobs
-        self._on_activity = on_activity
-        self._limits_s: dict[int, float] = {}  # of the last turns
-        self._solving: set[int] = set()
+    known: Frontier
+    budgets: tuple[int, ...]
+    clock: Clock
+    time_limit_s: float
+    jobs: int = 1
+    on_activity: Callable[[str], object] = ignore
+    waiting: list[int] = field(init=False)
+    seconds: dict[int, float] = field(init=False, default_factory=dict)
+    _limits_s: dict[int, float] = field(init=False, default_factory=dict)  # of the last turns
+    _solving: set[int] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.waiting = [self.budgets[i] for i in outside_in(len(self.budgets))]
 
     @property
     def finished(self) -> bool:
@@ -218,7 +214,7 @@ class Turns:
         self.waiting = [budget for budget in self.waiting if budget in unsettled]
         if not self.waiting:
             self._begin_round([budget for budget in unsettled if budget not in self._solving])
-        if not self.waiting or left(self._clock) <= 0:
+        if not self.waiting or left(self.clock) <= 0:
             return None
         budget = self.waiting.pop(0)
         limit_s = self._limit_s(1 + len(self.waiting), first=budget not in self.seconds)
@@ -256,11 +252,11 @@ class Turns:
 
     def _limit_s(self, sharing: int, *, first: bool) -> float:
         """Return the time limit of a turn when `sharing` budgets are queued."""
-        left_s = left(self._clock)
-        share_s = left_s * self._jobs / sharing * (_FIRST_ROUND if first else 1.0)
-        return min(self._time_limit_s, left_s, max(_SHORTEST_S, share_s))
+        left_s = left(self.clock)
+        share_s = left_s * self.jobs / sharing * (_FIRST_ROUND if first else 1.0)
+        return min(self.time_limit_s, left_s, max(_SHORTEST_S, share_s))
 
     def _tell(self, budget: int, limit_s: float, unsettled: int) -> None:
         again = "again, " if budget in self.seconds else ""
         settled = f"{len(self.budgets) - unsettled} of {len(self.budgets)} budgets settled"
-        self._on_activity(f"solving {format_bytes(budget)}, {again}for up to {limit_s:.0f} s; {settled}")
+        self.on_activity(f"solving {format_bytes(budget)}, {again}for up to {limit_s:.0f} s; {settled}")

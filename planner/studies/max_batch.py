@@ -3,21 +3,23 @@
 Never imports torch: graphs come from a function of the size.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio
+from planner.least_memory import StopWhenDecided
 from planner.profiling.scaling import GraphFit
 from planner.reserved import memory_of, reserved_bytes_of
 from planner.solving import order_for
-from planner.studies.fitting import Decision, Enough, largest
 from planner.studies.sizes import OPTIMAL, LargestSize, SizedMethod, Wanted
 from planner.studies.solves import result_in
 from planner.studies.workers import ignore, never
 from solvers.clock import WallClock
-from solvers.order.reorder import Reordering
 from solvers.result import Result, Status
 
 # Tolerances: any schedule is accepted; the callback ends the solve earlier.
@@ -57,31 +59,55 @@ def max_batch(
     return tuple(answers)
 
 
+def largest(fits: Callable[[int], bool], *, first: int, limit: int, low: int = 0) -> int:
+    """Return the largest number from `low` + 1 to `limit` that fits; `low` if none does.
+
+    If a number fits, all smaller ones must. The search starts near `first`, doubles its steps, then bisects.
+    """
+    high, asked, step = limit + 1, min(max(first, low + 1), limit), 1
+    begin = low
+    while high - low > 1:
+        if fits(asked):
+            low = asked
+        else:
+            high = asked
+        if low == begin:
+            asked = max(low + 1, high - step)
+        elif high > limit:
+            asked = min(limit, low + step)
+        else:
+            asked = (low + high) // 2
+        step *= 2
+    return low
+
+
 class _StoppedError(Exception):
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """The result of a solver, and whether it proves feasibility; `fits` is None if it proves neither."""
+
+    fits: bool | None
+    result: Result
+
+
+@dataclass(slots=True)
 class _SizeSearch:
-    def __init__(
-        self,
-        graph_of: Callable[[int], Graph],
-        wanted: Wanted,
-        on_activity: Callable[[str], object],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self.wanted = wanted
-        self.tell = on_activity
-        self.should_stop = should_stop
-        self.extrapolated: set[int] = set()
-        self.found: dict[int, list[Result]] = {}  # by size in units, the results with a schedule
-        self._graph_of = graph_of
-        self._graphs: dict[int, Graph] = {}
-        self._line: GraphFit | None = None
-        self._line_tried = False
+    graph_of: Callable[[int], Graph]
+    wanted: Wanted
+    tell: Callable[[str], object]
+    should_stop: Callable[[], bool]
+    extrapolated: set[int] = field(default_factory=set)
+    found: dict[int, list[Result]] = field(default_factory=dict)  # by size in units, the results with a schedule
+    _graphs: dict[int, Graph] = field(default_factory=dict)
+    _line: GraphFit | None = None
+    _line_tried: bool = False
 
     def answer(self, method: SizedMethod, beyond: int) -> LargestSize:
         """Return the largest size of one method; `beyond` units are known to fit."""
-        decided: dict[int, Decision] = {}
+        decided: dict[int, _Decision] = {}
 
         def fits(units: int) -> bool:
             self.check()
@@ -125,49 +151,33 @@ class _SizeSearch:
         if result.schedule is not None:
             self.found.setdefault(units, []).append(result)
 
-    def decide(self, method: SizedMethod, graph: Graph, activity: str, limit_s: float) -> Decision:
+    def decide(self, method: SizedMethod, graph: Graph, activity: str, limit_s: float) -> _Decision:
         """Return whether `method` has a schedule of `graph` within the budget and the overhead."""
         self.tell(activity)
-        enough = Enough(
-            graph.time_s * (1 + (self.wanted.max_overhead or 0.0)), self.wanted.max_overhead is None, self.should_stop
-        )
-        result = result_in(
-            self.order(method, graph),
-            self.wanted.budget_bytes,
-            memory_of(graph, self.wanted.memory),
-            WallClock(limit_s),
-            method.solver,
-            tolerance=_ANY_GAP if enough.any_time else _CLOSE_GAP,
-            on_progress=enough,
-            should_stop=enough.reached,
-            must_stop=self.should_stop,
-        )
-        if result.time_s is not None and (enough.any_time or result.time_s <= enough.cap_s):
-            return Decision(True, result)
-        proved = result.status in (Status.INFEASIBLE, Status.OPTIMAL) or enough.refuted(result.bound_s)
-        return Decision(False if method.solver != OPTIMAL or proved else None, result)
+        max_overhead = self.wanted.max_overhead
+        cap_s = math.inf if max_overhead is None else graph.time_s * (1 + max_overhead)
+        decision = StopWhenDecided(cap_s, self.should_stop)
+        tolerance, stop = _ANY_GAP if max_overhead is None else _CLOSE_GAP, decision.reached
+        result = self.solved(method, graph, limit_s, tolerance=tolerance, on_progress=decision, should_stop=stop)
+        if result.time_s is not None and result.time_s <= cap_s:
+            return _Decision(True, result)
+        proved = result.status in (Status.INFEASIBLE, Status.OPTIMAL) or decision.refuted(result.bound_s)
+        return _Decision(False if method.solver != OPTIMAL or proved else None, result)
 
     def best(self, method: SizedMethod, units: int) -> Result:
         """Return the fastest schedule at a size that is feasible."""
         self.tell(f"{self.doing(method, units)}, its fastest schedule")
         if not self.should_stop():
             graph, wanted = self.graph(units), self.wanted
-            result = result_in(
-                self.order(method, graph),
-                wanted.budget_bytes,
-                memory_of(graph, wanted.memory),
-                WallClock(wanted.time_limit_s),
-                tolerance=wanted.tolerance,
-                should_stop=self.should_stop,
-                must_stop=self.should_stop,
-            )
-            if result.schedule is not None:
-                self.keep(units, result)
+            result = self.solved(method, graph, wanted.time_limit_s, tolerance=wanted.tolerance, should_stop=self.should_stop)
+            self.keep(units, result)
         return min(self.found[units], key=lambda result: result.time_s or 0.0)
 
-    def order(self, method: SizedMethod, graph: Graph) -> Reordering:
-        """Return `graph` as `method` solves it, reordered if that lowers the peak."""
-        return order_for(method.offered(graph), method.solver, reorder=None if self.wanted.reorder else False)
+    def solved(self, method: SizedMethod, graph: Graph, limit_s: float, **settings: Any) -> Result:
+        """Return the result of `method` for `graph`, reordered if that lowers the peak; `settings` are those of ``result_in``."""
+        order = order_for(method.offered(graph), method.solver, reorder=None if self.wanted.reorder else False)
+        asked = self.wanted.budget_bytes, memory_of(graph, self.wanted.memory), WallClock(limit_s), method.solver
+        return result_in(order, *asked, must_stop=self.should_stop, **settings)
 
     def guess(self, method: SizedMethod, beyond: int) -> int:
         """Return a guess of the largest feasible size in units: as wanted, extrapolated, or the first size to try."""
@@ -209,7 +219,7 @@ class _SizeSearch:
     def captured(self, units: int) -> Graph:
         if units not in self._graphs:
             self.tell(f"tracing {self.wanted.varies} {units * self.wanted.unit}")
-            self._graphs[units] = self._graph_of(units)
+            self._graphs[units] = self.graph_of(units)
             self.check()
         return self._graphs[units]
 

@@ -108,10 +108,6 @@ class Benchmark:
             steps = {name: measure.Isolated(self._steps[name], model, batch) for name in names}
             return measure.turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
 
-    def leave(self, name: str) -> None:
-        """Forget the step and its results."""
-        del self._steps[name]
-
     def _check(self, name: str, step: Step, hidden_bytes: int) -> Measured:
         """Measure `step`; `hidden_bytes` were in pools of CUDA graphs before it was prepared."""
         model, _, batch = self._workload

@@ -9,6 +9,7 @@ from torch import fx
 
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind
+from graphs.options.option import Feature
 from planner.capture.frontend.eager_ops import separate_biases
 from planner.capture.lowering.lower import Capture, lower
 from planner.capture.lowering.statics import StaticTensors
@@ -18,6 +19,7 @@ from planner.capture.rewrites.outputs import outputs
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
+from planner.compatibility import check_compatible
 from planner.keeping_everything import prepare_for_tight_memory
 from planner.profiling.devices import DeviceSpec
 from planner.profiling.profile import profile
@@ -47,7 +49,8 @@ def capture_joint(
         on_op: as in ``planner.profiling.profile.profile``.
 
     Raises:
-        TraceError: shapes are dynamic, or an op cannot be in a static graph.
+        UsageError: shapes are dynamic.
+        TraceError: an op cannot be in a static graph.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in placeholders]
@@ -61,9 +64,7 @@ def capture_joint(
         for size in (value.shape if isinstance(value, torch.Tensor) else (value,))
     )
     if dynamic:
-        raise TraceError(
-            "the graph has sizes that are not fixed: leave out dynamic=True or mark_dynamic, so that each size gets its own plan"
-        )
+        check_compatible({Feature.TORCH_COMPILE, Feature.VARYING_SIZES})
     where = next(value.device for value in values if isinstance(value, torch.Tensor))
     separate_biases(module.graph)
     layouts_as_eager(module.graph)

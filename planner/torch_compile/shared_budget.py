@@ -109,7 +109,7 @@ class SharedBudget:
         """
         device = device_of(joint)
         if device.type == "cuda":
-            check_compatible({*self.settings.run.features, Feature.ON_GPU})
+            check_compatible({*self.settings.run.features, Feature.SHARED_GPU})
         asked = self.settings.solve.memory
         self.memory = memory_on(device.type, None) if asked is None else memory_of(captured.graph, asked)
         captured = replace(captured, graph=self._options.apply(captured.graph))

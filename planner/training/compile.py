@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from planner.budgets import budget_or_overhead
-from planner.capture.options import DEFAULTS
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.memory import CountedMemory
-from planner.option_settings import option_settings
+from planner.option_settings import default_options, option_settings
 from planner.progress import View
 from planner.settings import RunSettings, SolveSettings, TraceSettings, Wait
 from planner.training.optimizers import optimizer_kind
@@ -130,7 +129,7 @@ def compile(  # noqa: A001
         tolerance=Tolerance.of(tolerance),
         time_limit_s=time_limit_s,
         reorder=reorder,
-        options=option_settings(DEFAULTS if options is None else options, link, host_budget, exact=exact),
+        options=option_settings(default_options(solver) if options is None else options, link, host_budget, exact=exact),
         params=params,
         memory=CountedMemory.of(memory),
     )

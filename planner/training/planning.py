@@ -61,7 +61,7 @@ class Planning:
         around = {
             Feature.SEVERAL_PROCESSES: shared,
             Feature.ON_CPU: any(parameter.device.type != "cuda" for parameter in self.wrapper.module.parameters()),
-            Feature.ON_GPU: shared and any(parameter.device.type == "cuda" for parameter in self.wrapper.module.parameters()),
+            Feature.SHARED_GPU: shared and any(parameter.device.type == "cuda" for parameter in self.wrapper.module.parameters()),
         }
         check_compatible(asked | {feature for feature, there in around.items() if there})
         if ("placement" in asked) != bool(self.trace.other_devices):

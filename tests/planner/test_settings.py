@@ -29,6 +29,13 @@ PARAMS = WindowsParams(bound=BoundParams(small_ops=12))
         (lambda: SolveSettings(work_limit=-1.0), "work limit is -1.0: must be a number, above 0"),
         (lambda: SolveSettings("dtr", options=option_settings(["offload"])), "the solver 'dtr' recomputes only"),
         (lambda: TraceSettings(options=("offload",)), "'offload' is not found in a step"),
+        (lambda: SolveSettings(params=DtrParams()), "must be WindowsParams"),
+        (lambda: SolveSettings("dtr", params="many"), "params is 'many': must be DtrParams"),
+        (lambda: SolveSettings("chen-sqrt", params=WindowsParams()), "'chen-sqrt' has no parameters: leave params out"),
+        (lambda: TraceSettings(passes=0), "passes is 0: must be at least 1"),
+        (lambda: TraceSettings(optimizer="lion"), "unknown optimizer 'lion': choose one of none, sgd"),
+        (lambda: TraceSettings(roofline="h900"), "unknown device 'h900': choose from"),
+        (lambda: TraceSettings(other_devices=("tpu",)), "there is no device 'tpu': write cpu"),
         (lambda: TraceSettings(roofline="h100", measure_link=True), "roofline= does not go with measure_link=True"),
         (lambda: RunSettings(kernels="triton"), "kernels is 'triton': choose from eager, inductor"),
         (lambda: RunSettings(swap="often"), "swap is 'often': choose from exact, any, never"),
@@ -69,3 +76,11 @@ def test_the_command_reads_parameters(tmp_path: Path, capsys: pytest.CaptureFixt
     assert read_plan(plan).settings["params"] == PARAMS.recorded()
     assert main(["solve", graph, "--budget", "100%", "--params", params, "--solver", "dtr"]) == 2
     assert "leave it out, or use --solver windows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("solver", ["chen-sqrt", "monet"])
+def test_compile_adds_default_options_only_for_solvers_that_take_them(solver: str) -> None:
+    model, batch = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), (torch.ones(2, 4), torch.zeros(2, 3))
+    step = planner.compile(model, nn.MSELoss(), batch, budget="100%", solver=solver, passes=1, compare_eager=False)
+    assert step.plan.solver == solver
+    assert step.plan.settings.get("options") == (["in-place"] if solver == "monet" else None)

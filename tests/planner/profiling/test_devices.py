@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from graphs.errors import TraceError
+from graphs.errors import UsageError
 from planner.capture.trace import capture
 from planner.models import build
 from planner.profiling.devices import DEVICES, get_device, is_view, op_bytes, op_flops, op_time_s, workspace_bytes
@@ -262,7 +262,7 @@ def test_device_rates_are_plausible(device: Any) -> None:
 
 def test_unknown_device_raises() -> None:
     assert get_device("h200") is H200
-    with pytest.raises(TraceError, match="unknown device 'b200': choose from gh200, h200, h100, a100, l4, rtx4090, cpu"):
+    with pytest.raises(UsageError, match="unknown device 'b200': choose from gh200, h200, h100, a100, l4, rtx4090, cpu"):
         get_device("b200")
 
 

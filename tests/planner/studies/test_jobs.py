@@ -23,6 +23,7 @@ from planner.studies.compare import compare
 from planner.studies.curve import curve
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
+from planner.studies.workers import never
 from tests.support.cli import call, refused
 
 PATIENCE_S = 30.0
@@ -46,10 +47,6 @@ def fail(error: BaseException, task: int, should_stop: Callable[[], bool]) -> in
 def tasks(count: int) -> Callable[[], int | None]:
     waiting = iter(range(count))
     return lambda: next(waiting, None)
-
-
-def never() -> bool:
-    return False
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The largest batch: equal to trying them all, honest about what is not known, and refused in one line."""
 
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -15,13 +16,13 @@ from graphs.ir import Graph, Phase
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
+from planner.least_memory import StopWhenDecided
 from planner.memory import CountedMemory
 from planner.option_settings import RECOMPUTATION, option_settings
 from planner.profiling.scaling import GraphFit, has_same_ops
 from planner.reserved import requests_of
 from planner.settings import TraceSettings
-from planner.studies.fitting import Enough, largest
-from planner.studies.max_batch import max_batch
+from planner.studies.max_batch import largest, max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
 from planner.workload.sizes import SizedModel
 from planner.workload.tracing import Tracing
@@ -212,17 +213,17 @@ def test_what_is_not_decided_in_time_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_solve_ends_once_the_question_is_answered() -> None:
-    def after(progress: SolveProgress, *, any_time: bool = False) -> bool:
-        enough = Enough(10.0, any_time, lambda: False)
-        enough(progress)
-        return enough.reached()
+    def after(progress: SolveProgress, *, limit_s: float = 10.0) -> bool:
+        decision = StopWhenDecided(limit_s)
+        decision(progress)
+        return decision.reached()
 
     assert after(SolveProgress(1, "", 10.0, 9.0))
     assert not after(SolveProgress(1, "", 10.5, 9.0))
     assert not after(SolveProgress(1, "", None, 10.0))
     assert after(SolveProgress(1, "", None, 10.5))
-    assert after(SolveProgress(1, "", 99.0, 50.0), any_time=True)
-    assert not after(SolveProgress(1, "", None, 50.0), any_time=True)
+    assert after(SolveProgress(1, "", 99.0, 50.0), limit_s=math.inf)
+    assert not after(SolveProgress(1, "", None, 50.0), limit_s=math.inf)
 
 
 def test_a_stopped_search_keeps_what_it_has() -> None:

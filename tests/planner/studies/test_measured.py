@@ -23,7 +23,7 @@ from planner.studies.baselines import (
 from planner.studies.blocks import block_choices, block_levels, blocks, blocks_at, checkpointable
 from planner.studies.measured import Benchmark, Exactness, Measured, relative_error
 from planner.workload import workload
-from solvers.baselines.sac import SacRule
+from solvers.baselines.sac import SacRule, SaveList
 
 SPEC = "zoo:gpt2,layers=3,width=32,heads=2,vocab=50,batch=4,seq=32"
 
@@ -180,7 +180,7 @@ def test_blocks_are_numbered_modules() -> None:
 
 def test_a_list_that_saves_nothing_is_an_error() -> None:
     # With dropout, attention is written out in other ops on the CPU.
-    for row in measure(gpt2(), sac(save=["aten.nothing"]), sac(SacRule.ATTENTION)):
+    for row in measure(gpt2(), sac(save_list=SaveList("nothing", frozenset({"aten.nothing"}))), sac(SacRule.ATTENTION)):
         assert "saves nothing" in (row.error or "")
 
 
@@ -238,7 +238,7 @@ def test_a_model_without_blocks_is_one_the_method_does_not_apply_to() -> None:
 
 
 def test_all_methods_have_names_of_their_own() -> None:
-    names = [method.name for method in baseline_methods(gpt2()[0], save=["mm"])]
+    names = [method.name for method in baseline_methods(gpt2()[0], targets=["aten.mm.default", "aten.convolution.default"])]
     assert len(set(names)) == len(names)
     assert {"eager", "checkpoint-blocks", "sac", "memory-budget 0.50 inductor", "auto-sac"} <= set(names)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from graphs.errors import InfeasibleError, PlannerError, TraceError
+from graphs.errors import InfeasibleError, PlannerError, UsageError
 from planner.capture.step import TrainingStep
 from planner.runtime.measure import measure_memory, outcome
 from tests.support.budgets import HALF_WAY
@@ -195,9 +195,9 @@ def test_each_shape_gets_a_plan_once(solves: list[int]) -> None:
 
 def test_sizes_that_are_not_fixed_are_refused() -> None:
     model = torch.compile(nn.Linear(8, 1), backend="planner", dynamic=True, options={"budget": "1GB"})
-    with pytest.raises(BackendCompilerFailed, match="sizes that are not fixed: leave out dynamic=True") as caught:
+    with pytest.raises(BackendCompilerFailed, match="for fixed sizes: leave out dynamic=True") as caught:
         model(torch.randn(3, 8)).sum().backward()
-    assert isinstance(caught.value.inner_exception, TraceError)
+    assert isinstance(caught.value.inner_exception, UsageError)
 
 
 def test_evaluation_is_not_planned(solves: list[int]) -> None:

@@ -16,7 +16,7 @@ def _apply(capture: "Capture") -> "Capture":
 
 CHUNKS = StepOption(
     name="chunks",
-    description="loss heads and other large row-wise stretches may be computed in 2 to 16 chunks",
+    description="loss heads and other large row-wise parts of a step may be computed in 2 to 16 chunks",
     refused=EAGER_KERNELS,
     apply=_apply,
 )

@@ -16,7 +16,7 @@ from planner.capture.trace import capture
 from planner.models import build
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
-from planner.profiling.allocator import cpu_allocations
+from planner.profiling.allocator import memory_rise
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import idle_pages_stay
 from planner.runtime.executor import Executor
@@ -119,8 +119,4 @@ def _faults() -> int:
 
 def given_bytes(run: Callable[[], object]) -> int:
     """Return the most bytes that PyTorch's allocator gives `run` at once."""
-    level = peak = 0
-    for event in cpu_allocations(lambda _: run()):
-        level += event.size_bytes or 0
-        peak = max(peak, level)
-    return peak
+    return memory_rise(run, torch.device("cpu")).peak_bytes

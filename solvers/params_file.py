@@ -1,4 +1,4 @@
-"""Reader of solver parameters from TOML files: frozen dataclasses of numbers, strings, tuples and other dataclasses."""
+"""Solver parameters: frozen dataclasses of numbers, strings, tuples and other dataclasses, checked, or read from TOML files."""
 
 import math
 import tomllib
@@ -13,11 +13,50 @@ Params = TypeVar("Params")
 _WANTED = {bool: "true or false", int: "a whole number, 0 or more", float: "a number, 0 or more", str: "a string"}
 
 
+def check_values(params: Any, group: str = "") -> None:
+    """Raise unless each value in `params` has the type of its field, and each number is finite and not negative.
+
+    Args:
+        group: name of the field that holds `params`, for messages.
+
+    Raises:
+        UsageError: with the name of the field, its value, and what it must be.
+    """
+    hints = get_type_hints(type(params))
+    for field in fields(params):
+        _check(hints[field.name], getattr(params, field.name), f"{group}.{field.name}" if group else field.name)
+
+
+def _check(kind: Any, value: Any, name: str) -> None:
+    if is_dataclass(kind):
+        if type(value) is not kind:
+            raise UsageError(f"{name} is {value!r}: must be {getattr(kind, '__name__', kind)}")
+        check_values(value, name)
+    elif get_origin(kind) is tuple:
+        if type(value) is not tuple:
+            raise UsageError(f"{name} is {value!r}: must be a tuple")
+        for i, (of_item, item) in enumerate(_items(get_args(kind), value, name)):
+            _check(of_item, item, f"{name}[{i}]")
+    elif kind is not float or type(value) is not int:
+        if type(value) is not kind or (kind in (int, float) and not (value >= 0 and math.isfinite(value))):
+            raise UsageError(f"{name} is {value!r}: must be {_WANTED[kind]}")
+    elif value < 0:
+        raise UsageError(f"{name} is {value!r}: must be {_WANTED[float]}")
+
+
+def _items(kinds: tuple[Any, ...], values: Any, name: str) -> list[tuple[Any, Any]]:
+    """Return the items of a tuple with their types, given the arguments of its type."""
+    of_any_length = len(kinds) == 2 and kinds[1] is Ellipsis
+    if not of_any_length and len(values) != len(kinds):
+        raise UsageError(f"{name} is {values!r}: must be an array of {len(kinds)} values")
+    return list(zip(kinds[:1] * len(values) if of_any_length else kinds, values, strict=True))
+
+
 def read_params(kind: type[Params], path: Path | str) -> Params:
     """Return parameters of class `kind` from the file, with defaults for missing ones.
 
     Raises:
-        UsageError: the file cannot be read or is not TOML, or it has an unknown key or a value of another type.
+        UsageError: the file cannot be read or is not TOML, or it has an unknown key or a wrong value.
     """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -25,38 +64,35 @@ def read_params(kind: type[Params], path: Path | str) -> Params:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
-    made: Params = _made(kind, table, f"{path}: ", "")
+    try:
+        made: Params = _made(kind, table, "")
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
     return made
 
 
-def _made(kind: Any, value: Any, file: str, name: str) -> Any:
-    """Return `value` of the file as a `kind`."""
+def _made(kind: Any, value: Any, name: str) -> Any:
+    """Return a `value` of the file with tables and arrays as dataclasses and tuples."""
     if is_dataclass(kind):
-        return _of_table(kind, value, file, name)
+        return _of_table(kind, value, name)
     if get_origin(kind) is tuple:
-        return _of_array(get_args(kind), value, file, name)
-    given = float(value) if kind is float and type(value) is int else value
-    if type(given) is not kind or (kind in (int, float) and not (given >= 0 and math.isfinite(given))):
-        raise UsageError(f"{file}{name} is {value!r}: must be {_WANTED[kind]}")
-    return given
+        if not isinstance(value, list):
+            raise UsageError(f"{name} is {value!r}: must be an array")
+        return tuple(
+            _made(of_item, item, f"{name}[{i}]") for i, (of_item, item) in enumerate(_items(get_args(kind), value, name))
+        )
+    made = float(value) if kind is float and type(value) is int else value
+    _check(kind, made, name)
+    return made
 
 
-def _of_table(kind: Any, table: Any, file: str, name: str) -> Any:
+def _of_table(kind: Any, table: Any, name: str) -> Any:
     known = [field.name for field in fields(kind)]
     if not isinstance(table, dict):
-        raise UsageError(f"{file}{name} is {table!r}: must be a table with any of {', '.join(known)}")
+        raise UsageError(f"{name} is {table!r}: must be a table with any of {', '.join(known)}")
     if unknown := [key for key in table if key not in known]:
         where = f"in {name}" if name else "at the top"
-        raise UsageError(f"{file}there is no {unknown[0]!r} {where}: choose from {', '.join(known)}")
+        raise UsageError(f"there is no {unknown[0]!r} {where}: choose from {', '.join(known)}")
     hints = get_type_hints(kind)
     prefix = f"{name}." if name else ""
-    return kind(**{key: _made(hints[key], value, file, prefix + key) for key, value in table.items()})
-
-
-def _of_array(kinds: tuple[Any, ...], array: Any, file: str, name: str) -> Any:
-    of_any_length = len(kinds) == 2 and kinds[1] is Ellipsis
-    if not isinstance(array, list) or not (of_any_length or len(array) == len(kinds)):
-        wanted = "an array" if of_any_length else f"an array of {len(kinds)} values"
-        raise UsageError(f"{file}{name} is {array!r}: must be {wanted}")
-    of_each = kinds[:1] * len(array) if of_any_length else kinds
-    return tuple(_made(kind, value, file, f"{name}[{i}]") for i, (kind, value) in enumerate(zip(of_each, array, strict=True)))
+    return kind(**{key: _made(hints[key], value, prefix + key) for key, value in table.items()})

@@ -23,9 +23,9 @@ from planner.capture.lowering.statics import StaticTensors, allocated_bytes
 from planner.capture.rewrites.dropout import dropout_as_eager
 from planner.capture.rewrites.layouts import layouts_as_eager
 from planner.capture.rewrites.outputs import fix_outputs
-from planner.capture.rewrites.reproducible_random import generator_of
 from planner.capture.signature import Batch, Signature, check_batch, leaves
 from planner.capture.step import LossFn, TrainingStep, check_module, check_tensors
+from planner.passes.draws import default_generator_of
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant
@@ -71,7 +71,7 @@ def capture(
     statics = _statics(step, batch, planned_device, optimizer, accumulate=accumulate)
     provenance = _provenance(model, batch, planned_device, optimizer, accumulate=accumulate, name=name)
     signature = Signature.of(batch, joint.out_spec)
-    lowered = lower(graph, statics, signature, generator=generator_of(device), provenance=provenance)
+    lowered = lower(graph, statics, signature, generator=default_generator_of(device), provenance=provenance)
     return replace(lowered, guards=guards, conditions=conditions)
 
 
@@ -107,7 +107,7 @@ def capture_kernels(
     provenance = _provenance(model, batch, device, optimizer, accumulate=accumulate, name=name)
     provenance |= {"kernels": "inductor", "variant": str(variant), "compile_seconds": round(time.perf_counter() - begin, 2)}
     signature = Signature.of(batch, halves.joint.out_spec)
-    lowered = lower_step(halves, statics, signature, generator=generator_of(device), provenance=provenance)
+    lowered = lower_step(halves, statics, signature, generator=default_generator_of(device), provenance=provenance)
     return replace(lowered, guards=guards, conditions=conditions, whole=halves.called_as(step))
 
 

@@ -31,9 +31,10 @@ op does not fit, or the log cannot note it, the recorder reads the log: it sees 
 makes the same records. From then on it sees the ops itself, until the step ends. On CUDA the recorder executes the first ops of
 each signature, and measures them (``device_costs``).
 
-``recording`` sees the ops, ``saved_tensors`` has what autograd holds, ``log_reading`` leaves ops to the log and reads it,
-``modules`` knows which module is running. ``sizes`` knows what ops will allocate, for common ones by ``size_rules``; ``memory``
-makes room and asks the ledger of ``solvers.online`` for the victim; ``recompute`` executes chains again; ``session`` has the
-public API. ``following`` logs each step; ``step_log`` turns it into a graph; ``step_plans`` has repeated steps solved, and
-returns what their plans evict. ``enough`` finds a budget that is large enough for a recorded step.
+``recording`` sees the ops, ``saved_tensors`` has what autograd holds, and ``sources`` what that is computed from. ``log_reading``
+leaves ops to the log and reads it, ``modules`` knows which module is running, ``draws`` what random ops draw. ``sizes`` knows
+what ops will allocate, for common ones by ``size_rules``; ``memory`` makes room and asks the ledger of ``solvers.online`` for the
+victim; ``recompute`` executes chains again; ``session`` has the public API. ``following`` logs each step; ``step_log`` turns it
+into a graph; ``step_plans`` has repeated steps solved, and returns what their plans evict. ``enough`` finds a budget that is
+large enough for a recorded step.
 """

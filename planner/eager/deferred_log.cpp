@@ -31,6 +31,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/PyInterpreter.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <c10/util/accumulate.h>
@@ -51,6 +52,7 @@
 #include <optional>
 #include <shared_mutex>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -416,14 +418,8 @@ class Log : public c10::DebugInfoBase {
 
   // Lets the recorder execute an op.
   void by_recorder(const c10::OperatorHandle& handle, Stack* stack) {
-    struct Pushed {
-      explicit Pushed(const std::shared_ptr<c10::impl::PyObject_TorchDispatchMode>& mode) {
-        c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(mode);
-      }
-      ~Pushed() {
-        c10::impl::TorchDispatchModeTLS::pop_stack();
-      }
-    } pushed(recorder_);
+    c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(recorder_);
+    const auto at_the_end = c10::make_scope_exit([] { c10::impl::TorchDispatchModeTLS::pop_stack(); });
     recorder_->pyinterpreter()->dispatch(handle, stack);
   }
 
@@ -440,7 +436,8 @@ class Log : public c10::DebugInfoBase {
     draft.arguments.append(stack->begin() + static_cast<int64_t>(begin), stack->end());
     std::optional<Key> new_key;
     std::shared_ptr<Known> known;
-    const Unlogged unlogged(*this);
+    ++drafts_;
+    const auto at_the_end = c10::make_scope_exit([this] { --drafts_; });
     bool fits = prepare(draft, handle, facts, new_key, known);
     const auto start = std::chrono::steady_clock::now();
     if (fits && facts.way == kHere && call.known_bytes >= 0) {
@@ -618,18 +615,6 @@ class Log : public c10::DebugInfoBase {
     return static_cast<int64_t>(ops_.size());
   }
 
-  double seconds(int64_t index) const {
-    return op(index).seconds;
-  }
-
-  int64_t module(int64_t index) const {
-    return op(index).module;
-  }
-
-  int64_t taken_bytes(int64_t index) const {
-    return op(index).taken_bytes;
-  }
-
   // Closes the log, and returns tensors on the resident storages that no op of the log has made.
   std::vector<at::Tensor> close() {
     const std::lock_guard<std::shared_mutex> when_all_are_logged(unlogged_);
@@ -658,10 +643,11 @@ class Log : public c10::DebugInfoBase {
     return found;
   }
 
-  // Returns the outputs of an op; None for those that are not tensors.
-  c10::List<std::optional<at::Tensor>> outputs(int64_t index) {
-    const auto shown = references(op(index).outputs, op(index).end);
-    size_t length = op(index).handle.schema().returns().size();
+  // Returns the module of an op, its outputs, with None for those that are not tensors, and what it has taken: bytes and seconds.
+  std::tuple<int64_t, c10::List<std::optional<at::Tensor>>, int64_t, double> unread(int64_t index) {
+    const auto& logged = op(index);
+    const auto shown = references(logged.outputs, logged.end);
+    size_t length = logged.handle.schema().returns().size();
     for (const auto& reference : shown) {
       length = std::max(length, static_cast<size_t>(reference.element + 1));
     }
@@ -670,10 +656,10 @@ class Log : public c10::DebugInfoBase {
     for (const auto& reference : shown) {
       found.set(static_cast<size_t>(reference.element < 0 ? reference.position : reference.element), tensor(reference));
     }
-    return found;
+    return {logged.module, std::move(found), logged.taken_bytes, logged.seconds};
   }
 
-  // Passes an op of the log to the recorder.
+  // Passes an op of the log to the recorder. Then frees the stand-ins that it was the last to use.
   void show(int64_t index) {
     const auto& shown = op(index);
     const auto first = arguments_.begin() + static_cast<int64_t>(shown.arguments);
@@ -693,11 +679,7 @@ class Log : public c10::DebugInfoBase {
     }
     const at::AutoGradMode as_then(shown.grad_enabled);
     by_recorder(shown.handle, &stack);
-  }
-
-  // Frees the stand-ins that an op was the last to use.
-  void shown(int64_t index) {
-    for (const auto& reference : references(op(index).inputs, op(index).end)) {
+    for (const auto& reference : references(shown.inputs, shown.end)) {
       if (last_uses_[static_cast<size_t>(reference.storage)] == index) {
         stand_ins_[static_cast<size_t>(reference.storage)].reset();
       }
@@ -727,17 +709,6 @@ class Log : public c10::DebugInfoBase {
   }
 
  private:
-  // An op that is executed; while there are others, storages keep their numbers.
-  struct Unlogged {
-    explicit Unlogged(Log& log) : log(log) {
-      ++log.drafts_;
-    }
-    ~Unlogged() {
-      --log.drafts_;
-    }
-    Log& log;
-  };
-
   // Drops the ops of ended steps, so that their storages can no longer be recomputed, unless they are few, because it takes time,
   // or another thread executes an op. `own`: the number of ops that this thread executes.
   void forget_last_step(int64_t own) {
@@ -1109,7 +1080,7 @@ class Log : public c10::DebugInfoBase {
   const int64_t budget_bytes_;
   const c10::Device device_;
   const int64_t measurements_;
-  std::atomic<int64_t> drafts_{0};
+  std::atomic<int64_t> drafts_{0}; // ops that are executed; while there are others, storages keep their numbers
   std::shared_mutex unlogged_; // held by ops until they are logged, alone while the log is closed
   void (*const describe_)(const char*, const char*, int64_t*);
   std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> recorder_;
@@ -1309,7 +1280,7 @@ bool deferred_install() {
     static torch::Library operators(torch::Library::DEF, "planner_log", std::nullopt, __FILE__, __LINE__);
     operators.def("raise_error() -> ()", []() { std::rethrow_exception(std::exchange(error_of_op, nullptr)); });
     operators.def("close(int log) -> Tensor[]", [](int64_t log) { return of(log)->close(); });
-    operators.def("outputs(int log, int index) -> Tensor?[]", [](int64_t log, int64_t index) { return of(log)->outputs(index); });
+    operators.def("unread(int log, int index) -> (int, Tensor?[], int, float)", [](int64_t log, int64_t index) { return of(log)->unread(index); });
     operators.def("show(int log, int index) -> ()", [](int64_t log, int64_t index) { of(log)->show(index); });
     static torch::Library all(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
     all.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
@@ -1379,22 +1350,6 @@ bool deferred_fits(int64_t log, int64_t size_bytes) {
 
 int64_t deferred_length(int64_t log) {
   return of(log)->length();
-}
-
-double deferred_seconds(int64_t log, int64_t index) {
-  return of(log)->seconds(index);
-}
-
-int64_t deferred_module(int64_t log, int64_t index) {
-  return of(log)->module(index);
-}
-
-int64_t deferred_taken(int64_t log, int64_t index) {
-  return of(log)->taken_bytes(index);
-}
-
-void deferred_shown(int64_t log, int64_t index) {
-  of(log)->shown(index);
 }
 
 void deferred_forget(int64_t log) {

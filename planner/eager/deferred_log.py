@@ -55,18 +55,7 @@ class Shared(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """What the log and the recorder tell each other about an op, as ``Call`` in deferred_log.cpp.
-
-    Attributes:
-        noted: the opening of the log that has noted the arguments, and logs the op when it was executed; 0 if none.
-        stays_open: the recorder has executed the op, and the log does not close before it is logged.
-        known_bytes: bytes of the outputs; -1 if they are not known, or if the op is to be measured.
-        room_bytes: bytes that it takes in addition, as measured before; -1 if they are not known.
-        taken_bytes: bytes that it has taken, as measured now; -1 if it was not measured.
-        unserved: the op has succeeded although the allocator had no memory for a workspace.
-        failed: the log has executed the op, which has raised an error.
-        seconds: as measured now; -1 if it was not measured.
-    """
+    """What the log and the recorder tell each other about an op; the fields are those of ``Call`` in deferred_log.cpp."""
 
     noted: int
     stays_open: int
@@ -195,6 +184,11 @@ class DeferredLog:
         """The number of ops in it."""
         return int(self._library.deferred_length(self._handle))
 
+    @property
+    def first(self) -> int:
+        """The position of its first op: the number of ops that were logged before it, in all steps."""
+        return self.shared.position - self.length
+
     def fits(self, size_bytes: int) -> bool:
         """Return whether `size_bytes` more fit the budget, and count them in the peak."""
         return bool(self._library.deferred_fits(self._handle, size_bytes))
@@ -206,18 +200,13 @@ class DeferredLog:
 
     def read(self, show: Callable[[UnreadOp], None]) -> None:
         """Call `show` and then the recorder for each op of the log; then clear the log."""
-        log, library = self._handle, self._library
+        log, first = self._handle, self.first
         try:
-            first = self.shared.position - self.length
             for i in range(self.length):
-                outputs = torch.ops.planner_log.outputs(log, i)
-                module, taken_bytes = library.deferred_module(log, i), library.deferred_taken(log, i)
-                show(UnreadOp(first + i, module, outputs, taken_bytes, library.deferred_seconds(log, i)))
-                del outputs
+                show(UnreadOp(first + i, *torch.ops.planner_log.unread(log, i)))
                 torch.ops.planner_log.show(log, i)
-                library.deferred_shown(log, i)
         finally:
-            library.deferred_forget(log)
+            self._library.deferred_forget(log)
 
     def hooks(
         self,
@@ -273,7 +262,7 @@ def _way(operator: Operator) -> int:
         return _VIEW
     if operator.rebinds or not operator.has_plain_returns or (operator.statistics is not None and operator.replay is None):
         return _CLOSED
-    return _BY_RECORDER if operator.random or operator.may_draw else _HERE
+    return _BY_RECORDER if operator.draws else _HERE
 
 
 def note_failure(cuda_device: int) -> None:
@@ -303,10 +292,6 @@ def _library() -> ctypes.CDLL | None:
         "begin_step": (None, [number]),
         "fits": (ctypes.c_bool, [number, number]),
         "length": (number, [number]),
-        "module": (number, [number, number]),
-        "taken": (number, [number, number]),
-        "seconds": (ctypes.c_double, [number, number]),
-        "shown": (None, [number, number]),
         "forget": (None, [number]),
     }
     try:

@@ -68,7 +68,7 @@ class StepFollower:
             return False
         offered = self.plans.offered()
         for number in tuple(offered):
-            storage = self._storage(number)
+            storage = self._storages[number]() if number < len(self._storages) else None  # it was dropped, or is not used yet
             if storage is None or not storage.owned():
                 del offered[number]
             elif self.memory.evict(storage):
@@ -109,8 +109,7 @@ class StepFollower:
 
     def enough_bytes(self, enough_for: Callable[[RecordedStep], int]) -> int:
         """Return a budget for the current step, from that of the largest earlier step that began like it; 0 if there is none."""
-        earlier = None if self.log is None else self.plans.earlier
-        if self.log is None or earlier is None:
+        if self.log is None or (earlier := self.plans.earlier) is None:
             return 0
         return enough_for(recorded_step(earlier)) + self.log.held_bytes - earlier.held_bytes
 
@@ -125,10 +124,6 @@ class StepFollower:
         """End the step, and stop the solve in progress."""
         self.end()
         self.plans.stop()
-
-    def _storage(self, number: int) -> TrackedStorage | None:
-        """Return the storage with a number in this step; None if it was dropped, or not used yet."""
-        return self._storages[number]() if number < len(self._storages) else None
 
     def _numbers(self, storages: Iterable[TrackedStorage]) -> tuple[int, ...]:
         """Return the numbers of storages in this step, without duplicates."""

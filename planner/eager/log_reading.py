@@ -7,7 +7,8 @@ import torch
 
 from planner.eager.deferred_log import Call, DeferredLog, UnreadOp
 from planner.eager.device_costs import MEASUREMENTS
-from planner.eager.recording import Recorder, is_sized_by_data, lock_of_draws, random_state_before
+from planner.eager.draws import lock_of_draws, random_state_before
+from planner.eager.recording import Recorder
 from planner.eager.saved_tensors import SavedTensor, unpack
 from planner.eager.sizes import data_dependent_bytes, takes_free_memory
 from planner.eager.storages import RecordedOp
@@ -98,12 +99,12 @@ class LogReader:
         The records of all resident storages are dropped.
         """
         recorder, memory = self._recorder, self._recorder.memory
-        if recorder.saved or not recorder.follower.is_far:
+        if recorder.sources.saved or not recorder.follower.is_far:
             return False
         recorder.forget()
         self._settings = kernel_settings()
-        storages = (storage.watch() for storage in memory.resident.values() if storage.watch is not None)
-        self.log.open((held for held in storages if held is not None), self._other_bytes, memory.peak_bytes)
+        resident = (held for storage in memory.resident.values() if (held := storage.held()) is not None)
+        self.log.open(resident, self._other_bytes, memory.peak_bytes)
         return True
 
     def _run(self, op: RecordedOp, call: Call) -> Any:
@@ -115,7 +116,7 @@ class LogReader:
             self._read()
             return recorder.run(op)
         with lock_of_draws(operator):
-            if operator.random or operator.may_draw:
+            if operator.draws:
                 op.draws = random_state_before(args, kwargs)
             if costs is not None:
                 costs.forget_failures()
@@ -144,7 +145,7 @@ class LogReader:
         """Return whether an op of a new signature, or with sizes that depend on data, fits the budget."""
         log, sizes = self.log, self._recorder.sizes
         function, args, kwargs = op.operator.function, op.args, op.kwargs
-        if is_sized_by_data(op.operator, args):
+        if op.operator.is_sized_by_data(args):
             return log.fits(data_dependent_bytes(op.operator.name, args, kwargs))
         call.known_bytes = sizes.out_bytes(function, args, kwargs)
         room_bytes = call.room_bytes
@@ -174,7 +175,7 @@ class LogReader:
         finally:
             self._unread = None
         for saved, tensor in log.take_saved():
-            saved.held = SavedTensor.of(recorder, tensor, saved.held, saved.version)
+            saved.held = SavedTensor(recorder, tensor, saved.held, saved.version)
         self._forget_draws()
         memory.settle()
 
@@ -187,7 +188,7 @@ class LogReader:
         op.settings = self._settings
         outputs = unread.outputs
         written = recorder.find_writes(op) if operator.writes else ()
-        if written and operator.returns_nothing_new and all(storage.pinned for storage in written):
+        if op.writes_only_pinned(written):
             for storage in written:
                 storage.version += 1
         else:
@@ -202,6 +203,6 @@ class LogReader:
 
     def _forget_draws(self) -> None:
         """Drop the random states of ops that are no longer in the log."""
-        first = self.log.shared.position - self.log.length
+        first = self.log.first
         self._draws = {position: draws for position, draws in self._draws.items() if position >= first}
         self._most_draws = 2 * len(self._draws) + _FEW_DRAWS

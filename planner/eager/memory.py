@@ -147,7 +147,7 @@ class Memory:
 
     def resize(self, storage: TrackedStorage) -> int:
         """Record the size of a storage that may have been resized, and return the size if it has grown, else 0."""
-        held = None if storage.watch is None else storage.watch()
+        held = storage.held()
         if storage.watch is None or held is None:  # its tensor was given another storage
             return 0
         size_bytes = self.sizes.counted_bytes(held.nbytes(), held.device)
@@ -168,26 +168,18 @@ class Memory:
         if storage.ledger_id is not None and self.ledger is not None:
             self.ledger.touch((storage.ledger_id,), now_s)
 
-    def saved(self, storage: TrackedStorage) -> None:
-        """Record that the runtime keeps `storage` in memory."""
-        self._allow(storage, evictable=not storage.pinned)
-
-    def released(self, storage: TrackedStorage) -> None:
-        """Record that the runtime no longer keeps `storage` in memory, or must not evict it."""
-        self._allow(storage, evictable=False)
-
     def computed(self, storage: TrackedStorage, tensor: torch.Tensor) -> None:
         """Record that `storage` is resident again, as the storage of `tensor`; the runtime keeps it."""
-        if storage.evicted:
-            self.not_evicted(storage)
+        self.not_evicted(storage)
         storage.base = make_alias(tensor)
         self.add(tensor, storage, visible=storage.saved > 0)
         if storage.ledger_id is not None and self.ledger is not None:
             self.ledger.computed(storage.ledger_id)
-            self._allow(storage, evictable=True)
+            self.allow(storage)
 
-    def _allow(self, storage: TrackedStorage, *, evictable: bool) -> None:
-        """Tell the ledger whether `storage` may be evicted, if that has changed."""
+    def allow(self, storage: TrackedStorage, *, in_use: bool = False) -> None:
+        """Tell the ledger whether `storage` may be evicted, if that has changed: the runtime owns it, and it is not `in_use`."""
+        evictable = storage.owned() and not in_use
         if storage.ledger_id is not None and self.ledger is not None and storage.barred == evictable:
             storage.barred = not evictable
             if evictable:
@@ -253,7 +245,7 @@ class Memory:
                 assert storage is not None and storage.address, "the ledger chose a storage that is not resident"
                 if self.evict(storage):
                     return True
-                self._allow(storage, evictable=False)
+                self.allow(storage, in_use=True)
                 self._in_use[chosen] = storage
             if not last:
                 for known in list(self._in_use):
@@ -294,7 +286,7 @@ class Memory:
         if self._held_elsewhere(storage):
             self._in_use[ledger_id] = storage
         else:
-            self._allow(storage, evictable=True)
+            self.allow(storage)
 
     def _evict(self, storage: TrackedStorage) -> None:
         if storage.aliases:
@@ -344,7 +336,7 @@ class Memory:
             if not storage.address:
                 ledger.evicted(ledger_id)
             storage.barred = False
-            self._allow(storage, evictable=storage.owned())
+            self.allow(storage)
         return storage.ledger_id
 
     def _too_small(self, size_bytes: int, purpose: object) -> str:

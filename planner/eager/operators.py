@@ -8,7 +8,7 @@ import torch
 
 from graphs.errors import UsageError
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
-from planner.eager.size_rules import names_of_outs
+from planner.eager.size_rules import is_mask, names_of_outs
 from planner.torch_private.core import OpOverload
 
 _aten = torch.ops.aten
@@ -52,9 +52,9 @@ class Operator:
         has_plain_returns: it returns nothing but tensors, numbers and lists of them.
         pointwise: the sizes of its outputs do not depend on numbers among its arguments.
         random: it draws from a generator.
-        may_draw: a custom operator that may draw from one without saying so.
+        draws: the same, or it is a custom operator that may draw from one without saying so.
         repeatable: executed again, it has the same outputs for the same inputs and the same random state.
-        sized_by_data: the sizes of its outputs depend on the contents of its inputs.
+        sized_by_data: the sizes of its outputs may depend on the contents of its inputs.
         reads_to_host: its result is a Python number, read from a tensor.
         statistics: position of the running mean, which the running variance follows; None if it has none.
         training: position of the flag that enables the update; None if it always updates them.
@@ -74,7 +74,7 @@ class Operator:
     has_plain_returns: bool
     pointwise: bool
     random: bool
-    may_draw: bool
+    draws: bool
     repeatable: bool
     sized_by_data: bool
     reads_to_host: bool
@@ -97,6 +97,7 @@ class Operator:
         schema, tags = op._schema, op.tags
         name = schema.name
         rebinds, is_known = name in _REBIND, op.namespace in KNOWN_NAMESPACES
+        is_random = torch.Tag.nondeterministic_seeded in tags
         mutated = tuple(
             (i, argument.name)
             for i, argument in enumerate(schema.arguments)
@@ -117,8 +118,8 @@ class Operator:
             resizes_out=bool(names_of_outs(op)),
             has_plain_returns={str(value.type) for value in schema.returns} <= _PLAIN,
             pointwise=torch.Tag.pointwise in tags,
-            random=torch.Tag.nondeterministic_seeded in tags,
-            may_draw=not is_known and torch.Tag.pt2_compliant_tag in tags,
+            random=is_random,
+            draws=is_random or (not is_known and torch.Tag.pt2_compliant_tag in tags),
             repeatable=is_known or torch.Tag.pt2_compliant_tag in tags,
             sized_by_data=torch.Tag.dynamic_output_shape in tags or name in _SIZED_BY_DATA,
             reads_to_host=name == "aten::_local_scalar_dense",
@@ -126,6 +127,12 @@ class Operator:
             training=training,
             replay=_replay(op, name),
         )
+
+    def is_sized_by_data(self, args: Sequence[Any]) -> bool:
+        """Return whether the sizes of the outputs depend on the contents of these arguments: indices have sizes, masks do not."""
+        if not self.sized_by_data or self.name != "aten::index":
+            return self.sized_by_data
+        return any(index is not None and is_mask(index) for index in args[1])
 
     def returned(self, outputs: Sequence[torch.Tensor | None]) -> Any:
         """Return `outputs` in the form in which the operator returns them, with empty values for those that are not tensors."""

@@ -12,7 +12,7 @@ from planner.eager.device_costs import DeviceCosts
 from planner.eager.memory import Memory
 from planner.eager.sizes import takes_free_memory
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
-from planner.passes.draws import LOCK
+from planner.passes.draws import draw_again
 from planner.runtime.allocator_failure import allocator_failure
 from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, below_autograd, kernel_settings, set_kernel_settings, without_keys
 
@@ -91,7 +91,7 @@ class Recomputation:
                 rebuilt = self._rebuild(storage, version)
             finally:
                 storage.version = version
-            held = None if storage.watch is None else storage.watch()
+            held = storage.held()
             assert held is not None
             held.copy_(rebuilt.untyped_storage())
         del rebuilt
@@ -178,7 +178,11 @@ class Recomputation:
             if costs is not None:
                 costs.forget_failures()
             try:
-                outputs = _draw_again(op, args, kwargs) if op.draws else op.function(*args, **kwargs)
+                if op.draws is None:
+                    outputs = op.function(*args, **kwargs)
+                else:
+                    generator, state = op.draws
+                    outputs = draw_again(state.copy.get_state(), generator, None, op.function, *args, **kwargs)
                 break
             except Exception as error:
                 while not self.memory.evict_after(error):
@@ -309,41 +313,22 @@ def resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:
         return storage.base
     for alias in storage.aliases.values():
         return alias
-    memory = None if storage.watch is None else storage.watch()
-    return None if memory is None else _bytes_of(memory)
+    return None if storage.held() is None else whole(storage)
 
 
 def whole(storage: TrackedStorage) -> torch.Tensor:
     """Return a tensor on all bytes of a resident storage, even if all tensors on it cover only a part."""
-    memory = None if storage.watch is None else storage.watch()
-    assert memory is not None
-    return _bytes_of(memory)
-
-
-def _bytes_of(memory: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+    held = storage.held()
+    assert held is not None
+    return torch.empty(0, dtype=torch.uint8, device=held.device).set_(held)
 
 
 def fill(values: Any, tensors: Any) -> Any:
     """Return nested arguments with the next of `tensors` in place of each ``Reference``."""
+    if isinstance(values, Reference):
+        return next(tensors)
     if isinstance(values, list):
-        return [
-            next(tensors) if isinstance(value, Reference) else fill(value, tensors) if isinstance(value, list) else value
-            for value in values
-        ]
-    return {
-        key: next(tensors) if isinstance(value, Reference) else fill(value, tensors) if isinstance(value, list) else value
-        for key, value in values.items()
-    }
-
-
-def _draw_again(op: RecordedOp, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    assert op.draws is not None
-    generator, state = op.draws
-    with LOCK:
-        now = generator.clone_state()
-        try:
-            generator.set_state(state.copy.get_state())
-            return op.function(*args, **kwargs)
-        finally:
-            generator.set_state(now.get_state())
+        return [fill(value, tensors) for value in values]
+    if isinstance(values, dict):
+        return {name: fill(value, tensors) for name, value in values.items()}
+    return values

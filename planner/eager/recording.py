@@ -2,8 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,18 +10,18 @@ import torch
 
 from graphs.errors import BudgetError
 from planner.eager.device_costs import DeviceCosts
+from planner.eager.draws import lock_of_draws, random_state_before
 from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
 from planner.eager.modules import CurrentModule
 from planner.eager.operators import Operator
-from planner.eager.recompute import Recomputation, whole
+from planner.eager.recompute import Recomputation
 from planner.eager.saved_tensors import SavedTensor
-from planner.eager.size_rules import is_mask
-from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, strided_parts, tensors_in
+from planner.eager.size_rules import tensors_in
+from planner.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, strided_parts
+from planner.eager.sources import Sources
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
-from planner.passes.draws import LOCK
 from planner.runtime.allocator_failure import allocator_failure
-from planner.runtime.random_state import RandomState
 from planner.torch_private.core import TorchDispatchMode, storage_address
 
 # Module globals, because they are read for each tensor of each op.
@@ -52,11 +51,9 @@ class Recorder(TorchDispatchMode):
         handle: executes an op that was called: `run`, or the function with which a `LogReader` has replaced it.
         lock: held while the state of the runtime is read or changed, because a backward pass may run in several threads.
         is_closed: the block has ended.
-        saved: number of tracked tensors that autograd holds as saved tensors.
-        saved_storages: the storages of saved tensors, by identity.
-        packs: number of tensors saved so far.
+        sources: the saved tensors of autograd, and what they can be recomputed from.
         ops: number of recorded ops.
-        kept_ops: number of ops whose outputs cannot be recomputed.
+        kept_ops: number of ops that cannot be executed again, so that their outputs are kept.
         host_reads: number of Python numbers that were read from tensors.
         module: the module that is running.
     """
@@ -77,16 +74,12 @@ class Recorder(TorchDispatchMode):
         self.device_costs = device_costs
         self.lock = threading.RLock()
         self.is_closed = False
-        self.saved = 0
-        self.saved_storages: dict[int, TrackedStorage] = {}
-        self.packs = 0
-        self.ops = self.kept_ops = self.host_reads = self.copies = 0
+        self.sources = Sources(memory, recomputation)
+        self.ops = self.kept_ops = self.host_reads = 0
         self.module = CurrentModule(SimpleNamespace(module=0))
         self.handle: Callable[[RecordedOp], Any] = self.run
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
-        self._copied_bytes = 0  # in this step
-        self._read_by: tuple[int, dict[Hashable, list[int]]] = (-1, {})
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -124,15 +117,14 @@ class Recorder(TorchDispatchMode):
         failed = failed or []
         if memory.freed:
             memory.settle()
-        if not self.saved:
+        if not self.sources.saved:
             self._begin_step()
             follower.end()
         op.module = self.module.name
         written: Sequence[TrackedStorage] = ()
         if operator.writes:
             written = self.find_writes(op)
-            resizes = operator.rebinds or operator.resizes_out
-            if operator.returns_nothing_new and not resizes and all(storage.pinned for storage in written):
+            if op.writes_only_pinned(written):
                 return self._write_pinned(op, written, failed)
         known = self.describe(op, args)
         out_bytes = known.out_bytes
@@ -142,8 +134,8 @@ class Recorder(TorchDispatchMode):
         elif with_op_bytes > memory.peak_bytes:
             memory.peak_bytes = with_op_bytes
         if written:
-            self._before_writes(op, written)
-        if operator.random or operator.may_draw:
+            self.sources.before_writes(op, written)
+        if operator.draws:
             with lock_of_draws(operator):
                 op.draws = random_state_before(args, kwargs)
                 outputs = self._execute(op, known, written, args, kwargs, failed)
@@ -169,12 +161,12 @@ class Recorder(TorchDispatchMode):
             memory.make_room(known.out_bytes, op.function)
         for reference in op.inputs:
             if reference.storage is not None and reference.storage.pinned:  # perhaps only now: `forget_unneeded`
-                self._keep(reference.storage, reference.version, op)
+                self.sources.keep(reference.storage, reference.version, op)
 
     def _write_pinned(self, op: RecordedOp, written: Sequence[TrackedStorage], failed: list[Exception]) -> Any:
         """Execute an op that writes only pinned storages, such as an update of parameters, without recording it."""
         memory, follower = self.memory, self.follower
-        self._before_writes(op, written)
+        self.sources.before_writes(op, written)
         start = memory.now()
         outputs = self._call(op, written, op.args, op.kwargs, failed)
         memory.read_s = memory.clock_s = memory.clock_s + memory.now() - start
@@ -251,7 +243,7 @@ class Recorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):  # an argument of an unusual kind: sparse, or of another backend
             op.recordable = False
             return KnownOp(0)
-        if is_sized_by_data(operator, args):
+        if operator.is_sized_by_data(args):
             return KnownOp(0 if has_run else data_dependent_bytes(operator.name, args, kwargs))
         if operator.resizes_out:
             key += [tensor.untyped_storage().nbytes() for tensor in tensors_in(kwargs)]
@@ -274,7 +266,7 @@ class Recorder(TorchDispatchMode):
                     memory.touch(storage, read_s)
                 if storage.pinned:
                     op.kept.append(value.untyped_storage())
-                elif storage.checked != memory.overwrites and self._pin_if_lost(storage):
+                elif storage.checked != memory.overwrites and self.sources.pin_if_lost(storage):
                     op.recordable = False  # else its record would keep the input alive for longer than the program does
                 shape, dtype = value.shape, value.dtype
                 reference = new_reference(  # as in reference_to, without the call
@@ -340,7 +332,7 @@ class Recorder(TorchDispatchMode):
         except BaseException:
             for storage in written:  # an error of another kind may come in the middle of any kernel
                 storage.version += 1
-                self._pin(storage)
+                self.sources.pin(storage)
             raise
 
     def _can_retry(self, op: RecordedOp, in_part: Sequence[TrackedStorage], error: Exception) -> bool:
@@ -407,19 +399,15 @@ class Recorder(TorchDispatchMode):
 
     def _note_writes(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], *, makes_outputs: bool) -> None:
         """Begin the next version of each storage that an op has written: add the op to its chain, or pin it."""
-        operator, storage = op.operator, written[0]
-        if operator.statistics is None and len(written) == 1 and not operator.rebinds:
-            if not storage.pinned and op.recordable and len(storage.chain) < _LONGEST_CHAIN:
-                storage.chain.append(self._in_place_op(op, known, storage))
-                storage.version += 1
-                return
-            if storage.pinned and not makes_outputs:
-                storage.version += 1
-                return
+        storage, is_repeatable = written[0], op.recordable and op.operator.statistics is None and len(written) == 1
+        if is_repeatable and not storage.pinned and len(storage.chain) < _LONGEST_CHAIN:
+            storage.chain.append(self._in_place_op(op, known, storage))
+            storage.version += 1
+            return
         for storage in written:
             storage.version += 1
-            self._pin(storage)
-        if operator.statistics is None and makes_outputs:
+            self.sources.pin(storage)
+        if op.operator.statistics is None and makes_outputs:
             op.recordable = False
 
     def _in_place_op(self, op: RecordedOp, known: KnownOp, storage: TrackedStorage) -> RecordedOp:
@@ -435,8 +423,7 @@ class Recorder(TorchDispatchMode):
         write.room_bytes = known.workspace_bytes + (0 if op.operator.resizes_out else known.out_bytes)
         write.in_place = True
         write.outputs.append((0, weakref.ref(storage)))
-        if id(storage) in self.saved_storages or id(storage) in self._read_by[1]:
-            self._read_by = (-1, {})
+        self.sources.written(storage)
         self._count(write)
         return write
 
@@ -459,118 +446,6 @@ class Recorder(TorchDispatchMode):
             found.append(value)
         return found
 
-    def _before_writes(self, op: RecordedOp, written: Sequence[TrackedStorage]) -> None:
-        """Copy pinned storages that are about to be written, if saved tensors may have to be recomputed from them.
-
-        Pin those saved tensors instead, if they are smaller. Other tensors computed from them are pinned when they are read.
-        """
-        for storage in written:
-            if not storage.pinned or storage.last_read != storage.version:
-                continue
-            if self.saved and (readers := self._saved_readers(storage)) and not self._pin_instead(readers, storage.size_bytes):
-                self.memory.make_room(storage.size_bytes, f"a copy of the tensor that {op.function} writes")
-                copy = whole(storage).clone()
-                self.memory.add(copy, visible=False)
-                storage.snapshots = {**(storage.snapshots or {}), storage.version: copy}
-                self.copies += 1
-                self._copied_bytes += storage.size_bytes
-            else:
-                self.memory.overwrites += 1
-
-    def _saved_readers(self, storage: TrackedStorage) -> list[TrackedStorage]:
-        """Return the storages of saved tensors that may have to be recomputed from the current contents of a pinned storage."""
-        readers = self._readers()
-        found: set[int] = set()
-        stack = list(readers.get((id(storage), storage.version), ()))
-        while stack:
-            reader = stack.pop()
-            if reader not in found:
-                found.add(reader)
-                stack += readers.get(reader, ())
-        return [self.saved_storages[reader] for reader in found if reader in self.saved_storages]
-
-    def _readers(self) -> dict[Hashable, list[int]]:
-        """Return the storages that saved tensors are computed from, each with the identities of those computed from it.
-
-        Unpinned storages are named by identity. Pinned ones, whose contents must be resident, are named by identity and version.
-        """
-        packs, readers = self._read_by
-        if packs == self.packs:
-            return readers
-        readers = {}
-        seen = set(self.saved_storages)
-        stack = [storage for storage in self.saved_storages.values() if not storage.pinned]
-        while stack:
-            reader = stack.pop()
-            for op in reader.chain:
-                for reference in op.inputs:
-                    storage = reference.storage
-                    if storage is None:
-                        continue
-                    if storage.pinned:
-                        readers.setdefault((id(storage), reference.version), []).append(id(reader))
-                    if not storage.pinned or storage.recomputable(reference.version):
-                        readers.setdefault(id(storage), []).append(id(reader))
-                        if id(storage) not in seen:
-                            seen.add(id(storage))
-                            stack.append(storage)
-        self._read_by = self.packs, readers
-        return readers
-
-    def _pin_instead(self, readers: Sequence[TrackedStorage], size_bytes: int) -> bool:
-        """Pin storages, and return True; return False if they are larger than `size_bytes` and the copies of the step so far."""
-        if sum(storage.size_bytes for storage in readers) > size_bytes + self._copied_bytes:
-            return False
-        for storage in sorted(readers, key=lambda storage: not storage.address):
-            if not storage.address:
-                with self.recomputation.own_ops():
-                    self.recomputation.recompute(storage)
-            self._pin(storage)
-        return True
-
-    def _pin_if_lost(self, storage: TrackedStorage) -> bool:
-        """Pin a resident storage and return True if contents that it is computed from were lost; else return False.
-
-        Sources that were pinned after an op had read them are kept by that op from now on.
-        """
-        overwrites = self.memory.overwrites
-        checked = [storage]
-        storage.checked = overwrites
-        for computed in checked:  # grows in the loop
-            for op in computed.chain:
-                for reference in op.inputs:
-                    source = reference.storage
-                    if source is None or (source.pinned and self._keep(source, reference.version, op)):
-                        continue
-                    if not source.recomputable(reference.version):
-                        for passed in checked:
-                            passed.checked = -1
-                        self._pin(storage)
-                        return True
-                    if source.checked != overwrites:
-                        source.checked = overwrites
-                        checked.append(source)
-        return False
-
-    def _keep(self, source: TrackedStorage, version: int, op: RecordedOp) -> bool:
-        """Keep the contents of a pinned storage that an op has read, and return True; return False if they are not resident."""
-        if version != source.version:
-            return source.has_copy(version)
-        held = None if source.watch is None else source.watch()
-        if held is None:
-            return False
-        if held not in op.kept:
-            op.kept.append(held)
-        return True
-
-    def _pin(self, storage: TrackedStorage) -> None:
-        """Keep a resident storage, because its contents can no longer be recomputed."""
-        if not storage.pinned:
-            self.kept_ops += 1
-            storage.pinned = True
-            self.memory.released(storage)
-            self._read_by = (-1, {})
-
     def _begin_step(self) -> None:
         """Drop all records if no tensor is saved, unless there are few of them, because that takes time."""
         if self._recorded > _FEW_OPS and 4 * self._recorded > len(self.memory.resident):
@@ -580,29 +455,21 @@ class Recorder(TorchDispatchMode):
     def forget(self) -> None:
         """Drop the records of all resident storages: no saved tensor needs them."""
         self.memory.forget()
-        self._recorded = self._copied_bytes = 0
-        self._read_by = (-1, {})
+        self.sources.forget()
+        self._recorded = 0
 
     def forget_unneeded(self) -> None:
-        """Drop the records of resident storages that no saved tensor is computed from, and pin these storages.
-
-        A record keeps the inputs that cannot be recomputed, as the batches from which a gradient was accumulated.
-        """
-        if not self.saved:
+        """Drop the records that no saved tensor needs."""
+        if self.sources.saved:
+            self.sources.forget_unneeded()
+        else:
             self.forget()
-            return
-        readers, memory = self._readers(), self.memory
-        for storage in memory.resident.values():
-            if not storage.pinned and id(storage) not in self.saved_storages and id(storage) not in readers:
-                storage.pinned, storage.chain = True, []
-                memory.released(storage)
-        self._read_by = (-1, {})
 
     def close(self) -> None:
         """End the block: its records, and what they hold in memory, are dropped when no saved tensor needs them."""
         self.is_closed = True
         self.memory.settle()
-        if not self.saved:
+        if not self.sources.saved:
             self.forget()
 
     # Tensors that autograd saves.
@@ -616,47 +483,13 @@ class Recorder(TorchDispatchMode):
             memory = self.memory
             if memory.freed:
                 memory.settle()
-            if not self.saved:  # autograd saves the inputs of the first op of a step before the op runs
+            if not self.sources.saved:  # autograd saves the inputs of the first op of a step before the op runs
                 self._begin_step()
                 self.follower.begin()
-            saved = SavedTensor.of(self, tensor, make_alias(tensor), tensor._version)
+            saved = SavedTensor(self, tensor, make_alias(tensor), tensor._version)
             storage = saved.storage
             if not storage.pinned and storage.checked != memory.overwrites:
-                self._pin_if_lost(storage)
+                self.sources.pin_if_lost(storage)
             if storage.saved == 1:
-                memory.saved(storage)
+                memory.allow(storage)
             return saved
-
-
-def lock_of_draws(operator: Operator) -> AbstractContextManager[object]:
-    """Return what is held while an op saves its random state and draws; a custom operator may wait for another thread instead."""
-    return LOCK if operator.random else nullcontext()
-
-
-def random_state_before(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Generator, RandomState]:
-    """Return the generator that an op with these arguments draws from, and its present state."""
-    generator = _generator_of(args, kwargs)
-    return generator, RandomState.of(generator)
-
-
-def _generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:
-    """Return the generator that an op with these arguments draws from."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator):
-            return value
-    device = kwargs.get("device")
-    if device is None:
-        device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
-    device = torch.device(device)
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    generator: torch.Generator = module.default_generators[module.current_device() if device.index is None else device.index]
-    return generator
-
-
-def is_sized_by_data(operator: Operator, args: Sequence[Any]) -> bool:
-    """Return whether the sizes of the outputs depend on the contents of the arguments."""
-    if not operator.sized_by_data or operator.name != "aten::index":
-        return operator.sized_by_data
-    return any(index is not None and is_mask(index) for index in args[1])

@@ -1,12 +1,12 @@
 """What autograd holds in place of the tensors that it saves."""
 
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from planner.eager.deferred_log import LoggedTensor
 from planner.eager.recompute import resident_tensor
-from planner.eager.storages import Reference, TrackedStorage, make_alias
+from planner.eager.storages import Reference, make_alias
 from planner.torch_private.core import storage_address
 
 if TYPE_CHECKING:
@@ -23,47 +23,38 @@ class SavedTensor:
 
     __slots__ = ("_leaf", "_number", "_recorder", "storage", "version")
 
-    def __init__(
-        self, recorder: "Recorder", storage: TrackedStorage, number: int, version: int, leaf: torch.Tensor | None
-    ) -> None:
-        self._leaf = leaf
-        self._recorder = recorder
-        self._number = number
-        self.storage = storage
-        self.version = version
-
-    @classmethod
-    def of(cls, recorder: "Recorder", tensor: torch.Tensor, alias: torch.Tensor, version: int) -> Self:
-        """Return the saved tensor of `tensor`, of which `alias` keeps the storage in memory until it is evicted.
+    def __init__(self, recorder: "Recorder", tensor: torch.Tensor, alias: torch.Tensor, version: int) -> None:
+        """Save `tensor`, of which `alias` keeps the storage in memory until it is evicted.
 
         Leaves that have gradients or whose storage is never evicted are held themselves, and so are parameters: as in plain
         eager PyTorch, a backward pass sees what was assigned to their ``.data`` meanwhile.
         """
         storage = recorder.memory.find(storage_address(alias)) or recorder.memory.add(alias)
-        number = recorder.packs
-        recorder.packs = number + 1
-        recorder.saved += 1
-        storage.aliases[number] = alias
-        storage.saved += 1
-        recorder.saved_storages[id(storage)] = storage
         is_held = type(tensor) is torch.nn.Parameter or (tensor.is_leaf and (tensor.requires_grad or storage.pinned))
-        return cls(recorder, storage, number, version, tensor if is_held else None)
+        self._leaf = tensor if is_held else None
+        self._recorder = recorder
+        self._number = recorder.sources.packs
+        self.storage = storage
+        self.version = version
+        storage.aliases[self._number] = alias
+        storage.saved += 1
+        recorder.sources.saved[id(storage)] = storage
+        recorder.sources.packs += 1
 
     def __del__(self) -> None:
         storage, recorder = self.storage, self._recorder
-        recorder.saved -= 1
         storage.saved -= 1
         storage.aliases.pop(self._number, None)
         if storage.evicted_aliases is not None:
             storage.evicted_aliases.pop(self._number, None)
         if not storage.saved:
-            recorder.saved_storages.pop(id(storage), None)
+            recorder.sources.saved.pop(id(storage), None)
             recorder.memory.not_evicted(storage)
             # The ledger is not updated: the garbage collector may call this while it runs. Its choices are checked instead.
             storage.base = None
-            if storage.watch is None or storage.watch() is None:
+            if storage.held() is None:
                 recorder.follower.released(storage, only_saved=True)
-        if recorder.is_closed and not recorder.saved:
+        if recorder.is_closed and not recorder.sources.saved:
             recorder.forget()
 
     def unpack(self) -> torch.Tensor:

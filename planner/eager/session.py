@@ -222,7 +222,8 @@ class Rematerialization:
     @property
     def kept_ops(self) -> int:
         """The number of ops whose outputs cannot be recomputed, and are kept."""
-        return self._entered.kept_ops
+        recorder = self._entered
+        return recorder.kept_ops + recorder.sources.pinned
 
     @property
     def host_reads(self) -> int:
@@ -237,7 +238,7 @@ class Rematerialization:
     def wait_for_plans(self, seconds: float | None = None) -> None:
         """Wait at most `seconds` until the steps that repeat are solved; from then on they follow their plans."""
         recorder = self._entered
-        if not recorder.saved:
+        if not recorder.sources.saved:
             recorder.follower.end()
         self.plans.wait(seconds)
 
@@ -305,8 +306,8 @@ class Rematerialization:
             f"peak             {format_bytes(memory.peak_bytes)}, in eager PyTorch about {format_bytes(memory.eager_peak_bytes)}",
             f"evictions        {memory.evictions}",
             f"recomputed ops   {again.ops} in {format_seconds(again.seconds)}, in addition to {recorder.ops} in {first}",
-            f"kept             outputs of {recorder.kept_ops} ops that cannot be recomputed",
-            f"copied           {recorder.copies} tensors before they were overwritten",
+            f"kept             outputs of {self.kept_ops} ops that cannot be recomputed",
+            f"copied           {recorder.sources.copies} tensors before they were overwritten",
             f"read by Python   {recorder.host_reads} values",
         ]
         if self.plans.plans:

@@ -70,7 +70,7 @@ def _nothing_new(_args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
 def _pointwise(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes if one type decides: of the only real tensors, beside integers and numbers."""
     values = (*args, *kwargs.values())
-    tensors = list(_tensors(values))
+    tensors = list(tensors_in(values))
     types = {tensor.dtype for tensor in tensors if tensor.dim()} or {tensor.dtype for tensor in tensors}
     real = [dtype for dtype in types if dtype.is_floating_point]
     if len(real) != 1 or any(dtype.is_complex for dtype in (*types, *(tensor.dtype for tensor in tensors))):
@@ -101,7 +101,7 @@ def _softmax(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
 
 def _product(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of the product of the last two tensors, or batches, of matrices."""
-    *_rest, left, right = _tensors(args)
+    *_rest, left, right = tensors_in(args)
     return (math.prod(left.shape[:-1]) * right.shape[-1] * left.element_size(),)
 
 
@@ -148,7 +148,7 @@ def _selected(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
 
 
 def _elements(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    return broadcast_elements([tensor.shape for tensor in _tensors((*args, *kwargs.values()))])
+    return broadcast_elements([tensor.shape for tensor in tensors_in((*args, *kwargs.values()))])
 
 
 def broadcast_elements(shapes: Sequence[Sequence[int]]) -> int:
@@ -159,12 +159,15 @@ def broadcast_elements(shapes: Sequence[Sequence[int]]) -> int:
     return math.prod(0 if 0 in of_dim else max(of_dim) for of_dim in sizes)
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list):
-            yield from _tensors(value)
+def tensors_in(values: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list[Any](values.values()))
 
 
 _TRUTH_VALUES = frozenset(

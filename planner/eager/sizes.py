@@ -1,7 +1,7 @@
 """Bytes that an op will allocate for its outputs, known before it runs: computed once for each signature."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from planner.capture.lowering.statics import allocated_bytes
-from planner.eager.size_rules import broadcast_elements, indexed_bytes, names_of_outs, rule_of
+from planner.eager.size_rules import broadcast_elements, indexed_bytes, names_of_outs, rule_of, tensors_in
 from planner.torch_private.core import FakeTensorMode, disable_current_modes, has_meta_kernel, pytree, unlogged_fakes
 
 Signature = Hashable
@@ -268,14 +268,3 @@ def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return ()
-
-
-def tensors_in(values: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts, in order."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        yield from tensors_in(list[Any](values.values()))

@@ -17,7 +17,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 from graphs.errors import PlannerError
@@ -53,15 +53,6 @@ class StepPlan:
     plan: Plan
     step: RecordedStep
     actions: tuple[tuple[Action, ...], ...]
-
-
-def step_plan(plan: Plan, step: RecordedStep) -> StepPlan:
-    """Return a plan as the runtime follows it.
-
-    Raises:
-        PlannerError: its schedule does not execute the ops of the step in their order.
-    """
-    return StepPlan(plan, step, actions(step, plan.schedule))
 
 
 def actions(step: RecordedStep, schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
@@ -178,17 +169,13 @@ class StepPlans:
         left_steps: number of steps that began with a plan and continued with the heuristic, because an op differed.
         borrowed_steps: number of steps that evicted what the plan of a step of other sizes evicts.
         borrows: the current step has done so.
+        settings: settings of the solves. Ops are never reordered.
     """
 
-    def __init__(self, budget_bytes: int, settings: SolveSettings | None = None) -> None:
-        """Initialize without plans.
-
-        Args:
-            budget_bytes: budget for which steps are solved.
-            settings: settings of the solves. Ops are never reordered.
-        """
+    def __init__(self, budget_bytes: int) -> None:
+        """Initialize without plans; steps are solved for `budget_bytes`."""
         self.budget_bytes = budget_bytes
-        self.settings = replace(settings or SolveSettings(), reorder=False)
+        self.settings = SolveSettings(reorder=False)
         self.planned_steps = self.left_steps = self.borrowed_steps = 0
         self.log = StepLog(0)
         self.borrows = False
@@ -356,7 +343,7 @@ class StepPlans:
         seen = self._seen.get(chain)
         if seen is not None and plan is not None:
             try:
-                seen.plan = step_plan(plan, step)
+                seen.plan = StepPlan(plan, step, actions(step, plan.schedule))
             except PlannerError as error:
                 seen.failure = str(error)
         if solve.ended is not None:

@@ -95,6 +95,10 @@ class TrackedStorage:
         """Return whether there is a copy of the contents of `version`."""
         return self.snapshots is not None and version in self.snapshots
 
+    def held(self) -> torch.UntypedStorage | None:
+        """Return the storage in memory; None if it is not resident."""
+        return None if self.watch is None else self.watch()
+
     def owned(self) -> bool:
         """Return whether the runtime keeps it in memory, and may free it if nothing else holds it."""
         return not self.pinned and (self.base is not None or bool(self.aliases))
@@ -236,6 +240,12 @@ class RecordedOp:
         self.ledger_id: int | None = None
         self.module = ""
         self.number = 0
+
+    def writes_only_pinned(self, written: Sequence[TrackedStorage]) -> bool:
+        """Return whether it need not be recorded: the storages that it has `written` are pinned and keep their sizes."""
+        operator = self.operator
+        is_plain_write = operator.returns_nothing_new and not operator.rebinds and not operator.resizes_out
+        return is_plain_write and all(storage.pinned for storage in written)
 
     def made(self) -> list[TrackedStorage]:
         """Return the storages that it made and that are still tracked."""

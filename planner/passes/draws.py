@@ -1,6 +1,6 @@
 """Random ops of a pass: each repeated execution draws the same numbers, even if others draw in between.
 
-Each of these functions is called in place of an op, with the op and its arguments last. All draws of planned steps share one
+The functions that draw are called in place of an op, with the op and its arguments last. All draws of planned steps share one
 lock. ``planner.capture.rewrites.reproducible_random`` gives an op its own generator.
 """
 
@@ -13,6 +13,17 @@ import torch
 LOCK = threading.RLock()
 
 Draw = Callable[..., Any]
+
+
+def default_generator_of(device: torch.device) -> torch.Generator:
+    """Return the generator from which ops on `device` draw by default; without an index, it is that of the current device.
+
+    Where ops do not run, on meta tensors and without a GPU, it is that of the CPU.
+    """
+    if device.type in ("cpu", "meta") or not (module := torch.get_device_module(device)).is_available():
+        return torch.default_generator
+    generator: torch.Generator = module.default_generators[module.current_device() if device.index is None else device.index]
+    return generator
 
 
 def draw_once(draw: Draw, /, *args: Any, **kwargs: Any) -> Any:

@@ -1,30 +1,59 @@
-"""Writing of the steps of a schedule into passes."""
+"""Writing of the steps of a schedule into passes: for each device its part of them.
 
+The part of a device contains its ops, the frees of its memory, and its ends of transfers (``planner.runtime.transfers``). The
+host computes nothing: its memory, and its ends of transfers, belong to the part of the main device. On a single device without
+transfers that part is the whole pass.
+"""
+
+import operator
 from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from torch import fx
+
 from graphs.errors import ScheduleError
-from graphs.ir import Graph
+from graphs.ir import Graph, Op
+from graphs.options.placement import between_devices
 from graphs.overwriting import Overwriting, Pairs
+from graphs.pools import DEVICE, HOST, Pool
 from graphs.schedule import Compute, Free, Step
 from planner.passes.builder import PassBuilder
 from planner.passes.draws import draw_again, draw_first, draw_once
-from planner.passes.program import Call, OpCalls, Program, Ref, Statement
+from planner.passes.program import Argument, Call, OpCalls, Program, Ref, Statement
 
 CallBefore = Callable[[int], Call | None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """A transfer that was issued.
+
+    Attributes:
+        op: the op in the graph.
+        handle: the expression of its ``Transfer``.
+    """
+
+    op: Op
+    handle: Argument
+
+
 class PassWriter:
-    """A writer of the steps of a schedule into consecutive passes.
+    """A writer of one device's part of consecutive passes.
+
+    The computation waits for a transfer to the device before it reads the tensor, and for all transfers of a tensor before it
+    frees it. These are the waits in ``graphs.clocks``.
 
     Attributes:
         live: ids of the tensors in memory after the steps written so far, in order of appearance.
+        streams: the streams of the transfers in the pass written last, in the order of the schedule.
     """
 
     def __init__(
         self,
         graph: Graph,
         program: Program,
+        pool: Pool | None = None,
         *,
         calls: Mapping[int, OpCalls] = MappingProxyType({}),
         repeated: Container[int] = (),
@@ -34,7 +63,8 @@ class PassWriter:
         """Initialize for `graph`.
 
         Args:
-            calls: calls of further ops than those of `program`.
+            pool: the memory of the device; None for the main one.
+            calls: calls of further ops than those of `program`, such as those that run on other devices than the main one.
             repeated: ops that are executed more than once.
             tick: called after each execution of an op, with its id.
             call_before: returns a call before a step that executes an op, by its position among all steps.
@@ -42,46 +72,84 @@ class PassWriter:
         self.graph = graph
         self.program = program
         self.live: dict[int, None] = {}
+        self.streams: list[str] = []
         self.builder: PassBuilder
         self._calls, self._repeated, self._tick, self._call_before = calls, repeated, tick, call_before
         self._done: set[int] = set()
         self._position = 0  # of the next step
         self._overwriting = Overwriting(graph)
         self._is_after_forward = False
+        self._pool = graph.pools[0] if pool is None else pool
+        self._here = {self._pool.name, HOST} if self._pool.name == DEVICE else {self._pool.name}
+        self._has_transfers = any(op.is_transfer for op in graph.ops)
+        # Transfers that were issued and not waited for yet, by the tensor that they make or read on this device.
+        self._making: dict[int, _Issued] = {}
+        self._reading: dict[int, list[_Issued]] = {}
 
-    def end_forward(self) -> None:
-        """Switch to the backward pass."""
+    @property
+    def under_way(self) -> tuple[Argument, ...]:
+        """The transfers that may be under way after the steps written so far."""
+        return tuple(issued.handle for issued in self._under_way())
+
+    def _under_way(self) -> tuple[_Issued, ...]:
+        return (*self._making.values(), *(issued for each in self._reading.values() for issued in each))
+
+    def end_forward(self, handles: Iterable[fx.Node] = ()) -> None:
+        """Switch to the backward pass, where the transfers under way are parameters: `handles`, in the order of `under_way`."""
         self._is_after_forward = True
+        new = iter(handles)
+        self._making = {t: replace(issued, handle=next(new)) for t, issued in self._making.items()}
+        self._reading = {t: [replace(issued, handle=next(new)) for issued in each] for t, each in self._reading.items()}
 
     def write(self, builder: PassBuilder, steps: Iterable[Step]) -> None:
-        """Write `steps`, which follow those written before, into the pass of `builder`."""
-        self.builder = builder
+        """Write the part of the device in the `steps` of all devices, which follow those written before, into a pass.
+
+        Transfers between devices end with the pass, and those to and from the host may be under way.
+        """
+        self.builder, self.streams = builder, []
+        if self._has_transfers:
+            self._transfers = builder.parameter("transfers")
         steps = tuple(steps)
         for place, step in enumerate(steps):
             builder.step = self._position
             self._write(step, self._overwriting.follow(steps, place))
             self._position += 1
         builder.step = None
+        ending = [issued for issued in self._under_way() if between_devices(self.graph, issued.op)]
+        for t in dict.fromkeys(t for issued in ending for t in (*issued.op.inputs, *issued.op.outputs)):
+            self._wait_for(t)
 
     def _write(self, step: Step, over: Pairs) -> None:
         """Write one step; `over` has the in-place writes of its op."""
         match step:
+            case Compute(op) if self.graph.ops[op].is_transfer:
+                self._transfer(self.graph.ops[op])
             case Compute(op):
-                wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
-                if self._call_before is not None and (before := self._call_before(self._position)) is not None:
-                    self.builder.call(before)
-                self._compute(op, frozenset(wanted), over)
-                self._done.add(op)
-                self.live.update(dict.fromkeys(wanted))
-                if self._tick is not None:
-                    self.builder.call(Call(self._tick, (op,)))
+                if self.graph.ops[op].stream == self._pool.owner:
+                    self._execute(op, over)
             case Free(tensor):
-                # In the backward pass, an op may make less than in the forward pass (``OpCalls.after_forward``).
-                if tensor in self.builder.tensors or not self._is_after_forward:
-                    self.builder.free_tensor(tensor)
-                del self.live[tensor]
+                if self._is_here(tensor):
+                    self._free(tensor)
             case _:
                 raise ScheduleError(f"step {step!r} cannot be executed")
+
+    def _execute(self, op: int, over: Pairs) -> None:
+        self._arrive(self.graph.ops[op].inputs)
+        wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
+        if self._call_before is not None and (before := self._call_before(self._position)) is not None:
+            self.builder.call(before)
+        self._compute(op, frozenset(wanted), over)
+        self._done.add(op)
+        self.live.update(dict.fromkeys(wanted))
+        if self._tick is not None:
+            self.builder.call(Call(self._tick, (op,)))
+
+    def _free(self, tensor: int) -> None:
+        self._wait_for(tensor)
+        # In the backward pass, an op may make less than in the forward pass (``OpCalls.after_forward``).
+        if tensor in self.builder.tensors or not self._is_after_forward:
+            self.builder.free_tensor(tensor)
+        del self.live[tensor]
 
     def _compute(self, op: int, wanted: frozenset[int], over: Pairs) -> None:
         """Write an execution of `op`."""
@@ -102,6 +170,54 @@ class PassWriter:
         own = None if calls.redraw is None else self.program.own_generator
         draw = draw_again if op in self._done else draw_first
         return _drawn(draw, (Ref(state), self.program.generator, own), calls.redraw or calls.call)
+
+    def _transfer(self, op: Op) -> None:
+        """Write the ends of a transfer that are here."""
+        (source,), (target,) = op.inputs, op.outputs
+        issued = _Issued(op, Call(operator.getitem, (self._transfers, len(self.streams))))
+        self.streams.append(op.stream)
+        if self._is_here(source):
+            made_by = self._making.get(source)
+            given = () if made_by is None else (made_by.handle,)
+            self.builder.call(Call("send", (issued.handle, Ref(source), *given)))
+        is_new = target not in self.live
+        if self._is_here(target):
+            take = Call("take", (issued.handle, self.graph.tensors[target].size_bytes))
+            if is_new:
+                self.builder.rebind(target, take)
+                self.live[target] = None
+            elif self._computes(target):  # an existing tensor is copied again, and dropped
+                self.builder.call(Call("arrived", (issued.handle, take)))
+            else:
+                self.builder.call(take)
+        if self._computes(source):
+            self._reading.setdefault(source, []).append(issued)
+        if self._computes(target) and is_new:
+            self._making[target] = issued
+
+    def _arrive(self, tensors: Iterable[int]) -> None:
+        """Wait for the transfers that make `tensors`."""
+        for t in tensors:
+            if (issued := self._making.pop(t, None)) is not None:
+                self.builder.rebind(t, Call("arrived", (issued.handle, Ref(t))))
+                self._forget(issued)
+
+    def _wait_for(self, t: int) -> None:
+        """Wait for all transfers of `t`."""
+        self._arrive((t,))
+        for issued in self._reading.pop(t, []):
+            self.builder.call(Call("finish", (issued.handle,)))
+            self._forget(issued)
+
+    def _forget(self, issued: _Issued) -> None:
+        if isinstance(issued.handle, fx.Node):  # a parameter
+            self.builder.free(issued.handle)
+
+    def _is_here(self, t: int) -> bool:
+        return self.graph.tensors[t].pool in self._here
+
+    def _computes(self, t: int) -> bool:
+        return self.graph.tensors[t].pool == self._pool.name
 
 
 def _drawn(draw: Callable[..., object], given: tuple[object, ...], call: Call) -> Call:

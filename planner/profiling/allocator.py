@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -43,6 +44,37 @@ def cpu_allocations(run: Callable[[Mark], object]) -> list[Allocation]:
         elif event.name() == _MARK:
             events.append(Allocation(event.start_ns(), None))
     return sorted(events, key=lambda event: event.time_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRise:
+    """The memory in use during a run, above what was in use when it began.
+
+    Attributes:
+        peak_bytes: the most.
+        end_bytes: at the end.
+        timeline: (seconds, bytes) after each event of the CPU allocator; empty on CUDA.
+    """
+
+    peak_bytes: int
+    end_bytes: int
+    timeline: tuple[tuple[float, int], ...] = ()
+
+
+def memory_rise(run: Callable[[], object], device: torch.device) -> MemoryRise:
+    """Return how the memory in use on `device` rises while `run` runs."""
+    if device.type == "cuda":
+        with no_collection():
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = cuda_bytes(device)
+            run()
+            torch.cuda.synchronize(device)
+            return MemoryRise(cuda_peak_bytes(device) - before, cuda_bytes(device) - before)
+    events = cpu_allocations(lambda _: run())
+    levels = list(accumulate((event.size_bytes or 0 for event in events), initial=0))
+    seconds = ((event.time_ns - events[0].time_ns) / 1e9 for event in events)
+    return MemoryRise(max(levels), levels[-1], tuple(zip(seconds, levels[1:], strict=True)))
 
 
 @contextmanager

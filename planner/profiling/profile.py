@@ -6,13 +6,11 @@ never needs more than the least feasible budget. Ops with the same call on tenso
 once per process where the call means the same in other captures: repeated layers cost nothing.
 """
 
-import time
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -34,6 +32,7 @@ from planner.profiling.kernel_settings import SETTINGS, format_settings, kernel_
 from planner.profiling.roofline import modelled_composed
 from planner.profiling.sizes import ALLOCATED, with_sizes
 from planner.profiling.synthetic_inputs import TensorSpec
+from planner.profiling.timing import timed, typical
 from planner.profiling.unrepeatable_ops import (
     checksums,
     has_undeclared_draws,
@@ -320,7 +319,7 @@ class _Profiler:
         arguments = measured.arguments()
         times: list[float] = []
         states = RandomStates(gpus_of(self.device))
-        first_s, made = _timed(measured.run, arguments, self.device)
+        first_s, made = timed(measured.run, arguments, self.device)
         measured.outputs = tuple(TensorSpec.of(value) if isinstance(value, torch.Tensor) else None for value in made)
         measured.repeats = not has_undeclared_draws(measured.call.op, states, self.device)
         sums = checksums(made) if measured.repeats and is_custom(self.capture, measured.call.op) else None
@@ -331,11 +330,8 @@ class _Profiler:
             arguments = measured.arguments()
             measured.repeats = sums == checksums(measured.run(*arguments))
         while first_s < _LONG_S and len(times) < self.passes and sum(times) < _LONG_S:
-            times.append(_timed(measured.run, arguments, self.device)[0])
-        measured.time_s = self._typical(times or [first_s])
-
-    def _typical(self, times: Sequence[float]) -> float:
-        return median(times) if self.device.type == "cuda" else min(times)
+            times.append(timed(measured.run, arguments, self.device)[0])
+        measured.time_s = typical(times or [first_s], self.device)
 
     def _measure_workspaces(self, ops: Sequence[MeasuredOp]) -> None:
         """Measure the rise of memory while each of `ops` runs, outputs included."""
@@ -347,7 +343,7 @@ class _Profiler:
                 self._report((1 + done / len(ops)) / 2)
                 arguments = measured.arguments()
                 mark()
-                seconds, made = _timed(measured.run, arguments, self.device)
+                seconds, made = timed(measured.run, arguments, self.device)
                 mark()
                 measured.time_s = min(measured.time_s, seconds)
                 del made, arguments
@@ -442,23 +438,6 @@ def _bytes_of(spec: TensorSpec | None, device: torch.device) -> int:
 
 def _asked_bytes(spec: TensorSpec | None, device: torch.device) -> int:
     return 0 if spec is None or spec.device.type != device.type else spec.elements * spec.dtype.itemsize
-
-
-def _timed(
-    run: OpFunction, arguments: Sequence[torch.Tensor], device: torch.device
-) -> tuple[float, tuple[torch.Tensor | None, ...]]:
-    """Return the seconds of one execution, and its results."""
-    if device.type == "cuda":
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(device)  # else an event is recorded on the current device's stream
-        first.record(stream)
-        made = run(*arguments)
-        last.record(stream)
-        torch.cuda.synchronize(device)
-        return float(first.elapsed_time(last)) / 1e3, made
-    start = time.perf_counter()
-    made = run(*arguments)
-    return time.perf_counter() - start, made
 
 
 def _pick(value: Any, path: Path) -> torch.Tensor:

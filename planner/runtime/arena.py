@@ -26,7 +26,7 @@ from graphs.ir import Phase
 from graphs.units import format_bytes
 from planner.runtime import arena_allocator, optimizer_steps
 from planner.runtime.arena_allocator import Addresses, Missed, RecordedRequest, Recording, Slab
-from planner.runtime.code import Code
+from planner.runtime.code import Code, Returned
 from planner.runtime.release import release_unused
 from planner.runtime.slab_addresses import (
     MOST_RECORDINGS,
@@ -40,8 +40,6 @@ from planner.runtime.slab_addresses import (
 from planner.torch_private.core import backward_retains_graph
 
 _LOG = logging.getLogger(__name__)
-
-_Returned = tuple[Any, tuple[Any, ...], list[Any]]
 
 
 class SharedSlab:
@@ -224,7 +222,7 @@ class Arena:
             self._warn_of_optimizers(self._planned.step_bytes)
         return self._planned
 
-    def _forward(self, key: object, code: Code, static: Sequence[Any]) -> _Returned:
+    def _forward(self, key: object, code: Code, static: Sequence[Any]) -> Returned:
         waiting = next((run for run in self._runs if not run.done), None)
         step = self._begun() if waiting is None else waiting.step
         self._given.update(map(id, static))

@@ -4,7 +4,7 @@ The passes contain the calls and the frees of the schedule in its order. The for
 last op. Tensors that are alive then and not returned, and transfers under way, are passed to the backward pass in a list. The
 backward pass empties the list first, so that only its own variables keep tensors in memory.
 
-On several devices each has its part of both passes (``planner.runtime.part_writer``). ``planner.runtime.devices`` runs the parts
+On several devices each has its part of both passes (``planner.passes.writer``). ``planner.runtime.devices`` runs the parts
 concurrently. A pass ends when all its parts have: no other device runs while the caller has the loss.
 """
 
@@ -26,13 +26,13 @@ from graphs.schedule import Compute, Schedule, Step
 from planner.passes.builder import Line, Pass, PassBuilder
 from planner.passes.moved import moved
 from planner.passes.program import Call, OpCalls, Program, Ref
-from planner.passes.writer import CallBefore
+from planner.passes.writer import CallBefore, PassWriter
 from planner.runtime.devices import Devices
-from planner.runtime.part_writer import PartWriter
 from planner.runtime.step_lines import StepLines
 
 # forward(static) -> (loss, extras, saved); backward(static, saved) -> gradients
-Forward = Callable[[Sequence[Any]], tuple[Any, tuple[Any, ...], list[Any]]]
+Returned = tuple[Any, tuple[Any, ...], list[Any]]
+Forward = Callable[[Sequence[Any]], Returned]
 Backward = Callable[[Sequence[Any], list[Any]], tuple[Any, ...]]
 _Halves = tuple[Sequence[Step], Sequence[Step]]
 
@@ -82,7 +82,7 @@ def compile_schedule(
     calls = _calls_elsewhere(graph, program, schedule, devices)
     many = repeated(graph, program, schedule)
     halves = passes_of(graph, schedule)
-    write = partial(PartWriter, graph, program, calls=calls, repeated=many, tick=tick, call_before=call_before)
+    write = partial(PassWriter, graph, program, calls=calls, repeated=many, tick=tick, call_before=call_before)
     writers = [write(pool) for pool in devices.pools]
     main = _main_part(writers[0], halves, static_given_up=static_given_up)
     parts = {pool.owner: _other_part(writer, halves) for pool, writer in zip(devices.pools[1:], writers[1:], strict=True)}
@@ -142,7 +142,7 @@ class _DevicePasses:
         return [line for each in self.passes for line in each.lines.items()]
 
 
-def _main_part(writer: PartWriter, halves: _Halves, *, static_given_up: bool) -> _DevicePasses:
+def _main_part(writer: PassWriter, halves: _Halves, *, static_given_up: bool) -> _DevicePasses:
     """Return the passes of the main device: they take the static tensors, and return the results of the step."""
     graph, program = writer.graph, writer.program
     static = [source.tensor for source in program.sources]
@@ -164,9 +164,8 @@ def _main_part(writer: PartWriter, halves: _Halves, *, static_given_up: bool) ->
 
     second = PassBuilder(program)
     second.tensor_list("static", static, emptied=static_given_up)
-    writer.end_forward()
     names = [f"transfer_{i}" for i in range(len(under_way))]
-    writer.take_over(second.tensor_list("saved", alive, names, emptied=True))
+    writer.end_forward(second.tensor_list("saved", alive, names, emptied=True))
     writer.write(second, halves[1])
     gradients = tuple(gradient for _, gradient in program.gradients)
     if static_given_up:
@@ -174,7 +173,7 @@ def _main_part(writer: PartWriter, halves: _Halves, *, static_given_up: bool) ->
     return _DevicePasses((forward, second.finish(gradients, title)), (streams, writer.streams), tuple(alive))
 
 
-def _other_part(writer: PartWriter, halves: _Halves) -> _DevicePasses:
+def _other_part(writer: PassWriter, halves: _Halves) -> _DevicePasses:
     """Return the passes of another device: they take the list of the tensors that it holds between the passes."""
     title = f"part of a schedule of {writer.graph.fingerprint}"
     first = PassBuilder(writer.program)
@@ -198,7 +197,7 @@ def _runners(devices: Devices, main: _DevicePasses, others: Mapping[str, _Device
         items = zip(others.items(), states, strict=True)
         return {stream: partial(part.passes[half].run, state) for (stream, part), state in items}
 
-    def forward(static: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
+    def forward(static: Sequence[Any]) -> Returned:
         states: list[list[Any]] = [[] for _ in others]
         loss, extras, saved = devices.run(partial(run_forward, static), parts(0, states), main.streams[0])
         return loss, extras, [*saved, *states]

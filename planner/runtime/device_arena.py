@@ -23,14 +23,12 @@ from graphs.allocators.steering import Action, Hold, Steering, is_placed
 from graphs.units import format_bytes
 from planner.passes.program import Call
 from planner.runtime.arena import SharedSlab
-from planner.runtime.code import Code
+from planner.runtime.code import Code, Returned
 from planner.runtime.release import release_unused
 from planner.torch_private.core import backward_retains_graph
 from planner.torch_private.cuda import raw_alloc, raw_free
 
 _LOG = logging.getLogger(__name__)
-
-_Returned = tuple[Any, tuple[Any, ...], list[Any]]
 
 
 class SharedPool:
@@ -145,7 +143,7 @@ class DeviceArena:
         """Return `code`, which has the calls of ``call_before``, with both passes in the arena."""
         return replace(code, forward=partial(self._forward, code), backward=partial(self._backward, code))
 
-    def _forward(self, code: Code, static: Sequence[Any]) -> _Returned:
+    def _forward(self, code: Code, static: Sequence[Any]) -> Returned:
         self._held = ()
         begun = self._shared.begin(self.steering.slab_bytes)
         if begun is None:

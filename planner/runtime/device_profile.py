@@ -23,6 +23,7 @@ from planner.passes.program import Ref
 from planner.profiling.allocator import Mark, cpu_allocations, segment_peaks
 from planner.profiling.other_devices import NamedDevice, parse_device
 from planner.profiling.profile import MeasuredOp, distinct_ops, isolated
+from planner.profiling.timing import timed, typical
 from planner.runtime.channels import open_channel
 from planner.runtime.devices import place_of
 from planner.runtime.measure import synchronize
@@ -132,21 +133,8 @@ class _Profile:
 
     def _time_s(self, op: int, inputs: Sequence[torch.Tensor], passes: int) -> float:
         call = self._calls[op]
-        times: list[float] = [self._there(lambda: self._seconds(call, self._copies(op, inputs))) for _ in range(passes)]
-        return median(times) if self._place.type == "cuda" else min(times)
-
-    def _seconds(self, call: Callable[..., object], given: Sequence[torch.Tensor]) -> float:
-        if self._place.type == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            stream = torch.cuda.current_stream(self._place)
-            first.record(stream)
-            call(*given)
-            last.record(stream)
-            torch.cuda.synchronize(self._place)
-            return float(first.elapsed_time(last)) / 1e3
-        start = time.perf_counter()
-        call(*given)
-        return time.perf_counter() - start
+        times: list[float] = [self._there(lambda: timed(call, self._copies(op, inputs), self._place)[0]) for _ in range(passes)]
+        return typical(times, self._place)
 
     def _workspaces(self, ops: Sequence[tuple[MeasuredOp, tuple[int, ...]]]) -> dict[int, int]:
         """Return the workspace bytes of each op on the device, measured in the device's thread."""

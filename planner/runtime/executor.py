@@ -322,12 +322,8 @@ class _Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.executor = executor
         ctx.check_earlier_gradients = executor.check_earlier_gradients(static)
-        try:
-            with torch.autocast(_device_type(static), enabled=False):  # casts are part of the graph
-                loss, extras, ctx.alive = executor.code.forward(static)
-        except Exception as error:
-            executor.memory.raise_if_out_of_memory(error, "forward")
-            raise
+        with executor.memory.reporting("forward"), torch.autocast(_device_type(static), enabled=False):  # casts are in the graph
+            loss, extras, ctx.alive = executor.code.forward(static)
         ctx.versions = [ctx.alive[i]._version for i in executor.code.returned]
         executor.save(ctx, static)
         ctx.mark_non_differentiable(*extras)
@@ -354,12 +350,8 @@ class _Step(torch.autograd.Function):
         ctx.check_earlier_gradients()
         alive = executor.hand_over(ctx)
         static = executor.restore(ctx, tangent)
-        try:
-            with torch.autocast(_device_type(static), enabled=False):
-                return (None, *executor.place_gradients(executor.code.backward(static, alive)))
-        except Exception as error:
-            executor.memory.raise_if_out_of_memory(error, "backward")
-            raise
+        with executor.memory.reporting("backward"), torch.autocast(_device_type(static), enabled=False):
+            return (None, *executor.place_gradients(executor.code.backward(static, alive)))
 
 
 def check_no_transform(what: str) -> None:

@@ -21,6 +21,7 @@ from planner.capture.replay import real_static, written_tensors
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
+from planner.runtime.code import Returned
 from planner.runtime.cuda_channels import StreamChannel, captured
 from planner.runtime.executor import Executor
 from planner.torch_private.core import backward_retains_graph, foreach_copy_, pytree
@@ -109,7 +110,7 @@ class RecordedPasses:
         self._returned: Sequence[torch.Tensor] = (loss, *extras)
         self._gradients, self._replay_backward = recorder.record(backward, self._static, alive)
 
-    def forward(self, static: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
+    def forward(self, static: Sequence[Any]) -> Returned:
         """Replay the forward pass on `static`.
 
         Raises:

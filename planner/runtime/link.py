@@ -1,6 +1,6 @@
 """Bandwidth of transfers between the device and the host, alone and during a step, measured with the plans' own channels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from statistics import mean, median
 
@@ -13,15 +13,11 @@ from planner.runtime.channels import HostChannels
 from planner.runtime.host_memory import HostTensor
 from planner.runtime.transfers import Transfer
 
-Compute = Callable[[Callable[[], None]], object]  # computes a step, and calls its argument after each op
+Compute = Callable[[], Iterator[None]]  # computes a step, and yields after each op
 
 LARGE_BYTES, SMALL_BYTES = 2**25, 2**12  # the large copy takes far longer than its start, the small one hardly
 _LEAST_COPIES, _MOST_COPIES, _SMALL_COPIES = 8, 256, 32  # consecutive copies
 _LONGEST_S = 1.0
-
-
-class _AllCopiedError(Exception):
-    """The exception that ends a step computed only while copies run."""
 
 
 def link_during_step(capture: Capture, static: Sequence[torch.Tensor], step_s: float) -> LinkProfile:
@@ -40,12 +36,12 @@ def link_during_step(capture: Capture, static: Sequence[torch.Tensor], step_s: f
     channels = HostChannels(device, timed=True)
     ops = distinct_ops(capture, static)
 
-    def compute(look: Callable[[], None]) -> None:
+    def compute() -> Iterator[None]:
         for measured, equal in ops:
             arguments = measured.arguments()
             for _ in equal:
                 measured.run(*arguments)
-                look()
+                yield
 
     large, small = (_Copies(channels, device, size_bytes) for size_bytes in (LARGE_BYTES, SMALL_BYTES))
     with isolated(device):
@@ -110,12 +106,8 @@ class _Copies:
 
 
 def _compute_until(compute: Compute, done: Callable[[], bool]) -> None:
-    def look() -> None:
-        if done():
-            raise _AllCopiedError
-
-    try:
-        while True:
-            compute(look)
-    except _AllCopiedError:
-        return
+    """Compute steps until, after an op, `done` returns True."""
+    while True:
+        for _ in compute():
+            if done():
+                return

@@ -14,7 +14,7 @@ from torch import nn
 from planner.capture.frontend.preserved_state import UndoWrites, has_same_values, preserve_training_state
 from planner.capture.signature import Batch, arguments, call, detach_batch, leaves
 from planner.plans.eager import Difference
-from planner.profiling.allocator import cpu_allocations, cuda_bytes, cuda_peak_bytes, no_collection
+from planner.profiling.allocator import memory_rise
 from planner.runtime.arena_allocator import idle_pages_stay
 from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.machine import machine
@@ -49,27 +49,14 @@ def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, 
     """
     batch = detach_batch(batch)
     held: list[object] = []
-
-    def run(_: object = None) -> None:
-        held.append(run_both(step, batch))  # as in a training loop
-
+    library_bytes = warm_up_libraries(device)
     if device.type == "cuda":
-        library_bytes = warm_up_libraries(device)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        with no_collection():
-            before = cuda_bytes(device)
-            run()
-            torch.cuda.synchronize(device)
-        peak = static_bytes + cuda_peak_bytes(device) - before
-        return MemoryUse(peak, torch.cuda.max_memory_reserved(device), (), library_bytes)
-    events = cpu_allocations(run)
-    level, timeline = static_bytes, []
-    for event in events:
-        level += event.size_bytes or 0
-        timeline.append(((event.time_ns - events[0].time_ns) / 1e9, level))
-    return MemoryUse(max((level for _, level in timeline), default=static_bytes), None, tuple(timeline))
+    rise = memory_rise(lambda: held.append(run_both(step, batch)), device)  # what it returns is held, as in a training loop
+    reserved_bytes = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+    timeline = tuple((seconds, static_bytes + level) for seconds, level in rise.timeline)
+    return MemoryUse(static_bytes + rise.peak_bytes, reserved_bytes, timeline, library_bytes)
 
 
 def median_times(

@@ -4,19 +4,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
 
-from planner.profiling.allocator import cpu_allocations, cuda_bytes, cuda_peak_bytes, no_collection
+from planner.profiling.allocator import MemoryRise, memory_rise
+from planner.profiling.timing import typical
 from planner.reserved import uses_libraries
+from planner.runtime.code import Returned
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import profiler_enabled
 
 _Mark = float | torch.cuda.Event
-_Returned = tuple[Any, tuple[Any, ...], list[Any]]
 
 
 class OpTimer:
@@ -35,19 +35,18 @@ class OpTimer:
         executor.code = replace(self._timed, forward=self._forward, backward=self._backward)
 
     def times_s(self) -> dict[int, float]:
-        """Return the typical seconds of each op: the minimum on the CPU, where interruptions only add, and the median on CUDA."""
+        """Return the typical seconds of each op."""
         found: dict[int, list[float]] = {}
         for marks in self._passes:
             for (_, before), (op, after) in pairwise(marks):
                 found.setdefault(op, []).append(_seconds(before, after))
-        typical = median if self._device.type == "cuda" else min
-        return {op: typical(seconds) for op, seconds in found.items()}
+        return {op: typical(seconds, self._device) for op, seconds in found.items()}
 
     def stop(self) -> None:
         """Restore the executor."""
         self._executor.code = self._plain
 
-    def _forward(self, static: Sequence[Any]) -> _Returned:
+    def _forward(self, static: Sequence[Any]) -> Returned:
         self._begin()
         return self._timed.forward(static)
 
@@ -96,7 +95,7 @@ class PeakWatch:
         self.peak_bytes: int | None = None
         self.done = False
         self._executor, self._plain, self._device = executor, executor.code, executor.device
-        self._kept_bytes = self._forward_peak_bytes = 0
+        self._forward_rise = MemoryRise(0, 0)
         executor.code = replace(self._plain, forward=self._forward, backward=self._backward)
 
     def stop(self) -> None:
@@ -104,15 +103,15 @@ class PeakWatch:
         self._executor.code = self._plain
         self.done = True
 
-    def _forward(self, static: Sequence[Any]) -> _Returned:
+    def _forward(self, static: Sequence[Any]) -> Returned:
         if self._device.type == "cpu" and profiler_enabled():  # only one can run
             self.stop()
             return self._plain.forward(static)
         self._executor.code = replace(self._plain, backward=self._backward)  # a second forward pass is not measured
-        returned: list[_Returned] = []
+        returned: list[Returned] = []
         if uses_libraries(self._executor.graph):
             warm_up_libraries(self._device)
-        self._forward_peak_bytes, self._kept_bytes = self._rises(lambda: returned.append(self._plain.forward(static)))
+        self._forward_rise = memory_rise(lambda: returned.append(self._plain.forward(static)), self._device)
         return returned[0]
 
     def _backward(self, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
@@ -120,27 +119,10 @@ class PeakWatch:
         if self._device.type == "cpu" and profiler_enabled():
             return self._plain.backward(static, alive)
         returned: list[tuple[Any, ...]] = []
-        rise_bytes, _ = self._rises(lambda: returned.append(self._plain.backward(static, alive)))
+        rise = memory_rise(lambda: returned.append(self._plain.backward(static, alive)), self._device)
         arena = self._executor.arena
         taken_bytes = None if arena is None else arena.step_bytes
         if taken_bytes is None:
-            taken_bytes = max(self._forward_peak_bytes, self._kept_bytes + rise_bytes)
+            taken_bytes = max(self._forward_rise.peak_bytes, self._forward_rise.end_bytes + rise.peak_bytes)
         self.peak_bytes = self._executor.graph.static_bytes + taken_bytes
         return returned[0]
-
-    def _rises(self, run: Any) -> tuple[int, int]:
-        """Return the peak and the final increase of memory, in bytes, while `run` runs."""
-        if self._device.type == "cuda":
-            with no_collection():
-                torch.cuda.synchronize(self._device)
-                torch.cuda.reset_peak_memory_stats(self._device)
-                before = cuda_bytes(self._device)
-                run()
-                torch.cuda.synchronize(self._device)
-                peak = cuda_peak_bytes(self._device)
-                return peak - before, cuda_bytes(self._device) - before
-        level = peak = 0
-        for event in cpu_allocations(lambda _: run()):
-            level += event.size_bytes or 0
-            peak = max(peak, level)
-        return peak, level

@@ -41,18 +41,22 @@ class PlannedMemory:
     missing_bytes: Callable[[], int] = lambda: 0
     afterwards: str = "The model, its gradients and the random state are as before the step."
 
-    def raise_if_out_of_memory(self, error: BaseException, which_pass: str) -> None:
-        """Raise ``OutOfMemoryError`` for `error` of a pass if memory is the reason; the tensors of the pass are released first.
+    @contextmanager
+    def reporting(self, which_pass: str) -> Iterator[None]:
+        """Replace memory errors of the pass that runs inside the context; the tensors of the pass are released first.
 
         Raises:
-            OutOfMemoryError: memory is the reason.
+            OutOfMemoryError: an allocation has failed.
         """
-        failure = allocator_failure(error)
-        if failure is None:
-            return
-        report = self._report(failure, error, which_pass)
-        let_go(error)
-        raise report from error
+        try:
+            yield
+        except Exception as error:
+            failure = allocator_failure(error)
+            if failure is None:
+                raise
+            report = self._report(failure, error, which_pass)
+            let_go(error)
+            raise report from error
 
     def _report(self, failure: AllocatorFailure, error: BaseException, which_pass: str) -> OutOfMemoryError:
         step = self.lines.failed_step(error)

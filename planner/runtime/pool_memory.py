@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -11,7 +12,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
-from planner.profiling.allocator import Allocation, cpu_allocations, cuda_bytes, cuda_peak_bytes
+from planner.profiling.allocator import Allocation, cpu_allocations, memory_rise
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, MemoryUse, Step, measure_memory, run_both
 
@@ -59,19 +60,10 @@ def _cpu_peak(executor: Executor, pool: str, place: torch.device, run: Callable[
     events: list[Allocation] = []
     with executor.devices.watched(pool, lambda part: events.extend(cpu_allocations(lambda _: part()))):
         run()
-    level = peak = 0
-    for event in events:
-        level += event.size_bytes or 0
-        peak = max(peak, level)
-    return peak
+    return max(accumulate((event.size_bytes or 0 for event in events), initial=0))
 
 
 def _cuda_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
     del executor, pool
     run()  # libraries allocate their workspaces for the device's thread
-    torch.cuda.synchronize(place)
-    torch.cuda.reset_peak_memory_stats(place)
-    before = cuda_bytes(place)
-    run()
-    torch.cuda.synchronize(place)
-    return cuda_peak_bytes(place) - before
+    return memory_rise(run, place).peak_bytes

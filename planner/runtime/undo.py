@@ -11,11 +11,9 @@ import torch
 from graphs.ir import Graph
 from planner.capture.rewrites.explicit_generators import generators_of
 from planner.passes.program import Program
-from planner.runtime.code import Code
+from planner.runtime.code import Code, Returned
 from planner.runtime.random_state import RandomState
 from planner.torch_private.core import backward_retains_graph, foreach_copy_, set_version_counter
-
-_Returned = tuple[Any, tuple[Any, ...], list[Any]]
 
 
 def undoing(graph: Graph, program: Program, code: Code, *, versions_follow: bool = False, in_backward: bool = True) -> Code:
@@ -48,17 +46,17 @@ class _Undo:
         self._code = code
         self._unused: list[_HostCopies] = []  # of finished steps: allocating takes longer than copying
 
-    def forward(self, static: Sequence[Any]) -> _Returned:
+    def forward(self, static: Sequence[Any]) -> Returned:
         (loss, extras, alive), before = self._forward(static)
         before.note_written(self._increment)
         return loss, extras, [*alive, before]
 
-    def forward_alone(self, static: Sequence[Any]) -> _Returned:
+    def forward_alone(self, static: Sequence[Any]) -> Returned:
         returned, before = self._forward(static)
         self._unused.append(before.copies)
         return returned
 
-    def _forward(self, static: Sequence[Any]) -> "tuple[_Returned, _Before]":
+    def _forward(self, static: Sequence[Any]) -> "tuple[Returned, _Before]":
         before = _Before([static[i] for i in self._written], self._generators, self._unused)
         try:
             return self._code.forward(static), before

@@ -56,7 +56,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
         options: ``budget`` (as in ``planner.compile``, for parameters, inputs, gradients and activations of all graphs of the
             model; a share is of the peak without recomputation), ``kernels`` (``eager`` or ``inductor``), ``roofline`` (model the
             times on this device; by default each op is measured where the model is), ``time_limit_s`` (per graph, 60),
-            ``tolerance`` and ``wait`` (as in ``planner.compile``; each graph is solved to 1% or for 3 s by default),
+            ``tolerance``, ``wait`` and ``params`` (as in ``planner.compile``; each graph is solved to 1% or for 3 s by default),
             ``arena`` (as there, one for all graphs of a step), ``check_writes``, ``options``, ``link`` and
             ``host_budget`` (as there; all graphs share the host memory), and ``memory`` (as there; the graphs of a step count
             together, by ``training_of_passes``).

@@ -76,6 +76,7 @@ def backend_settings(
     link: str | float | None = None,
     memory: str | None = None,
     options: Sequence[str] = (),
+    params: object = None,
     roofline: str | None = None,
     time_limit_s: float = 60.0,
     tolerance: float | Tolerance = WIDENING,
@@ -86,6 +87,7 @@ def backend_settings(
         tolerance=Tolerance.of(tolerance),
         time_limit_s=float(time_limit_s),
         options=option_settings(options, link, host_budget),
+        params=params,
         memory=CountedMemory.of(memory),
     )
     run = RunSettings(kernels=kernels, arena=arena, check_writes=check_writes, wait=Wait.of(wait))

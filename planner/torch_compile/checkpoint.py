@@ -37,6 +37,7 @@ def checkpoint(
     roofline: str | None = None,
     check_writes: bool = False,
     memory: str | None = None,
+    params: object = None,
 ) -> M:
     """Make `model` keep its saved tensors within `budget`; changes and returns the same object.
 
@@ -51,7 +52,8 @@ def checkpoint(
         budget: as in ``planner.compile``, for the model's parameters, buffers, inputs, gradients and activations. A share is of
             the largest peak without recomputation so far. The loss function, optimizer state and gradients of earlier batches are
             not counted. None removes the plan.
-        time_limit_s, wait, tolerance, kernels, options, link, host_budget, check_writes, memory: as in ``planner.compile``.
+        time_limit_s, wait, tolerance, kernels, options, link, host_budget, check_writes, memory, params: as in
+            ``planner.compile``.
         roofline: device for modelled times; None to measure each op on the model's device.
 
     Raises:
@@ -84,6 +86,7 @@ def checkpoint(
         "roofline": roofline,
         "check_writes": check_writes,
         "memory": memory,
+        "params": params,
     }
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None and value != ()}
     settings_of(asked)  # raise before the first call

@@ -14,9 +14,9 @@ from planner.capture.kernels.lower import lower_graph
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_traced
-from planner.capture.rewrites.reproducible_random import generator_of
 from planner.capture.signature import Signature
 from planner.keeping_everything import prepare_for_tight_memory
+from planner.passes.draws import default_generator_of
 from planner.profiling.profile import profile
 from planner.torch_compile.joint_capture import Placeholders, mutated_inputs, once
 from planner.torch_private.capture import (
@@ -50,7 +50,7 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
         placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
         device = placeholders[0].meta["val"].device
         statics, signature = Placeholders(placeholders, device), Signature.of((), pytree.tree_structure(()))
-        captured = lower_graph(halves, statics, signature, generator=generator_of(device))
+        captured = lower_graph(halves, statics, signature, generator=default_generator_of(device))
         graph = once(captured.graph, mutated_inputs(joint, statics))
     with disable_current_modes(), no_python_dispatcher():
         given = {node.name: _given(node, module, inputs) for node in placeholders}

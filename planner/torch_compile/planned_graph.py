@@ -205,11 +205,8 @@ class PlannedGraph:
         """Run the forward pass for AOTAutograd; `args` is emptied."""
         seen = None if self.watch is None else self.watch(args)
         number = len(self._passes) - 1
-        try:
+        with self._memory(number).reporting("forward"):
             returned, handed_over = self._passes[number].forward(args)
-        except Exception as error:
-            self._memory(number).raise_if_out_of_memory(error, "forward")
-            raise
         plan, nothing = torch.empty((number, 0)), torch.empty(0)  # empty in memory, whatever their shape
         if handed_over:
             # Autograd keeps the storage until no backward pass can follow, even if it makes other tensors of it.
@@ -244,11 +241,8 @@ class PlannedGraph:
             unseen.check(tensor for _, tensor in self._inputs(args))
         args += handed_over
         del plan, handed_over  # frees tensors on the host, unless the backward pass may run again
-        try:
+        with self._memory(number).reporting("backward"):
             return self._passes[number].backward(args)
-        except Exception as error:
-            self._memory(number).raise_if_out_of_memory(error, "backward")
-            raise
 
     def _inputs(self, saved: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the inputs to be checked with their names, from the `saved` tensors in the slots."""

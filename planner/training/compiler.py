@@ -42,7 +42,7 @@ from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
 from planner.training.graph_room import GraphBudget, with_room_for_pool
 from planner.training.improvement import Consultation, Improvement, over_budget, with_arena
-from planner.training.step import Improving, PlannedStep
+from planner.training.step import PlannedStep
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
@@ -204,7 +204,7 @@ class Compiler:
 
     def _improving(
         self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int, *, finds: bool
-    ) -> Improving | None:
+    ) -> Consultation | None:
         """Return the search for better plans while the step trains; None if plans are not swapped."""
         if not self._swaps:
             return None
@@ -217,7 +217,7 @@ class Compiler:
             make_executor=self._made_executor,
             finds=finds,
         )
-        return Improving(Consultation(self.wrapper.ranks, improvement), self.wrapper.wrapped)
+        return Consultation(self.wrapper.ranks, improvement, self.wrapper.wrapped)
 
     def _refresher(self, captured: Capture, budget: str | int) -> Callable[[Batch], PlannedStep] | None:
         """Return the function that measures resource uses on a batch again and replans; None if no resource is limited."""
@@ -287,8 +287,17 @@ class Compiler:
         return plan
 
     def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
+        """Return the executor of `plan`, and its measured peak."""
         with self.stages.stage(Stage.CHECK), reporting("rehearsing the plan to measure its peak"), large_blocks_returned():
-            return self._rehearsed(captured, batch, plan)
+            executor = self._made_executor(captured, plan)
+            step = TrainingStep(self.wrapper.module, self.loss_fn)
+            if self.recorder is None:
+                return executor, measured_peak(captured, executor, step, batch).peak_bytes
+            recorder = self.recorder()
+            record(captured, executor, step, batch, recorder)
+            if library_users:  # which recording has left without workspaces
+                warm_up_libraries(executor.device)  # into segments of their own, as nothing is cached now
+            return executor, captured.graph.static_bytes + recorder.held_bytes()
 
     def _made_executor(self, captured: Capture, plan: Plan) -> Executor:
         offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
@@ -296,14 +305,3 @@ class Compiler:
         if self.search.run.arena:
             executor.use_arena(self.slab)
         return executor
-
-    def _rehearsed(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
-        executor = self._made_executor(captured, plan)
-        step = TrainingStep(self.wrapper.module, self.loss_fn)
-        if self.recorder is None:
-            return executor, measured_peak(captured, executor, step, batch).peak_bytes
-        recorder = self.recorder()
-        record(captured, executor, step, batch, recorder)
-        if library_users:  # which recording has left without workspaces
-            warm_up_libraries(executor.device)  # into segments of their own, as nothing is cached now
-        return executor, captured.graph.static_bytes + recorder.held_bytes()

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakSet
 
 from graphs.errors import BudgetError, InfeasibleError
@@ -251,10 +252,11 @@ class Consultation:
 
     Attributes:
         improvement: that of this process.
+        wrapped: returns an executor as the training loop calls it.
     """
 
-    def __init__(self, ranks: SingleProcess, improvement: Improvement) -> None:
-        self.improvement = improvement
+    def __init__(self, ranks: SingleProcess, improvement: Improvement, wrapped: Callable[[Executor], Callable[..., Any]]) -> None:
+        self.improvement, self.wrapped = improvement, wrapped
         self._ranks, self._alone = ranks, type(ranks) is SingleProcess
         self._steps = 0
 

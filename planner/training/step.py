@@ -15,22 +15,8 @@ from planner.facts.timeline import Timeline
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.report.page import write_pages
-from planner.runtime.executor import Executor
 from planner.training.improvement import Consultation, PlanSwap
 from planner.views.plan_views import html
-
-
-@dataclass(frozen=True, slots=True)
-class Improving:
-    """The search for better plans while a step trains.
-
-    Attributes:
-        consultation: says between two steps whether another plan is to run.
-        wrapped: an executor as the training loop calls it.
-    """
-
-    consultation: Consultation
-    wrapped: Callable[[Executor], Callable[..., Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +55,7 @@ class PlannedStep:
         measured: Graph | None,
         *,
         refreshed: "Callable[[Batch], PlannedStep] | None" = None,
-        improving: Improving | None = None,
+        improving: Consultation | None = None,
     ) -> None:
         """Run `plan` by calling `run`.
 
@@ -97,7 +83,7 @@ class PlannedStep:
         """
         if self._improving is not None and torch.is_grad_enabled():
             self._steps += 1
-            self._take(self._improving.consultation.before_step())
+            self._take(self._improving.before_step())
         return self._run(*args, **kwargs)
 
     def __reduce__(self) -> NoReturn:
@@ -128,7 +114,7 @@ class PlannedStep:
         If several processes train, all call this.
         """
         if self._improving is not None:
-            self._take(self._improving.consultation.wait(seconds))
+            self._take(self._improving.wait(seconds))
         return self.plan
 
     def keep_with(self, keep: Callable[[Plan], None]) -> None:
@@ -138,7 +124,7 @@ class PlannedStep:
 
     def _take(self, swap: PlanSwap | None) -> None:
         assert self._improving is not None
-        before, self.plan = self.plan, self._improving.consultation.plan
+        before, self.plan = self.plan, self._improving.plan
         if self._keep is not None and swap is None and before.measured_peak_bytes is None is not self.plan.measured_peak_bytes:
             self._keep(self.plan)
         if swap is not None:
@@ -168,7 +154,7 @@ class PlannedStep:
         batch: Batch = kwargs or args
         step = self._refreshed(detach_batch(batch))
         if self._improving is not None:
-            self._improving.consultation.improvement.stop()
+            self._improving.improvement.stop()
         self._show(step)
         self._refreshed, self._improving = step._refreshed, step._improving
 

@@ -11,7 +11,7 @@ from typing import Self
 
 from graphs.errors import UsageError
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
-from solvers.params_file import read_params
+from solvers.params_file import check_values, read_params
 from solvers.registry import SOLVERS
 
 # Methods that try most come last.
@@ -336,7 +336,11 @@ class BranchParams:
 
 @dataclass(frozen=True, slots=True)
 class WindowsParams:
-    """All parameters of the exact solver, grouped by strategy."""
+    """All parameters of the exact solver, grouped by strategy.
+
+    Raises:
+        UsageError: a value is of another type or negative, or a method to imitate is unknown.
+    """
 
     bound: BoundParams = field(default_factory=BoundParams)
     first_schedule: FirstScheduleParams = field(default_factory=FirstScheduleParams)
@@ -350,17 +354,24 @@ class WindowsParams:
     commitments: CommitmentParams = field(default_factory=CommitmentParams)
     placement: PlacementParams = field(default_factory=PlacementParams)
 
+    def __post_init__(self) -> None:
+        check_values(self)
+        if not self.bound.first_slice:
+            raise UsageError("bound.first_slice is 0: must be above 0")
+        if self.bound.longer < 1:
+            raise UsageError(f"bound.longer is {self.bound.longer!r}: must be at least 1")
+        methods = [name for name, entry in SOLVERS.items() if entry.module.startswith("solvers.baselines.")]
+        if unknown := [name for name in self.first_schedule.imitated if name not in methods]:
+            raise UsageError(f"first_schedule.imitated has {unknown[0]!r}: choose from {', '.join(methods)}")
+
     @classmethod
     def from_toml(cls, path: Path | str) -> Self:
         """Return the parameters of a TOML file with a table for each group; missing ones have their defaults.
 
         Raises:
-            UsageError: the file cannot be read, or has an unknown key, a value of another type, or an unknown method to imitate.
+            UsageError: the file cannot be read, or has an unknown key or a wrong value.
         """
-        params = read_params(cls, path)
-        if unknown := [name for name in params.first_schedule.imitated if name not in SOLVERS]:
-            raise UsageError(f"{path}: first_schedule.imitated has {unknown[0]!r}: choose from {', '.join(SOLVERS)}")
-        return params
+        return read_params(cls, path)
 
     def recorded(self) -> dict[str, object]:
         """Return the parameters by group and name, as JSON values, as recorded in results."""

@@ -14,6 +14,7 @@ from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.option_settings import option_settings
 from planner.plans.plan import read_plan
+from planner.search import StepSearch
 from planner.settings import RunSettings, SolveSettings, TraceSettings
 from solvers.baselines.dtr import DtrParams
 from solvers.windows.params import BoundParams, WindowsParams
@@ -57,6 +58,20 @@ def test_parameters_reach_the_solver() -> None:
     assert at_most.settings["params"] == PARAMS.recorded()
     with pytest.raises(PlannerError, match="must be WindowsParams"):
         planner.solve(graph, 4, params=DtrParams())
+
+
+def test_parameters_reach_the_graphs_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[object] = []
+
+    def search(settings: SolveSettings, run: RunSettings) -> StepSearch:
+        reached.append(settings.params)
+        return StepSearch(settings, run)
+
+    monkeypatch.setattr("planner.torch_compile.shared_budget.StepSearch", search)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    planner.checkpoint(model, budget="1GB", params=PARAMS)(torch.ones(2, 4)).sum().backward()
+    assert reached == [PARAMS]
 
 
 def test_a_kept_plan_is_one_of_the_same_parameters(tmp_path: Path) -> None:

@@ -52,10 +52,3 @@ def dropout_with_generator(  # the signature of the operator
 
 def _names(overload: OpOverload) -> list[str]:
     return [argument.name for argument in overload._schema.arguments]
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """Return the default generator of random ops on `device`."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator

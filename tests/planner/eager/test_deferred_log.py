@@ -20,7 +20,7 @@ from planner.eager.log_reading import LogReader
 from planner.eager.recording import Recorder
 from planner.eager.saved_tensors import SavedTensor
 from planner.eager.session import Rematerialization, rematerialize
-from planner.eager.sizes import tensors_in
+from planner.eager.size_rules import tensors_in
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
 from planner.torch_private.core import TorchDispatchMode
 from tests.planner.eager.test_exactness import existing, other_bytes
@@ -286,6 +286,15 @@ def test_operators_that_return_or_take_other_objects() -> None:
                 with_dropout(model, x).backward()
     finally:
         library._destroy()
+
+
+def test_results_that_a_logged_op_has_resized_count_when_it_is_recorded() -> None:
+    out, x = torch.empty(0), torch.randn(2**16)
+    with rematerialize("1GB") as session:
+        opened(session, with_dropout, chain(), torch.randn(32, 64))
+        torch.add(x, x, out=out)
+        read(session)
+        assert abs(session._recorder.memory.live_bytes - other_bytes()) < 1000
 
 
 def test_a_step_without_end_closes_the_log() -> None:

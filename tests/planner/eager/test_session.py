@@ -739,6 +739,14 @@ def test_custom_operators_that_draw_random_numbers_draw_them_again(budget: int) 
     assert (session.evictions > 0) == (budget == _TIGHT)
 
 
+def test_random_numbers_on_a_device_without_a_generator() -> None:
+    x = torch.ones(4, requires_grad=True)
+    with rematerialize("1GB"):
+        y = x * 2.0
+        assert torch.rand(3, device="meta").is_meta
+        y.sum().backward()
+
+
 def test_what_recomputation_makes_beside_what_is_needed_counts_in_the_peak() -> None:
     """Sorting again makes positions, which nothing needs."""
     x, w = torch.randn(100_000), torch.ones(100_000, requires_grad=True)

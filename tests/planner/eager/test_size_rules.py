@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from planner.eager.size_rules import rule_of
-from planner.eager.sizes import OutputSizes, tensors_in
+from planner.eager.size_rules import rule_of, tensors_in
+from planner.eager.sizes import OutputSizes
 
 aten = torch.ops.aten
 x, y, rows = torch.ones(6, 8, 10), torch.ones(10, 7), torch.tensor([0, 2, 2])

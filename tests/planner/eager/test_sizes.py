@@ -6,7 +6,8 @@ import threading
 import pytest
 import torch
 
-from planner.eager.sizes import OutputSizes, lstm_workspace_bytes, tensors_in
+from planner.eager.size_rules import tensors_in
+from planner.eager.sizes import OutputSizes, lstm_workspace_bytes
 from planner.torch_private.core import unlogged_fakes
 
 aten = torch.ops.aten

@@ -12,10 +12,11 @@ from planner.eager.step_plans import Action, StepPlan, StepPlans, actions
 SIZE, LENGTH = 10, 6
 
 
-def ops_of_chain(
-    length: int = LENGTH, target: str = "f", size: int = SIZE
-) -> list[tuple[LoggedOp, tuple[int, ...], tuple[int, ...]]]:
-    """A chain f0, f1, ... and its gradients: each op with the sizes of what it makes, and what is released after it."""
+Event = tuple[LoggedOp, tuple[int, ...], tuple[int, ...]]  # an op, the sizes of what it makes, and what is released after it
+
+
+def ops_of_chain(length: int = LENGTH, target: str = "f", size: int = SIZE) -> list[Event]:
+    """A chain f0, f1, ... and its gradients."""
     found = []
     for i in range(length):
         op = LoggedOp(target, (i - 1,) if i else (), (i,), time_s=1.0)
@@ -28,16 +29,22 @@ def ops_of_chain(
     return found
 
 
-def log_of(ops: list[tuple[LoggedOp, tuple[int, ...], tuple[int, ...]]]) -> StepLog:
+def add(event: Event, log: StepLog, plans: StepPlans | None = None) -> None:
+    """Add an op to the log of a step, or of the current step of `plans`."""
+    op, sizes, released = event
+    if op.backward:
+        log.unpack(op.inputs[0])
+    for size in sizes:
+        log.add_storage(size)
+    (plans or log).add_op(op, op.target, sizes)
+    for storage in released:
+        log.release(storage)
+
+
+def log_of(ops: list[Event]) -> StepLog:
     log = StepLog(0)
-    for op, sizes, released in ops:
-        if op.backward:
-            log.unpack(op.inputs[0])
-        for size in sizes:
-            log.add_storage(size)
-        log.add_op(op, op.target, sizes)
-        for storage in released:
-            log.release(storage)
+    for event in ops:
+        add(event, log)
     return log
 
 
@@ -49,20 +56,13 @@ def take_offered(plans: StepPlans) -> list[Action | int]:
     return taken
 
 
-def run(plans: StepPlans, ops: list[tuple[LoggedOp, tuple[int, ...], tuple[int, ...]]], evictions: int = 1) -> list[Action | int]:
+def run(plans: StepPlans, ops: list[Event], evictions: int = 1) -> list[Action | int]:
     """Run a step that evicts all that it is offered, and return what was done, with the numbers of the ops."""
     plans.begin(0)
     done: list[Action | int] = []
-    for i, (op, sizes, released) in enumerate(ops):
-        done += take_offered(plans)
-        if op.backward:
-            plans.log.unpack(op.inputs[0])
-        for size in sizes:
-            plans.log.add_storage(size)
-        done.append(i)
-        plans.add_op(op, op.target, sizes)
-        for storage in released:
-            plans.log.release(storage)
+    for i, event in enumerate(ops):
+        done += [*take_offered(plans), i]
+        add(event, plans.log, plans)
     done += take_offered(plans)
     plans.log.evictions = evictions
     plans.end()
@@ -212,15 +212,9 @@ def offers(plans: StepPlans, size: int) -> list[list[int]]:
     """Run a step, and return what was offered before each op."""
     found = []
     plans.begin(0)
-    for op, sizes, released in ops_of_chain(size=size):
+    for event in ops_of_chain(size=size):
         found.append(list(plans.offered()))
-        if op.backward:
-            plans.log.unpack(op.inputs[0])
-        for made in sizes:
-            plans.log.add_storage(made)
-        plans.add_op(op, op.target, sizes)
-        for storage in released:
-            plans.log.release(storage)
+        add(event, plans.log, plans)
     plans.end()
     return found
 

@@ -21,7 +21,6 @@ from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload, build
-from planner.profiling.allocator import cpu_allocations
 from planner.runtime import arena_allocator, slab_addresses
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab, idle_pages_stay
@@ -29,6 +28,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, outcome
 from tests.planner.runtime.test_optimizer_steps import Wrapping
 from tests.support.logs import lines_of
+from tests.support.models.outcomes import peak_bytes
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 
 SMALL_BYTES = 20_000  # of the requests that are too small for the slab
@@ -81,16 +81,6 @@ def missed(executor: Executor) -> Missed:
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes that PyTorch's own allocator provides at once while `run` runs."""
-    gc.collect()  # else tensors of other tests may be freed in between
-    level = peak = 0
-    for event in cpu_allocations(lambda _: run()):
-        level += event.size_bytes or 0
-        peak = max(peak, level)
-    return peak
 
 
 @pytest.mark.parametrize("seed", [None, 0, pytest.param(1, marks=pytest.mark.slow)])

@@ -1,9 +1,7 @@
 """``torch.compile(model, backend="planner", options={"arena": True})``: both passes of a graph in one slab."""
 
 import copy
-import gc
 import shutil
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +10,12 @@ from torch import nn
 
 from planner.capture.step import TrainingStep
 from planner.models import Workload
-from planner.profiling.allocator import cpu_allocations
 from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import Missed
 from planner.runtime.measure import Step, outcome
 from planner.torch_compile.planned_graph import PlannedGraph
 from tests.support.budgets import HALF_WAY
+from tests.support.models.outcomes import peak_bytes
 from tests.support.models.steps import make
 
 pytestmark = [
@@ -26,20 +24,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++"),
 ]
 _LOSS_BYTES = 64  # of the loss and its gradient, which are in no graph
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PlannedGraph]]:
-    """The graphs that are planned, in order."""
-    made: list[PlannedGraph] = []
-    begin = PlannedGraph.__init__
-
-    def noted(graph: PlannedGraph, *given: Any, **named: Any) -> None:
-        begin(graph, *given, **named)
-        made.append(graph)
-
-    monkeypatch.setattr(PlannedGraph, "__init__", noted)
-    return made
 
 
 def in_arena(model: nn.Module, **options: object) -> Any:
@@ -60,15 +44,6 @@ def taken_bytes(step: Step, model: nn.Module, batch: Any) -> int:
     """The most bytes that PyTorch's own allocator gives a step at once."""
     model.zero_grad()
     return peak_bytes(lambda: step(*batch).backward())
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    gc.collect()  # else tensors of other tests may be freed in between
-    level = peak = 0
-    for event in cpu_allocations(lambda _: run()):
-        level += event.size_bytes or 0
-        peak = max(peak, level)
-    return peak
 
 
 @pytest.mark.usefixtures("half_way")

@@ -13,10 +13,10 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import search
 from planner.plans.plan import Plan
-from planner.profiling.allocator import cpu_allocations
 from planner.solving import solve_graph
 from solvers.bounds import least_budget_bound
 from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with
+from tests.support.models.outcomes import peak_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -44,14 +44,6 @@ def trained(model: nn.Module, step: Callable[..., torch.Tensor], batch: Batch) -
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def most_bytes(run: Callable[[], Any]) -> int:
-    level = most = 0
-    for event in cpu_allocations(lambda _: run()):
-        level += event.size_bytes or 0
-        most = max(most, level)
-    return most
-
-
 @pytest.mark.parametrize("measured", [True, False])
 def test_a_loss_head_in_a_graph_is_in_chunks(*, measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step, batch = steps()
@@ -71,8 +63,8 @@ def test_a_loss_head_in_a_graph_is_in_chunks(*, measured: bool, monkeypatch: pyt
     assert plan.budget_bytes < least_budget_bound(without_options(graph)).budget_bytes
     assert any(graph.ops[op].optional for op in plan.schedule.computed) and plan.differs
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(wanted, found, strict=True))
-    again, kept = most_bytes(lambda: trained(model, planned, batch)), simulate(graph, keep_everything(without_options(graph)))
-    assert again < most_bytes(lambda: trained(model, step, batch)) < kept.peak_bytes
+    again, kept = peak_bytes(lambda: trained(model, planned, batch)), simulate(graph, keep_everything(without_options(graph)))
+    assert again < peak_bytes(lambda: trained(model, step, batch)) < kept.peak_bytes
 
 
 def test_a_graph_without_a_loss_has_none() -> None:

@@ -1,10 +1,8 @@
 """Training by plans in an arena: the bits of eager PyTorch, within the budget, and with all that the plan says."""
 
 import copy
-import gc
 import shutil
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
 from planner.plans.plan import read_plan
-from planner.profiling.allocator import cpu_allocations
 from planner.running import run
 from planner.runtime import arena_allocator
 from planner.runtime.arena_allocator import Slab
@@ -28,6 +25,7 @@ from planner.settings import RunSettings
 from planner.training.dynamic import DynamicStep
 from planner.training.step import PlannedStep
 from tests.support.logs import lines_of
+from tests.support.models.outcomes import peak_bytes
 from tests.support.models.steps import make
 
 TANGENT_BYTES = 4  # the gradient of the loss, which autograd makes
@@ -82,15 +80,6 @@ def taken_bytes(step: PlannedStep, workload: Workload, batch: Batch) -> int:
     """The most bytes that PyTorch's own allocator gives a step at once, by PyTorch's profiler."""
     workload.model.zero_grad()
     return peak_bytes(lambda: step(*batch).backward())
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    gc.collect()  # else tensors of other tests may be freed in between
-    level = peak = 0
-    for event in cpu_allocations(lambda _: run()):
-        level += event.size_bytes or 0
-        peak = max(peak, level)
-    return peak
 
 
 def slab_of(step: PlannedStep) -> Slab:

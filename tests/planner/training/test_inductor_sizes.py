@@ -3,6 +3,7 @@
 import copy
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ import planner
 from graphs.errors import InfeasibleError
 from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
-from planner.profiling.allocator import cpu_allocations
 from planner.profiling.link import MEASURED_LINK
 from planner.profiling.profile import profile
 from planner.runtime.measure import outcome
 from planner.training.dynamic import DynamicStep
 from tests.support.inductor.steps import CASES, Case, compiled, mlp, prepare
+from tests.support.models.outcomes import peak_bytes
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compilers"),
@@ -67,11 +68,7 @@ def test_each_size_is_compiled_and_planned_for_itself() -> None:
     budget_bytes = step.plan.budget_bytes
     for rows in (12, 288):
         given = batch(rows)
-        events = cpu_allocations(lambda _, given=given: step(*given))
-        level, most = 0, 0
-        for event in events:
-            level += event.size_bytes or 0
-            most = max(most, level)
+        most = peak_bytes(partial(step, *given))
         plan = step.plans[-1]
         assert plan == step.plan
         assert plan.measured_peak_bytes <= plan.peak_bytes <= budget_bytes == plan.budget_bytes

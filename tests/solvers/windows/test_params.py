@@ -1,6 +1,7 @@
 """Parameters of the exact solver from a TOML file."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from graphs.errors import UsageError
 from solvers.eviction.rules import EvictionRule
-from solvers.windows.params import WindowsParams
+from solvers.windows.params import BoundParams, WindowsParams
 
 DEFAULTS = WindowsParams()
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "solver-parameters.md"
@@ -56,13 +57,41 @@ def test_values_replace_defaults(tmp_path: Path) -> None:
         ("[portfolio]\nleast_shares = [0.1]", "portfolio.least_shares is [0.1]: must be an array of 3 values"),
         ("[random_keys]\nexponents = 1", "random_keys.exponents is 1: must be an array"),
         ("[first_schedule]\nrules = [{price = 1}]", "there is no 'price' in first_schedule.rules[0]: choose from cost, size,"),
-        ("[first_schedule]\nimitated = ['none']", "first_schedule.imitated has 'none': choose from windows, keep-everything,"),
+        ("[first_schedule]\nimitated = ['none']", "first_schedule.imitated has 'none': choose from keep-everything,"),
         ("[bound", "is not TOML: "),
     ],
 )
 def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"params\.toml:? " + re.escape(message)):
         read(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: WindowsParams(bound=BoundParams(first_slice=-5.0)), "bound.first_slice is -5.0: must be a number, 0 or more"),
+        (lambda: WindowsParams(bound=BoundParams(first_slice=-5)), "bound.first_slice is -5: must be a number, 0 or more"),
+        (lambda: WindowsParams(bound=BoundParams(first_slice=0.0)), "bound.first_slice is 0: must be above 0"),
+        (lambda: WindowsParams(bound=BoundParams(longer=0.5)), "bound.longer is 0.5: must be at least 1"),
+        (lambda: WindowsParams(bound=BoundParams(max_states="many")), "bound.max_states is 'many': must be a whole number"),
+        (lambda: WindowsParams(bound={}), "bound is {}: must be BoundParams"),
+        (
+            lambda: WindowsParams(portfolio=replace(DEFAULTS.portfolio, least_shares=[1.0])),
+            "least_shares is [1.0]: must be a tuple",
+        ),
+        (
+            lambda: WindowsParams(first_schedule=replace(DEFAULTS.first_schedule, imitated=("windows",))),
+            "first_schedule.imitated has 'windows': choose from keep-everything,",
+        ),
+        (
+            lambda: WindowsParams(first_schedule=replace(DEFAULTS.first_schedule, rules=(EvictionRule(size=-1.0),))),
+            "first_schedule.rules[0].size is -1.0: must be a number, 0 or more",
+        ),
+    ],
+)
+def test_wrong_values_raise_when_parameters_are_made(make: Callable[[], WindowsParams], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        make()
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -256,16 +256,9 @@ MUTATIONS = (
         "test_cuda_times.py",
     ),
     Mutation(
-        "planner/profiling/profile.py",
+        "planner/profiling/timing.py",
         "the stream of the op's device, which events are recorded on",
         "stream = torch.cuda.current_stream(device)",
-        "stream = torch.cuda.current_stream()",
-        "test_cuda_times.py",
-    ),
-    Mutation(
-        "planner/runtime/device_profile.py",
-        "the stream of another device, which events are recorded on",
-        "stream = torch.cuda.current_stream(self._place)",
         "stream = torch.cuda.current_stream()",
         "test_cuda_times.py",
     ),

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from graphs.errors import InfeasibleError
-from planner.profiling.allocator import cpu_allocations
 from planner.torch_compile import backend
 from planner.torch_compile.shared_budget import SharedBudget
+from tests.support.models.outcomes import peak_bytes
 
 
 class Masked(nn.Module):
@@ -95,10 +95,7 @@ def measured_bytes(model: nn.Module, batch: tuple[torch.Tensor, ...], step: Call
     """Parameters, buffers and batch, each storage once, and the most that the allocator hands out on top during a step."""
     model.zero_grad()
     torch.manual_seed(1)
-    level = peak = 0
-    for event in cpu_allocations(lambda _: step()):
-        level += event.size_bytes or 0
-        peak = max(peak, level)
+    peak = peak_bytes(step)
     static = {t.untyped_storage()._cdata: t.untyped_storage() for t in (*model.parameters(), *model.buffers(), *batch)}
     return peak + sum(storage.nbytes() for storage in static.values())
 

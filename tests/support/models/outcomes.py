@@ -1,9 +1,10 @@
 """What steps leave behind that were executed by a schedule, beside eager PyTorch."""
 
 import copy
+import gc
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,17 @@ from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.models import Workload
+from planner.profiling.allocator import memory_rise
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome, loss_of, outcome
 from planner.runtime.pool_memory import measured_peak
 from tests.support.models.steps import random_schedule
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes that PyTorch's CPU allocator provides at once while `run` runs."""
+    gc.collect()  # else tensors of other tests may be freed in between
+    return memory_rise(run, torch.device("cpu")).peak_bytes
 
 
 def train(workload: Workload, schedule: tuple[Capture, Schedule] | None) -> dict[str, torch.Tensor]:

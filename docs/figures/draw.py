@@ -212,8 +212,8 @@ def draw_walk(path: Path, calls: tuple[Call, ...]) -> None:
         axes.text(left + width + 0.12, y, f"{functions}: {call.result}", ha="left", va="center", fontsize=8.5)
         if call.depth:
             stem, top = left - indent + 0.12, callers[call.depth - 1] - 0.14
-            color, style = (AGAIN, "--") if call.passed_by else (GREY, "-")
-            axes.plot((stem, stem, left - 0.1), (top, y, y), color=color, linestyle=style, linewidth=1, zorder=0)
+            color, style, layer = (AGAIN, "--", -1) if call.passed_by else (GREY, "-", 0)
+            axes.plot((stem, stem, left - 0.1), (top, y, y), color=color, linestyle=style, linewidth=1, zorder=layer)
             axes.add_patch(FancyArrowPatch((left - 0.12, y), (left - 0.03, y), arrowstyle="-|>", mutation_scale=8, color=color))
         callers[call.depth] = y
     axes.set(xlim=(-0.1, 8.4), ylim=(-row * len(calls) + 0.15, 0.2))

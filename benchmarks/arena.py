@@ -5,23 +5,45 @@ comes twice: with the C library as it is, which returns large blocks to the syst
 (MALLOC_TOP_PAD_ and others), which no planned step needs and any process could. Ratios are medians within a turn.
 """
 
+import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from statistics import median
 
 import torch
 
 import planner
-from benchmarks.arena_case import MODELS, ArenaRow, measured
-from benchmarks.command import Setting, benchmark
+from benchmarks.command import Setting, benchmark, one_thread
 from graphs.units import format_bytes
 from planner import options
+from planner.capture.options.traced import with_graph
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.models import build
+from planner.option_settings import with_recorded
+from planner.plans.plan import Plan
+from planner.profiling.allocator import memory_rise
+from planner.runtime.arena import SharedSlab
+from planner.runtime.arena_allocator import idle_pages_stay
+from planner.runtime.executor import Executor
+from planner.runtime.measure import Isolated, Step, outcome
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, stream
-from planner.studies.rows import listed, missing_keys
+from planner.studies.rows import Made, column, key, listed, missing_keys, provenance
 from planner.studies.tables import Column, markdown, share_column
 
+MODELS = {
+    "gpt2": partial(build, "gpt2", layers=4, width=64, heads=4, vocab=500, batch=8, seq=128, dropout=0),
+    "unet": partial(build, "unet", channels=8, size=96, batch=4),
+    "unet-wide": partial(build, "unet", channels=16, size=96, batch=4),
+    "resnet50-wide": partial(build, "resnet50", width=16, size=64, classes=10, batch=16),
+    "mobilenet_v2": partial(build, "mobilenet_v2", multiplier=0.25, size=64, classes=10, batch=16, dropout=0),
+}
+_EAGER, _PLAN, _ARENA = "eager", "plan", "arena"
 BUDGETS = ("100%", "70%", "50%")
 USUAL, KEPT = "as it is", "keeps memory"
 _VARIABLES: Mapping[str, Mapping[str, str]] = {
@@ -30,6 +52,27 @@ _VARIABLES: Mapping[str, Mapping[str, str]] = {
 }
 _LIMIT_S = 600.0
 _SOLVE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaRow(Made):
+    """The measurements of a model at a budget."""
+
+    model: str = key()
+    budget: str = key("a share of the peak of keeping everything")
+    library: str = key("how the C library treats freed memory")
+    peak_bytes: int = column("of the plan, without static memory")
+    arena_bytes: int = column("the slab that the step runs in")
+    outside_bytes: int = column("the most that the step takes outside of it at once, as the arena counts")
+    counted_bytes: int = column("the same as PyTorch's profiler counts")
+    identical: bool = column("True if loss, gradients, buffers and random state in the arena are those of eager PyTorch")
+    eager_s: float = column("a step of eager PyTorch")
+    plan_ratio: float = column("steps of the plan without an arena, as multiples of eager PyTorch's")
+    arena_ratio: float = column("steps of the plan in an arena")
+    eager_faults: int = column("pages that the system gave in a step of eager PyTorch")
+    plan_faults: int = column("the same of the plan without an arena")
+    arena_faults: int = column("the same of the plan in an arena")
+    repeats: int = column("steps that are timed of each")
 
 
 def measure(name: str, known: Sequence[ArenaRow], *, repeats: int) -> Iterator[ArenaRow]:
@@ -43,6 +86,74 @@ def measure(name: str, known: Sequence[ArenaRow], *, repeats: int) -> Iterator[A
     for budget, library in missing:
         variables = {**ALONE, **_VARIABLES[library]}
         yield from stream(measured, name, budget, library, plans[budget], repeats, variables=variables, limit_s=_LIMIT_S)
+
+
+def measured(name: str, budget: str, library: str, plan: Plan, repeats: int) -> Iterator[ArenaRow]:
+    """Yield the row of a plan."""
+    one_thread()
+    torch.manual_seed(0)
+    model, loss_fn, batch = MODELS[name]()
+    captured = capture(model, loss_fn, batch)
+    offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
+    in_arena = Executor(offered, plan.schedule, model, loss_fn)
+    in_arena.use_arena(SharedSlab())
+    arena = in_arena.arena
+    assert arena is not None
+    steps: dict[str, Step] = {
+        _EAGER: TrainingStep(model, loss_fn),
+        _PLAN: Executor(offered, plan.schedule, model, loss_fn),
+        _ARENA: in_arena,
+    }
+    isolated = {each: Isolated(step, model, batch) for each, step in steps.items()}
+    isolated[_ARENA].run()  # recorded
+    outcomes = {each: outcome(steps[each], model, batch, seed=0) for each in (_EAGER, _ARENA)}
+    counted_bytes = given_bytes(isolated[_ARENA].run)
+    times_s, faults = _turns(isolated, repeats)
+    assert arena.size_bytes is not None
+    assert arena.outside_bytes is not None
+    ratios = {each: median(a / b for a, b in zip(times_s[each], times_s[_EAGER], strict=True)) for each in steps}
+    yield ArenaRow(
+        model=name,
+        budget=budget,
+        library=library,
+        peak_bytes=plan.peak_bytes - plan.graph.static_bytes,
+        arena_bytes=arena.size_bytes,
+        outside_bytes=arena.outside_bytes,
+        counted_bytes=counted_bytes,
+        identical=not outcomes[_EAGER].differences(outcomes[_ARENA]),
+        eager_s=median(times_s[_EAGER]),
+        plan_ratio=ratios[_PLAN],
+        arena_ratio=ratios[_ARENA],
+        eager_faults=int(median(faults[_EAGER])),
+        plan_faults=int(median(faults[_PLAN])),
+        arena_faults=int(median(faults[_ARENA])),
+        repeats=repeats,
+        **provenance(),
+    )
+
+
+def _turns(steps: Mapping[str, Isolated], repeats: int) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+    """Return the seconds and the page faults of the steps, which take turns, after one turn that is not counted."""
+    times_s: dict[str, list[float]] = {name: [] for name in steps}
+    faults: dict[str, list[int]] = {name: [] for name in steps}
+    with idle_pages_stay():
+        for turn in range(repeats + 1):
+            for name, step in steps.items():
+                before, start = _faults(), time.perf_counter()
+                step.run()
+                if turn:
+                    times_s[name].append(time.perf_counter() - start)
+                    faults[name].append(_faults() - before)
+    return times_s, faults
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def given_bytes(run: Callable[[], object]) -> int:
+    """Return the most bytes that PyTorch's allocator gives `run` at once."""
+    return memory_rise(run, torch.device("cpu")).peak_bytes
 
 
 TABLE = (

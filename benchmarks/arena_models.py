@@ -7,25 +7,114 @@ if a step takes more than its budget.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
-from benchmarks.arena_model import EAGER, IN_ARENA, PLANNED, ArenaModelRow, arena_rows
-from benchmarks.try_model import FAILED, RAN
-from benchmarks.try_models import in_a_process, trying
+import torch
+
+import planner
+from benchmarks.runner import SEED, Runner, take_turns, whole_step
+from benchmarks.solves import least_bytes
+from benchmarks.try_models import FAILED, RAN, failed, in_a_process, trying
 from graphs.units import format_bytes
+from planner import tracing
+from planner.models import Workload
+from planner.plans.summary import summarize
+from planner.runtime.measure import ratio_in_turns
 from planner.studies.experiment import Study
-from planner.studies.rows import provenance
+from planner.studies.rows import Made, column, key, provenance, value
 from planner.studies.tables import Column, bullets, markdown, side_by_side
 
+EAGER, PLANNED, IN_ARENA = "eager", "planned", "in an arena"
+_SHARE = 0.5  # of the way from the least budget to the peak
+_LEAST_LIMIT_S = 5.0
+_SOLVE_LIMIT_S = 5.0
+_TOLERANCE = 0.01
 _LIMIT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaModelRow(Made):
+    """One way to train one model."""
+
+    source: str = key("where the model is from")
+    model: str = key()
+    way: str = key("eager, planned, or in an arena")
+    status: str = column("ran, refused (with one clear line), failed in another way, or missing: a package is not installed")
+    message: str | None = value("of what was refused or failed")
+    budget_bytes: int | None = value("half way from the least budget that is found to the peak")
+    different: int | None = value("how many results are not eager's to the last bit, by the first plan and by the last one")
+    static_bytes: int | None = value("parameters, buffers and inputs")
+    counted_bytes: int | None = value("the most that PyTorch's allocator provides at once beside them, by its profiler")
+    arena_bytes: int | None = value("the slab")
+    swaps: int | None = value("how often a better plan took the place of another")
+    time_s: float | None = value("median of a forward and backward pass")
+    ratio: float | None = value("median of the multiples of eager's time in the same turn")
+    planned_ratio: float | None = value("the same, of the plan's time without an arena")
+    seed: int = column("of weights, batches and random state", default=SEED)
+
+    @property
+    def taken_bytes(self) -> int | None:
+        """All that the step takes; None if it did not run."""
+        if self.counted_bytes is None or self.static_bytes is None:
+            return None
+        return self.static_bytes + self.counted_bytes + (self.arena_bytes or 0)
 
 
 def try_one(case: tuple[str, str], known: Sequence[ArenaModelRow], *, repeats: int) -> Iterator[ArenaModelRow]:
     """Yield the rows of one model."""
-    about = provenance()
-    yield from (replace(row, **about) for row in in_a_process(arena_rows, ArenaModelRow, case, repeats, _LIMIT_S))
+    source, model = case
+    blank = ArenaModelRow(source=source, model=model, way=EAGER, status=RAN, **provenance())
+    return in_a_process(compared, blank, repeats, _LIMIT_S)
+
+
+def compared(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: int) -> Iterator[ArenaModelRow]:
+    """Yield the rows of a model.
+
+    Args:
+        make: the model with a loss function and a batch; random weights.
+        row: the columns that its rows share.
+        repeats: timed steps of each way, in turn.
+    """
+
+    def fresh() -> Workload:
+        torch.manual_seed(SEED)
+        return make()
+
+    workload = fresh()
+    batch = workload.batch
+    reference = Runner(workload, whole_step(workload)).train(batch)
+    eager = Runner(workload := fresh(), whole_step(workload))
+    rows = {EAGER: replace(row, different=len(reference.differences(eager.train(batch))))}
+    runners = {EAGER: eager}
+    graph = tracing.trace(*fresh(), passes=1)
+    least = least_bytes(graph, _LEAST_LIMIT_S)
+    budget_bytes = int(least + _SHARE * (summarize(graph).keep_everything_peak_bytes - least))
+    for way in (PLANNED, IN_ARENA):
+        row = replace(row, way=way, budget_bytes=budget_bytes)
+        try:
+            workload = fresh()
+            untrained = Runner(workload, whole_step(workload)).state()
+            how = {"tolerance": _TOLERANCE, "time_limit_s": _SOLVE_LIMIT_S, "compare_eager": False, "arena": way == IN_ARENA}
+            step = planner.compile(*workload, budget=budget_bytes, wait=0, **how)
+            runner = Runner(workload, step)
+            different = len(reference.differences(runner.train(batch)))
+            step.wait()
+            runner.restore(untrained)
+            different += len(reference.differences(runner.train(batch)))
+            counted = runner.peak_bytes(batch) - runner.static_bytes(batch)
+            plan = step.plan
+            rows[way] = replace(row, different=different, counted_bytes=counted, static_bytes=runner.static_bytes(batch))
+            rows[way] = replace(rows[way], arena_bytes=plan.arena_bytes, swaps=len(step.history) - 1)
+            runners[way] = runner
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
+            rows[way] = failed(row, error)
+    yield from rows.values()
+    times = take_turns(runners, batch, repeats=repeats)
+    for way, own in times.items():
+        ratios = {other: ratio_in_turns(own, times[other])[0] for other in times}
+        yield replace(rows[way], time_s=median(own), ratio=ratios[EAGER], planned_ratio=ratios.get(PLANNED))
 
 
 def over(row: ArenaModelRow) -> bool:

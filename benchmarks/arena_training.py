@@ -4,20 +4,117 @@ Both train by plans for one budget, in turns, in a process with one thread for e
 profiler over a whole step with its optimizer, and compared with what was planned.
 """
 
+import copy
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from statistics import median
+from typing import TypeVar
 
-from benchmarks.arena_training_case import MODELS, OPTIMIZERS, ArenaTrainingRow, measured
-from benchmarks.command import Setting, benchmark
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import planner
+from benchmarks.arena import MODELS as STEPS
+from benchmarks.arena import given_bytes
+from benchmarks.command import Setting, benchmark, one_thread
+from benchmarks.process_memory import resident_bytes
 from graphs.units import format_bytes
 from planner import options
+from planner.models import build
+from planner.runtime.arena import Arena
+from planner.runtime.arena_allocator import idle_pages_stay
+from planner.runtime.executor import Executor
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, stream
-from planner.studies.rows import listed
+from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import Column, markdown
+from planner.training.step import PlannedStep
 
+MODELS = {
+    "gpt2": STEPS["gpt2"],
+    "unet": STEPS["unet"],
+    "vit": partial(build, "vit", layers=2, width=256, heads=4, size=32, patch=8, classes=10, batch=32, dropout=0),
+}
+OPTIMIZERS: dict[str, tuple[str, Callable[[nn.Module], Optimizer]]] = {
+    "momentum": ("momentum", lambda model: SGD(model.parameters(), lr=1e-3, momentum=0.9)),
+    "adamw": ("adamw", lambda model: AdamW(model.parameters())),
+    "adamw, foreach": ("adamw", lambda model: AdamW(model.parameters(), foreach=True)),
+    "adamw, fused": ("adamw", lambda model: AdamW(model.parameters(), fused=True)),
+}
+BUDGET = "80%"
+Returned = TypeVar("Returned")
+_RECORDED = 3  # steps until the optimizer has its addresses
+_BYTES_BEYOND = 16  # numbers that the optimizer's later steps make and its first one did not, and the gradient of the loss
 _LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaTrainingRow(Made):
+    """What training takes with and without an arena, by plans for one budget; bytes are without static memory."""
+
+    model: str = key()
+    optimizer: str = key("and the kernels that it steps with")
+    budget_bytes: int = column("the budget")
+    plain_bytes: int = column("the most that a step and its optimizer take without an arena, by PyTorch's profiler")
+    slab_bytes: int = column("the slab")
+    given_bytes: int = column("the most that both take outside of it, by PyTorch's profiler")
+    predicted_bytes: int = column("slab and outside, as planned from the recorded requests")
+    beside_bytes: int = column("slab and outside of the step alone, and the optimizer's temporaries beside them")
+    evaluation_bytes: int = column("the most that eager PyTorch takes to evaluate a batch of that size between two steps")
+    resident_bytes: int = column("of the slab's pages, behind that evaluation")
+    identical: bool = column("True if losses and parameters are those of eager PyTorch's training")
+    plain_s: float = column("a step and its optimizer without an arena")
+    arena_ratio: float = column("the same in an arena, as a multiple")
+    evaluated_ratio: float = column("the same where a batch is evaluated before each step, which is not counted")
+    plain_plan_s: float = column("planning without an arena, processor time of this process")
+    arena_plan_s: float = column("planning for an arena, likewise")
+    addresses_s: float = column(
+        "processor time of the second step, which plans addresses with the optimizer, beyond that of the third"
+    )
+    repeats: int = column("steps that are timed")
+
+    @property
+    def arena_bytes(self) -> int:
+        """The most that a step and its optimizer take with an arena."""
+        return self.slab_bytes + self.given_bytes
+
+    @property
+    def evaluating_bytes(self) -> int:
+        """The most that the slab and an evaluation between two steps take."""
+        return self.resident_bytes + self.evaluation_bytes
+
+    @property
+    def is_predicted(self) -> bool:
+        """True if they take what was planned."""
+        return 0 <= self.arena_bytes - self.predicted_bytes <= _BYTES_BEYOND
+
+
+class _Training:
+    """A model that trains on one batch."""
+
+    def __init__(
+        self, step: Callable[..., torch.Tensor], model: nn.Module, optimizer: Optimizer, batch: tuple[torch.Tensor, ...]
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._step, self._batch = step, batch
+
+    def run(self) -> torch.Tensor:
+        """Train for one step, and return the loss."""
+        loss = self._step(*self._batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def seconds(self) -> float:
+        """Return how long a step takes."""
+        start = time.perf_counter()
+        self.run()
+        return time.perf_counter() - start
 
 
 def measure(name: str, known: Sequence[ArenaTrainingRow], *, repeats: int) -> Iterator[ArenaTrainingRow]:
@@ -25,6 +122,91 @@ def measure(name: str, known: Sequence[ArenaTrainingRow], *, repeats: int) -> It
     for optimizer in OPTIMIZERS:
         if optimizer not in {row.optimizer for row in known}:
             yield from stream(measured, name, optimizer, repeats, variables=ALONE, limit_s=_LIMIT_S)
+
+
+def measured(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingRow]:
+    """Yield the row of a model with an optimizer."""
+    one_thread()
+    torch.manual_seed(0)
+    model, loss_fn, batch = MODELS[name]()
+    kind, make = OPTIMIZERS[optimizer]
+    eager, usual = copy.deepcopy(model), copy.deepcopy(model)
+    planned = partial(planner.compile, batch=batch, budget=BUDGET, optimizer=kind, swap="never", compare_eager=False)
+    planned(copy.deepcopy(model), loss_fn, wait="1 work")  # loads what planning needs
+    plain_step, plain_plan_s = _timed(lambda: planned(usual, loss_fn))
+    step, arena_plan_s = _timed(lambda: planned(model, loss_fn, arena=True))
+    arena = _arena_of(step)
+    plain, within = _Training(plain_step, usual, make(usual), batch), _Training(step, model, make(model), batch)
+    wanted = _Training(lambda x, y: loss_fn(eager(x), y), eager, make(eager), batch)  # type: ignore[misc]
+    first_s = [_timed(within.run)[1] for _ in range(_RECORDED)]
+    for _ in range(_RECORDED):
+        plain.run()
+        wanted.run()
+    same_losses = torch.equal(wanted.run(), within.run())
+    same_parameters = all(map(torch.equal, eager.parameters(), model.parameters()))
+    plain.run()
+    with idle_pages_stay():
+        turns = [(plain.seconds(), within.seconds()) for _ in range(repeats)]
+    evaluated = [tuple(_after_evaluation_s(training, batch) for training in (plain, within)) for _ in range(repeats)]
+    assert arena.slab is not None
+    given = given_bytes(within.run)
+    evaluation_bytes = given_bytes(lambda: _evaluate(model, batch))
+    left_bytes = resident_bytes(arena.slab.address, arena.slab.size_bytes)
+    plain_bytes, alone_bytes = given_bytes(plain.run), _optimizer_bytes(plain)
+    assert arena.training_bytes is not None
+    assert arena.step_bytes is not None
+    yield ArenaTrainingRow(
+        model=name,
+        optimizer=optimizer,
+        budget_bytes=step.plan.budget_bytes - step.plan.graph.static_bytes,
+        plain_bytes=plain_bytes,
+        slab_bytes=arena.slab.size_bytes,
+        given_bytes=given,
+        predicted_bytes=arena.training_bytes,
+        beside_bytes=arena.step_bytes + alone_bytes,
+        evaluation_bytes=evaluation_bytes,
+        resident_bytes=left_bytes,
+        identical=same_losses and same_parameters,
+        plain_s=median(a for a, _ in turns),
+        arena_ratio=median(b / a for a, b in turns),
+        evaluated_ratio=median(b / a for a, b in evaluated),
+        plain_plan_s=plain_plan_s,
+        arena_plan_s=arena_plan_s,
+        addresses_s=max(0.0, first_s[1] - first_s[2]),
+        repeats=repeats,
+        **provenance(),
+    )
+
+
+def _evaluate(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
+    with torch.no_grad():
+        model(batch[0])
+
+
+def _after_evaluation_s(training: _Training, batch: tuple[torch.Tensor, ...]) -> float:
+    """Return how long a step takes after an evaluation, which is not the first one of its kind."""
+    training.run()
+    _evaluate(training.model, batch)
+    return training.seconds()
+
+
+def _timed(run: Callable[[], Returned]) -> tuple[Returned, float]:
+    """Return what `run` returns, and the processor time that it took."""
+    start = time.process_time()
+    return run(), time.process_time() - start
+
+
+def _arena_of(step: PlannedStep) -> Arena:
+    assert isinstance(step._run, Executor)
+    assert isinstance(step._run.arena, Arena)
+    return step._run.arena
+
+
+def _optimizer_bytes(training: _Training) -> int:
+    """Return the most bytes that the optimizer takes while it steps, without the gradients."""
+    for parameter in training.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return given_bytes(training.optimizer.step)
 
 
 def failures(rows: Sequence[ArenaTrainingRow]) -> Iterator[str]:

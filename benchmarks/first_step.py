@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib import metadata
 from operator import attrgetter
 
 from benchmarks.command import carry_out, command_line, one_thread
@@ -69,13 +68,9 @@ def rss_after_importing(module: str) -> int:
 @cache
 def environment() -> dict[str, object]:
     """Return the columns that describe the environment, including the memory of imports."""
-    try:
-        transformers = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        transformers = "not installed"
     torch_rss_bytes, dynamo_rss_bytes = map(rss_after_importing, ("torch", "torch._dynamo"))
     imports = {"torch_rss_bytes": torch_rss_bytes, "dynamo_rss_bytes": dynamo_rss_bytes}
-    return {**provenance(), "transformers": transformers, **imports}
+    return {**provenance(packages=("transformers",)), **imports}
 
 
 @dataclass(frozen=True, slots=True)

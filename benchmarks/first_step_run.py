@@ -3,12 +3,10 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -19,14 +17,13 @@ from benchmarks.process_memory import DataWatch, limit_data, reset_highest_rss, 
 from benchmarks.training_loop import Loop, batches
 from graphs.errors import PlannerError, first_line, typed_line
 from planner.capture.lowering.statics import StaticTensors
-from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.models import Workload
+from planner.progress.stages import Event, Progress, Stage, View
 from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.measure import Step, measure_memory
 from planner.runtime.release import release_unused
 from planner.studies.rows import Made, column, key, made, text, value
-from planner.training.compiler import Compiler
 
 RAN, OUT_OF_MEMORY, REFUSED, FAILED = "ran", "out of memory", "refused", "failed"
 UNCAPPED, PLANNED, LARGE_PAGES = "uncapped", "planned", "planned, large pages"
@@ -137,8 +134,9 @@ class Run:
         budget_bytes, optimizer = self._row.budget_bytes, self._case.recipe.optimizer
         reset_highest_rss()
         began = time.perf_counter()
-        with captures_timed() as captures_s:
-            step = planner.compile(model, loss_fn, batch, budget=budget_bytes, optimizer=optimizer)
+        captures_s: list[float] = []
+        view = capture_timer(captures_s)
+        step = planner.compile(model, loss_fn, batch, budget=budget_bytes, optimizer=optimizer, on_progress=view)
         compile_s = time.perf_counter() - began
         first = step.history[0].plan
         self._note(planning_rss_bytes=status_bytes("VmHWM"), compile_s=compile_s, capture_s=sum(captures_s))
@@ -182,21 +180,14 @@ class Run:
         self._row = replace(self._row, **values)
 
 
-@contextmanager
-def captures_timed() -> Iterator[list[float]]:
-    """Yield a list that gets the seconds of every capture of ``planner.compile`` inside."""
-    times: list[float] = []
-    capture = Compiler.capture
+def capture_timer(times_s: list[float]) -> View:
+    """Return a view of the progress of planning that adds the seconds of each capture to `times_s`."""
 
-    def timed(compiler: Compiler, batch: Batch) -> Any:
-        began = time.perf_counter()
-        try:
-            return capture(compiler, batch)
-        finally:
-            times.append(time.perf_counter() - began)
+    def view(progress: Progress) -> None:
+        if (progress.stage, progress.event) == (Stage.CAPTURE, Event.END):
+            times_s.append(progress.stage_seconds)
 
-    with patch.object(Compiler, "capture", timed):
-        yield times
+    return view
 
 
 def digest(losses: Sequence[float], state: str) -> str:

@@ -1,82 +1,24 @@
-"""Clocks that limit a solve: by seconds, or by work that is counted instead of timed."""
+"""Clocks that limit a solve: by seconds, or by work that is counted instead of timed.
+
+A clock measures what a solve has spent since it was created. All durations in solvers are in its unit: a second, or the work of
+about a second.
+"""
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from graphs.units import format_seconds
 
 _AHEAD = 0.02  # units of work by which a thread may be ahead of another before it waits for it
 
 
-class Clock(Protocol):
-    """The interface of clocks, which measure what a solve has spent since they were created, and limit it.
-
-    All durations in solvers are in its unit: a second, or the work of about a second.
+class WallClock:
+    """A clock of seconds: a solve finds the best schedule that this machine finds in its time.
 
     Attributes:
         limit: most that may be spent.
-        counts_work: True if it counts work, so that a solve is deterministic on every machine.
     """
-
-    limit: float
-    counts_work: bool
-
-    @property
-    def now(self) -> float:
-        """Amount spent by the calling thread."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """Wall time since it was created."""
-        ...
-
-    def spend(self, work: float) -> None:
-        """Record work that was done."""
-        ...
-
-    def wait(self, duration: float) -> None:
-        """Wait for this duration."""
-
-    def part(self, limit: float) -> "Clock":
-        """Return a clock that starts now, with this limit or what is left of this clock's."""
-        ...
-
-    def start(self, function: Callable[[], None]) -> "BackgroundThread":
-        """Call `function` in a background thread."""
-        ...
-
-    def amount(self, spent: float) -> str:
-        """Return `spent` as text with its unit."""
-        ...
-
-
-class BackgroundThread(Protocol):
-    """The interface of threads that clocks start."""
-
-    @property
-    def running(self) -> bool:
-        """True until the thread has ended."""
-        ...
-
-    def wait(self, most: float) -> None:
-        """Wait until it ends, but no longer than `most` of the clock."""
-        ...
-
-    def end(self, most: float) -> None:
-        """Wait for its end after a request to stop, up to `most` seconds unless work is counted."""
-        ...
-
-
-def left(clock: Clock) -> float:
-    """Return the amount left until the limit."""
-    return clock.limit - clock.now
-
-
-class WallClock:
-    """A clock of seconds: a solve finds the best schedule that this machine finds in its time."""
 
     counts_work = False
 
@@ -112,18 +54,22 @@ class WallClock:
 
 
 class _Thread(threading.Thread):
+    """A background thread of a solve."""
+
     def __init__(self, function: Callable[[], None]) -> None:
         super().__init__(target=function, daemon=True, name="background of a solve")
         self.start()
 
     @property
     def running(self) -> bool:
+        """True until the thread has ended."""
         return self.is_alive()
 
     def wait(self, most: float) -> None:
+        """Wait until it ends, but no longer than `most` seconds."""
         self.join(most)
 
-    end = wait
+    end = wait  # after a request to stop
 
 
 class WorkClock:
@@ -131,7 +77,10 @@ class WorkClock:
 
     It counts operations (simplex iterations, tried executions), like the deterministic time of CPLEX or the work units of Gurobi.
     Threads take turns: the one that has done least runs, so that what threads read from each other does not depend on their
-    speed.
+    speed. So a solve is deterministic.
+
+    Attributes:
+        limit: most that may be spent.
     """
 
     counts_work = True
@@ -261,9 +210,20 @@ class _Turn:
             self._turns.leave()
 
     def wait(self, most: float) -> None:
+        """Spend `most` of the clock, in which the thread may run."""
         self._turns.spend(most)
 
     def end(self, most: float) -> None:
+        """Wait for its end after a request to stop, however long that takes."""
         if self.running and self._thread.ident is not None:
             self._turns.wait_for(self._thread.ident)
         self._thread.join()
+
+
+Clock = WallClock | WorkClock
+BackgroundThread = _Thread | _Turn
+
+
+def left(clock: Clock) -> float:
+    """Return the amount left until the limit."""
+    return clock.limit - clock.now

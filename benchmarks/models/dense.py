@@ -39,20 +39,16 @@ def mlp_in_place() -> Workload:
 def autoencoder() -> Workload:
     """Build a model with tied weights: the decoder multiplies by the encoder's, transposed."""
 
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(256 >> i, 256 >> (i + 1)) for i in range(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-            for layer in reversed(self.layers):
-                x = torch.tanh(F.linear(x, layer.weight.t()))
-            return x
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in m.layers:
+            x = torch.tanh(layer(x))
+        for layer in reversed(m.layers):
+            x = torch.tanh(F.linear(x, layer.weight.t()))
+        return x
 
     x = torch.randn(512, 256)
-    return Workload(Tied(), F.mse_loss, (x, x.clone()))
+    model = FunctionModule(forward, layers=nn.ModuleList(nn.Linear(256 >> i, 256 >> (i + 1)) for i in range(4)))
+    return Workload(model, F.mse_loss, (x, x.clone()))
 
 
 def moe() -> Workload:
@@ -70,24 +66,19 @@ def moe() -> Workload:
             outputs = torch.stack([expert(x) for expert in self.experts], dim=-1)
             return x + (outputs * top.unsqueeze(-2)).sum(-1), weights.mean(0).square().sum()
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Experts() for _ in range(4))
-            self.head = nn.Linear(64, 10)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            balance = x.new_zeros(())
-            for layer in self.layers:
-                x, more = layer(x)
-                balance = balance + more
-            return self.head(x), balance
+    def forward(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        balance = x.new_zeros(())
+        for layer in m.layers:
+            x, more = layer(x)
+            balance = balance + more
+        return m.head(x), balance
 
     def loss(out: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> dict[str, torch.Tensor]:
         logits, balance = out
         return {"loss": F.cross_entropy(logits, target) + 0.01 * balance, "balance": balance}
 
-    return Workload(Model(), loss, (torch.randn(128, 64), torch.randint(10, (128,))))
+    model = FunctionModule(forward, layers=nn.ModuleList(Experts() for _ in range(4)), head=nn.Linear(64, 10))
+    return Workload(model, loss, (torch.randn(128, 64), torch.randint(10, (128,))))
 
 
 def hypernetwork() -> Workload:
@@ -159,18 +150,10 @@ def lora() -> Workload:
 
 def frozen_backbone() -> Workload:
     """Build a model with convolutions that are not trained, with batch norm in eval mode, below a trained head."""
-
-    class Tuned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone = nn.Sequential(conv(3, 16), conv(16, 32, 2), conv(32, 64, 2)).requires_grad_(requires_grad=False)
-            self.head = nn.Sequential(conv(64, 64), conv(64, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-            self.backbone.eval()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.backbone(x))
-
-    return classification(Tuned(), torch.randn(16, 3, 32, 32))
+    backbone = nn.Sequential(conv(3, 16), conv(16, 32, 2), conv(32, 64, 2)).requires_grad_(requires_grad=False).eval()
+    head = nn.Sequential(conv(64, 64), conv(64, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    model = FunctionModule(lambda m, x: m.head(m.backbone(x)), backbone=backbone, head=head)
+    return classification(model, torch.randn(16, 3, 32, 32))
 
 
 def physics_informed() -> Workload:

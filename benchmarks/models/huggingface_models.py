@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.models.parts import FunctionModule
 from planner.models import Workload
 
 VOCABULARY = 96
@@ -71,19 +72,7 @@ def clip() -> Workload:
     vision = {**_TINY, "image_size": 32, "patch_size": 8}
     model = build_model("CLIPConfig", "CLIPModel", text_config=text, vision_config=vision, projection_dim=32)
     batch = {"input_ids": tokens(8, 16), "pixel_values": torch.randn(8, 3, 32, 32)}
-    return Workload(WithLoss(model, return_loss=True), None, batch)
-
-
-class WithLoss(torch.nn.Module):
-    """A model that returns its loss only if an argument asks for it."""
-
-    def __init__(self, model: torch.nn.Module, **options: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.options = options
-
-    def forward(self, **inputs: torch.Tensor) -> Any:
-        return self.model(**inputs, **self.options)
+    return Workload(FunctionModule(lambda m, **inputs: m.model(**inputs, return_loss=True), model=model), None, batch)
 
 
 def speech_classifier() -> Workload:

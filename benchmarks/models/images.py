@@ -22,24 +22,19 @@ def residual_cnn() -> Workload:
 def unet() -> Workload:
     """Build a model with bilinear interpolation to the size of the skip connection."""
 
-    class UNet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.down = nn.ModuleList((conv(3, 16), conv(16, 32), conv(32, 64)))
-            self.up = nn.ModuleList((conv(96, 32), conv(48, 16)))
-            self.head = nn.Conv2d(16, 5, 1)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for i, layer in enumerate(m.down):
+            x = layer(F.max_pool2d(x, 2) if i else x)
+            kept.append(x)
+        for layer, skip in zip(m.up, reversed(kept[:-1]), strict=True):
+            x = F.interpolate(x, size=skip.shape[-2:], mode="bilinear", align_corners=False)
+            x = layer(torch.cat((x, skip), dim=1))
+        return m.head(x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            kept = []
-            for i, layer in enumerate(self.down):
-                x = layer(F.max_pool2d(x, 2) if i else x)
-                kept.append(x)
-            for layer, skip in zip(self.up, reversed(kept[:-1]), strict=True):
-                x = F.interpolate(x, size=skip.shape[-2:], mode="bilinear", align_corners=False)
-                x = layer(torch.cat((x, skip), dim=1))
-            return self.head(x)
-
-    return Workload(UNet(), F.cross_entropy, (torch.randn(4, 3, 48, 48), torch.randint(5, (4, 48, 48))))
+    down, up = nn.ModuleList((conv(3, 16), conv(16, 32), conv(32, 64))), nn.ModuleList((conv(96, 32), conv(48, 16)))
+    model = FunctionModule(forward, down=down, up=up, head=nn.Conv2d(16, 5, 1))
+    return Workload(model, F.cross_entropy, (torch.randn(4, 3, 48, 48), torch.randint(5, (4, 48, 48))))
 
 
 def feature_pyramid() -> Workload:

@@ -21,8 +21,8 @@ class FunctionModule(nn.Module):
         for name, child in children.items():
             self.add_module(name, child)
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.function(self, *inputs)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
 
 
 def classification(model: nn.Module, x: torch.Tensor, classes: int = 10) -> Workload:

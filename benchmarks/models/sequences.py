@@ -45,21 +45,17 @@ def gpt() -> Workload:
             x = x + self.out((attention @ v).transpose(1, 2).flatten(2))
             return x + self.mlp(self.other_norm(x))
 
-    class GPT(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens, self.places = nn.Embedding(97, 64), nn.Embedding(64, 64)
-            self.blocks, self.norm = nn.ModuleList(Block() for _ in range(4)), nn.LayerNorm(64)
-            self.head = nn.Linear(64, 97, bias=False)
-            self.head.weight = self.tokens.weight
+    def forward(m: Any, tokens: torch.Tensor) -> torch.Tensor:
+        x = m.tokens(tokens) + m.places(torch.arange(tokens.shape[1]))
+        for block in m.blocks:
+            x = block(x)
+        return m.head(m.norm(x))
 
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
-            for block in self.blocks:
-                x = block(x)
-            return self.head(self.norm(x))
-
-    return Workload(GPT(), next_tokens, (torch.randint(97, (8, 64)), torch.randint(97, (8, 64))))
+    embeddings = {"tokens": nn.Embedding(97, 64), "places": nn.Embedding(64, 64)}
+    blocks, norm = nn.ModuleList(Block() for _ in range(4)), nn.LayerNorm(64)
+    model = FunctionModule(forward, **embeddings, blocks=blocks, norm=norm, head=nn.Linear(64, 97, bias=False))
+    model.head.weight = model.tokens.weight
+    return Workload(model, next_tokens, (torch.randint(97, (8, 64)), torch.randint(97, (8, 64))))
 
 
 def translator() -> Workload:

@@ -89,7 +89,6 @@ def capture_kernels(
 
     Args:
         model, loss_fn, batch, optimizer, accumulate, name: as in ``capture``; nothing is fake.
-        variant: the variant of Inductor's compilation.
 
     Raises:
         TraceError: as in ``capture``; or Inductor cannot compile the step, or its code cannot be planned.

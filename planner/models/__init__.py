@@ -7,7 +7,7 @@ or ``loss = model(*batch)`` where there is no loss function. Listing the models 
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -69,48 +69,34 @@ def build(name: str, **options: Any) -> Workload:
         UnknownOptionError: it has no such option.
         UsageError: the name is unknown, or a value has the wrong type or is out of range.
     """
-    factory = _factory(name)
-    parameters = inspect.signature(factory).parameters
+    function = factory(name)
+    parameters = inspect.signature(function).parameters
     for option, value in options.items():
         if option not in parameters:
-            raise UnknownOptionError(name, option, f"its options are {describe_options(name)}")
+            raise UnknownOptionError(name, option, described(parameters))
         _check_value(name, option, value, parameters[option].annotation)
-    return factory(**options)
+    return function(**options)
 
 
-def describe_options(name: str) -> str:
-    """Return the options of `name` with their defaults: ``batch=8, seq=1024, ...``."""
-    parameters = inspect.signature(_factory(name)).parameters.values()
-    return ", ".join(f"{p.name}={_written(p.default)}" for p in parameters)
+def described(parameters: Mapping[str, inspect.Parameter]) -> str:
+    """Return the options of a function that builds a workload, with their defaults: ``its options are batch=8, seq=1024``."""
+    if not parameters:
+        return "it has none"
+    texts = [name if p.default is p.empty else f"{name}={_written(p.default)}" for name, p in parameters.items()]
+    return f"its options are {', '.join(texts)}"
 
 
-def parse_options(name: str, texts: Sequence[str]) -> Mapping[str, Any]:
-    """Return the options of `name` from texts like ``layers=4``, ``tie=false``, ``blocks=2,2``, as `build` takes them.
+def factory(name: str) -> Callable[..., Workload]:
+    """Return the function that builds the workload `name`.
 
     Raises:
-        UnknownOptionError: it has no such option.
-        UsageError: a text is not of this form, is given twice, or has a value that cannot be read as its type.
+        UsageError: the name is unknown.
     """
-    parameters = inspect.signature(_factory(name)).parameters
-    options: dict[str, Any] = {}
-    for text in texts:
-        option, equals, value = (part.strip() for part in text.partition("="))
-        if not equals:
-            raise UsageError(f"option {text!r} is not of the form name=value: the options of {name} are {describe_options(name)}")
-        if option not in parameters:
-            raise UnknownOptionError(name, option, f"its options are {describe_options(name)}")
-        if option in options:
-            raise UsageError(f"option {option!r} of {name} is given twice")
-        options[option] = _read(name, option, value, parameters[option].annotation)
-    return options
-
-
-def _factory(name: str) -> Callable[..., Workload]:
     entry = ZOO.get(name)
     if entry is None:
         raise UsageError(f"unknown zoo model {name!r}: choose from {', '.join(ZOO)}")
-    factory: Callable[..., Workload] = getattr(importlib.import_module(entry.module), entry.function)
-    return factory
+    function: Callable[..., Workload] = getattr(importlib.import_module(entry.module), entry.function)
+    return function
 
 
 def _check_value(name: str, option: str, value: Any, annotation: Any) -> None:
@@ -140,27 +126,6 @@ def _check_value(name: str, option: str, value: Any, annotation: Any) -> None:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _read(name: str, option: str, text: str, annotation: Any) -> Any:
-    booleans = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    try:
-        if annotation is str:
-            return text
-        if annotation is bool:
-            return booleans[text.lower()]
-        if annotation is float:
-            return float(text)
-        if annotation == tuple[int, ...]:
-            return tuple(int(part) for part in text.split(","))
-        if type(None) in get_args(annotation) and text.lower() == "none":
-            return None
-        return int(text)
-    except (KeyError, ValueError):
-        wanted = {bool: "true or false", float: "a number"}.get(annotation, "a whole number")
-        if annotation == tuple[int, ...]:
-            wanted = "whole numbers separated by commas"
-        raise UsageError(f"option {option} of {name} is {text!r}: it must be {wanted}") from None
 
 
 def _written(value: Any) -> str:

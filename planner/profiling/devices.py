@@ -17,7 +17,7 @@ reach at large sizes. Torch is imported only when an op is modelled.
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -97,9 +97,7 @@ def op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
 
     Args:
         target: an aten overload; others, such as ``operator.getitem``, are views or bound by bandwidth.
-        args, kwargs: arguments of the call, with real, fake or meta tensors.
-        out: the result of the call, likewise.
-        device: the device to model.
+        args, kwargs, out: arguments and result of the call, with real, fake or meta tensors.
     """
     if is_view(target):
         return 0.0
@@ -163,20 +161,22 @@ def op_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
     Counts every input and output once, an expanded tensor before its expansion, of a table the rows that are looked up, and
     nothing of inputs that only give their shape. Normalizations over more than a row read twice.
     """
+    from planner.capture.rewrites.outputs import tensors_in
+
     name = _name(target)
-    written = sum(_distinct_bytes(t) for t in _tensors(out))
+    written = sum(map(_distinct_bytes, tensors_in(out)))
     if name in _ALLOCATES_ONLY:
         return 0
     if name in _LOOKUPS:
         # The rows read have the size of the output; the indices are read as well.
-        table, *rest = _tensors((*args, *kwargs.values()))
-        return min(written, _distinct_bytes(table)) + written + sum(_distinct_bytes(t) for t in rest)
+        table, *rest = tensors_in((args, kwargs))
+        return min(written, _distinct_bytes(table)) + written + sum(map(_distinct_bytes, rest))
     if name in _PICKS_ONE_PER_ROW:
         scores, target_classes, *_ = args
         return _distinct_bytes(target_classes) + int(target_classes.numel() * scores.element_size()) + written
     unread = _argument(target, args, kwargs, _SHAPE_ONLY[name]) if name in _SHAPE_ONLY else None
-    inputs = {id(t): t for t in _tensors((*args, *kwargs.values())) if t is not unread}
-    read = sum(_distinct_bytes(t) for t in inputs.values())
+    inputs = {id(t): t for t in tensors_in((args, kwargs)) if t is not unread}
+    read = sum(map(_distinct_bytes, inputs.values()))
     return written + (2 * read if name in _READS_TWICE else read)
 
 
@@ -244,9 +244,11 @@ def _reached_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     """Return the FLOPs per second that kernels of this kind reach in the precision of the first matrix."""
     import torch
 
+    from planner.capture.rewrites.outputs import tensors_in
+
     name = _name(target)
     # The first tensor of addmm and baddbmm is the summand.
-    matrices = [t for t in _tensors(args) if t.dim() >= 2 and t.is_floating_point()]
+    matrices = [t for t in tensors_in(args) if t.dim() >= 2 and t.is_floating_point()]
     dtype = matrices[0].dtype if matrices else torch.float32
     is_convolution = name in _CONVOLUTIONS
     if is_convolution and _argument(target, args, kwargs, "groups") not in (None, 1):
@@ -283,20 +285,6 @@ def _argument(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name:
         if argument.name == name:
             return args[position] if position < len(args) else argument.default_value
     return None
-
-
-def _tensors(values: Any) -> "Iterator[torch.Tensor]":
-    """Yield the tensors in nested tuples, lists and dicts, in order."""
-    import torch
-
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from _tensors(value)
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
 
 
 def _distinct_bytes(tensor: "torch.Tensor") -> int:

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 import torch
-from torch import fx
 
 from graphs.errors import PlannerError, first_line
 from graphs.ir import Kind, Op, Tensor
@@ -23,13 +21,13 @@ from graphs.requests import MemoryRequest
 from planner.capture.frontend.random_states import RandomStates, gpus_of, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
+from planner.capture.options.added import value_of
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
-from planner.passes.program import Path
 from planner.profiling.allocator import Mark, cuda_context_bytes, cuda_requests, segment_peaks
-from planner.profiling.devices import CONTEXT_BYTES, DEVICES, DeviceSpec, find_device, get_device, op_time_s, workspace_bytes
+from planner.profiling.devices import CONTEXT_BYTES, DEVICES, DeviceSpec, find_device, get_device
 from planner.profiling.isolated_op import IsolatedOp, OpFunction
 from planner.profiling.kernel_settings import SETTINGS, format_settings, kernel_settings
-from planner.profiling.roofline import modelled_composed
+from planner.profiling.roofline import modelled_composed, modelled_node
 from planner.profiling.sizes import ALLOCATED, with_sizes
 from planner.profiling.synthetic_inputs import TensorSpec
 from planner.profiling.timing import timed, typical
@@ -373,11 +371,9 @@ class _Profiler:
             time_s, workspace = modelled_composed(composed, fakes, model)
             return OpCost(time_s, workspace, tuple(map(TensorSpec.smallest, composed(*fakes))))
         assert node is not None
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-        target = (node.target, args, kwargs, node.meta["val"], model)
-        paths = [path for _, path in calls.outputs]
-        outputs = tuple(TensorSpec.smallest(_pick(node.meta["val"], path)) for path in paths)
-        return OpCost(op_time_s(*target), workspace_bytes(*target), outputs, repeats=not is_custom(self.capture, op))
+        time_s, workspace = modelled_node(node, model)
+        outputs = tuple(TensorSpec.smallest(value_of(node, path)) for _, path in calls.outputs)
+        return OpCost(time_s, workspace, outputs, repeats=not is_custom(self.capture, op))
 
     def _device_model(self, call: IsolatedOp, error: Exception) -> DeviceSpec:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
@@ -438,10 +434,3 @@ def _bytes_of(spec: TensorSpec | None, device: torch.device) -> int:
 
 def _asked_bytes(spec: TensorSpec | None, device: torch.device) -> int:
     return 0 if spec is None or spec.device.type != device.type else spec.elements * spec.dtype.itemsize
-
-
-def _pick(value: Any, path: Path) -> torch.Tensor:
-    for index in path:
-        value = value[index]
-    found: torch.Tensor = value
-    return found

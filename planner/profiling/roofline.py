@@ -35,12 +35,18 @@ def model_times(capture: Capture, device: DeviceSpec) -> Graph:
         if node is None:
             ops.append(op)  # saving the generator's state runs no kernel
             continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-        target = (node.target, args, kwargs, node.meta["val"], device)
-        ops.append(replace(op, time_s=op_time_s(*target), workspace_bytes=workspace_bytes(*target)))
+        time_s, bytes_ = modelled_node(node, device)
+        ops.append(replace(op, time_s=time_s, workspace_bytes=bytes_))
     provenance = {**capture.graph.provenance, "times": "modelled", "device": device.name, "torch": torch.__version__}
     graph = Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance)
     return measured_uses(replace(capture, graph=graph), None)
+
+
+def modelled_node(node: fx.Node, device: DeviceSpec) -> tuple[float, int]:
+    """Return the seconds and the workspace of the call of `node`, on its fake values."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    call = (node.target, args, kwargs, node.meta["val"], device)
+    return op_time_s(*call), workspace_bytes(*call)
 
 
 def modelled_composed(composed: Composed, fakes: tuple[Any, ...], device: DeviceSpec) -> tuple[float, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -73,13 +74,21 @@ def key_columns(kind: "type[DataclassInstance]") -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind) if field.metadata.get("key"))
 
 
-def provenance(device: "torch.device | None" = None) -> dict[str, str]:
-    """Return the device (None: the CPU), the commit and the version of torch as columns of a row."""
+def provenance(device: "torch.device | None" = None, packages: Iterable[str] = ()) -> dict[str, str]:
+    """Return the device (None: the CPU), the commit, and the versions of torch and of `packages` as columns of a row."""
     import torch
 
     from planner.runtime.measure import device_name
 
-    return {"machine": device_name(device or torch.device("cpu")), "commit": commit(), "torch": torch.__version__}
+    common = {"machine": device_name(device or torch.device("cpu")), "commit": commit(), "torch": torch.__version__}
+    return common | {package: _version(package) for package in packages}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def missing_keys(wanted: Iterable[Key], known: Iterable[object], *names: str) -> list[Key]:

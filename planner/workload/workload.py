@@ -11,17 +11,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphs.errors import ModelError, UnknownOptionError, UsageError, typed_line
-
-if TYPE_CHECKING:
-    from planner.models import Workload
+from planner.models import Workload, build, described, factory
 
 ZOO_SOURCE = "zoo"
 _SPEC = re.compile(r"(?P<source>.+?):(?P<function>[A-Za-z_]\w*)(?P<options>,.*)?", re.DOTALL)
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_READABLE: tuple[type, ...] = (bool, int, float, str)
+# Types of options: the function that reads a text, and the words for what it reads.
+_READERS: Mapping[object, tuple[Callable[[str], object], str]] = {
+    bool: (lambda text: _BOOLEANS[text.lower()], "true or false"),
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+    tuple[int, ...]: (lambda text: tuple(map(int, text.split(","))), "whole numbers separated by commas"),
+    str: (str, "text"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +77,10 @@ def parse_spec(text: str) -> ModelSpec:
     return ModelSpec(match["source"], match["function"], tuple(options.items()))
 
 
-def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = False, as_on_cuda: bool = False) -> "Workload":
+def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = False, as_on_cuda: bool = False) -> Workload:
     """Call the function that `spec` names. Imports torch, and for a file all that the file imports.
 
     Args:
-        spec: the function and its options.
         device: the device of model and batch, ``cpu`` or ``cuda``.
         seed: seed of torch's generators, so that weights and batch are the same every time.
         fake: build fake tensors, on the CPU: shapes without memory.
@@ -84,10 +88,9 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
             (``planner.workload.fake_build``).
 
     Raises:
-        ModelError: no such device, file or function; an option that is unknown, missing or of the
-            wrong type; an error inside the function; a return value that is not
+        ModelError: no such device, file or function; an error inside the function; a return value that is not
             ``(model, loss_fn, batch)``.
-        TraceError: the same, for a model of the zoo; an option that it does not have is a ModelError there too.
+        UsageError: an option that is unknown, missing or of the wrong type; no such model of the zoo.
     """
     import torch
 
@@ -103,26 +106,24 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
         return workload if fake else _on_device(workload, device)
 
 
-def _from_zoo(spec: ModelSpec) -> "Workload":
-    from planner.models import build, parse_options
-
-    return build(spec.function, **parse_options(spec.function, [f"{name}={value}" for name, value in spec.options]))
+def _from_zoo(spec: ModelSpec) -> Workload:
+    return build(spec.function, **typed_options(factory(spec.function), spec, spec.function))
 
 
-def _from_file(spec: ModelSpec) -> "Workload":
+def _from_file(spec: ModelSpec) -> Workload:
     path = Path(spec.source)
     with _importable_folder(path):
         return _call_function(path, spec)
 
 
-def _call_function(path: Path, spec: ModelSpec) -> "Workload":
+def _call_function(path: Path, spec: ModelSpec) -> Workload:
     module = _import_file(path)
     function = getattr(module, spec.function, None)
     if not callable(function):
         functions = [name for name, value in vars(module).items() if _is_own_function(value, module)]
         choice = f"its functions are {', '.join(functions)}" if functions else "it defines no function"
         raise ModelError(f"{path} has no function {spec.function!r}: {choice}")
-    options = _typed_options(function, spec)
+    options = typed_options(function, spec, f"{spec.function} of {spec.source}")
     try:
         returned = function(**options)
     except Exception as error:
@@ -165,9 +166,8 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _typed_options(function: Callable[..., object], spec: ModelSpec) -> dict[str, object]:
-    """Return the options of `spec` with the types of the function's parameters."""
-    what = f"{spec.function} of {spec.source}"
+def typed_options(function: Callable[..., object], spec: ModelSpec, what: str) -> dict[str, object]:
+    """Return the options of `spec` with the types of the function's parameters; messages call the function `what`."""
     try:
         parameters = inspect.signature(function).parameters
         hints = typing.get_type_hints(function)
@@ -179,7 +179,7 @@ def _typed_options(function: Callable[..., object], spec: ModelSpec) -> dict[str
     options: dict[str, object] = {}
     for name, text in spec.options:
         if name not in named and not takes_any:
-            raise UnknownOptionError(what, name, _listed(named))
+            raise UnknownOptionError(what, name, described(named))
         options[name] = _read(text, _option_type(named.get(name), hints.get(name)), f"option {name!r} of {what}")
     missing = [name for name, p in named.items() if p.default is p.empty and name not in options]
     if missing:
@@ -203,25 +203,24 @@ def _read(text: str, wanted: object, what: str) -> object:
     )
     if type(None) in members and text.lower() == "none":
         return None
-    candidates = [member for member in _READABLE if member in members]
+    candidates = [member for member in _READERS if member in members]
     if wanted is None or wanted is Any:
         candidates = [int, float, bool, str] if text not in ("0", "1") else [int]
     if not candidates:
         name = getattr(wanted, "__name__", wanted)
-        raise UsageError(f"{what} is of type {name}: only int, float, bool and str can be given on the command line")
+        raise UsageError(
+            f"{what} is of type {name}: only int, float, bool and str, and tuple[int, ...], can be given on the command line"
+        )
     for member in candidates:
         try:
-            return _BOOLEANS[text.lower()] if member is bool else member(text)
+            return _READERS[member][0](text)
         except (KeyError, ValueError):
             continue
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    raise UsageError(f"{what} is {text!r}: must be {' or '.join(names[member] for member in candidates)}")
+    raise UsageError(f"{what} is {text!r}: must be {' or '.join(_READERS[member][1] for member in candidates)}")
 
 
-def _checked(returned: object, what: str) -> "Workload":
+def _checked(returned: object, what: str) -> Workload:
     from torch import nn
-
-    from planner.models import Workload
 
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         count = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
@@ -240,7 +239,7 @@ def _checked(returned: object, what: str) -> "Workload":
     return Workload(model, loss_fn, tuple(batch))
 
 
-def _on_device(workload: "Workload", device: str) -> "Workload":
+def _on_device(workload: Workload, device: str) -> Workload:
     import torch
 
     from planner.torch_private.core import pytree
@@ -253,13 +252,6 @@ def _on_device(workload: "Workload", device: str) -> "Workload":
 
 def _is_own_function(value: object, module: ModuleType) -> bool:
     return inspect.isfunction(value) and value.__module__ == module.__name__ and not value.__name__.startswith("_")
-
-
-def _listed(parameters: dict[str, inspect.Parameter]) -> str:
-    if not parameters:
-        return "it has none"
-    texts = [name if p.default is p.empty else f"{name}={p.default}" for name, p in parameters.items()]
-    return f"its options are {', '.join(texts)}"
 
 
 def _with_line(error: BaseException, path: Path) -> str:

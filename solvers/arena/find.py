@@ -187,10 +187,4 @@ class _Prover:
 
 def _last_true(first: int, last: int, holds: Callable[[int], bool]) -> int:
     """Return the last number from `first`, for which `holds` is true, to `last` for which it is, if it is monotone."""
-    while first < last:
-        middle = (first + last + 1) // 2
-        if holds(middle):
-            first = middle
-        else:
-            last = middle - 1
-    return first
+    return last - bisect_left(range(last, first, -1), True, key=holds)

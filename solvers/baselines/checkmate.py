@@ -12,22 +12,19 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import pulp
-
 from graphs.errors import BudgetError, PlannerError
 from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
-from graphs.schedule import Schedule, schedule_of
-from graphs.simulate import simulate
+from graphs.schedule import schedule_of
 from graphs.units import format_bytes
-from solvers import highs
+from solvers.baselines.common.answers import Verdict, judged, result_of
 from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, CheckmateVariant
-from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, solve_model
+from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, solve_model, versions
 from solvers.bounds import least_budget_bound, too_small_message
 from solvers.highs.program import Outcome
 from solvers.problem import problem_of
 from solvers.request import Request
-from solvers.result import Reason, Result, Status, known_class, status_of
+from solvers.result import Reason, Result, Status, known_class
 
 CLASS = "each op at most once per stage, in program order"
 
@@ -60,7 +57,7 @@ def solve(request: Request) -> Result:
     check_milp_solver(params.milp_solver)
     check_clock(request.clock)
     least = least_budget_bound(graph)
-    verdict = Verdict(Status.INFEASIBLE, None, None, too_small_message(graph, budget_bytes, least))
+    verdict = Verdict(Status.INFEASIBLE, message=too_small_message(graph, budget_bytes, least))
     if budget_bytes >= least.budget_bytes:
         model = CheckmateModel(problem_of(graph, budget_bytes), params.variant)
         if (message := model.too_large()) is not None:
@@ -72,25 +69,14 @@ def solve(request: Request) -> Result:
                 solve_model(model, params.milp_solver, tolerance * graph.time_s, request) if written else PulpAnswer.unfinished()
             )
             verdict = _judge(model, answer, request)
-    return Result(
-        graph,
-        budget_bytes=budget_bytes,
-        status=verdict.status,
-        schedule=verdict.schedule,
-        bound_s=verdict.bound_s,
-        solver="checkmate",
-        seconds=request.clock.seconds,
-        settings={
-            **request.settings,
-            "milp_solver": params.milp_solver,
-            "unused_outputs": str(params.variant.unused_outputs),
-            "frees": str(params.variant.frees),
-            "schedules": known_class(graph, CLASS),
-        },
-        versions={"pulp": pulp.__version__, **({"highs": highs.version()} if params.milp_solver == HIGHS else {})},
-        message=verdict.message,
-        reason=verdict.reason,
-    )
+    settings = {
+        **request.settings,
+        "milp_solver": params.milp_solver,
+        "unused_outputs": str(params.variant.unused_outputs),
+        "frees": str(params.variant.frees),
+        "schedules": known_class(graph, CLASS),
+    }
+    return result_of(request, "checkmate", verdict, settings=settings, versions=versions(params.milp_solver))
 
 
 def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *, variant: CheckmateVariant = PUBLISHED) -> None:
@@ -124,24 +110,16 @@ def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *
         write_text(path, file.read_text())
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The verdict on an answer, as in ``Result``."""
-
-    status: Status
-    schedule: Schedule | None
-    bound_s: float | None
-    message: str = ""
-    reason: Reason | None = None
-
-
 def _judge(model: CheckmateModel, answer: PulpAnswer, request: Request) -> Verdict:
     clock = request.clock
     budget, spent = format_bytes(request.budget_bytes), clock.amount(clock.now)
     # Every op is executed once at least, whatever the solver knows.
     bound_s = max(model.graph.time_s, answer.bound_s or 0.0)
     if answer.found:
-        return _judge_schedule(model, bound_s, request.budget_bytes, request.tolerance.first)
+        executed = model.executed()
+        if executed is None:
+            return Verdict(Status.ERROR, message="the solver returned a binary variable that is neither 0 nor 1")
+        return judged(request, schedule_of(model.graph, executed), bound_s)
     if answer.outcome is Outcome.INFEASIBLE:
         return Verdict(
             Status.LIMIT,
@@ -162,15 +140,3 @@ def _judge(model: CheckmateModel, answer: PulpAnswer, request: Request) -> Verdi
             Reason.TIME,
         )
     return Verdict(Status.ERROR, None, None, f"the solver gave up after {spent}: {answer.detail}")
-
-
-def _judge_schedule(model: CheckmateModel, bound_s: float, budget_bytes: int, tolerance: float) -> Verdict:
-    executed = model.executed()
-    if executed is None:
-        return Verdict(Status.ERROR, None, None, "the solver returned a binary variable that is neither 0 nor 1")
-    schedule = schedule_of(model.graph, executed)
-    simulation = simulate(model.graph, schedule)
-    if simulation.peak_bytes > budget_bytes:
-        over = f"{simulation.peak_bytes - budget_bytes} B over the budget"
-        return Verdict(Status.ERROR, None, None, f"the solver's arithmetic is not exact enough: its schedule is {over}")
-    return Verdict(status_of(simulation.time_s, bound_s, tolerance), schedule, min(bound_s, simulation.time_s))

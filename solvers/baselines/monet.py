@@ -26,14 +26,14 @@ from graphs.checks import check_plain
 from graphs.ir import Graph, Phase
 from graphs.options.selection import without_computed
 from graphs.schedule import Schedule, schedule_of
-from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
+from solvers.baselines.common.answers import Verdict, judged, result_of
 from solvers.baselines.common.recomputation import repeatable
 from solvers.highs.builder import TermProgram, Weighted
 from solvers.highs.program import Floats, Outcome, SolveCallbacks
 from solvers.request import Request
-from solvers.result import Reason, Result, Status, known_class, status_of
+from solvers.result import Reason, Result, Status, known_class
 
 CLASS = "ops of the forward pass again at most once before each later op, in program order"
 MOST_ENTRIES = 2_000_000  # of the rows of memory: HiGHS takes an hour for less
@@ -177,13 +177,19 @@ def solve(request: Request) -> Result:
     """
     graph = request.graph
     check_plain(without_computed(graph))
+    settings = {**request.settings, "schedules": known_class(graph, CLASS)}
+    return result_of(request, "monet", _verdict(request), settings=settings, versions={"highs": highs.version()})
+
+
+def _verdict(request: Request) -> Verdict:
+    graph = request.graph
     program = MonetProgram(graph, request.budget_bytes)
     if program.entries > MOST_ENTRIES:
         why = (
             f"MONeT's program for {len(graph.program):,} ops has about {program.entries:,} entries, more than {MOST_ENTRIES:,}, "
             "the most that this solver supports: use the solver windows"
         )
-        return _result(request, Status.LIMIT, message=why, reason=Reason.SIZE)
+        return Verdict(Status.LIMIT, message=why, reason=Reason.SIZE)
     program.build()
     request.tell("solving MONeT's program", None, None)
     callbacks = SolveCallbacks(should_stop=request.interrupted, interrupted=request.interrupted)
@@ -195,35 +201,5 @@ def solve(request: Request) -> Result:
         none = f"no schedule that executes {known_class(graph, CLASS)}, fits {budget}"
         why = none if memory else "MONeT's program found nothing in time"
         why += f" ({answer.detail}): raise the budget{'' if memory else ' or the time limit'}, or use the solver windows"
-        return _result(request, Status.LIMIT, message=why, reason=Reason.MEMORY if memory else Reason.TIME)
-    schedule = program.schedule(answer.values)
-    found = simulate(graph, schedule)
-    if found.peak_bytes > request.budget_bytes:
-        over = f"{found.peak_bytes - request.budget_bytes} B over the budget"
-        return _result(request, Status.ERROR, message=f"the solver's arithmetic is not exact enough: its schedule is {over}")
-    bound_s = min(found.time_s, answer.bound * program.unit_s)
-    return _result(request, status_of(found.time_s, bound_s, request.tolerance.first), schedule=schedule, bound_s=bound_s)
-
-
-def _result(
-    request: Request,
-    status: Status,
-    *,
-    schedule: Schedule | None = None,
-    bound_s: float | None = None,
-    message: str = "",
-    reason: Reason | None = None,
-) -> Result:
-    return Result(
-        request.graph,
-        budget_bytes=request.budget_bytes,
-        status=status,
-        schedule=schedule,
-        bound_s=bound_s,
-        solver="monet",
-        seconds=request.clock.seconds,
-        settings={**request.settings, "schedules": known_class(request.graph, CLASS)},
-        versions={"highs": highs.version()},
-        message=message,
-        reason=reason,
-    )
+        return Verdict(Status.LIMIT, message=why, reason=Reason.MEMORY if memory else Reason.TIME)
+    return judged(request, program.schedule(answer.values), answer.bound * program.unit_s)

@@ -9,15 +9,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import pulp
-
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
-from solvers import highs
 from solvers.baselines.checkmate import CLASS
+from solvers.baselines.common.answers import Verdict, result_of
 from solvers.baselines.common.checkmate_program import ALWAYS, NEVER, CheckmateModel, value_of
-from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, solve_model
+from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, solve_model, versions
 from solvers.bounds import least_budget_bound, too_small_message
 from solvers.highs.program import Outcome
 from solvers.problem import Problem, problem_of
@@ -64,35 +62,23 @@ def solve(request: Request) -> Result:
     check_clock(request.clock)
     rounding = _Rounding(request, problem_of(graph, budget_bytes), params, random.Random(params.seed))
     least = least_budget_bound(graph)
-    reason: Reason | None = None
     if budget_bytes < least.budget_bytes:
-        status, message = Status.INFEASIBLE, too_small_message(graph, budget_bytes, least)
+        verdict = Verdict(Status.INFEASIBLE, message=too_small_message(graph, budget_bytes, least))
     elif (too_large := CheckmateModel(rounding.problem).too_large()) is not None:
-        status, reason, message = Status.LIMIT, Reason.SIZE, too_large
+        verdict = Verdict(Status.LIMIT, message=too_large, reason=Reason.SIZE)
     else:
         rounding.run()
-        status, reason, message = rounding.verdict()
-    return Result(
-        graph,
-        budget_bytes=budget_bytes,
-        status=status,
-        schedule=rounding.best[1] if rounding.best else None,
-        bound_s=rounding.bound_s if status is not Status.INFEASIBLE else None,
-        solver="rounding",
-        seconds=request.clock.seconds,
-        settings={
-            **request.settings,
-            "milp_solver": params.milp_solver,
-            "fraction": rounding.fraction,
-            "thresholds": list(params.thresholds),
-            "samples": params.samples,
-            "seed": params.seed,
-            "schedules": known_class(request.graph, CLASS),
-        },
-        versions={"pulp": pulp.__version__, **({"highs": highs.version()} if params.milp_solver == HIGHS else {})},
-        message=message,
-        reason=reason,
-    )
+        verdict = rounding.verdict()
+    settings = {
+        **request.settings,
+        "milp_solver": params.milp_solver,
+        "fraction": rounding.fraction,
+        "thresholds": list(params.thresholds),
+        "samples": params.samples,
+        "seed": params.seed,
+        "schedules": known_class(request.graph, CLASS),
+    }
+    return result_of(request, "rounding", verdict, settings=settings, versions=versions(params.milp_solver))
 
 
 @dataclass(slots=True)
@@ -155,20 +141,22 @@ class _Rounding:
         for _ in range(self.params.samples):
             yield {key for key, value in relaxed.items() if self.draw.random() < value}
 
-    def verdict(self) -> tuple[Status, Reason | None, str]:
-        """Return the status and, if nothing was found, the reason and the message."""
+    def verdict(self) -> Verdict:
+        """Return the fastest schedule with the bound, or why there is none."""
         request = self.request
         if self.best is not None and self.bound_s is not None:
-            return status_of(self.best[0], self.bound_s, request.tolerance.first), None, ""
+            time_s, schedule = self.best
+            return Verdict(status_of(time_s, self.bound_s, request.tolerance.first), schedule, self.bound_s)
         budget, spent = format_bytes(request.budget_bytes), format_seconds(request.clock.seconds)
         way_out = "Raise the budget, or use the solver windows"
         if self.end is not None and self.end.outcome is Outcome.FAILED:
-            return Status.ERROR, None, f"the solver gave up after {spent}: {self.end.detail}"
+            return Verdict(Status.ERROR, None, self.bound_s, f"the solver gave up after {spent}: {self.end.detail}")
         if self.end is not None and not self.end.found and self.end.outcome is Outcome.STOPPED:
             limit = request.clock.amount(request.clock.limit)
             why = f"no relaxation for {budget} was solved in {spent} (limit {limit}): {self.end.detail}. {way_out}"
-            return Status.LIMIT, Reason.TIME, why
-        return Status.LIMIT, Reason.MEMORY, f"no rounding of the relaxation fits {budget}; tried in {spent}. {way_out}"
+            return Verdict(Status.LIMIT, None, self.bound_s, why, Reason.TIME)
+        why = f"no rounding of the relaxation fits {budget}; tried in {spent}. {way_out}"
+        return Verdict(Status.LIMIT, None, self.bound_s, why, Reason.MEMORY)
 
 
 def cheapest_executions(model: CheckmateModel, handed: set[tuple[int, int]]) -> list[int]:

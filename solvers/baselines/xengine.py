@@ -47,9 +47,10 @@ The makespan is at least each clock. So that its bound is not just that of the b
 for an op p that produces an input of t: if p and t are executed once, on d and e, there is a copy between them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 import numpy as np
 
@@ -60,11 +61,12 @@ from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
+from solvers.baselines.common.answers import Verdict, judged, result_of
 from solvers.clock import Clock, left
 from solvers.highs.builder import ONE, Term, TermProgram, Weighted
 from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
 from solvers.request import Request
-from solvers.result import Reason, Result, Status, status_of
+from solvers.result import Reason, Result, Status
 
 MOST_COLUMNS = 40_000
 BEGIN = -1  # the turn before all ops of a stage
@@ -634,31 +636,46 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
     Raises:
         GraphError: the graph has options other than placement.
     """
+
+    def ended(verdict: Verdict, settings: Mapping[str, object] = MappingProxyType({})) -> Result:
+        return result_of(
+            request, str(rule), verdict, settings={**request.settings, **settings}, versions={"highs": highs.version()}
+        )
+
     overlapped = XEngineRule(rule) is XEngineRule.MAKESPAN
     params = request.params_of(XEngineParams())
     params = replace(params, stay=params.stay or overlapped)
     placement = placement_of(request.graph)
     if len(placement.pools) == 1:
         why = "the graph has one device: give it the option placement, or use the solver checkmate"
-        return _result(request, why, Reason.INAPPLICABLE, overlapped=overlapped)
+        return ended(Verdict(Status.LIMIT, message=why, reason=Reason.INAPPLICABLE))
     program = XEngineProgram(placement, request.budget_bytes, ScheduleClass(stay=params.stay, again=params.again))
     if not program.build():
-        return _result(request, _too_large(placement), Reason.SIZE, overlapped=overlapped)
+        return ended(_too_large(placement))
     program.count_seconds()
     clock = request.clock.part(_SERIAL_SHARE * left(request.clock)) if overlapped else request.clock
     request.tell("solving XEngine's program", None, None)
     answer = _solved(program.milp(), request, clock, program.unit_s, request.tolerance.first)
     if answer.values is None:
-        return _nothing(request, answer, overlapped=overlapped)
+        return ended(_nothing(request, answer))
     executed = serial_schedule(program, answer.values)
     serial_s = sum(request.graph.ops[op].time_s for op in executed.computed)
     found = _Found(executed, serial_s, min(serial_s, answer.bound * program.unit_s))
     if overlapped:
         ahead = _overlapped(request, program, answer.values, found)
         if ahead is None:
-            return _result(request, _too_large(placement), Reason.SIZE, overlapped=True)
+            return ended(_too_large(placement))
         found = ahead
-    return _result(request, overlapped=overlapped, found=found, params=params)
+    settings = {
+        "objective": "makespan" if overlapped else "serial sum",
+        "copies": "stay, and are made ahead" if overlapped else "stay" if params.stay else "for a stage",
+        "executed": "again where it helps" if params.again else "once",
+        "serial_s": found.serial_s,
+        "serial_bound_s": found.serial_bound_s,
+    }
+    if found.bound_s is not None:
+        return ended(judged(request, found.schedule, found.bound_s), settings)
+    return ended(Verdict(Status.FEASIBLE, found.schedule), settings)
 
 
 def _overlapped(request: Request, serial: XEngineProgram, values: Floats, found: _Found) -> _Found | None:
@@ -720,56 +737,20 @@ def _solved(milp: Milp, request: Request, clock: Clock, unit_s: float, tolerance
     return highs.solve_program(milp, clock=clock, absolute_gap=gap, start=start, callbacks=callbacks)
 
 
-def _too_large(placement: Placement) -> str:
+def _too_large(placement: Placement) -> Verdict:
     ops, devices = len(placement.program.ops), len(placement.pools)
-    return (
+    why = (
         f"XEngine's program for {ops:,} ops on {devices} devices has more than {MOST_COLUMNS:,} variables, which this solver "
         "takes on: give it a smaller graph"
     )
+    return Verdict(Status.LIMIT, message=why, reason=Reason.SIZE)
 
 
-def _nothing(request: Request, answer: Answer, *, overlapped: bool) -> Result:
+def _nothing(request: Request, answer: Answer) -> Verdict:
     budget = format_bytes(request.budget_bytes)
     if answer.outcome is Outcome.INFEASIBLE:
         why = f"no schedule of XEngine's class fits {budget} and the other memories ({answer.detail}): raise the budget"
-        return _result(request, why, Reason.MEMORY, overlapped=overlapped)
+        return Verdict(Status.LIMIT, message=why, reason=Reason.MEMORY)
     limit = request.clock.amount(request.clock.limit)
     why = f"XEngine's program found nothing within {limit} ({answer.detail}): raise the time limit or the budget"
-    return _result(request, why, Reason.TIME, overlapped=overlapped)
-
-
-def _result(
-    request: Request,
-    message: str = "",
-    reason: Reason | None = None,
-    *,
-    overlapped: bool,
-    found: _Found | None = None,
-    params: XEngineParams | None = None,
-) -> Result:
-    status, settings = Status.LIMIT, dict(request.settings)
-    bound_s = None
-    if found is not None and params is not None:
-        time_s = simulate(request.graph, found.schedule).time_s
-        bound_s = None if found.bound_s is None else min(found.bound_s, time_s)
-        status = Status.FEASIBLE if bound_s is None else status_of(time_s, bound_s, request.tolerance.first)
-        settings |= {
-            "objective": "makespan" if overlapped else "serial sum",
-            "copies": "stay, and are made ahead" if overlapped else "stay" if params.stay else "for a stage",
-            "executed": "again where it helps" if params.again else "once",
-            "serial_s": found.serial_s,
-            "serial_bound_s": found.serial_bound_s,
-        }
-    return Result(
-        request.graph,
-        budget_bytes=request.budget_bytes,
-        status=status,
-        schedule=None if found is None else found.schedule,
-        bound_s=bound_s,
-        solver="xengine-overlapped" if overlapped else "xengine",
-        seconds=request.clock.seconds,
-        settings=settings,
-        versions={"highs": highs.version()},
-        message=message,
-        reason=reason,
-    )
+    return Verdict(Status.LIMIT, message=why, reason=Reason.TIME)

@@ -25,18 +25,15 @@ class Candidates:
         pool: True for those that may be evicted, by storage id.
     """
 
-    def __init__(self, storages: Storages, heuristic: Heuristic, *, sampled: bool, ignored_share: float, seed: int) -> None:
+    def __init__(self, storages: Storages, heuristic: Heuristic) -> None:
         self.storages, self.heuristic = storages, heuristic
-        self.sampled, self.ignored_share = sampled, ignored_share
         self.pool: Bits = np.zeros(0, dtype=np.bool_)
-        self._draw = np.random.default_rng(seed)
         self._order: Ints = np.zeros(0, dtype=np.int64)  # by bound
         self._bounds: Floats = np.zeros(0)
         self._changed = storages.changed  # not in the order, or with a bound that no longer holds
         self._removed = 0  # since they were sorted
         self._room = 0
         self._until_s = 0.0
-        self._small_bytes = 0.0  # candidates below it are ignored
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` storages."""
@@ -64,24 +61,20 @@ class Candidates:
 
     def least(self, now_s: float) -> int | None:
         """Return the candidate of least score at `now_s`; None if there is none."""
-        if self.sampled:
-            return self._least_of(self._large(self._sample()), now_s)
         if not self.heuristic.bounded:
-            return self._least_of(self._large(np.flatnonzero(self.pool)), now_s)
+            candidates = np.flatnonzero(self.pool)
+            return self._pick(candidates, self._scores(candidates, now_s)) if len(candidates) else None
         if now_s > self._until_s or len(self._changed) + self._removed > self._room:
             self._sort(now_s)
-        return self._first(now_s, self._small_bytes)
+        return self._first(now_s)
 
-    def _first(self, now_s: float, least_bytes: float) -> int | None:
-        """Return the candidate of least score of those of at least `least_bytes`, or of all if there are none."""
-        changed = np.fromiter(self._changed, dtype=np.int64, count=len(self._changed))
+    def _first(self, now_s: float) -> int | None:
+        """Return the candidate of least score, looking at those that have changed, and at the others by their bounds."""
         seen, scores = [], []
         least, at = np.inf, 0
-        block = changed
+        block = np.fromiter(self._changed, dtype=np.int64, count=len(self._changed))
         while True:
             block = block[self.pool[block]]
-            if least_bytes:
-                block = block[self.storages.size_bytes[block] >= least_bytes]
             if len(block):
                 seen.append(block)
                 scores.append(self._scores(block, now_s))
@@ -90,12 +83,7 @@ class Candidates:
                 break
             block = self._order[at : at + self._room]
             at += self._room
-        if seen:
-            return self._pick(np.concatenate(seen), np.concatenate(scores))
-        return self._first(now_s, 0.0) if least_bytes else None
-
-    def _least_of(self, storages: Ints, now_s: float) -> int | None:
-        return self._pick(storages, self._scores(storages, now_s)) if len(storages) else None
+        return self._pick(np.concatenate(seen), np.concatenate(scores)) if seen else None
 
     def _pick(self, storages: Ints, scores: Floats) -> int:
         """Return the storage of least score; of equal ones the latest to become evictable, but for scores of 0 the first."""
@@ -118,29 +106,6 @@ class Candidates:
         bounds = self._scores(order, self._until_s) * _ROUNDING
         by_bound = np.argsort(bounds, kind="stable")
         self._order, self._bounds = order[by_bound], bounds[by_bound]
-        self._small_bytes = self._least_bytes(pool)
         self._room = max(_LEAST_ROOM, 2 * root)
         self._changed.clear()
         self._removed = 0
-
-    def _sample(self) -> Ints:
-        """Return as many candidates as the square root of their number, drawn at random."""
-        count = len(self.storages.parents)
-        if not count:
-            return np.zeros(0, dtype=np.int64)
-        tried = np.unique(self._draw.integers(count, size=4 * (isqrt(count) + 1)))
-        found = tried[self.pool[tried]]
-        if not len(found):
-            found = np.flatnonzero(self.pool)
-        wanted = isqrt(max(0, len(found) * count // len(tried) - 1)) + 1  # of about so many candidates
-        return self._draw.permutation(found)[:wanted]
-
-    def _large(self, storages: Ints) -> Ints:
-        """Return those of `storages` that are not small, or all if there are no others."""
-        if not self.ignored_share or not len(storages):
-            return storages
-        large = storages[self.storages.size_bytes[storages] >= self._least_bytes(storages)]
-        return large if len(large) else storages
-
-    def _least_bytes(self, storages: Ints) -> float:
-        return self.ignored_share * float(self.storages.size_bytes[storages].mean()) if len(storages) else 0.0

@@ -53,9 +53,9 @@ def heuristic_of(name: str, seed: int = 0) -> "Heuristic":
         case DtrRule.DTR:
             return CostByClasses()
         case DtrRule.FULL:
-            return CostByRegions(ancestors=True, descendants=True)
+            return CostByRegions(descendants=True)
         case DtrRule.MSPS:
-            return CostByRegions(ancestors=True, descendants=False, stale=False)
+            return CostByRegions(descendants=False, stale=False)
         case DtrRule.LOCAL:
             return Cost()
         case DtrRule.LRU:
@@ -371,11 +371,11 @@ def _union(one: set[int], other: set[int]) -> set[int]:
 
 
 class CostByRegions(Cost):
-    """The cost with the exact neighbourhood: storages reachable through evicted ones, upwards, downwards or both."""
+    """The cost with the exact neighbourhood: storages reachable through evicted ones, upwards or in both directions."""
 
-    def __init__(self, *, ancestors: bool, descendants: bool, stale: bool = True) -> None:
+    def __init__(self, *, descendants: bool, stale: bool = True) -> None:
         super().__init__(stale=stale)
-        self.upwards = _Cached() if ancestors else None
+        self.upwards = _Cached()
         self.downwards = _Cached() if descendants else None
 
     def grow(self, capacity: int) -> None:

@@ -5,7 +5,7 @@ for the storage that a heuristic evicts next. Two drivers share it: the replay o
 and the eager runtime. Terms are those of dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021).
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 import numpy as np
@@ -30,25 +30,14 @@ class Ledger(Storages):
     does not go back.
     """
 
-    def __init__(
-        self, heuristic: str | Heuristic = "dtr", *, sampled: bool = False, ignored_share: float = 0.0, seed: int = 0
-    ) -> None:
-        """Begin an empty ledger.
-
-        Args:
-            heuristic: the name of a heuristic (see ``heuristic_of``), or a new one.
-            sampled: choose among a random sample of as many candidates as the square root of their number, as DTR's prototype
-                does; otherwise among all.
-            ignored_share: candidates below this share of the candidates' mean size are chosen only if there are no others; DTR's
-                prototype sets 0.01.
-            seed: of the sample, and of the heuristic ``dtr-random``.
-        """
+    def __init__(self, heuristic: str | Heuristic = "dtr") -> None:
+        """Begin an empty ledger, for a new heuristic or the name of one (see ``heuristic_of``)."""
         super().__init__()
         self._pins: list[int] = []
         self._unused: list[int] = []  # ids of dropped storages
         self._numbers = self._op_numbers = 0
-        self.heuristic = heuristic_of(heuristic, seed) if isinstance(heuristic, str) else heuristic
-        self.candidates = Candidates(self, self.heuristic, sampled=sampled, ignored_share=ignored_share, seed=seed)
+        self.heuristic = heuristic_of(heuristic) if isinstance(heuristic, str) else heuristic
+        self.candidates = Candidates(self, self.heuristic)
         self.heuristic.begin(self)
         self._grow(1024)
 
@@ -182,21 +171,12 @@ class Ledger(Storages):
 
     # The choice.
 
-    def victim(self, now_s: float, exclude: Collection[int] = ()) -> int | None:
+    def victim(self, now_s: float) -> int | None:
         """Return the storage that the heuristic evicts next, at `now_s`; None if there is none.
 
         Of equal scores it is the storage that became evictable last, but for scores of 0 the first.
-
-        Args:
-            now_s: the time.
-            exclude: storages in use, which may not be evicted now.
         """
-        barred = [s for s in exclude if self.candidates.pool[s]]
-        for storage in barred:
-            self.candidates.bar(storage)
         chosen = self.candidates.least(now_s)
-        for storage in barred:
-            self.candidates.readmit(storage)
         if chosen is not None:
             self.heuristic.chosen(chosen)
         return chosen

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 import planner
-from benchmarks import arena_case
-from benchmarks.arena import TABLE
-from benchmarks.arena_case import ArenaRow
+from benchmarks import arena
+from benchmarks.arena import TABLE, ArenaRow
 from planner.studies.rows import KeptRows
 from planner.studies.tables import markdown
 from tests.support.models.steps import make
@@ -16,9 +15,9 @@ FOLDER = Path(__file__).parents[2] / "results" / "arena"
 
 
 def test_a_plan_is_measured_with_and_without_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(arena_case.MODELS, "unet", lambda: make("unet"))
+    monkeypatch.setitem(arena.MODELS, "unet", lambda: make("unet"))
     plan = planner.solve(planner.trace(*make("unet"), passes=1), "90%", tolerance=0.05)
-    (row,) = arena_case.measured("unet", "90%", "as it is", plan, 2)
+    (row,) = arena.measured("unet", "90%", "as it is", plan, 2)
     assert row.identical
     assert row.arena_bytes <= 1.05 * row.peak_bytes
     assert 0 <= row.counted_bytes - row.outside_bytes <= 4  # the gradient of the loss, which autograd makes
@@ -28,6 +27,5 @@ def test_a_plan_is_measured_with_and_without_an_arena(monkeypatch: pytest.Monkey
 
 def test_the_committed_rows_have_the_bits_and_no_page_faults() -> None:
     rows = list(KeptRows(FOLDER / "rows.csv", ArenaRow))
-    assert {row.model for row in rows} == set(arena_case.MODELS)
+    assert {row.model for row in rows} == set(arena.MODELS)
     assert all(row.identical and row.arena_faults == 0 for row in rows)
-    assert (FOLDER / "table.md").read_text() == markdown(rows, TABLE)

@@ -2,23 +2,19 @@
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import arena_model
-from benchmarks.arena_model import EAGER, IN_ARENA, PLANNED, ArenaModelRow, compared
-from benchmarks.arena_models import failures, table
+from benchmarks import arena_models
+from benchmarks.arena_models import EAGER, IN_ARENA, PLANNED, ArenaModelRow, compared, failures
 from benchmarks.models.parts import Residual
-from benchmarks.try_model import FAILED, RAN, REFUSED
+from benchmarks.try_models import FAILED, RAN, REFUSED
 from graphs.errors import PlannerError
 from planner.models import Workload
-from planner.studies.rows import read_rows
 
-COMMITTED = Path(__file__).parents[2] / "results" / "arena_models"
 BLANK = ArenaModelRow(source="tests", model="tiny", way=EAGER, status=RAN, different=0)
 ROW = replace(BLANK, way=IN_ARENA, budget_bytes=100, static_bytes=20, counted_bytes=5, arena_bytes=75)
 
@@ -46,7 +42,7 @@ def test_a_refused_plan_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **how: object) -> None:
         raise PlannerError(f"not with arena={how['arena']}")
 
-    monkeypatch.setattr(arena_model.planner, "compile", refuse)
+    monkeypatch.setattr(arena_models.planner, "compile", refuse)
     found = {row.way: (row.status, row.message) for row in compared(blocks, BLANK, repeats=1)}
     assert found[PLANNED] == (REFUSED, "not with arena=False")
     assert found[IN_ARENA] == (REFUSED, "not with arena=True")
@@ -63,9 +59,3 @@ def test_a_refused_plan_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failures_are_named(changed: dict[str, object], line: str) -> None:
     assert list(failures([BLANK, ROW])) == []
     assert list(failures([BLANK, replace(ROW, **changed)])) == [line]  # type: ignore[arg-type]
-
-
-def test_the_committed_table_is_what_the_rows_say() -> None:
-    rows = read_rows(COMMITTED / "rows.csv", ArenaModelRow)
-    assert (COMMITTED / "table.md").read_text() == table(rows)
-    assert list(failures(rows)) == []

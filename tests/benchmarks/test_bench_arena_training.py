@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import arena_training, arena_training_case
-from benchmarks.arena_training_case import ArenaTrainingRow
+from benchmarks import arena_training
+from benchmarks.arena_training import ArenaTrainingRow
 from planner.models import build
 from planner.studies.tables import markdown
 
@@ -15,10 +15,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocat
 
 @pytest.fixture
 def row(monkeypatch: pytest.MonkeyPatch) -> ArenaTrainingRow:
-    monkeypatch.setitem(
-        arena_training_case.MODELS, "vit", lambda: build("mlp", batch=256, layers=3, width=64, classes=10, dropout=0)
-    )
-    (row,) = arena_training_case.measured("vit", "adamw, foreach", 1)
+    monkeypatch.setitem(arena_training.MODELS, "vit", lambda: build("mlp", batch=256, layers=3, width=64, classes=10, dropout=0))
+    (row,) = arena_training.measured("vit", "adamw, foreach", 1)
     return row
 
 

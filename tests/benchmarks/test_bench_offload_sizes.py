@@ -25,7 +25,6 @@ def test_offload_fits_no_less_and_rows_say_at_what_price(tmp_path: Path, monkeyp
     assert all((row.overhead or 0.0) <= 0.1 and (row.peak_bytes or 0) <= 10**6 for row in rows if row.size)
     lines = markdown(rows, TABLE).splitlines()
     assert len(lines) == 2 + len(rows) and all(row.method in line for row, line in zip(rows, lines[2:], strict=True))
-    monkeypatch.setattr(command, "one_thread", lambda: None)
     main = command.benchmark(replace(STUDY, run=lambda *_: iter(rows)), None, models=CASES, out=str(tmp_path))
     assert main(["--models", "small"]) == 0
     assert (tmp_path / "max_batch.md").read_text() == markdown(rows, TABLE)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import resident, resident_case
-from benchmarks.resident_case import ARENA, ResidentRow
+from benchmarks import resident
+from benchmarks.resident import ARENA, ResidentRow
 from graphs.units import format_bytes
 from planner.studies.tables import markdown
 from tests.support.models.steps import make
@@ -13,8 +13,8 @@ from tests.support.models.steps import make
 
 @pytest.fixture
 def row(monkeypatch: pytest.MonkeyPatch) -> ResidentRow:
-    monkeypatch.setitem(resident_case.MODELS, "unet", lambda: make("unet"))
-    (row,) = resident_case.measured("unet", "95%", ARENA)
+    monkeypatch.setitem(resident.MODELS, "unet", lambda: make("unet"))
+    (row,) = resident.measured("unet", "95%", ARENA)
     return row
 
 

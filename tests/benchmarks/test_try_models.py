@@ -11,28 +11,42 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import try_model, try_models
+from benchmarks import try_models
 from benchmarks.models import handwritten
 from benchmarks.models.parts import Residual
 from benchmarks.runner import whole_step
 from benchmarks.storages import LiveStorages
-from benchmarks.try_model import AT_ITS_PEAK, CHECKPOINTING, EAGER, FAILED, FIRST, MISSING, PLANNED, RAN, REFUSED, Trial, TriedRow
-from benchmarks.try_models import STUDY, failures, table, try_one, trying
+from benchmarks.try_models import (
+    AT_ITS_PEAK,
+    CHECKPOINTING,
+    EAGER,
+    FAILED,
+    FIRST,
+    MISSING,
+    PLANNED,
+    RAN,
+    REFUSED,
+    STUDY,
+    Trial,
+    TriedRow,
+    failures,
+    rows_of_model,
+    table,
+    try_one,
+    trying,
+)
 from planner.models import Workload
 from planner.runtime.measure import loss_of
-from planner.studies.rows import read_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
-
-COMMITTED = Path(__file__).parents[2] / "results" / "models"
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(try_model, "_LEAST_LIMIT_S", 1.0)
-    monkeypatch.setattr(try_model, "_SOLVE_LIMIT_S", 60.0)
-    monkeypatch.setattr(try_model, "_TOLERANCE", 0.5)
-    monkeypatch.setattr(try_model, "SHARES", (0.5,))
+    monkeypatch.setattr(try_models, "_LEAST_LIMIT_S", 1.0)
+    monkeypatch.setattr(try_models, "_SOLVE_LIMIT_S", 60.0)
+    monkeypatch.setattr(try_models, "_TOLERANCE", 0.5)
+    monkeypatch.setattr(try_models, "SHARES", (0.5,))
 
 
 def tried(make: Callable[[], Workload]) -> dict[str, TriedRow]:
@@ -59,7 +73,7 @@ class Branching(nn.Module):
 
 def test_every_way_to_train_is_a_row() -> None:
     rows = tried(blocks)
-    at_shares = [f"{PLANNED} at {share:.0%}" for share in try_model.SHARES]
+    at_shares = [f"{PLANNED} at {share:.0%}" for share in try_models.SHARES]
     both = [f"{way}{which}" for way in (*at_shares, AT_ITS_PEAK) for which in (FIRST, "")]
     assert list(rows) == [EAGER, *both[:-2], CHECKPOINTING, *both[-2:]]
     assert {row.status for row in rows.values()} == {RAN}
@@ -90,9 +104,9 @@ def test_what_cannot_be_made_is_a_row(error: Exception, status: str, monkeypatch
     def make() -> Workload:
         raise error
 
-    monkeypatch.setattr(try_model, "sources", lambda: {"tests": {"broken": make}})
-    monkeypatch.setattr(try_model, "one_thread", lambda: None)
-    (row,) = try_model.try_model("tests", "broken", 1)
+    monkeypatch.setattr(try_models, "sources", lambda: {"tests": {"broken": make}})
+    blank = TriedRow(source="tests", model="broken", way=EAGER, status=RAN)
+    (row,) = rows_of_model(try_models.tried, blank, 1)
     assert (row.status, row.message) == (status, f"{type(error).__name__}: {error}")
 
 
@@ -161,7 +175,6 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
         about = {"source": source, "model": model, "way": EAGER, "status": next(statuses)}
         return [TriedRow(**about, storages_bytes=90, peak_bytes=100, different=0)]  # type: ignore[arg-type]
 
-    monkeypatch.setattr(try_models, "one_thread", lambda: None)
     main = trying(replace(STUDY, run=try_one), None, out=str(tmp_path), say=str)
     names = ["by hand/mlp", "timm/vit"]
     words = ["--models", ",".join(names)]
@@ -178,9 +191,3 @@ def test_every_handwritten_model_has_a_loss(make: Callable[[], Workload]) -> Non
     loss = loss_of(whole_step(workload)(*workload.batch))
     loss.backward()
     assert loss.isfinite() and any(p.grad is not None for p in workload.model.parameters())
-
-
-def test_the_committed_table_is_what_the_rows_say() -> None:
-    rows = read_rows(COMMITTED / "rows.csv", TriedRow)
-    assert (COMMITTED / "table.md").read_text() == table(rows)
-    assert list(failures(rows)) == []

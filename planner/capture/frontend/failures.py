@@ -139,7 +139,7 @@ def _failed_op(error: Exception, on_fakes: Exception | None) -> str | None:
     said, line = f"{failed[1]}: {failed[3]}", None
     if on_fakes is not None:
         said, line = typed_line(on_fakes), raising_line(on_fakes)
-    where = "" if line is None else f", at {line}"
+    where = "" if line is None else f", at {location(line)}"
     said = said.rstrip(".")
     return f"an op of the step fails on this batch: {said}{where}; loss_fn(model(*inputs), target) itself fails there too"
 

@@ -64,7 +64,7 @@ class PythonState:
             case CellType():
                 with suppress(ValueError):  # not assigned yet
                     held = found.cell_contents
-                    self._restore.append(partial(_restore_cell, found, held))
+                    self._restore.append(partial(setattr, found, "cell_contents", held))
                     yield held
             case nn.Module() | object(__dict__=dict()):
                 own = _is_own(type(found).__module__)
@@ -80,7 +80,7 @@ class PythonState:
         for name in _names(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
-                self._restore.append(partial(_restore_global, function.__globals__, name, value))
+                self._restore.append(partial(function.__globals__.__setitem__, name, value))
                 yield value
 
 
@@ -101,11 +101,6 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _restore_cell(cell: CellType, before: object) -> None:
-    if cell.cell_contents is not before:
-        cell.cell_contents = before
-
-
 def restoring_items(found: Any) -> Callable[[], None] | None:
     """Return a function that restores the present items of a dict, list, deque or set; None for other objects."""
     match found:
@@ -123,11 +118,6 @@ def _restore_items(place: Any, before: Any, refill: Callable[[Any], None]) -> No
     if not same or (isinstance(place, dict) and not _same(place.values(), before.values())):
         place.clear()
         refill(before)
-
-
-def _restore_global(place: dict[str, Any], name: str, before: object) -> None:
-    if place.get(name) is not before:
-        place[name] = before
 
 
 def _same(now: Collection[object], before: Collection[object]) -> bool:

@@ -1,9 +1,7 @@
 """Lines of the user's code, for messages, and advice about those that cannot be planned."""
 
-import linecache
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from traceback import FrameSummary, extract_tb
 
@@ -21,45 +19,27 @@ GRAPH_BREAK_ADVICE = (
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
 
-@dataclass(frozen=True, slots=True)
-class SourceLine:
-    """A line of source code.
-
-    Attributes:
-        file, line, function: its location.
-        text: its code; "" if the source is not available.
-    """
-
-    file: str
-    line: int
-    function: str = ""
-    text: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}" + (f" ({self.text})" if self.text else "")
-
-
-def current_line() -> SourceLine | None:
+def current_line() -> FrameSummary | None:
     """Return the line that Dynamo captures, in the innermost function of the user's code; None outside of a capture."""
     frames = list(TracingContext.extract_stack()) if TracingContext.try_get() else []
     theirs = [frame for frame in frames if not is_our_code(frame.filename)]
-    return _line((theirs or frames)[-1]) if frames else None
+    return _with_text((theirs or frames)[-1]) if frames else None
 
 
-def traced_line(stack_trace: str | None) -> SourceLine | None:
+def traced_line(stack_trace: str | None) -> FrameSummary | None:
     """Return the innermost line of a stack trace that is the user's; if there is none, the innermost line."""
     found = list(_FRAME.finditer(stack_trace or ""))
     if not found:
         return None
     theirs = next((frame for frame in reversed(found) if not is_our_code(frame["file"])), found[-1])
     file, line, function = theirs.group("file", "line", "function")
-    return SourceLine(file, int(line), function.strip(), linecache.getline(file, int(line)).strip())
+    return FrameSummary(file, int(line), function.strip())
 
 
-def raising_line(error: BaseException) -> SourceLine | None:
+def raising_line(error: BaseException) -> FrameSummary | None:
     """Return the innermost line of the traceback of `error` that is the user's; None if there is none."""
     theirs = [frame for frame in extract_tb(error.__traceback__) if not is_our_code(frame.filename)]
-    return _line(theirs[-1]) if theirs else None
+    return theirs[-1] if theirs else None
 
 
 def is_our_code(file: str) -> bool:
@@ -67,12 +47,14 @@ def is_our_code(file: str) -> bool:
     return file.startswith(_OURS)
 
 
-def location(line: SourceLine | None) -> str:
-    """Return `line` as the beginning of a message."""
-    return "a line of the step" if line is None else str(line)
+def location(line: FrameSummary | None) -> str:
+    """Return `line` as the beginning of a message: its file, its number and, if it is available, its code."""
+    if line is None:
+        return "a line of the step"
+    return f"{line.filename}:{line.lineno}" + (f" ({line.line})" if line.line else "")
 
 
-def branch_refusal(line: SourceLine | None, depends_on: str) -> str:
+def branch_refusal(line: FrameSummary | None, depends_on: str) -> str:
     """Return the message for a branch that cannot be part of a plan."""
     return (
         f"the step cannot be captured as one graph: what {location(line)} does depends on the data, on {depends_on} that differ "
@@ -80,16 +62,17 @@ def branch_refusal(line: SourceLine | None, depends_on: str) -> str:
     )
 
 
-def library_advice(where: SourceLine | None) -> str:
+def library_advice(where: FrameSummary | None) -> str:
     """Return the setting that disables a random choice in a line of a known library, in brackets; "" for other lines."""
-    if where is None or "transformers" not in PurePath(where.file).parts:
+    if where is None or "transformers" not in PurePath(where.filename).parts:
         return ""
-    if "mask_indices" in where.function:
+    if "mask_indices" in where.name:
         return " (of Transformers' speech models: mask_time_prob=0 and mask_feature_prob=0 in the config switch SpecAugment off)"
-    if re.search(r"layer_?drop|dropout_probability|skip_the_layer", where.text):
+    if re.search(r"layer_?drop|dropout_probability|skip_the_layer", where.line or ""):
         return " (layerdrop=0 in the model's config switches the dropping of layers off)"
     return ""
 
 
-def _line(frame: FrameSummary) -> SourceLine:
-    return SourceLine(frame.filename, frame.lineno or 0, frame.name, (frame.line or "").strip())
+def _with_text(frame: FrameSummary) -> FrameSummary:
+    """Return the line of `frame` with its code as it is now: a frame of Dynamo reads its code when it is shown."""
+    return FrameSummary(frame.filename, frame.lineno, frame.name)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from traceback import FrameSummary
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from graphs.errors import TraceError
-from planner.capture.frontend.source_lines import SourceLine, branch_refusal, current_line, traced_line
+from planner.capture.frontend.source_lines import branch_refusal, current_line, traced_line
 from planner.capture.guards.concrete_values import ConcreteValues
 from planner.capture.guards.data_guards import DataGuards, GuardWriter, number
 from planner.capture.guards.next_steps import check_next_steps
@@ -64,14 +65,11 @@ class BranchDecision:
 
     expression: sympy.Basic
     outcome: object
-    line: SourceLine | None
+    line: FrameSummary | None
 
 
 class DataBranches:
     """The branches of one capture, taken as on the given batch.
-
-    Args:
-        batch: the batch of the capture.
 
     Attributes:
         refusal: the message for a branch that could not be taken; None if there was none.
@@ -165,13 +163,12 @@ class DataBranches:
 
         Args:
             graph: the joint graph of AOTAutograd; ops that only ask for values are removed from it.
-            step, batch: as captured.
 
         Raises:
             TraceError: a condition depends on more than the batch and buffers.
         """
         writer = GuardWriter(graph)
-        values: dict[sympy.Symbol, tuple[int, SourceLine | None]] = {}
+        values: dict[sympy.Symbol, tuple[int, FrameSummary | None]] = {}
         for node in list(graph.nodes):
             if node.op != "call_function" or not isinstance(node.target, OpOverload):
                 continue
@@ -198,7 +195,7 @@ class DataBranches:
         check_next_steps(guards, graph, step, batch)
         return guards
 
-    def _assertion(self, writer: GuardWriter, node: fx.Node, values: dict[sympy.Symbol, tuple[int, SourceLine | None]]) -> None:
+    def _assertion(self, writer: GuardWriter, node: fx.Node, values: dict[sympy.Symbol, tuple[int, FrameSummary | None]]) -> None:
         asserted, line = node.args[0], traced_line(node.meta.get("stack_trace"))
         assert isinstance(asserted, fx.Node)
         if not str(node.args[-1]).startswith(_MARK):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from traceback import FrameSummary
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphs.errors import MismatchError, TraceError
 from graphs.ir import Kind
-from planner.capture.frontend.source_lines import SourceLine, branch_refusal, location, traced_line
+from planner.capture.frontend.source_lines import branch_refusal, location, traced_line
 from planner.capture.guards.concrete_values import is_uniform, size_inputs, uniform_comparison
 from planner.capture.rewrites.outputs import fake, is_random, tensors_in
 from planner.capture.signature import Batch, leaves
@@ -36,7 +37,7 @@ class DataGuard:
         planned_of: the operands that were planned for, if they tell more; for messages.
     """
 
-    line: SourceLine | None
+    line: FrameSummary | None
     values: tuple[int, ...]
     outcome: Callable[..., object]
     planned: object
@@ -78,11 +79,7 @@ class DataGuards:
     program: Program
 
     def check(self, step: nn.Module, batch_leaves: Sequence[object]) -> None:
-        """Raise an error unless the plan is valid for this batch. On CUDA this waits for the device.
-
-        Args:
-            step: the step whose buffers are read.
-            batch_leaves: the leaves of the batch.
+        """Raise an error unless the plan is valid for this batch and the buffers of `step`. On CUDA this waits for the device.
 
         Raises:
             MismatchError: the batch takes another branch, or gives other sizes; nothing has run then.
@@ -160,7 +157,7 @@ class GuardWriter:
         self._outputs: list[fx.Node] = []
         self._checks: list[DataGuard] = []
 
-    def value(self, node: fx.Node, line: SourceLine | None) -> int:
+    def value(self, node: fx.Node, line: FrameSummary | None) -> int:
         """Return the position of the value of `node` among those that are computed before each step.
 
         Raises:
@@ -175,7 +172,7 @@ class GuardWriter:
 
     def expect(
         self,
-        line: SourceLine | None,
+        line: FrameSummary | None,
         values: Iterable[int],
         outcome: Callable[..., object],
         planned: object,
@@ -220,7 +217,7 @@ class GuardWriter:
         assert self._joint.owning_module is not None
         return fx.GraphModule(self._joint.owning_module, self._graph), Program((), tuple(self._sources), None, (), ())
 
-    def _copy(self, node: fx.Node, line: SourceLine | None) -> fx.Node:
+    def _copy(self, node: fx.Node, line: FrameSummary | None) -> fx.Node:
         match node.op:
             case "placeholder":
                 source = _source(node.meta["desc"])

@@ -94,11 +94,7 @@ class PythonGuards:
     state: Mapping[str, object]
 
     def check(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Raise an error unless the step is as it was captured.
-
-        Args:
-            step: the captured one, or another ``TrainingStep`` of the same model and loss function.
-            args, kwargs: its arguments.
+        """Raise an error unless `step` is as it was captured: that one, or another of the same model and loss function.
 
         Raises:
             MismatchError: with what changed, from what to what, where it is read, and what to do.

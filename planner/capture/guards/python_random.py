@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 
 from graphs.errors import TraceError
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, current_line, library_advice
+from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, current_line, library_advice, location
 from planner.torch_private.capture import InstructionTranslatorBase, dynamo_misc, dynamo_user_defined
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
@@ -52,7 +52,7 @@ def _check(function: object) -> None:
 def _refuse(name: str) -> NoReturn:
     where = current_line()
     raise TraceError(
-        f"{where} draws a random number outside PyTorch ({name}), and a plan would use the same number in every step: draw it "
-        f"before the step and pass it with the batch, as a tensor, or use PyTorch's random functions{library_advice(where)}; "
-        f"or {GRAPH_BREAK_ADVICE}"
+        f"{location(where)} draws a random number outside PyTorch ({name}), and a plan would use the same number in every step: "
+        "draw it before the step and pass it with the batch, as a tensor, or use PyTorch's random functions"
+        f"{library_advice(where)}; or {GRAPH_BREAK_ADVICE}"
     )

@@ -118,8 +118,6 @@ def compile_halves(
 
     Args:
         stack: kept open as long as the halves may be compiled again.
-        args, kwargs: arguments of the module.
-        variant: the variant to compile.
         export: the function that makes the joint graph.
     """
     found: dict[bool, Half] = {}

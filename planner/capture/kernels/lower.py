@@ -37,11 +37,6 @@ def lower_step(
 ) -> Capture:
     """Return a whole step as ops, each one or several launches of kernels.
 
-    Args:
-        statics: the static tensors.
-        signature: signature of the step.
-        generator: generator of the random ops.
-
     Raises:
         TraceError: the graph is no training step, or Inductor's code contains something that no static graph can hold.
     """

@@ -10,7 +10,7 @@ from torch import fx
 
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from planner.capture.frontend.source_lines import traced_line
+from planner.capture.frontend.source_lines import location, traced_line
 from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.python_guards import PythonGuards
 from planner.capture.lowering.references import References
@@ -61,9 +61,6 @@ def lower(
     """Lower a joint graph whose outputs are explicit (``fix_outputs``).
 
     Args:
-        statics: the static tensors.
-        signature: signature of the step.
-        generator: generator of the random ops.
         forward_outputs: number of outputs of the forward pass, for one of several graphs of a model. Its program returns what
             AOTAutograd expects: all these, the first in place of a loss; and a value, or None, for each other output.
 
@@ -174,9 +171,9 @@ class _GraphLowering:
         called = operator_of(node)
         if node.target is with_effects:
             raise TraceError(
-                f"{traced_line(node.meta.get('stack_trace'))} calls {node.args[1]}, whose effects torch.compile orders, and no "
-                "plan can: use planner.compile for functions of torch.linalg that raise errors, or those that do not (inv_ex, "
-                "cholesky_ex, solve_ex)"
+                f"{location(traced_line(node.meta.get('stack_trace')))} calls {node.args[1]}, whose effects torch.compile "
+                "orders, and no plan can: use planner.compile for functions of torch.linalg that raise errors, or those that do "
+                "not (inv_ex, cholesky_ex, solve_ex)"
             )
         if called is None:
             raise TraceError(

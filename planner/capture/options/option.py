@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphs.ir import Graph
 from graphs.options.option import Feature, Option
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
 EAGER_KERNELS = MappingProxyType(
     {Feature.INDUCTOR: "the option replaces kernels of eager PyTorch; leave it out, or use kernels='eager'"}
 )
+
+
+def imported_late(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that calls the function `name` of `module`, which is imported when it is first called."""
+
+    def call(*args: Any) -> Any:
+        return getattr(import_module(module), name)(*args)
+
+    return call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Results of baselines: the fastest schedule of their trials, or the reason why there is none."""
+"""Results of baselines: of a verdict, and the fastest schedule of their trials, or the reason why there is none."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +18,45 @@ class Candidate:
 
     schedule: Schedule
     settings: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a method has found, as in ``Result``."""
+
+    status: Status
+    schedule: Schedule | None = None
+    bound_s: float | None = None
+    message: str = ""
+    reason: Reason | None = None
+
+
+def result_of(
+    request: Request, solver: str, verdict: Verdict, *, settings: Mapping[str, object], versions: Mapping[str, str] | None = None
+) -> Result:
+    """Return the result of `solver`, the name in the registry, with a verdict."""
+    return Result(
+        request.graph,
+        budget_bytes=request.budget_bytes,
+        status=verdict.status,
+        schedule=verdict.schedule,
+        bound_s=verdict.bound_s,
+        solver=solver,
+        seconds=request.clock.seconds,
+        settings=settings,
+        versions=versions or {},
+        message=verdict.message,
+        reason=verdict.reason,
+    )
+
+
+def judged(request: Request, schedule: Schedule, bound_s: float) -> Verdict:
+    """Return the verdict on the schedule of a program's solution; no schedule of the program's is faster than the bound."""
+    found = simulate(request.graph, schedule)
+    if found.peak_bytes > request.budget_bytes:
+        over = f"{found.peak_bytes - request.budget_bytes} B over the budget"
+        return Verdict(Status.ERROR, message=f"the solver's arithmetic is not exact enough: its schedule is {over}")
+    return Verdict(status_of(found.time_s, bound_s, request.tolerance.first), schedule, min(bound_s, found.time_s))
 
 
 def answer(
@@ -55,29 +94,11 @@ def answer(
         budget = format_bytes(request.budget_bytes)
         why = f"{found}, over the budget of {budget}: use a solver that chooses, such as windows"
         return failure(request, solver, why, Reason.TIME if ended else Reason.MEMORY, settings=settings)
-    return Result(
-        request.graph,
-        budget_bytes=request.budget_bytes,
-        status=status_of(best[0], request.graph.time_s, request.tolerance.first),
-        schedule=best[2].schedule,
-        bound_s=request.graph.time_s,
-        solver=solver,
-        seconds=request.clock.seconds,
-        settings={**(settings or {}), **best[2].settings},
-    )
+    status = status_of(best[0], request.graph.time_s, request.tolerance.first)
+    verdict = Verdict(status, best[2].schedule, request.graph.time_s)
+    return result_of(request, solver, verdict, settings={**(settings or {}), **best[2].settings})
 
 
 def failure(request: Request, solver: str, why: str, reason: Reason, *, settings: Mapping[str, object] | None = None) -> Result:
     """Return the result of a policy that found nothing, which proves nothing about other schedules."""
-    return Result(
-        request.graph,
-        budget_bytes=request.budget_bytes,
-        status=Status.LIMIT,
-        schedule=None,
-        bound_s=None,
-        solver=solver,
-        seconds=request.clock.seconds,
-        settings=settings or {},
-        message=why,
-        reason=reason,
-    )
+    return result_of(request, solver, Verdict(Status.LIMIT, message=why, reason=reason), settings=settings or {})

@@ -12,7 +12,6 @@ recomputed.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Self
 
 from graphs.ir import Graph, Op
@@ -28,31 +27,6 @@ from solvers.result import Reason, Result
 _HOPES = (Reason.TIME, Reason.THRASHING, Reason.MEMORY)
 
 _WORK_PER_OP = 5e-5  # of the evictions for an op and its execution
-
-
-@dataclass(frozen=True, slots=True)
-class HeldReference:
-    """A reference of an imported graph that outlives the last reader of its tensor.
-
-    Attributes:
-        storage: id of the tensor that the program holds.
-        tensor: id of the tensor that represents it from then on.
-        hold, release: ids of the ops that produce and read that one.
-    """
-
-    storage: int
-    tensor: int
-    hold: int
-    release: int
-
-
-def held_storages(graph: Graph) -> tuple[HeldReference, ...]:
-    """Return the references of an imported graph that outlive the last readers."""
-    return tuple(
-        HeldReference(t.held_for, t.id, t.producers[0], graph.consumers[t.id][0])
-        for t in graph.tensors
-        if t.held_for is not None and not t.static
-    )
 
 
 class Foresight(Heuristic):
@@ -137,7 +111,8 @@ class OnlineRun:
             and not (heuristic.keeps_random and any(graph.ops[p].random for p in t.producers))
             for t in graph.tensors
         ]
-        self.held = {h.storage: h for h in held_storages(graph)}
+        # Of an imported graph: by tensor that the program holds beyond its last reader, the one that represents it from then on.
+        self.held = {t.held_for: t.id for t in graph.tensors if t.held_for is not None}
         base = {t.id: t.view_of for t in graph.tensors if t.view_of is not None}
         self.base = [base.get(t, t) for t in range(count)]  # the base of a view; itself for other tensors
         self.views: dict[int, list[int]] = {}
@@ -154,7 +129,7 @@ class OnlineRun:
         Raises:
             OnlineFailedError: out of memory, thrashing, or stopped.
         """
-        of_references = {op_id for h in self.held.values() for op_id in (h.hold, h.release)}
+        of_references = {op_id for t in self.held.values() for op_id in self._hold_and_release(t)}
         for op in self.graph.ops:
             self.now = op.id
             if op.id not in of_references:
@@ -169,14 +144,14 @@ class OnlineRun:
     def _deaths(self) -> dict[int, list[int]]:
         """Return by op the tensors whose last use it is; for those that are never evicted, the last possible use."""
         needed = last_needed(self.graph)
-        of_references = {h.tensor for h in self.held.values()}
+        of_references = set(self.held.values())
         dies: dict[int, list[int]] = {}
         for t in self.graph.tensors:
             if t.static or t.id in self.graph.kept or t.id in of_references or self.base[t.id] != t.id:
                 continue
             uses = [t.producers[0], *(r if self.evictable[t.id] else needed[r] for r in self.graph.consumers[t.id])]
             if t.id in self.held:
-                uses.append(self.held[t.id].release)
+                uses.append(self._hold_and_release(self.held[t.id])[1])
             dies.setdefault(max(uses), []).append(t.id)
         return dies
 
@@ -309,8 +284,12 @@ class OnlineRun:
             self.live[t] = False
             self.memory_bytes -= self.graph.tensors[t].size_bytes
             self.steps.append(Free(t))
-        if held := self.held.pop(t, None):
-            self.steps += [Compute(held.hold), Compute(held.release), Free(held.tensor)]
+        if (held := self.held.pop(t, None)) is not None:
+            self.steps += [*map(Compute, self._hold_and_release(held)), Free(held)]
+
+    def _hold_and_release(self, held: int) -> tuple[int, int]:
+        """Return the ops that produce and read a tensor that represents another one."""
+        return self.graph.tensors[held].producers[0], self.graph.consumers[held][0]
 
     # The program has no further use for a tensor.
 

@@ -84,6 +84,11 @@ def check_clock(clock: Clock) -> None:
         raise PlannerError("solvers that PuLP calls cannot be limited by work: give a time limit, or use the solver windows")
 
 
+def versions(name: str) -> dict[str, str]:
+    """Return the versions of the libraries that solve programs with the solver `name`."""
+    return {"pulp": pulp.__version__, **({"highs": highs.version()} if name == HIGHS else {})}
+
+
 def solve_model(model: CheckmateModel, name: str, absolute_gap_s: float, request: Request) -> PulpAnswer:
     """Solve `model` with the solver `name` until it is within the gap, the time is up, or the caller stops it."""
     if request.stopped():

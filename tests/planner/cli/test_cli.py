@@ -86,7 +86,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         (["solve", "{graph}", "--budget", "60%", "--write-model", "x.lp"], "add --solver checkmate"),
         (["trace", "zoo:magic", "-o", "x.json"], "unknown zoo model 'magic'"),
         (["trace", "zoo:mlp,magic=3", "-o", "x.json"], "mlp has no option 'magic'"),
-        (["trace", "zoo:mlp,layers=x", "-o", "x.json"], "it must be a whole number"),
+        (["trace", "zoo:mlp,layers=x", "-o", "x.json"], "option 'layers' of mlp is 'x': must be a whole number"),
         (["trace", "zoo:mlp,layers=1,width=4", "-o", "x.json", "--other-devices", "gpu7"], "there is no device 'gpu7'"),
         (["compare", "{graph}", "--methods", "magic", "-o", "{folder}/rows"], "there is no method 'magic'"),
         (["curve", "{graph}", "-o", "{graph}"], "is an input of this command: name another file"),

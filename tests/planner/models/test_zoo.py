@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from graphs.errors import PlannerError, UsageError
-from planner.models import ZOO, Workload, build, describe_options, parse_options
+from planner.models import ZOO, Workload, build
 from planner.models.llama import rotary_tables, rotate
 
 TINY: dict[str, dict[str, Any]] = {
@@ -258,39 +258,6 @@ def test_wrong_options_raise(name: str, options: dict[str, Any], message: str) -
 def test_missing_device_raises() -> None:
     with pytest.raises(UsageError, match="device 'cuda' is not on this machine"):
         build("mlp", device="cuda")
-
-
-def test_options_are_parsed_from_text() -> None:
-    read = parse_options("gpt2", ["layers=4", "dropout=0", "tie=False", "attention = written"])
-    assert read == {"layers": 4, "dropout": 0.0, "tie": False, "attention": "written"}
-    assert parse_options("resnet50", ["blocks=1,2,3"]) == {"blocks": (1, 2, 3)}
-    assert parse_options("llama", ["kv_heads=none", "heads=8"]) == {"kv_heads": None, "heads": 8}
-
-
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        (["layers"], "option 'layers' is not of the form name=value"),
-        (["layer=2"], "gpt2 has no option 'layer': its options are batch=8"),
-        (["layers=two"], "option layers of gpt2 is 'two': it must be a whole number"),
-        (["dropout=half"], "option dropout of gpt2 is 'half': it must be a number"),
-        (["tie=maybe"], "option tie of gpt2 is 'maybe': it must be true or false"),
-        (["layers=1", "layers=2"], "option 'layers' of gpt2 is given twice"),
-    ],
-)
-def test_unparsable_options_raise(texts: list[str], message: str) -> None:
-    with pytest.raises(PlannerError) as error:
-        parse_options("gpt2", texts)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("resnet152", "densenet121") else name for name in ZOO]
-)
-def test_described_options_are_the_defaults(name: str) -> None:
-    texts = describe_options(name).split(", ")
-    options = parse_options(name, texts)
-    assert parameters(name, **options) == parameters(name)
 
 
 def test_listing_models_and_devices_does_not_import_torch() -> None:

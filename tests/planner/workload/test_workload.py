@@ -1,5 +1,6 @@
 """Models named on the command line: parsed, imported, called with typed options, and all failures."""
 
+import inspect
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -10,8 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.errors import ModelError, PlannerError
-from planner.models import Workload
-from planner.workload.workload import ModelSpec, load, parse_spec
+from planner.models import ZOO, Workload, described, factory
+from planner.workload.workload import ModelSpec, load, parse_spec, typed_options
 
 OWN_MODEL = Path(__file__).parents[3] / "examples" / "own_model.py"
 
@@ -233,16 +234,39 @@ def test_files_other_than_python_raise(name: str, said: str, tmp_path: Path) -> 
         load(ModelSpec(str(tmp_path / name), "build"))
 
 
+def zoo_options(text: str) -> dict[str, object]:
+    spec = parse_spec(f"zoo:{text}")
+    return typed_options(factory(spec.function), spec, spec.function)
+
+
+def test_options_of_the_zoo_are_parsed_from_text() -> None:
+    read = zoo_options("gpt2,layers=4,dropout=0,tie=False, attention = written")
+    assert read == {"layers": 4, "dropout": 0.0, "tie": False, "attention": "written"}
+    assert zoo_options("resnet50,blocks=1,2,3") == {"blocks": (1, 2, 3)}
+    assert zoo_options("llama,kv_heads=none,heads=8") == {"kv_heads": None, "heads": 8}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_described_options_of_the_zoo_are_the_defaults(name: str) -> None:
+    parameters = inspect.signature(factory(name)).parameters
+    texts = described(parameters).removeprefix("its options are ").replace(", ", ",")
+    assert zoo_options(f"{name},{texts}") == {option: parameter.default for option, parameter in parameters.items()}
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
         ("zoo:gpt5", "gpt2, llama"),
-        ("zoo:mlp,size=3", "'size'"),
-        ("zoo:mlp,layers=many", "'many'"),
+        ("zoo:mlp,size=3", "mlp has no option 'size': its options are batch=1024"),
+        ("zoo:densenet121,seq=3", "its options are batch=64, size=224, blocks=6,12,24,16, growth=32"),
+        ("zoo:mlp,layers=many", "option 'layers' of mlp is 'many': must be a whole number"),
+        ("zoo:mlp,dropout=half", "option 'dropout' of mlp is 'half': must be a number"),
+        ("zoo:gpt2,tie=maybe", "option 'tie' of gpt2 is 'maybe': must be true or false"),
+        ("zoo:resnet50,blocks=3,x", "option 'blocks' of resnet50 is '3,x': must be whole numbers separated by commas"),
         ("zoo:mlp,layers=0", "at least 1"),
     ],
 )
-def test_unknown_zoo_models_raise(spec: str, said: str) -> None:
+def test_unknown_models_and_options_of_the_zoo_raise(spec: str, said: str) -> None:
     with pytest.raises(PlannerError, match=said):
         load(parse_spec(spec))
 

@@ -13,7 +13,7 @@ from graphs.schedule import Compute, Free, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import chain
-from solvers.baselines.common.online import OnlineFailedError, OnlineRun, held_storages
+from solvers.baselines.common.online import OnlineFailedError, OnlineRun
 from solvers.baselines.dtr import DtrParams, solve
 from solvers.online.heuristics import DtrRule, heuristic_of
 from solvers.online.ledger import Deallocation
@@ -48,9 +48,10 @@ def test_a_reference_held_on_is_evicted_as_the_simulator_would(tmp_path: Path) -
     path = tmp_path / "held.log"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     graph = import_graph(path)
-    (held,) = held_storages(graph)
-    assert [graph.tensors[t].name for t in (held.storage, held.tensor)] == ["y", "y held"]
-    assert [graph.ops[op].name for op in (held.hold, held.release)] == ["hold.y", "release.y"]
+    (held,) = [t for t in graph.tensors if t.held_for is not None]
+    assert held.held_for is not None
+    assert [graph.tensors[held.held_for].name, held.name] == ["y", "y held"]
+    assert [graph.ops[op].name for op in (*held.producers, *graph.consumers[held.id])] == ["hold.y", "release.y"]
     assert simulate(graph, keep_everything(graph)).peak_bytes == 35
     graph = graph_from_dict(graph_to_dict(renamed(graph)))
     for budget in (35, 25):

@@ -4,7 +4,7 @@ import pytest
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
-from graphs.schedule import keep_everything, schedule_of
+from graphs.schedule import schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
@@ -14,19 +14,13 @@ from solvers.baselines import checkmate, rounding
 from solvers.baselines.common.checkmate_program import CheckmateModel
 from solvers.baselines.common.pulp_solvers import PulpAnswer
 from solvers.baselines.rounding import RoundingParams, cheapest_executions, solve
-from solvers.bounds import least_budget_bound
 from solvers.highs.program import Outcome
 from solvers.problem import problem_of
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
+from tests.support.budgets import budget_at
 from tests.support.graphs.small_graphs import diamond, kept_output
 from tests.support.solvers.answers import ask
-
-
-def budget_at(graph: Graph, share: float) -> int:
-    least_bytes = least_budget_bound(graph).budget_bytes
-    return least_bytes + int(share * (simulate(graph, keep_everything(graph)).peak_bytes - least_bytes))
-
 
 # --- phase two ------------------------------------------------------------------------------------
 

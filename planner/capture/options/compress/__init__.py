@@ -1,29 +1,9 @@
 """Lossy compression of saved tensors: they are stored in few bits, and restored for the backward pass."""
 
-from typing import TYPE_CHECKING
-
-from graphs.ir import Graph
 from graphs.options.compress import COMPRESS as NAME
 from graphs.options.compress import LEAST_BITS, MOST_BITS, REFERENCE_BITS, within
 from graphs.options.option import Argument, Feature
-from planner.capture.options.option import EAGER_KERNELS, StepOption
-
-if TYPE_CHECKING:
-    from planner.capture.lowering.lower import Capture
-    from planner.capture.replay import RealStep
-
-
-def _apply(capture: "Capture") -> "Capture":
-    from planner.capture.options.compress.find import compressed
-
-    return compressed(capture)
-
-
-def _measure(capture: "Capture", real: "RealStep | None") -> Graph:
-    from planner.capture.options.compress.sensitivity import measured_variances, modelled_variances
-
-    return modelled_variances(capture) if real is None else measured_variances(capture, real)
-
+from planner.capture.options.option import EAGER_KERNELS, StepOption, imported_late
 
 COMPRESS = StepOption(
     name=NAME,
@@ -35,6 +15,6 @@ COMPRESS = StepOption(
         Feature.VARYING_SIZES: "the gradient error is measured at one size; leave one of them out",
     },
     argument=Argument(LEAST_BITS, MOST_BITS, REFERENCE_BITS, "bits", "which limits the gradient error", within),
-    apply=_apply,
-    measure=_measure,
+    apply=imported_late("planner.capture.options.compress.find", "compressed"),
+    measure=imported_late("planner.capture.options.compress.sensitivity", "measured_variances"),
 )

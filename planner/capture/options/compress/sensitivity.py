@@ -33,12 +33,14 @@ def modelled_variances(capture: Capture) -> Graph:
     return with_variances(capture.graph, modelled, "modelled") if found else capture.graph
 
 
-def measured_variances(capture: Capture, real: RealStep) -> Graph:
-    """Return the graph of `capture`, whose step is `real`, with measured variances.
+def measured_variances(capture: Capture, real: RealStep | None) -> Graph:
+    """Return the graph of `capture`, whose step is `real`, with measured variances; with modelled ones if that is None.
 
     Runs the forward pass once, and the backward pass once more for each rounding, with all its inputs kept. Parameters, buffers
     and random state are restored. If the gradients are all zero or not finite, the variances are modelled.
     """
+    if real is None:
+        return modelled_variances(capture)
     if not (found := kept_tensors(capture)):
         return capture.graph
     with real.running():

@@ -1,19 +1,7 @@
 """In-place ops: elementwise kernels may overwrite an input."""
 
-from typing import TYPE_CHECKING
-
 from graphs.ir import Graph
-from planner.capture.options.option import StepOption
-
-if TYPE_CHECKING:
-    from planner.capture.lowering.lower import Capture
-
-
-def _apply(capture: "Capture") -> "Capture":
-    from planner.capture.options.in_place.find import in_place
-
-    return in_place(capture)
-
+from planner.capture.options.option import StepOption, imported_late
 
 IN_PLACE = StepOption(
     name="in-place",
@@ -21,5 +9,5 @@ IN_PLACE = StepOption(
     offers="ops over an input",
     default=True,
     restored=Graph.out_of_place,
-    apply=_apply,
+    apply=imported_late("planner.capture.options.in_place.find", "in_place"),
 )

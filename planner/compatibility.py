@@ -53,13 +53,13 @@ _OF_FEATURES = (
     Conflict(
         Feature.REPLAN,
         Feature.SEVERAL_PROCESSES,
-        "one process cannot plan again while the others wait for it: leave out replan=True",
+        "one process cannot replan while the others wait for it: leave out replan=True",
     ),
     Conflict(Feature.ARENA, Feature.CUDA_GRAPH, "a CUDA graph has memory of its own, at fixed addresses: leave out arena=True"),
     Conflict(
         Feature.ARENA,
         Feature.SHARED_GPU,
-        "there it is one for PyTorch's CPU allocator only: leave it out, and set "
+        "an arena there works with PyTorch's CPU allocator only: leave it out, and set "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     ),
     Conflict(
@@ -80,7 +80,7 @@ _OF_FEATURES = (
     Conflict(
         Feature.RESERVED,
         Feature.ON_CPU,
-        "there PyTorch reserves no memory ahead: leave it out, or give memory='allocated'",
+        "PyTorch's CPU allocator reserves no memory in advance: leave it out, or give memory='allocated'",
     ),
     Conflict(
         Feature.VARYING_SIZES,

@@ -103,7 +103,7 @@ def _devices() -> Iterator[Fact]:
 def _link(device: torch.device) -> Fact:
     rates = link_alone(device)
     out, back = format_bytes(rates.out_bytes_per_s), format_bytes(rates.in_bytes_per_s)
-    return Fact("link", str(device), f"{out}/s to host memory, {back}/s back")
+    return Fact("link", str(device), f"{out}/s to host memory, {back}/s from it")
 
 
 def _captured(model: ModelSpec) -> Iterator[Fact]:

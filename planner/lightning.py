@@ -165,7 +165,7 @@ class _Logs(Scratch):
         """Record a value, as ``LightningModule.log`` would log it."""
         if not isinstance(value, torch.Tensor):
             raise TraceError(
-                f"training_step logs {name!r}, which is no tensor but {type(value).__name__}: it would be part of the plan, the "
+                f"training_step logs {name!r}, which is {type(value).__name__}, not a tensor: it would be part of the plan, the "
                 "same in every step; log it in on_train_batch_end"
             )
         self.values[name] = value

@@ -47,7 +47,7 @@ class KnownLink:
     def __str__(self) -> str:
         out, back = format_rate(self.link.out_bytes_per_s), format_rate(self.link.in_bytes_per_s)
         rates = f"{out} each way" if out == back else f"{out} out, {back} in"
-        return f"{rates}, {format_seconds(self.link.latency_s)} a copy, {self.source}"
+        return f"{rates}, {format_seconds(self.link.latency_s)} a transfer, {self.source}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,8 @@ def option_settings(
         if given:
             copying = needing(Need.LINK)[0]
             raise UsageError(
-                f"{' and '.join(given)} given, but no option that copies: add options=[{copying!r}] (--options {copying})"
+                f"{' and '.join(given)} given, but no option that transfers tensors: add options=[{copying!r}] "
+                f"(--options {copying})"
             )
         return OptionSettings(tuple(options), exact=exact)
     free_bytes, asked = psutil.virtual_memory().available, host_budget
@@ -236,7 +237,7 @@ def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
         return with_options(graph, names, Surroundings(Link.even(1.0), others=others) if others else None, only)
     host_bytes = settings.get("host_budget_bytes")
     if not isinstance(host_bytes, int):
-        raise _edited(f"the options {names!r} with {host_bytes!r} bytes on the host")
+        raise _edited(f"the options {names!r} with {host_bytes!r} bytes of host memory")
     return with_options(graph, names, Surroundings(known.link, host_bytes, others), only)
 
 

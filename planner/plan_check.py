@@ -33,8 +33,7 @@ def check_plan(graph: Graph, plan: PlanRecord) -> Simulation:
     check_same_graph(plan.graph, found := summarize(graph))
     if again := _summary_differences(plan.graph, found):
         raise MismatchError(
-            f"the graph of the plan has different figures now ({again}): it was traced again since, or one of the files was "
-            "edited; solve again"
+            f"the graph of the plan has changed ({again}): it was traced again since, or one of the files was edited; solve again"
         )
     try:
         simulation = simulate(graph, plan.schedule)
@@ -164,7 +163,7 @@ def _time_differences(plan: PlanRecord, again: int) -> list[str]:
     if plan.time_s < plan.graph.time_s * (1 - _ROUNDING):
         return [said]
     if not again and not _same_time(plan.time_s, plan.graph.time_s):
-        return [f"{said}, but its schedule recomputes nothing and copies nothing"]
+        return [f"{said}, but its schedule neither recomputes nor transfers anything"]
     return []
 
 

@@ -143,7 +143,7 @@ class Beside:
         return (
             f"budget {format_bytes(budget_bytes)} is below the {format_bytes(self.least_bytes)} in use while the optimizer runs, "
             f"whatever the plan: static memory, gradients, workspaces of libraries and its own temporaries{context}. An "
-            "optimizer with fused=True needs less; else raise the budget, or let it count only what tensors of the step take "
+            "optimizer with fused=True needs less; otherwise raise the budget, or let it count only allocated memory "
             f"(memory={CountedMemory.ALLOCATED.value!r})"
         )
 
@@ -301,7 +301,9 @@ class EagerMemory:
             format_bytes(size or 0) for size in (self.reserved_bytes, self.expandable_bytes, self.least_device_bytes)
         )
         least = f"on a full device it runs with {least}"
-        context = f"{format_bytes(self.context_bytes or 0)}, beside what is reserved; a budget counts it with memory='device'"
+        context = (
+            f"{format_bytes(self.context_bytes or 0)}, in addition to reserved memory; a budget counts it with memory='device'"
+        )
         return [
             ("reserved", f"{reserved} by PyTorch's allocator, {expandable} with expandable segments; {least}"),
             ("CUDA's context", context),

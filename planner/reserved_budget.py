@@ -276,13 +276,13 @@ class _Search:
 
     def _nothing_found(self) -> str:
         """Return the message that no schedule fits."""
-        known = "" if self._least_bytes is None else f": the least that one reserves is {format_bytes(self._least_bytes)}"
+        known = "" if self._least_bytes is None else f": the least found is {format_bytes(self._least_bytes)}"
         none = f"no schedule was found that reserves at most {format_bytes(self.request.budget_bytes)}{known}. Raise the budget"
         if self.arena:
             return f"{none} or the time limit"
         expandable = f"memory={self.memory.expandable.value!r}, with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
         segments = "" if self.memory.is_expandable else f"expandable segments ({expandable}), or "
-        return f"{none}, or let it count {segments}only what tensors take (memory={CountedMemory.ALLOCATED.value!r})"
+        return f"{none}, or let it count {segments}only allocated memory (memory={CountedMemory.ALLOCATED.value!r})"
 
     def _status(self, result: Result) -> Status:
         tolerance = result.settings.get("tolerance")

@@ -14,10 +14,9 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes
-from planner.arena import arena_rules
+from planner.allocated_budget import REORDERED, as_step_runs, solver_of
 from planner.attributes import attributes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
-from planner.capture.options import as_executed
 from planner.compatibility import check_compatible
 from planner.least_memory import least_memory
 from planner.memory import CountedMemory
@@ -37,12 +36,12 @@ from planner.reserved import (
 )
 from planner.reserved_budget import either, solve_counted
 from planner.settings import SolveSettings
-from solvers.arena.solve import ARENA_SIZES, solve_in_arena
+from solvers.arena.solve import ARENA_SIZES
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
 from solvers.least import least_known
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
-from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
+from solvers.order.solve import SolvedOrder
 from solvers.registry import Solver, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status, status_of
@@ -52,8 +51,6 @@ from solvers.windows.strategies.offloaded_orders import least_offloaded
 Tell = Callable[[SolveProgress], None]  # called as a solve advances
 Stop = Callable[[], bool]  # polled: returns True to end a solve
 
-# Other solvers are baselines: in program order, unless requested otherwise.
-_REORDERED = frozenset({"windows"})
 _REORDER_SHARE = 0.25  # of the limit: time to search for an order of the ops before many budgets are solved
 _WOULD_DO = 5.0  # of the clock, to find a feasible budget if the requested one is not
 
@@ -185,10 +182,7 @@ def solve_graph(
         settings.params,
         on_schedule=None if on_plan is None else tell,
     )
-    run = _solver_of(settings, graph)
-    solved = solve_counted(
-        lambda request: _solved(run, request, settings), request, memory, arena=settings.arena, must_stop=must_stop
-    )
+    solved = solve_counted(solver_of(settings, graph), request, memory, arena=settings.arena, must_stop=must_stop)
     if solved.result.status is Status.INFEASIBLE:
         raise InfeasibleError(solved.result.message + _what_would_do(solved, memory, clock, either(should_stop, must_stop)))
     return plans.plan_of(solved.result)
@@ -282,33 +276,6 @@ class _Plans:
         return replace(plan, reserved=reserved_for(graph, schedule, self.memory, self.eager_reserved_bytes, arena))
 
 
-def _solver_of(settings: SolveSettings, graph: Graph) -> Solver:
-    """Return the solver, in an arena if the step runs in one; on CUDA that is part of what is reserved for a schedule."""
-    run = get_solver(settings.solver)
-    if not settings.arena or on_cuda(graph):
-        return run
-    return lambda request: solve_in_arena(run, request, arena_rules(request.graph))
-
-
-def _solved(run: Solver, request: Request, settings: SolveSettings) -> SolvedOrder:
-    """Return the result of `request` in the requested order of ops, or the best of several orders, as a step runs it."""
-    graph = request.graph
-
-    def executed(schedule: Schedule) -> Schedule:
-        return _as_executed(graph, schedule, request.budget_bytes)
-
-    asked = request.on(graph, executed)
-    if settings.reorder:
-        solved = solve_reordered(run, asked)
-    elif settings.reorder is None and settings.solver in _REORDERED:
-        solved = solve_in_best_order(run, asked)
-    else:
-        solved = solve_in(in_program_order(graph), run, asked)
-    if (schedule := solved.result.schedule) is None:
-        return solved
-    return replace(solved, result=replace(solved.result, graph=graph, schedule=executed(schedule)))
-
-
 def _least_memory(
     run: Solver,
     graph: Graph,
@@ -328,14 +295,7 @@ def _least_memory(
     result = order.result_of_source(found)
     if result.schedule is None:
         return result
-    return replace(result, graph=graph, schedule=_as_executed(graph, result.schedule, result.budget_bytes))
-
-
-def _as_executed(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """Return `schedule` as a step runs it, if that fits a budget of allocated bytes."""
-    if (found := as_executed(graph, schedule)) is schedule:
-        return schedule
-    return found if simulate(graph, found).peak_bytes <= budget_bytes else schedule
+    return replace(result, graph=graph, schedule=as_step_runs(graph, result.schedule, result.budget_bytes))
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:
@@ -348,7 +308,7 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock |
     """
     if reorder:
         return reordered(graph, clock)
-    if reorder is None and solver in _REORDERED and may_lower_peak(graph):
+    if reorder is None and solver in REORDERED and may_lower_peak(graph):
         found = reordered(graph, clock)
         return found if lowers_peak(found) else in_program_order(graph)
     return in_program_order(graph)

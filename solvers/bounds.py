@@ -203,17 +203,17 @@ def _sum_of(sizes: NDArray[np.int64], bits: int) -> int:
 
 
 def describe_need(graph: Graph, need: MemoryNeed) -> str:
-    """Return, e.g., ``op 'mm_37' holds 5.20 GB of inputs, 3.10 GB of outputs and 0.11 GB of workspace at once``."""
+    """Return, e.g., ``op 'mm_37' needs 5.20 GB of inputs, 3.10 GB of outputs and 0.11 GB of workspace at once``."""
     parts = [
         (need.inputs_bytes, "of inputs"),
         (need.outputs_bytes, "of outputs"),
         (need.workspace_bytes, "of workspace"),
         (need.held_bytes, "of tensors that must be kept"),
-        (need.static_bytes, "that live throughout"),
+        (need.static_bytes, "of static memory"),
     ]
     texts = [f"{format_bytes(size)} {what}" for size, what in parts if size]
     listed = " and ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]])) or "nothing"
-    return f"op {graph.ops[need.op].name!r} holds {listed} at once"
+    return f"op {graph.ops[need.op].name!r} needs {listed} at once"
 
 
 WAY_OUT = "Raise the budget, or lower the batch size."

@@ -257,9 +257,3 @@ def test_the_messages_that_troubleshooting_explains_exist() -> None:
 def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"`((?:graphs|solvers|planner|benchmarks|tests)/[\w/.-]+)`", page.read_text())
     assert [name for name in named if "CHANGELOG" not in page.name and not (ROOT / name).exists()] == []
-
-
-def test_modules_of_the_figures_exist() -> None:
-    drawn = re.findall(r'^    \("(planner|solvers|graphs)([\w.]*)",', (ROOT / "docs/figures/draw.py").read_text(), re.MULTILINE)
-    paths = [ROOT / (floor + rest).replace(".", "/") for floor, rest in drawn]
-    assert paths and all(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)

@@ -1,6 +1,7 @@
 """Draws the figures of the documentation, from plans that it makes: ``make figures``. Takes some seconds."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,25 +16,79 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.views.figures import save_figure
 
 HERE = Path(__file__).parent
-# The calls of docs/architecture.md, in their order: where, what it is called with, and what comes of it.
+
+
+class Call(NamedTuple):
+    """A call of docs/architecture.md; its caller is the last one before it that is less deep.
+
+    Attributes:
+        depth: number of calls around it.
+        module: where the called function is; several modules of a caller stand in the order in which it calls them.
+        function: the name that the caller calls; several are separated by commas.
+        result: what comes of it.
+        passed_by: the module that passes the function to the caller as an argument; "" if the caller imports the module.
+    """
+
+    depth: int
+    module: str
+    function: str
+    result: str
+    passed_by: str = ""
+
+    @property
+    def functions(self) -> list[str]:
+        """The called functions."""
+        return self.function.split(", ")
+
+
 SOLVE_WALK = (
-    ("planner.cli.solve", "arguments", "a graph read from a file"),
-    ("planner.solving", "graph, budget, SolveSettings", "a Request in program order, then in another"),
-    ("solvers.registry", "the name of a method", "solve(request)"),
-    ("solvers.windows.driver", "Search", "stages of strategies, until solved or stopped"),
-    ("solvers.windows.incumbent", "an order of executions", "the best schedule, the bound"),
-    ("graphs.simulate", "graph, schedule", "peak and time, or an error"),
-    ("planner.plans.plan", "Result, GraphSummary", "the plan"),
+    Call(0, "planner.cli.solve", "run", "a graph read from a file"),
+    Call(1, "planner.solving", "solve", "the graph with its options, a budget in bytes"),
+    Call(2, "planner.reserved_budget", "solve_counted", "one solve; more if reserved memory counts"),
+    Call(3, "planner.allocated_budget", "solve_once", "a solve in the requested order of ops", passed_by="planner.solving"),
+    Call(4, "solvers.order.solve", "solve_in_best_order", "in program order, then in another"),
+    Call(5, "solvers.registry", "solve", "a method by its name", passed_by="planner.allocated_budget"),
+    Call(6, "solvers.windows", "solve", "the exact solver"),
+    Call(7, "solvers.windows.driver", "run", "stages of strategies"),
+    Call(8, "solvers.windows.strategies.eviction", "step", "orders of executions, by rules"),
+    Call(8, "solvers.windows.strategies.refinement", "step", "the bound; further windows"),
+    Call(9, "solvers.windows.relaxation.models", "build_relaxation", "the rows"),
+    Call(9, "solvers.highs", "solve_program", "solutions, and a bound"),
+    Call(9, "solvers.windows.decoding.decode", "decoded", "an order of executions"),
+    Call(9, "solvers.windows.search", "offer", "the trial of an order"),
+    Call(10, "solvers.windows.decoding.decode", "try_out", "its schedule"),
+    Call(11, "graphs.simulate", "simulate", "peak and time"),
+    Call(10, "solvers.windows.incumbent", "take", "the best schedule so far"),
+    Call(7, "solvers.result", "Result", "schedule and bound"),
+    Call(8, "graphs.simulate", "simulate", "the judge, which raises if the schedule is invalid"),
+    Call(2, "planner.plans.plan", "Plan", "the plan"),
 )
 COMPILE_WALK = (
-    ("planner.training.compile", "model, loss, batch, budget", "TraceSettings, SolveSettings, RunSettings"),
-    ("planner.training.planning", "settings that go together", "a Compiler for each size of batch"),
-    ("planner.capture.trace", "TrainingStep, batch", "Capture: graph, program, guards"),
-    ("planner.profiling.profile", "Capture", "times, workspaces and sizes"),
-    ("planner.search", "graph, budget", "the first plan; better ones while it trains"),
-    ("planner.runtime.code", "graph, program, schedule", "a pass forward, a pass backward"),
-    ("planner.passes.writer", "Compute and Free", "an FX graph, and its code"),
-    ("planner.runtime.executor", "a batch", "loss and gradients"),
+    Call(0, "planner.training.compile", "compile", "TraceSettings, SolveSettings, RunSettings"),
+    Call(1, "planner.training.planning", "step", "a plan from the cache, or a new one"),
+    Call(2, "planner.training.compiler", "capture, make", "the following, in this order"),
+    Call(3, "planner.distributed.wrappers", "capture", "the module, and its memory on this process"),
+    Call(4, "planner.tracing", "capture_step", "the step, without times"),
+    Call(5, "planner.capture.trace", "capture", "the graph, its program, guards"),
+    Call(6, "planner.capture.frontend.joint", "joint_graph", "the joint graph, and guards"),
+    Call(6, "planner.capture.rewrites.layouts", "layouts_as_eager", "the same ops as eager PyTorch"),
+    Call(6, "planner.capture.lowering.lower", "lower", "ops, and the calls of each"),
+    Call(3, "planner.tracing", "profiled", "the step, with times"),
+    Call(4, "planner.profiling.profile", "profile", "times, workspaces and sizes"),
+    Call(4, "planner.capture.options.traced", "with_traced", "the options that are found in it"),
+    Call(3, "planner.search", "first_plan", "a plan that is good enough to start with"),
+    Call(4, "planner.solving", "solve_graph", "a plan: see the figure above"),
+    Call(3, "planner.runtime.executor", "Executor", "the step, ready to run"),
+    Call(4, "planner.runtime.code", "compile_schedule", "a forward and a backward pass"),
+    Call(5, "planner.passes.writer", "write", "the steps of the schedule, on each device"),
+    Call(6, "planner.passes.builder", "execute", "nodes of an FX graph"),
+    Call(5, "planner.passes.builder", "finish", "a function, and its code"),
+    Call(3, "planner.runtime.pool_memory", "measured_peak", "the peak of a step"),
+    Call(3, "planner.training.compare_eager", "compare_with_eager", "equal bits, or a warning"),
+    Call(3, "planner.training.step", "PlannedStep", "the result of planner.compile"),
+    Call(0, "planner.training.step", "__call__", "each step of the training loop"),
+    Call(1, "planner.training.improvement", "before_step", "a better plan, if one was found"),
+    Call(1, "planner.runtime.executor", "__call__", "the loss, by the passes", passed_by="planner.training.compiler"),
 )
 
 FORWARD, BACKWARD, AGAIN, GREY = "#3f51b5", "#00897b", "#e65100", "#9e9e9e"
@@ -142,21 +197,26 @@ def draw_steps(path: Path) -> None:
     save_figure(figure, path)
 
 
-def draw_walk(path: Path, calls: tuple[tuple[str, str, str], ...]) -> None:
-    """From one module to the next, downwards: what each is called with, and what comes of it."""
-    figure = Figure(figsize=(9, 0.62 * len(calls)), layout="constrained")
+def draw_walk(path: Path, calls: tuple[Call, ...]) -> None:
+    """Draw calls as a tree, in their order from top to bottom; dashed where the function was passed as an argument."""
+    indent, row, letter = 0.32, 0.36, 0.078  # inches
+    figure = Figure(figsize=(8.6, row * len(calls)), layout="constrained")
     axes = figure.subplots()
-    for i, (where, given, made) in enumerate(calls):
-        y = -float(i)
-        axes.add_patch(
-            FancyBboxPatch((3.2, y - 0.28), 2.6, 0.56, boxstyle="round,pad=0.04", facecolor="#e8eaf6", edgecolor=FORWARD)
-        )
-        axes.text(4.5, y, where, ha="center", va="center", fontsize=9, family="monospace", color=FORWARD)
-        axes.text(3.0, y, given, ha="right", va="center", fontsize=9)
-        axes.text(6.0, y, made, ha="left", va="center", fontsize=9)
-        if i:
-            axes.add_patch(FancyArrowPatch((4.5, y + 0.72), (4.5, y + 0.3), arrowstyle="-|>", mutation_scale=10, color=GREY))
-    axes.set(xlim=(0.2, 9.2), ylim=(0.45 - len(calls), 0.45))
+    callers: dict[int, float] = {}  # by depth, where the latest box is
+    for i, call in enumerate(calls):
+        left, y, width = indent * call.depth, -row * i, letter * len(call.module)
+        box = FancyBboxPatch((left, y - 0.1), width, 0.2, boxstyle="round,pad=0.04", facecolor="#e8eaf6", edgecolor=FORWARD)
+        axes.add_patch(box)
+        axes.text(left + width / 2, y, call.module, ha="center", va="center", fontsize=8.5, family="monospace", color=FORWARD)
+        functions = ", ".join(f"{name}()" for name in call.functions)
+        axes.text(left + width + 0.12, y, f"{functions}: {call.result}", ha="left", va="center", fontsize=8.5)
+        if call.depth:
+            stem, top = left - indent + 0.12, callers[call.depth - 1] - 0.14
+            color, style, layer = (AGAIN, "--", -1) if call.passed_by else (GREY, "-", 0)
+            axes.plot((stem, stem, left - 0.1), (top, y, y), color=color, linestyle=style, linewidth=1, zorder=layer)
+            axes.add_patch(FancyArrowPatch((left - 0.12, y), (left - 0.03, y), arrowstyle="-|>", mutation_scale=8, color=color))
+        callers[call.depth] = y
+    axes.set(xlim=(-0.1, 8.4), ylim=(-row * len(calls) + 0.15, 0.2))
     axes.axis("off")
     save_figure(figure, path)
 

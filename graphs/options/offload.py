@@ -94,9 +94,9 @@ def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
 
 OFFLOAD = GraphOption(
     name="offload",
-    description="tensors may be offloaded to host memory and reloaded, beside the computation",
+    description="tensors may be offloaded to host memory and reloaded, in parallel with computation",
     refused={
-        Feature.ARENA: "copies end at different times in each step, and addresses are planned for fixed times; leave one "
+        Feature.ARENA: "transfers end at different times in each step, and addresses are planned for fixed times; leave one "
         "of them out"
     },
     need=Need.LINK,
@@ -150,7 +150,7 @@ def _is_read(graph: Graph, t: Tensor) -> bool:
 def _other_choices(graph: Graph) -> GraphError:
     return GraphError(
         f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {len(graph.ops) - len(graph.program)} "
-        "optional ops. Some are neither transfers of single tensors to the host and back nor ops on other devices: solve a "
+        "optional ops. Some are neither transfers of single tensors to or from host memory nor ops on other devices: solve a "
         "graph without other options on other streams"
     )
 

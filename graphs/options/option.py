@@ -23,7 +23,7 @@ class Feature(StrEnum):
     ON_CPU = "a model on the CPU"
     SHARED_GPU = "a GPU under torch.compile or on several processes"
     MAX_OVERHEAD = "max_overhead="
-    HOST_SHARE = "a share of the host's memory"
+    HOST_SHARE = "a share of host memory"
     ROOFLINE = "roofline="
     MEASURED_LINK = "measure_link=True"
     OTHER_DEVICES = "other_devices="

@@ -24,7 +24,7 @@ def passes_of(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...], tuple
         schedule: valid on it.
 
     Raises:
-        ScheduleError: a result of the forward pass is in no memory at its end.
+        ScheduleError: a result of the forward pass is not in memory at its end.
     """
     results = {t for t in graph.kept if graph.ops[graph.tensors[t].producers[0]].phase is Phase.FORWARD}
     cut = _end_of_forward(graph, schedule, results)
@@ -83,7 +83,7 @@ def _copy_of(graph: Graph, t: int, there: set[int]) -> int:
     for op in graph.tensors[t].producers:
         if graph.ops[op].is_transfer and there.issuperset(graph.ops[op].inputs):
             return op
-    raise ScheduleError(f"at the end of the forward pass {graph.tensors[t].name!r}, which the step returns, is in no memory")
+    raise ScheduleError(f"at the end of the forward pass {graph.tensors[t].name!r}, which the step returns, is not in memory")
 
 
 def _copies(graph: Graph, op: int, made: set[int]) -> bool:

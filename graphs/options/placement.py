@@ -66,7 +66,7 @@ def _why_not(graph: Graph, surroundings: Surroundings) -> str:
             return reason
         new = _new_names(pools, device.name)
         if clashes := [name for name in new if name in taken]:
-            return f"device {device.name!r} would have a memory or stream {clashes[0]!r}, and there is one: rename it"
+            return f"device {device.name!r} would have a pool or stream {clashes[0]!r}, which the graph has already: rename it"
         if not movable(graph, device):
             return f"no op can run on device {device.name!r}: each has no time there, or must stay on the main device"
         pools.append(device.name)
@@ -102,7 +102,7 @@ def _lifted(graph: Graph, schedule: Schedule) -> Schedule:
 
 PLACEMENT = GraphOption(
     name="placement",
-    description="ops may run on other devices, with copies between them",
+    description="ops may run on other devices, with transfers between them",
     refused={
         Feature.INDUCTOR: "Inductor's kernels run on one device; leave it out, or use kernels='eager'",
         Feature.TORCH_COMPILE: "its graphs are not measured on other devices; leave it out, or use planner.compile",
@@ -276,7 +276,7 @@ def placement_with_options(graph: Graph) -> Placement:
 
 def _other_choices(op: Op) -> GraphError:
     return GraphError(
-        f"op {op.name!r} is optional, and neither copies a tensor from one device to another nor replaces one op on another "
+        f"op {op.name!r} is optional, and neither transfers a tensor from one device to another nor replaces one op on another "
         "device: only graphs with placement and no other option are supported here"
     )
 

@@ -105,7 +105,9 @@ def test_incompatible_options_raise() -> None:
         with_options(graph, ("placement", "offload", "placement"), around(graph))
     names = ("second", "second"), ("host",), ("device",), ("a_to_b", "c", "a", "b_to_c")
     for wrong, taken in zip(names, ("second", "host", "device", "a_to_b_to_c"), strict=True):
-        with pytest.raises(GraphError, match=rf"device '{wrong[-1]}' would have a memory or stream '{taken}', and there is one"):
+        with pytest.raises(
+            GraphError, match=rf"device '{wrong[-1]}' would have a pool or stream '{taken}', which the graph has already"
+        ):
             PLACEMENT.added_to(graph, around(graph, *wrong))
     with pytest.raises(GraphError, match="only graphs with placement and no other option are supported"):
         placement_of(both)
@@ -113,10 +115,10 @@ def test_incompatible_options_raise() -> None:
         placement_with_options(whole)
     stand_in = next(op for op in both.ops if op.replaces and op.stream != COMPUTE)
     for changed, said in (
-        (replace(stand_in, replaces=()), "neither copies a tensor from one device to another nor replaces one op"),
+        (replace(stand_in, replaces=()), "neither transfers a tensor from one device to another nor replaces one op"),
         (
             replace(stand_in, stream="elsewhere", workspace_bytes=0),
-            "neither transfers of single tensors to the host and back nor ops",
+            "neither transfers of single tensors to or from host memory nor ops",
         ),
     ):
         ops = (*both.ops[: stand_in.id], changed, *both.ops[stand_in.id + 1 :])

@@ -128,7 +128,7 @@ def test_invalid_graphs_and_devices_raise() -> None:
         on_devices(diamond(), cpu)
     with pytest.raises(GraphError, match="already has other pools or streams: add it once"):
         PLACEMENT.added_to(on_devices(layer(), cpu), Surroundings(Link.even(1.0), others=(cpu,)))
-    with pytest.raises(GraphError, match="would have a memory or stream 'cpu', and there is one"):
+    with pytest.raises(GraphError, match="would have a pool or stream 'cpu', which the graph has already"):
         on_devices(layer(), cpu, cpu)
     for speed in (0.0, -1.0, float("inf")):
         with pytest.raises(GraphError, match="must be above 0"):

@@ -149,7 +149,7 @@ def test_what_was_not_named_is_not_offered(graph: Graph, workload: Workload) -> 
         solve(plain, "100%", options=["chunks"])
     with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
         solve(graph, "100%", solver="dtr", options=["chunks"])
-    with pytest.raises(PlannerError, match="link given, but no option that copies"):
+    with pytest.raises(PlannerError, match="link given, but no option that transfers tensors"):
         solve(graph, "100%", options=["chunks"], link=1e9)
 
 

@@ -139,7 +139,7 @@ class OtherOptimizer(Module):
     ("make", "kind", "message"),
     [
         (Indexed, TraceError, "batch_idx"),
-        (LogsNumber, TraceError, "training_step logs 'epoch', which is no tensor but int"),
+        (LogsNumber, TraceError, "training_step logs 'epoch', which is int, not a tensor"),
         (ByHand, PlannerError, "automatic_optimization=False is not planned"),
         (OtherOptimizer, PlannerError, "what memory Rprop takes is not known"),
     ],

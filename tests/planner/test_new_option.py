@@ -1,6 +1,10 @@
-"""What a new option takes: one file and one line, and everything knows it."""
+"""What a new option takes: one file and its registration, and everything knows it."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +31,7 @@ from tests.support.cli import call
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for floor in ("graphs", "solvers", "planner") for path in (ROOT / floor).rglob("*.py")]
 REGISTRY = ROOT / "planner" / "capture" / "options" / "__init__.py"
+FIRST_IMPORT = "from planner.capture.options.chunks import CHUNKS\n"
 
 
 @pytest.fixture
@@ -91,10 +96,55 @@ def test_it_is_unknown_without_its_line() -> None:
         planner.trace(*workload(), passes=1, options=["bfloat16"])
 
 
-def test_a_new_option_touches_one_file_and_one_line() -> None:
-    """As ``git diff --stat`` would count: of all files of the planner none names it."""
-    assert Path(bfloat16_option.__file__).is_relative_to(ROOT / "tests")
-    assert [path for path in SOURCES if "bfloat16_option" in path.read_text() or "BFLOAT16" in path.read_text()] == []
+USE = """
+import sys
+from dataclasses import replace
+
+import planner.solving
+from planner.cli.main import main
+
+assert planner.__file__.startswith(sys.argv[1]), planner.__file__
+main(["options"])
+assert "torch" not in sys.modules
+
+import torch
+from torch import nn
+
+torch.manual_seed(7)
+layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())]
+batch = torch.randn(256, 64), torch.arange(256) % 5
+graph = planner.trace(nn.Sequential(*layers, nn.Linear(64, 5)), nn.CrossEntropyLoss(), batch, passes=1, options=["bfloat16"])
+graph = replace(graph, ops=tuple(replace(op, time_s=1e-6 if op.optional else 1e-3) for op in graph.ops))
+plan = planner.solve(graph, "60%", options=["bfloat16"], work_limit=5.0)
+print(*plan.differs, sep="\\n")
+"""
+
+
+def test_a_new_option_touches_one_file_and_the_registry(tmp_path: Path) -> None:
+    """Add the option to a copy of the sources, use it there, and count the files that differ."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    for copy in (before, after):
+        for floor in ("graphs", "solvers", "planner"):
+            shutil.copytree(ROOT / floor, copy / floor, ignore=shutil.ignore_patterns("__pycache__"))
+    folder = REGISTRY.parent.relative_to(ROOT)
+    shutil.copy(Path(bfloat16_option.__file__), after / folder / "bfloat16.py")
+    text, last = REGISTRY.read_text(), "register(PLACEMENT)\n"
+    assert text.count(last) == text.count(FIRST_IMPORT) == 1
+    text = text.replace(FIRST_IMPORT, f"from planner.capture.options.bfloat16 import BFLOAT16\n{FIRST_IMPORT}")
+    (after / folder / REGISTRY.name).write_text(text.replace(last, f"{last}register(BFLOAT16)\n"))
+
+    environment = {**os.environ, "PYTHONPATH": str(after), "PYTHONDONTWRITEBYTECODE": "1"}
+    use = [sys.executable, "-c", USE, str(after)]
+    used = subprocess.run(use, cwd=after, env=environment, capture_output=True, text=True, check=False)
+    assert used.returncode == 0, used.stderr
+    assert BFLOAT16.description in used.stdout and "kept in bfloat16" in used.stdout.splitlines()[-1]
+
+    compare = ["git", "diff", "--no-index", "--stat=200", before.name, after.name]
+    stat = subprocess.run(compare, cwd=tmp_path, capture_output=True, text=True, check=False).stdout.splitlines()
+    added = len(Path(bfloat16_option.__file__).read_text().splitlines())
+    changed = {line.split("|")[0].rsplit("/", 1)[-1].strip(): line.split("|")[1].split()[0] for line in stat[:-1]}
+    assert changed == {REGISTRY.name: "2", "bfloat16.py": str(added)}  # the import, and the registration
+    assert stat[-1] == f" 2 files changed, {added + 2} insertions(+)"
 
 
 @pytest.mark.parametrize("name", ["chunks", "pack", "kernels", "in-place"])

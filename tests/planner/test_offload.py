@@ -150,7 +150,7 @@ def test_the_link_of_a_graph_is_used_said_and_checked(step: Graph, tmp_path: Pat
     assert "20.00 GB/s out, 30.00 GB/s in, 10.00 GB/s each at once beside the step" in call(capsys, "info", graph_file).out
     asked = ("--budget", "60%", "--options", "offload", "--work-limit", "2", "--quiet")
     said = call(capsys, "solve", graph_file, *asked, "-o", plan_file)
-    line = "10.00 GB/s each way, 20 us a copy, measured"  # both directions at once are slower, and share a figure
+    line = "10.00 GB/s each way, 20 us a transfer, measured"  # both directions at once are slower, and share a figure
     assert said.code == 0 and line in said.out and line in call(capsys, "info", plan_file).out
     assert read_plan(plan_file).settings["link"] == {**asdict(link.link), "source": "measured"}
     for wrong in (
@@ -168,7 +168,7 @@ def test_the_link_of_a_graph_is_used_said_and_checked(step: Graph, tmp_path: Pat
 def test_what_is_refused(step: Graph) -> None:
     with pytest.raises(PlannerError, match="there is no option 'shrink' of a graph: choose from offload"):
         solve(step, "60%", options=["shrink"])
-    with pytest.raises(PlannerError, match="link and host_budget given, but no option that copies"):
+    with pytest.raises(PlannerError, match="link and host_budget given, but no option that transfers tensors"):
         solve(step, "60%", link=1e9, host_budget=GB)
     with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
         solve(step, "60%", solver="dtr", options=["offload"])

@@ -100,7 +100,7 @@ def test_less_in_memory_at_single_ops_finds_plans_where_less_everywhere_finds_no
     plan = solve(graph, "80%", work_limit=5.0)
     assert reserved(graph, plan) <= plan.budget_bytes
     monkeypatch.setattr(reserved_budget, "_LOCAL_SOLVES", 0)
-    with pytest.raises(LimitError, match="the least that one reserves"):
+    with pytest.raises(LimitError, match="the least found"):
         solve(graph, "80%", work_limit=5.0)
 
 
@@ -119,9 +119,9 @@ def test_a_budget_below_every_schedule_is_refused_with_a_proof() -> None:
 def test_a_budget_that_no_plan_is_found_for_names_ways_out() -> None:
     # Three tensors of 1 KiB fit into 2 MiB, of which a segment is, and not into less.
     graph = chain(size_bytes=1024)
-    with pytest.raises(LimitError, match=r"the least that one reserves is 2\.10 MB.*memory='allocated'"):
+    with pytest.raises(LimitError, match=r"the least found is 2\.10 MB.*memory='allocated'"):
         solve(graph, "1MB", work_limit=2.0)
-    with pytest.raises(LimitError, match="Raise the budget, or let it count only what tensors take"):
+    with pytest.raises(LimitError, match="Raise the budget, or let it count only allocated memory"):
         solve(graph, "1MB", work_limit=2.0, memory="reserved-expandable")
     assert solve(graph, "1MB", work_limit=2.0, memory="allocated").peak_bytes < 10**6
 
@@ -275,7 +275,7 @@ def test_the_least_memory_counts_allocated_bytes() -> None:
 
 
 def test_reserved_memory_of_the_cpu_is_refused() -> None:
-    with pytest.raises(UsageError, match="a model on the CPU: there PyTorch reserves no memory"):
+    with pytest.raises(UsageError, match="a model on the CPU: PyTorch's CPU allocator reserves no memory"):
         solve(chain("cpu"), "80%", memory="reserved")
     with pytest.raises(UsageError, match="choose from reserved, reserved-expandable, allocated"):
         planner.solve(chain(), "80%", memory="all")

@@ -137,7 +137,7 @@ def test_the_time_limit_holds_for_the_order_and_for_the_solves_together(monkeypa
         return replace(found, graph=request.graph)
 
     monkeypatch.setattr("solvers.order.solve.reordered", order)
-    monkeypatch.setattr("planner.solving.get_solver", lambda _: solve)
+    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: solve)
     plan = planner.solve(graph, budget_bytes, work_limit=60.0, reorder=True)
     assert given == [("order", 15.0), ("solve", 50.0), ("solve", 38.0)]
     assert plan.settings["reordered"] is False
@@ -151,7 +151,7 @@ def test_where_time_is_up_nothing_is_said_of_other_budgets(graph: Graph, monkeyp
         request.clock.spend(100.0)
         return get_solver("windows")(request)
 
-    monkeypatch.setattr("planner.solving.get_solver", lambda _: solve)
+    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: solve)
     monkeypatch.setattr("planner.solving.least_known", None)
     monkeypatch.setattr("planner.solving.least_offloaded", None)
     with pytest.raises(InfeasibleError, match=r"is below .*lower the batch size\.$"):

@@ -82,10 +82,10 @@ def test_messages_say_what_and_how_much() -> None:
     graph = draft.graph()
     least = least_budget_bound(graph)
     assert describe_need(graph, least.need) == (
-        "op 'mm_37' holds 5.20 GB of inputs, 3.10 GB of outputs and 110.00 MB of workspace at once"
+        "op 'mm_37' needs 5.20 GB of inputs, 3.10 GB of outputs and 110.00 MB of workspace at once"
     )
     message = too_small_message(graph, 8 * 10**9, least)
-    assert message.startswith("budget 8.00 GB is below 8.41 GB, the least any schedule of this graph needs: op 'mm_37' holds")
+    assert message.startswith("budget 8.00 GB is below 8.41 GB, the least any schedule of this graph needs: op 'mm_37' needs")
     assert "Raise the budget" in message
 
 
@@ -111,7 +111,7 @@ def test_what_holds_in_one_order_is_not_said_of_all() -> None:
     )
     below = too_small_message(graph, 24, least)
     assert below.startswith(
-        "budget 24 B is below 25 B, the least any schedule of this graph needs: op 'large' holds 20 B of outputs"
+        "budget 24 B is below 25 B, the least any schedule of this graph needs: op 'large' needs 20 B of outputs"
     )
     assert "In the order of the ops that was tried it is 35 B." in below
 
@@ -145,7 +145,7 @@ def test_an_op_that_holds_nothing() -> None:
     draft = Draft()
     draft.op("nothing", [], [0])
     graph = draft.graph()
-    assert describe_need(graph, least_budget_bound(graph).need) == "op 'nothing' holds nothing at once"
+    assert describe_need(graph, least_budget_bound(graph).need) == "op 'nothing' needs nothing at once"
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)

@@ -1,23 +1,32 @@
-"""An option in one file, to show that it is all that a new one takes: saved tensors may be kept in bfloat16."""
+"""An option in one file, to show that it is all that a new one takes: saved tensors may be kept in bfloat16.
+
+Like each option, it imports torch only when it is applied.
+"""
 
 from collections.abc import Iterator
 from functools import partial
-
-import torch
+from typing import TYPE_CHECKING
 
 from graphs.ir import Kind, Op, Phase
-from planner.capture.lowering.lower import Capture
-from planner.capture.options.added import Additions, value_of
 from planner.capture.options.option import EAGER_KERNELS, StepOption
+
+if TYPE_CHECKING:
+    import torch
+
+    from planner.capture.lowering.lower import Capture
 
 NAME = "bfloat16"
 
 
-def _cast(value: torch.Tensor, *, dtype: torch.dtype) -> tuple[torch.Tensor]:
+def _cast(value: "torch.Tensor", *, dtype: "torch.dtype") -> "tuple[torch.Tensor]":
     return (value.to(dtype),)
 
 
-def _apply(capture: Capture) -> Capture:
+def _apply(capture: "Capture") -> "Capture":
+    import torch
+
+    from planner.capture.options.added import Additions
+
     additions = Additions(capture)
     for op, t, value in _saved(capture):
         name, rounded = capture.graph.tensors[t].name, value.new_empty(value.shape, dtype=torch.bfloat16)
@@ -38,8 +47,12 @@ def _apply(capture: Capture) -> Capture:
     return additions.captured()
 
 
-def _saved(capture: Capture) -> Iterator[tuple[Op, int, torch.Tensor]]:
+def _saved(capture: "Capture") -> "Iterator[tuple[Op, int, torch.Tensor]]":
     """What the forward pass makes in float32 and the backward pass reads, with the op that makes it and a fake value."""
+    import torch
+
+    from planner.capture.options.added import value_of
+
     graph = capture.graph
     for op, node, call in zip(graph.program, capture.nodes, capture.program.calls, strict=False):
         for t, path in call.outputs if op.phase is Phase.FORWARD else ():

@@ -1,4 +1,4 @@
-"""Options of graphs, by name. A new option is one file and one line here.
+"""Options of graphs, by name. A new option is one file, and its import and registration here.
 
 Some are found among the calls of a step when it is traced (``StepOption``): the graph then contains them, and those not requested
 are removed again. Others are added to any graph when it is solved (``GraphOption``). A name may have a number after a colon:

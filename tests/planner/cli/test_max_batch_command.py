@@ -56,7 +56,7 @@ def test_the_command_varies_another_size_with_options(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "code", "word"),
     [
-        (["zoo:mlp", "--budget", "8GB", "--link", "50GB/s"], 1, "link given, but no option that copies"),
+        (["zoo:mlp", "--budget", "8GB", "--link", "50GB/s"], 1, "link given, but no option that transfers tensors"),
         (["zoo:mlp", "--budget", "8GB", "--options", "shrink"], 2, "there is no option 'shrink'"),
         (["zoo:mlp", "--budget", "8GB", "--vary", "seq"], 2, "name another with --vary"),
         (["zoo:mlp", "--budget", "8GB", "--multiple-of", "8", "--limit", "7"], 2, "--limit 7 is below --multiple-of 8"),

@@ -92,7 +92,7 @@ def test_a_budget_below_what_any_schedule_reserves_is_out_of_memory(tmp_path: Pa
     small = replace(training_chain(8), provenance={"device": "h200"})  # in one segment of 2 MiB, which no schedule goes without
     row, kept = compare(small, ["1MB"], ["windows", "keep-everything"], tmp_path, StudySettings(time_limit_s=2.0))
     assert (row.status, row.reason, kept.reason) == ("limit", Reason.MEMORY, Reason.MEMORY)
-    assert "the least that one reserves is 2.10 MB" in row.message
+    assert "the least found is 2.10 MB" in row.message
 
 
 def test_all_methods_can_be_compared(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
     ("options", "message"),
     [
         ({"options": ["squeeze"]}, "there is no option 'squeeze' of a graph: choose from offload"),
-        ({"options": ()}, "link given, but no option that copies"),
+        ({"options": ()}, "link given, but no option that transfers tensors"),
         ({"solver": "dtr"}, "the solver 'dtr' recomputes only"),
     ],
 )

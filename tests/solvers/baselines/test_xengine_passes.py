@@ -52,5 +52,5 @@ def test_a_loss_that_is_computed_here_again_comes_with_the_forward_pass() -> Non
     assert computed == [names[:4], names[4:]]
     assert in_passes(graph, schedule) == schedule
     late = schedule_of(graph, [ids[name] for name in ("a", "copy_a_device_to_second", "loss@second", "b", "loss", "c")])
-    with pytest.raises(ScheduleError, match="'loss', which the step returns, is in no memory"):
+    with pytest.raises(ScheduleError, match="'loss', which the step returns, is not in memory"):
         passes_of(graph, late)

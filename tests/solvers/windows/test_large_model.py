@@ -45,5 +45,5 @@ def test_it_is_solved_nearly_to_optimality(llama: Graph, share: float) -> None:
 
 
 def test_parameters_and_gradients_must_fit(llama: Graph) -> None:
-    with pytest.raises(InfeasibleError, match=r"GB of tensors that must be kept and .* GB that live throughout"):
+    with pytest.raises(InfeasibleError, match=r"GB of tensors that must be kept and .* GB of static memory"):
         solve(llama, "60%", memory="allocated")

@@ -4,7 +4,7 @@ from planner.capture.options.option import EAGER_KERNELS, StepOption, imported_l
 
 CHUNKS = StepOption(
     name="chunks",
-    description="loss heads and other large row-wise stretches may be computed in 2 to 16 chunks",
+    description="loss heads and other large row-wise parts of a step may be computed in 2 to 16 chunks",
     refused=EAGER_KERNELS,
     apply=imported_late("planner.capture.options.chunks.find", "chunked"),
 )

@@ -1,0 +1,62 @@
+"""A solve for a budget of allocated bytes, by the settings: the solver, and the order of the ops. Never imports torch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from graphs.ir import Graph
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from planner.arena import arena_rules
+from planner.capture.options import as_executed
+from planner.reserved import on_cuda
+from planner.settings import SolveSettings
+from solvers.arena.solve import solve_in_arena
+from solvers.order.reorder import in_program_order
+from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
+from solvers.registry import Solver, get_solver
+from solvers.request import Request
+
+# Other solvers are baselines: in program order, unless requested otherwise.
+REORDERED = frozenset({"windows"})
+
+
+def solver_of(settings: SolveSettings, graph: Graph) -> Callable[[Request], SolvedOrder]:
+    """Return the function that solves requests for `graph` in the requested order of ops, or in the best of several orders.
+
+    The schedules are as a step runs them.
+    """
+    run = _in_memory_of(settings, graph)
+
+    def solve_once(request: Request) -> SolvedOrder:
+        graph = request.graph
+
+        def executed(schedule: Schedule) -> Schedule:
+            return as_step_runs(graph, schedule, request.budget_bytes)
+
+        asked = request.on(graph, executed)
+        if settings.reorder:
+            solved = solve_reordered(run, asked)
+        elif settings.reorder is None and settings.solver in REORDERED:
+            solved = solve_in_best_order(run, asked)
+        else:
+            solved = solve_in(in_program_order(graph), run, asked)
+        if (schedule := solved.result.schedule) is None:
+            return solved
+        return replace(solved, result=replace(solved.result, graph=graph, schedule=executed(schedule)))
+
+    return solve_once
+
+
+def _in_memory_of(settings: SolveSettings, graph: Graph) -> Solver:
+    """Return the solver, in an arena if the step runs in one; on CUDA that is part of what is reserved for a schedule."""
+    run = get_solver(settings.solver)
+    if not settings.arena or on_cuda(graph):
+        return run
+    return lambda request: solve_in_arena(run, request, arena_rules(request.graph))
+
+
+def as_step_runs(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
+    """Return `schedule` as a step runs it, if that fits a budget of allocated bytes."""
+    if (found := as_executed(graph, schedule)) is schedule:
+        return schedule
+    return found if simulate(graph, found).peak_bytes <= budget_bytes else schedule

@@ -55,7 +55,7 @@ class Request:
         return self.interrupted() or left(self.clock) <= 0
 
     def ended(self) -> str:
-        """Return why the solve must end; "" if it need not."""
+        """Return the reason for which the solve must end, the limit or an interruption; "" if it may go on."""
         if left(self.clock) <= 0:
             return f"the limit of {self.clock.amount(self.clock.limit)} was reached"
         return "it was stopped" if self.interrupted() else ""

@@ -53,7 +53,7 @@ def solve_in_arena(solve: Solve, request: Request, rules: ArenaRules) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A schedule that fits, with what it needs."""
+    """A schedule that fits the budget, with its step time and the bytes in and outside the arena."""
 
     schedule: Schedule
     time_s: float
@@ -254,7 +254,7 @@ class _Joint:
         )
 
     def _defect(self, result: Result) -> str:
-        """Return what the last solve did wrong, given that there is a schedule: it failed, or proved that there is none."""
+        """Return the error of the last solve, given that a schedule is known: a failure or a proof of infeasibility; else ""."""
         if result.status is Status.ERROR:
             return result.message
         return "a proof that there is no schedule" if result.status is Status.INFEASIBLE and not self.margins.now else ""

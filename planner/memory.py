@@ -6,7 +6,7 @@ from graphs.errors import UsageError
 
 
 class CountedMemory(StrEnum):
-    """What a budget counts on the device, besides which it always counts static memory."""
+    """The kind of device memory that a budget counts. Static memory is always included."""
 
     RESERVED = "reserved"  # by PyTorch's caching allocator with default settings, on CUDA
     RESERVED_EXPANDABLE = "reserved-expandable"  # with expandable_segments:True

@@ -108,12 +108,12 @@ def _solve_with_margins(search: "_Search", most_bytes: int, schedule: Schedule |
 
 @dataclass(slots=True)
 class _Search:
-    """What is known of the budgets of allocated bytes.
+    """A search over budgets of allocated bytes for the fastest schedule whose counted memory is within the budget.
 
     Attributes:
         run, request, memory, must_stop, arena, on_least: the arguments of ``solve_counted``.
-        best: the fastest result that fits, None if none is known.
-        bound_s: no schedule that fits is faster; None if unknown.
+        best: the fastest result that fits the budget; None if none is known.
+        bound_s: lower bound on the time of every schedule that fits; None if unknown.
     """
 
     run: Run

@@ -355,7 +355,7 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock |
 
 
 def eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory | None) -> int:
-    """Return what plain eager PyTorch needs, to which shares refer, for a step with other kernels.
+    """Return the bytes that plain eager PyTorch needs for a step that is planned with other kernels; shares refer to them.
 
     Args:
         eager: the step as eager PyTorch runs it.

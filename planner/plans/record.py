@@ -39,7 +39,7 @@ class GraphSummary:
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """The schedule for one graph and one budget, with predictions: what the file of a ``Plan`` holds.
+    """The schedule for one graph and one budget, with predictions: the content of a ``Plan``'s file.
 
     Attributes:
         graph: the graph it is for.
@@ -133,13 +133,13 @@ class PlanRecord:
         return f"arena: {format_bytes(self.arena_bytes)}, {format_bytes(self.outside_arena_bytes)} outside"
 
     def _step_time(self) -> str:
-        """Return how the step time compares with eager PyTorch, if measured, and with keeping everything."""
+        """Return the predicted overhead over keeping everything as text, with the measured one over eager PyTorch if known."""
         predicted = f"predicted {slower_than('keeping everything', self.overhead)}"
         measured = "" if self.eager is None else self.eager.slowdown
         return f"measured {measured} ({predicted})" if measured else predicted
 
     def _kernels(self) -> str:
-        """Return which kernels were compiled, and for how long; "" for those of eager PyTorch."""
+        """Return the variant of Inductor's kernels and the time of their compilation as text; "" for kernels of eager PyTorch."""
         found = self.graph.provenance
         if "variant" not in found:
             return ""

@@ -129,7 +129,7 @@ class StepOutcome:
         return sqrt(squared[0] / squared[1]) if squared[1] else 0.0
 
     def difference(self, name: str, other: "StepOutcome") -> Difference:
-        """Return how much `other` differs from this outcome in the result `name`."""
+        """Return the difference of `other` from this outcome in the result `name`, without sizes if it cannot be measured."""
         wanted, given = self.values[name], other.values.get(name)
         name = name.replace(" model.", " ", 1)  # as in the user's code
         if wanted is None or given is None or wanted.shape != given.shape or name.endswith("random state"):

@@ -37,7 +37,7 @@ _WITH_OPTIONS = 0.6  # share of the time with options; the same budgets are then
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveRow:
-    """What is known at one budget, as a row of the CSV that ``planner curve -o`` writes."""
+    """The result at one budget, as a row of the CSV that ``planner curve -o`` writes."""
 
     budget_bytes: int = key("static memory included")
     memory: str = column("what the budget counts, as in planner.memory")

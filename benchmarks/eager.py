@@ -220,7 +220,7 @@ def planned(budget: int, model: nn.Module, step: Step, expected: list[Tensor], *
 
 
 def compared(model: nn.Module, step: Step, expected: list[Tensor], block: AbstractContextManager[object]) -> dict[str, object]:
-    """Return whether loss and gradients of a step in `block` are the expected ones, and the most bytes of storages in it."""
+    """Run a step in `block`; return as columns if loss and gradients are bit-identical to `expected`, and the peak bytes."""
     with counted(model) as live, block:
         exact = all(torch.equal(a, b) for a, b in zip(train(model, step), expected, strict=True))
     return {"exact": exact, "peak_bytes": live.peak_bytes - sum(t.untyped_storage().nbytes() for t in expected)}

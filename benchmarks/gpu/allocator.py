@@ -42,7 +42,7 @@ def workload_of(name: str) -> Workload:
 
 
 def record(name: str, share: str) -> list[dict[str, Any]]:
-    """Return what the allocator did in some steps of training, from an empty device on; `share` is empty for eager PyTorch."""
+    """Record the actions of the allocator in some steps of training on an empty device; `share` is "" for eager PyTorch."""
     gc.collect()
     clear_cublas_workspaces()
     torch.cuda.empty_cache()

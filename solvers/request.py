@@ -29,7 +29,7 @@ class Request:
         params: parameters of the solver, of the class that the registry names; None: its defaults.
         on_schedule: called in the thread that solves with each better schedule of `graph` and the current lower bound, by solvers
             that improve schedules.
-        conflicts: what schedules must not do, for ``windows`` on plain graphs.
+        conflicts: conflicts that no schedule may have, for ``windows`` on plain graphs.
     """
 
     graph: Graph

@@ -33,8 +33,8 @@ class AllocatorAction:
     """A recorded action of the allocator.
 
     Attributes:
-        kind: what was done.
-        address: of the block, segment or pages.
+        kind: kind of the action.
+        address: address of the block, segment or pages.
         size_bytes: requested size of a block; size of a segment or of pages.
         stream: number of the stream.
     """

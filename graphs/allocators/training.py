@@ -238,9 +238,9 @@ def _in_one_segment(training: Training, size_bytes: int) -> bool:
 
 
 def growth_above(training: Training, usage: Usage, limit_bytes: int) -> dict[int, int]:
-    """Return by how many bytes what is reserved grows above `limit_bytes`, by the step of the schedule in which it does.
+    """Return, by step of the schedule, the bytes by which the reserved memory grows above `limit_bytes` in that step.
 
-    What grows between two steps of training is left out.
+    Growth between two steps of training is left out.
     """
     found: dict[int, int] = {}
     for reserved in usage.by_step:

@@ -166,7 +166,7 @@ class AddressSearch:
         return self._rise(state, 0, m, 0, range(k)) or self._place(list(range(k)), state)
 
     def _place(self, rest: list[int], state: _State) -> int:
-        """Place what is left of the kinds `rest`. Returns 0, or the bytes that it takes at least."""
+        """Place the unplaced buffers of the kinds `rest`; return 0, or a lower bound on the bytes of the arena if none fits."""
         worst = sys.maxsize
         while True:
             self._nodes -= 1
@@ -287,7 +287,7 @@ class AddressSearch:
         choices.sort(key=value)
 
     def _apply(self, u: int | None, section: int, raised: int | None, state: _State) -> int:
-        """Place `u` where it is lowest, or raise the floor of `section`. Returns 0, or the bytes that it takes at least."""
+        """Place `u` at its lowest offset, or raise the floor of `section`. Returns 0 or a lower bound, as ``_rise``."""
         if u is None:
             assert raised is not None
             state.floor[section] = raised
@@ -306,7 +306,7 @@ class AddressSearch:
         """Follow the floor of the sections from `start` to `end`, which is at `level` now.
 
         The kinds `met` in use there are raised; a section where none rests on the floor any more has its floor raised to the
-        lowest of them. Returns 0, or the bytes that the state takes at least.
+        lowest of them. Returns 0, or a lower bound on the bytes of the arena if the rest does not fit.
         """
         floor, latest, resting, low, members = state.floor, state.latest, state.resting, state.low, state.members
         lower, upper, alignment = self._lower, self._upper, self._alignment

@@ -189,7 +189,7 @@ class _Arena:
         return self._heights[number] > self.bound_bytes and len(self._instances[number].size) <= _LARGEST
 
     def _aim(self, target_bytes: int, clock: Clock) -> bool:
-        """Search for offsets of all instances within `target_bytes`; return True if it was decided whether there are any."""
+        """Search for offsets of all instances within `target_bytes`; return True if they were found or proved not to exist."""
         for number, instance in enumerate(self._instances):
             if self._heights[number] <= target_bytes:
                 continue

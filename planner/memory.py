@@ -31,12 +31,12 @@ class CountedMemory(StrEnum):
 
     @property
     def taken(self) -> str:
-        """The name of a column of what is taken on CUDA, as this is counted."""
+        """The name of the column of counted bytes on CUDA, in tables."""
         return "device" if self.counts_context else "reserved"
 
     @property
     def said(self) -> str:
-        """Words for what is counted, within a sentence."""
+        """The counted memory in words, for use within a sentence."""
         if self is CountedMemory.ALLOCATED:
             return "allocated bytes"
         segments = " with expandable segments" if self.is_expandable else ""

@@ -62,7 +62,7 @@ def memory_of(graph: Graph, asked: CountedMemory | None) -> CountedMemory:
 
 
 def memory_on(device: str, asked: CountedMemory | None) -> CountedMemory:
-    """Return the kind of memory that a budget counts on a kind of device: `asked`, or by default what is reserved on CUDA.
+    """Return the kind of memory that a budget counts on a kind of device: `asked`, or the default of the device.
 
     Raises:
         UsageError: reserved memory is asked for on the CPU.
@@ -261,7 +261,7 @@ def counted_bytes(graph: Graph, schedule: Schedule, memory: CountedMemory) -> in
 
 
 def growth_above_budget(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int) -> dict[int, int]:
-    """Return by how many bytes what is reserved grows above a budget, by the step of `schedule` in which it does."""
+    """Return, by step of `schedule`, the bytes by which the reserved memory grows above a budget in that step."""
     training = requests_of(graph, schedule)
     return growth_above(training, usage_of(training, rules_of(memory)), budget_bytes - _counted_context_bytes(graph, memory))
 

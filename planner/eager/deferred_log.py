@@ -109,7 +109,7 @@ class DeferredLog:
     Args:
         operator: returns the facts about an operator.
         budget_bytes: an op that does not fit into it closes the log.
-        device: where memory is counted.
+        device: the device whose memory is counted.
         measurements: number of executions of each signature that the log leaves to the recorder, which measures them.
 
     Attributes:

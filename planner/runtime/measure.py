@@ -222,7 +222,7 @@ class Isolated:
 
 
 def run_both(step: "Step | Isolated", batch: Batch) -> object:
-    """Run one forward and backward pass; return what must be held to keep all results alive."""
+    """Run one forward and backward pass; return an object that keeps all results alive."""
     if isinstance(step, Isolated):
         return step.run()
     returned = call(step, batch)
@@ -233,7 +233,7 @@ def run_both(step: "Step | Isolated", batch: Batch) -> object:
 
 
 def _ends(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
-    """Return the tensors where the backward pass ends, and whether it runs nested backward passes.
+    """Return the tensors where the backward pass ends, and True if it runs nested backward passes.
 
     Reentrant checkpoints (``use_reentrant=True``) do; they do not support ``autograd.grad``.
     """

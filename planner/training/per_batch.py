@@ -43,7 +43,7 @@ class BatchPlans:
         """Set the model, the budget and the options that all plans share.
 
         Args:
-            wrapper: how the model is trained.
+            wrapper: the model with its wrapper for one or several processes.
             budget: as in ``planner.compile``.
             options: its other keyword arguments.
         """

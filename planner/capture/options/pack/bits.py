@@ -54,7 +54,7 @@ def pack(write: Write, count: int, size: int, like: torch.Tensor) -> torch.Tenso
 
     Args:
         write: writes a part of the truth values.
-        size: how many at a time, whole bytes of bits.
+        size: number of values in a part, a multiple of eight.
     """
     packed = like.new_empty(bytes_of(count), dtype=torch.uint8)
     room = like.new_empty(size, dtype=torch.uint8)

@@ -63,7 +63,7 @@ def record(name: str, share: str) -> list[dict[str, Any]]:
 
 
 def lines(out: Path, names: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Yield a line for each recording, which is written, and whether the model did the same."""
+    """Write the recordings; yield a line for each, and True if the model agrees with it."""
     for setting, (asked, rules) in _SETTINGS.items():
         set_allocator_settings(asked)
         for name in names:

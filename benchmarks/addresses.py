@@ -123,7 +123,7 @@ def run(case: Path | str, known: Sequence[AddressRow]) -> Iterator[AddressRow]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Solve what is missing; write rows and table."""
+    """Solve the missing cases; write rows and table."""
     arguments = command_line(__doc__, AddressRow, models=(PUBLIC, *MODELS), out="results/addresses").parse_args(words)
     one_thread()
     files = sorted(INSTANCES.glob("*.csv")) if PUBLIC in arguments.models else []

@@ -54,7 +54,7 @@ _LIMIT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaTrainingRow(Made):
-    """What training takes with and without an arena, by plans for one budget; bytes are without static memory."""
+    """Memory and time of training with and without an arena, by plans for one budget; bytes are without static memory."""
 
     model: str = key()
     optimizer: str = key("and the kernels that it steps with")
@@ -89,7 +89,7 @@ class ArenaTrainingRow(Made):
 
     @property
     def is_predicted(self) -> bool:
-        """True if they take what was planned."""
+        """True if the slab and the memory outside of it have the planned size, up to `_BYTES_BEYOND`."""
         return 0 <= self.arena_bytes - self.predicted_bytes <= _BYTES_BEYOND
 
 
@@ -111,7 +111,7 @@ class _Training:
         return loss.detach()
 
     def seconds(self) -> float:
-        """Return how long a step takes."""
+        """Train for one step, and return its wall time in seconds."""
         start = time.perf_counter()
         self.run()
         return time.perf_counter() - start
@@ -184,14 +184,14 @@ def _evaluate(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
 
 
 def _after_evaluation_s(training: _Training, batch: tuple[torch.Tensor, ...]) -> float:
-    """Return how long a step takes after an evaluation, which is not the first one of its kind."""
+    """Run a step and an evaluation, then return the seconds of a further step."""
     training.run()
     _evaluate(training.model, batch)
     return training.seconds()
 
 
 def _timed(run: Callable[[], Returned]) -> tuple[Returned, float]:
-    """Return what `run` returns, and the processor time that it took."""
+    """Call `run`, and return its result and the processor time in seconds."""
     start = time.process_time()
     return run(), time.process_time() - start
 

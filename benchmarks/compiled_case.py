@@ -97,8 +97,8 @@ def compare_compiled(
 
     Args:
         workload: real tensors; its model in the mode it is trained in.
-        name: of the model.
-        settings: how.
+        name: name of the model.
+        settings: the settings of the comparison.
         on_row: told each row as soon as all but its time is known.
     """
     comparison = _Comparison(workload, name, settings, on_row)

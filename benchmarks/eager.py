@@ -46,7 +46,7 @@ WAYS = ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps", "megengine", P
 
 
 class TreeNet(nn.Module):
-    """Recurses over a binary tree: no two steps need have the same ops."""
+    """A network that recurses over a binary tree: no two steps need have the same ops."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class TreeNet(nn.Module):
 
 
 class ExpertLayer(nn.Module):
-    """Routes each token to one of some experts: their sizes are others in each step."""
+    """A layer that routes each token to one of its experts: the sizes of their inputs vary from step to step."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class ExpertLayer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the tokens `x` (tokens, width) and what their experts make of them."""
+        """Return the sum of the tokens `x` (tokens, width) and the weighted outputs of their experts."""
         weights, chosen = self.router(x).softmax(1).max(1)
         for i, expert in enumerate(self.experts):
             rows = (chosen == i).nonzero().flatten()
@@ -220,7 +220,7 @@ def planned(budget: int, model: nn.Module, step: Step, expected: list[Tensor], *
 
 
 def compared(model: nn.Module, step: Step, expected: list[Tensor], block: AbstractContextManager[object]) -> dict[str, object]:
-    """Return whether loss and gradients of a step in `block` are the expected ones, and the most bytes of storages in it."""
+    """Run a step in `block`; return as columns if loss and gradients are bit-identical to `expected`, and the peak bytes."""
     with counted(model) as live, block:
         exact = all(torch.equal(a, b) for a, b in zip(train(model, step), expected, strict=True))
     return {"exact": exact, "peak_bytes": live.peak_bytes - sum(t.untyped_storage().nbytes() for t in expected)}

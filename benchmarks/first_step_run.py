@@ -151,7 +151,7 @@ class Run:
         """Take all steps.
 
         Args:
-            began: when the call began that made `step`, where the end of the first step is noted.
+            began: time at which the call that made `step` began, if the end of the first step is noted; else None.
             watched: during so many steps VmData is sampled.
         """
         reset_highest_rss()

@@ -140,7 +140,7 @@ class Pair:
     Attributes:
         main: the step with the times of the main device.
         second: the other device.
-        captured: how to run it; None where the times are modelled.
+        captured: the capture of the step, to run it; None where the times are modelled.
     """
 
     main: Graph

@@ -18,7 +18,11 @@ def status_bytes(field: str) -> int:
 
 
 def resident_bytes(address: int, size_bytes: int) -> int:
-    """Return how much of the memory at `address`, where a page begins, is resident."""
+    """Return the resident bytes of the `size_bytes` of memory at `address`, which must be the beginning of a page.
+
+    Raises:
+        OSError: ``mincore`` failed.
+    """
     there = ctypes.create_string_buffer(-(-size_bytes // mmap.PAGESIZE))
     if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), there):
         raise OSError(ctypes.get_errno(), "mincore failed")

@@ -1,9 +1,10 @@
-"""What PyTorch reserves for plans on a CUDA device: ``make bench-reserved`` writes results/reserved/.
+"""Memory that PyTorch reserves for plans on a CUDA device: ``make bench-reserved`` writes results/reserved/.
 
-Plans of models on the roofline of an H200 at five budgets of allocated bytes: what PyTorch's caching allocator reserves in
-three steps of training, by a model of it, with default settings, with expandable segments, and with a private pool of one
-segment for each step; the least capacity of a device at which the steps run; and the arena of planned addresses. Then plans whose
-budget counts what is reserved, in both ways and for steps in an arena, at the same shares of what eager PyTorch reserves.
+Plans of models on the roofline of an H200 at five budgets of allocated bytes: the memory that PyTorch's caching allocator
+reserves in three steps of training, by a model of it, with default settings, with expandable segments, and with a private pool
+of one segment for each step; the least capacity of a device at which the steps run; and the arena of planned addresses. Then
+plans whose budget counts what is reserved, in both ways and for steps in an arena, at the same shares of what eager PyTorch
+reserves.
 """
 
 import sys
@@ -39,7 +40,7 @@ ARENA_LIMIT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedRow(Made):
-    """What is reserved for the plan of a model."""
+    """Memory that is reserved for the plan of a model at one budget."""
 
     model: str = key()
     counts: str = key(
@@ -102,7 +103,7 @@ def run(model: str, known: Sequence[ReservedRow], *, limit_s: float = PLAN_LIMIT
 
 
 def _of_budget(row: ReservedRow) -> str | None:
-    """Return what is reserved as a part of the budget, with the settings that it is for."""
+    """Return the reserved bytes over the budget, with the allocator settings that the budget is for; None if unknown."""
     reserved_bytes = row.expandable_bytes if row.counts == CountedMemory.RESERVED_EXPANDABLE else row.reserved_bytes
     return f"{reserved_bytes / row.budget_bytes:.3f}" if reserved_bytes and row.budget_bytes else None
 

@@ -89,7 +89,7 @@ def solve_case(case: SolverRow, file: Path) -> Iterator[SolverRow]:
 
 
 def writing_seconds(graph: Graph, budget_bytes: int) -> float:
-    """Return how long PuLP takes to write the reference's program."""
+    """Return the seconds that PuLP takes to build the program of the reference, Checkmate."""
     # It imports PuLP, which the memory of other solves shall not hold.
     from solvers.baselines.common.checkmate_program import CheckmateModel
 

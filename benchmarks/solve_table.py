@@ -143,7 +143,7 @@ def against_reference(solves: pd.DataFrame) -> pd.DataFrame:
 
 
 def median_note(solves: pd.DataFrame) -> str:
-    """Return how the times of `solves` came about."""
+    """Return the note that times of `solves` are medians of several runs; "" if each solve was run once."""
     most = solves["runs"].max()
     return f" Times are medians of {most} runs; what was not solved within the limit was run once." if most > 1 else ""
 

@@ -130,7 +130,7 @@ class Seen:
 
 
 def run(step: Callable[[Loop, Batch], tuple[Any, ...]], loops: Mapping[str, Loop], data: Iterable[Batch]) -> dict[str, Seen]:
-    """Return what `step`, a method of loops that take turns, returns for every batch."""
+    """Apply `step`, a method of ``Loop``, to every batch in each of `loops` in turn; return the observations by loop."""
     turns = [{way: step(loop, batch) for way, loop in loops.items()} for batch in data]
     return {way: Seen([turn[way] for turn in turns], loop.digest()) for way, loop in loops.items()}
 

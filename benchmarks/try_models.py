@@ -320,7 +320,7 @@ def _ran(title: str, way: str, name: str, form: str | None = None) -> Column:
 
 
 def _counted(title: str, counts: Callable[[TriedRow], bool]) -> Column:
-    """Return the column of how many plans are as they should be."""
+    """Return the column with the number of plans for which `counts` is True, of all plans of a model."""
     return Column(title, lambda found: f"{sum(map(counts, planned := plans(found.values())))} of {len(planned)}", at=ALL)
 
 

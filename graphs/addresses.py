@@ -180,11 +180,11 @@ class _InOrder:
         self._graph, self._moments = graph, moments
 
     def end(self, index: int) -> int:
-        """Return when a step is over."""
+        """Return the time at which the step at `index` ends."""
         return (index + 1) * self._moments
 
     def of_output(self, step: Step, index: int, tensor: int) -> int:
-        """Return when an output is requested."""
+        """Return the time at which the step at `index` requests memory for the output `tensor`."""
         if self._moments == 1 or not isinstance(step, Compute):
             return index * self._moments
         op = self._graph.ops[step.op]
@@ -229,9 +229,9 @@ def _joined(pairs: Sequence[Pairs], stays: _Stays) -> dict[_Stay, _Stay]:
 def _passing(
     graph: Graph, schedule: Schedule, pairs: Sequence[Pairs], stays: _Stays, pool: str, in_order: _InOrder
 ) -> Iterator[tuple[int, str, tuple[int, int, int]]]:
-    """Yield what is in use during one step only: workspaces, and second copies of outputs.
+    """Yield the buffers that are in use during one step only: workspaces, and second copies of outputs.
 
-    Each has the index of the step, a name, and beginning, end and bytes.
+    Each is yielded as the index of the step, a name, and a tuple of begin, end and bytes.
     """
     works_for = {owner: next(p.name for p in graph.pools if p.owner == owner) for owner in {p.owner for p in graph.pools}}
     for index, step in enumerate(schedule.steps):

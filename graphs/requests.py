@@ -1,4 +1,4 @@
-"""What an op asks of the allocator while it runs."""
+"""Requests for memory that an op makes to the allocator while it runs."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ class MemoryRequest(NamedTuple):
     """A request for memory that an op makes while it runs.
 
     Attributes:
-        output: position of the output that it is for; -1 for a workspace.
-        size_bytes: of a workspace; 0 for an output, which has the size of its tensor.
-        until: the workspace is freed before the op's request of this index; the number of its requests if it is the last to go.
+        output: position of the output that is allocated; -1 for a workspace.
+        size_bytes: size of a workspace; 0 for an output, whose size is that of its tensor.
+        until: index of the op's request before which the workspace is freed; the number of its requests if after all of them.
     """
 
     output: int

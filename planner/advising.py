@@ -51,8 +51,8 @@ def advise(
         model, loss_fn, batch, optimizer, accumulate, roofline, passes, name: as in ``planner.trace``.
         options: options to try, each alone. None: ``offload`` and all that are found in the step; ``compress:4`` with a roofline
             only, since measuring its error takes a backward pass for each compressible tensor.
-        memory: what budgets count, as in ``planner.solve``: by default what PyTorch's allocator reserves on CUDA, and the bytes
-            of tensors on the CPU.
+        memory: kind of memory that budgets count, as in ``planner.solve``: by default what PyTorch's allocator reserves on CUDA,
+            and the bytes of tensors on the CPU.
         link, host_budget: for ``offload``, as in ``planner.solve``.
         time_limit_s: for trace and analysis together; the analysis has at least 20 s.
         on_activity: called with a line about what is being done.

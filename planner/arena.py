@@ -18,7 +18,7 @@ _SEARCHES = 4
 
 
 def arena_rules(graph: Graph) -> ArenaRules:
-    """Return which buffers of the step of `graph` are in its arena: all but small ones and the results that the caller gets."""
+    """Return the rules for the arena of `graph` on the CPU: all buffers but small ones and results returned to the caller."""
     results = frozenset(t for t in graph.kept if graph.tensors[t].kind is not Kind.GRADIENT)
     return ArenaRules(ALIGNMENT, LEAST_BYTES, results)
 

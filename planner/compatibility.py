@@ -137,7 +137,7 @@ def check_compatible(asked: Collection[str]) -> None:
 
 
 def table() -> list[tuple[str, str, str]]:
-    """Return the conflicts as rows of text: what excludes each other, and why; equal reasons share a row."""
+    """Return the conflicts as rows of text: features, the feature that they exclude, and the reason, which they share."""
     rows: dict[tuple[str, str], list[str]] = {}
     for one in conflicts():
         rows.setdefault((one.other, one.reason), []).append(one.one)

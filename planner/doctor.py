@@ -35,8 +35,8 @@ class Fact:
 
     Attributes:
         topic: ``versions``, ``packages``, ``device``, ``link`` or ``model``.
-        name, value: what was checked, and the result.
-        problem: what is wrong and what to do; empty if nothing is.
+        name, value: the subject of the check, and its result.
+        problem: the problem and its solution; empty if there is none.
     """
 
     topic: str

@@ -29,7 +29,7 @@ def prepare_for_tight_memory(graph: Graph, device: torch.device) -> None:
 
 
 def why_it_does_not_fit(graph: Graph, device: torch.device) -> str:
-    """Return why a step that keeps everything is not run to compare results: the bytes it needs and has; "" if it fits."""
+    """Return the needed and free bytes as a reason not to run a step that keeps everything for comparison; "" if it fits."""
     summary = summarize(graph)
     # The results of both steps are compared in the host's memory.
     compared_bytes = 2 * sum(graph.tensors[t].size_bytes for t in graph.kept) if device.type == "cpu" else 0

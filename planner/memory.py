@@ -6,7 +6,7 @@ from graphs.errors import UsageError
 
 
 class CountedMemory(StrEnum):
-    """What a budget counts on the device, besides which it always counts static memory."""
+    """The kind of device memory that a budget counts. Static memory is always included."""
 
     RESERVED = "reserved"  # by PyTorch's caching allocator with default settings, on CUDA
     RESERVED_EXPANDABLE = "reserved-expandable"  # with expandable_segments:True
@@ -31,12 +31,12 @@ class CountedMemory(StrEnum):
 
     @property
     def taken(self) -> str:
-        """The name of a column of what is taken on CUDA, as this is counted."""
+        """The name of the column of counted bytes on CUDA, in tables."""
         return "device" if self.counts_context else "reserved"
 
     @property
     def said(self) -> str:
-        """Words for what is counted, within a sentence."""
+        """The counted memory in words, for use within a sentence."""
         if self is CountedMemory.ALLOCATED:
             return "allocated bytes"
         segments = " with expandable segments" if self.is_expandable else ""

@@ -14,7 +14,7 @@ _ADVICE = {
 
 
 def how_to_install(error: ModuleNotFoundError) -> str | None:
-    """Return what to install for a missing package; None for packages that users do not install themselves."""
+    """Return a message with the command that installs a missing package; None for packages that users never install."""
     return _ADVICE.get((error.name or "").split(".")[0])
 
 

@@ -147,7 +147,7 @@ def _other_peaks(plan: PlanRecord, graph: Graph, simulation: Simulation) -> list
 
 
 def _reserved_differences(plan: PlanRecord, graph: Graph) -> list[str]:
-    """Return errors in what `plan` says is reserved for it."""
+    """Return the errors in the predictions of reserved memory of `plan`."""
     said = plan.reserved
     if said is None:
         return []

@@ -1,4 +1,4 @@
-"""What PyTorch reserves on the device for a step, by the model of its allocator, and which kind of memory a budget counts.
+"""The memory that PyTorch reserves on the device for a step, by a model of its allocator, as a budget counts it.
 
 Never imports torch.
 """
@@ -62,7 +62,7 @@ def memory_of(graph: Graph, asked: CountedMemory | None) -> CountedMemory:
 
 
 def memory_on(device: str, asked: CountedMemory | None) -> CountedMemory:
-    """Return the kind of memory that a budget counts on a kind of device: `asked`, or by default what is reserved on CUDA.
+    """Return the kind of memory that a budget counts on a kind of device: `asked`, or the default of the device.
 
     Raises:
         UsageError: reserved memory is asked for on the CPU.
@@ -80,7 +80,7 @@ def rules_of(memory: CountedMemory) -> Rules:
 
 
 def context_bytes_of(graph: Graph) -> int:
-    """Return what CUDA holds beside PyTorch's allocator: as measured where `graph` was traced, or that of its kind of device."""
+    """Return the bytes of CUDA's context: as measured when `graph` was traced, else those usual for its device; 0 on the CPU."""
     if not on_cuda(graph):
         return 0
     measured = graph.provenance.get(CONTEXT_BYTES)
@@ -104,7 +104,7 @@ def requests_of(graph: Graph, schedule: Schedule) -> Training:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Memory that is reserved beside any plan.
+    """Memory that training needs whatever the plan.
 
     Attributes:
         library_bytes: workspaces of libraries.
@@ -131,12 +131,12 @@ class Beside:
         return max(allocated_bytes + self.kept_bytes, self.least_bytes)
 
     def lines(self) -> str:
-        """Return what is kept in words; "" if it is nothing."""
+        """Return the parts of `kept_bytes` in words; "" if there are none."""
         parts = [(self.library_bytes, "workspaces that libraries keep"), (self.context_bytes, "CUDA's context")]
         return " and ".join(f"{format_bytes(size)} are {name}" for size, name in parts if size)
 
     def refusal(self, budget_bytes: int) -> str:
-        """Return why no plan can be within a budget, for lack of room for this memory; "" if there is room."""
+        """Return a message that no plan can meet a budget too small for this memory, and what to do; "" if it is large enough."""
         if budget_bytes >= self.least_bytes:
             return ""
         context = ", with CUDA's context" if self.context_bytes else ""
@@ -149,7 +149,7 @@ class Beside:
 
 
 def reserved_beside(graph: Graph, memory: CountedMemory) -> Beside:
-    """Return what a budget that counts `memory` has for the step of `graph` beside any plan."""
+    """Return the memory that a budget of `memory` must have for the step of `graph` whatever the plan."""
     library_bytes, parameters = sum(_libraries(graph)), graph.static_bytes_by_kind.get(Kind.PARAMETER, 0)
     optimizer = optimizer_of(graph.provenance)
     kept_bytes = sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].pool == DEVICE)
@@ -160,12 +160,12 @@ def reserved_beside(graph: Graph, memory: CountedMemory) -> Beside:
 def reserved_for(
     graph: Graph, schedule: Schedule, memory: CountedMemory, eager_bytes: int, arena: Steering | None = None
 ) -> Reserved:
-    """Return what is reserved on the CUDA device of `graph` for a training loop by `schedule`.
+    """Return the memory reserved on the CUDA device of `graph` for a training loop by `schedule`.
 
     Args:
         memory: the kind of memory that the budget counts.
-        eager_bytes: what ``eager_reserved_bytes`` returns.
-        arena: what ``arena_of`` returns, if the step runs in an arena.
+        eager_bytes: bytes for plain eager PyTorch, from ``eager_reserved_bytes``.
+        arena: the arena of the step, from ``arena_of``; None if it runs in none.
     """
     training, rules = requests_of(graph, schedule), rules_of(memory)
     usage = usage_of(training, rules)
@@ -184,16 +184,16 @@ def reserved_for(
 
 
 def reserved_with_graphs(graph: Graph, schedule: Schedule, memory: CountedMemory, eager_bytes: int, pool_bytes: int) -> Reserved:
-    """Return what is reserved for training where both passes of `schedule` are replayed as CUDA graphs.
+    """Return the memory reserved for training where both passes of `schedule` are replayed as CUDA graphs.
 
-    Tensors of the passes are in the graphs' pool. Outside of it are what the passes read, the optimizer, copies of results and
-    gradients, which each step takes and the caller keeps until the optimizer has run, and a segment of the stream of the
-    captures, for the state of the random generator.
+    Tensors of the passes are in the graphs' pool. Outside the pool are the static tensors that the passes read, the optimizer's
+    memory, copies of results and gradients, which each step allocates and the caller keeps until the optimizer has run, and a
+    segment of the stream of the captures, for the state of the random generator.
 
     Args:
         graph: the step with the copies as static memory (``planner.runtime.graphed_step.recordable``).
         memory, eager_bytes: as in ``reserved_for``.
-        pool_bytes: of the graphs' pool.
+        pool_bytes: size of the graphs' pool.
     """
     copied = [graph.tensors[t].size_bytes for t in sorted(graph.kept)]
     copies = tuple(Buffer(f"copy {i}", i, len(copied) + 1, size) for i, size in enumerate(copied) if size)
@@ -221,7 +221,7 @@ def kept_beside_passes(graphs: Sequence[Graph], memory: CountedMemory) -> int:
 
 
 def reserved_for_passes(parts: Sequence[tuple[Graph, Schedule]], static: Sequence[int], memory: CountedMemory) -> int:
-    """Return what is reserved on CUDA for training by several graphs (``training_of_passes``), as `memory` counts it."""
+    """Return the bytes reserved on CUDA for training by several graphs (``training_of_passes``), as `memory` counts them."""
     training = training_of_passes(parts, static, library_bytes=max((_libraries(graph) for graph, _ in parts), key=sum))
     return usage_of(training, rules_of(memory)).reserved_bytes + _counted_context_bytes(parts[0][0], memory)
 
@@ -234,9 +234,11 @@ def arena_of(graph: Graph, schedule: Schedule) -> Steering:
 def reserved_bytes_of(
     graph: Graph, schedule: Schedule | None, memory: CountedMemory | None = None, *, arena: bool = False
 ) -> int | None:
-    """Return what is reserved on CUDA for training by `schedule`, as `memory` counts it; None without one, or on the CPU.
+    """Return the bytes reserved on CUDA for training by `schedule`; None without a schedule, or on the CPU.
 
-    Without `memory` it is that of PyTorch's allocator with default settings; with `arena` that of steps in an arena.
+    Args:
+        memory: the kind of memory that is counted; None for that of PyTorch's allocator with default settings.
+        arena: True if the steps run in an arena.
     """
     if schedule is None or not on_cuda(graph):
         return None
@@ -245,7 +247,7 @@ def reserved_bytes_of(
 
 
 def least_reserved_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory) -> int:
-    """Return what training by `schedule` in an arena on CUDA reserves at least, without looking for addresses."""
+    """Return a lower bound on the bytes reserved for training by `schedule` in an arena on CUDA; does not plan addresses."""
     training = requests_of(graph, schedule)
     outside_bytes = outside_pool_bytes(training, rules_of(memory))
     return outside_bytes + least_slab_bytes(training) + _counted_context_bytes(graph, memory)
@@ -259,7 +261,7 @@ def counted_bytes(graph: Graph, schedule: Schedule, memory: CountedMemory) -> in
 
 
 def growth_above_budget(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int) -> dict[int, int]:
-    """Return by how many bytes what is reserved grows above a budget, by the step of `schedule` in which it does."""
+    """Return, by step of `schedule`, the bytes by which the reserved memory grows above a budget in that step."""
     training = requests_of(graph, schedule)
     return growth_above(training, usage_of(training, rules_of(memory)), budget_bytes - _counted_context_bytes(graph, memory))
 
@@ -272,19 +274,19 @@ def eager_bytes(graph: Graph, memory: CountedMemory) -> int:
 
 
 def eager_reserved_bytes(graph: Graph, memory: CountedMemory) -> int:
-    """Return what plain eager PyTorch reserves for the step of `graph`, which is on a CUDA device, as the budget counts it."""
+    """Return the bytes that plain eager PyTorch reserves on CUDA for the step of `graph`, as the budget counts `memory`."""
     return usage_of(_eager_requests(graph), rules_of(memory)).reserved_bytes + _counted_context_bytes(graph, memory)
 
 
 @dataclass(frozen=True, slots=True)
 class EagerMemory:
-    """What allocators take for plain eager PyTorch; None where it is not the device's allocator.
+    """The memory that training with plain eager PyTorch takes, by models of allocators.
 
-    Attributes:
-        reserved_bytes, expandable_bytes: reserved on CUDA with default settings, and with expandable segments.
-        least_device_bytes: capacity of a device at which it runs, and returns unused memory on the way.
-        context_bytes: that CUDA holds besides.
-        resident_bytes: on the CPU with glibc, besides the interpreter and its libraries.
+    Attributes (None for those of another kind of device):
+        reserved_bytes, expandable_bytes: bytes reserved on CUDA with default settings, and with expandable segments.
+        least_device_bytes: least capacity of a CUDA device on which it runs; the allocator then returns unused memory meanwhile.
+        context_bytes: bytes of CUDA's context, which are not in the others.
+        resident_bytes: resident bytes on the CPU with glibc, without the interpreter and its libraries.
     """
 
     reserved_bytes: int | None = None
@@ -311,7 +313,7 @@ class EagerMemory:
 
 
 def eager_memory(graph: Graph) -> EagerMemory:
-    """Return what allocators take for training with plain eager PyTorch, by models of them."""
+    """Return the memory that training with plain eager PyTorch takes on the device of `graph`, by models of allocators."""
     training = _eager_requests(graph)
     if not on_cuda(graph):
         return EagerMemory(resident_bytes=play(training, GlibcAllocator()).reserved_bytes)

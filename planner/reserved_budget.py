@@ -52,7 +52,7 @@ def solve_counted(
         run: the solve. Its schedules, and its result, are of the graph that it is given.
         request: `should_stop` is asked for each solve, and heard once there is a schedule that fits; `on_schedule` is called with
             those.
-        memory: what the budget counts.
+        memory: kind of memory that the budget counts.
         arena: reserved memory is that of steps in an arena. No single op is to blame for it there, so that none has a margin.
         must_stop: polled; once it returns True, all ends with what there is, if anything.
         on_least: called with each schedule that reserves less than those before, also where it does not fit.
@@ -108,12 +108,12 @@ def _solve_with_margins(search: "_Search", most_bytes: int, schedule: Schedule |
 
 @dataclass(slots=True)
 class _Search:
-    """What is known of the budgets of allocated bytes.
+    """A search over budgets of allocated bytes for the fastest schedule whose counted memory is within the budget.
 
     Attributes:
         run, request, memory, must_stop, arena, on_least: the arguments of ``solve_counted``.
-        best: the fastest result that fits, None if none is known.
-        bound_s: no schedule that fits is faster; None if unknown.
+        best: the fastest result that fits the budget; None if none is known.
+        bound_s: lower bound on the time of every schedule that fits; None if unknown.
     """
 
     run: Run
@@ -167,9 +167,9 @@ class _Search:
         return replace(solved, result=result)
 
     def offer(self, result: Result) -> int:
-        """Take `result` if it fits and is the fastest of them; return what it reserves above the budget, 0 without a schedule.
+        """Keep `result` if it fits and is the fastest; return the bytes that it reserves above the budget, 0 without a schedule.
 
-        In an arena it may be less than that, if it is above 0.
+        In an arena, bytes above 0 may be a lower bound.
         """
         if result.status is Status.ERROR:
             self._error = result
@@ -195,9 +195,9 @@ class _Search:
         return excess_bytes
 
     def margins_for(self, schedule: Schedule, most_bytes: int) -> Margins:
-        """Return the margins with which each op at which what is reserved grows too much has as much less in memory.
+        """Return margins that lower the memory at each op where reserved memory grows above the budget by this growth.
 
-        An op that needs more for itself has none.
+        An op whose own tensors and workspace need more than the lowered memory has none.
 
         Args:
             most_bytes: the budget of allocated bytes.
@@ -217,7 +217,7 @@ class _Search:
         return found
 
     def learn(self, asked_bytes: int, result: Result) -> int:
-        """Learn from the result of a solve for `asked_bytes`; return what it reserves above the budget."""
+        """Learn from the result of a solve for `asked_bytes`; return the bytes that it reserves above the budget."""
         excess_bytes = self.offer(result)
         if result.peak_bytes is None:
             self._floor_bytes = asked_bytes

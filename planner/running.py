@@ -44,7 +44,8 @@ class RunReport:
         budget_bytes, predicted_peak_bytes, predicted_time_s, predicted_ratio: predictions of the plan.
         measured_peak_bytes: peak of tensors and workspaces (CUDA: allocated), static memory included; optimizer state and earlier
             gradients are added as planned, since they are not allocated here.
-        needed_bytes: what the plan needs of the memory that its budget counts, by the measured peak (``Plan.needed_bytes``).
+        needed_bytes: bytes that the plan needs, of the memory that its budget counts, by the measured peak
+            (``Plan.needed_bytes``).
         predicted_reserved_bytes, reserved_bytes: bytes reserved by the CUDA allocator; None on the CPU.
         arena_bytes, outside_arena_bytes: the arena, and the most bytes that a step takes outside of it at once; None without one.
         library_bytes: workspaces of libraries on the device, which are not in the peak; 0 on the CPU.
@@ -61,9 +62,9 @@ class RunReport:
         measured_gradient_error: the measured error; also if eager PyTorch is not deterministic.
         eager_error: the error between two runs of plain eager PyTorch, if the plan differs from it; None if they are
             bit-identical.
-        not_compared: why the plan was not compared with keeping everything and plain PyTorch: they do not fit into the free
-            memory. Then these are None: measured_ratio, eager_ratio, overhead, spread, identical, differences, eager_differences,
-            measured_gradient_error, eager_error. Empty if it was compared.
+        not_compared: the reason why the plan was not compared with keeping everything and plain PyTorch: they do not fit into the
+            free memory. Then these are None: measured_ratio, eager_ratio, overhead, spread, identical, differences,
+            eager_differences, measured_gradient_error, eager_error. Empty if it was compared.
         timeline: (seconds, bytes) at each event of the CPU allocator.
         predicted_pools_bytes, measured_pools_bytes: peak in the memory of each other device, by its name.
     """

@@ -92,16 +92,16 @@ def solve(
             machine. One thread works at a time.
         reorder: True: search for an order of the ops that needs less memory first. False: keep program order. None: with
             ``windows``, solve in program order first, then in another order if that can gain; baselines keep program order.
-        options: what the schedule may do besides recomputing (``docs/options``). ``chunks``, ``pack``, ``kernels``,
-            ``in-place`` and ``compress`` must have been named when the graph was traced.
+        options: names of options that the schedule may use besides recomputation (``docs/options``). ``chunks``, ``pack``,
+            ``kernels``, ``in-place`` and ``compress`` must have been named when the graph was traced.
         link, host_budget: for ``offload``: bytes a second (``50GB/s``) and host memory (``64GB``). Without `link`, the measured
             or else the published rate of the device is used.
         exact: of the options, use only what was verified to give the same bits.
         params: of the solver: for ``windows`` a ``planner.WindowsParams``. None: its defaults.
-        memory: what the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA with default settings,
-            ``reserved-expandable`` with expandable segments, ``device`` or ``device-expandable`` for CUDA's context as well, so
-            that the budget is one of the whole device, or ``allocated`` for the bytes of tensors in use. None: ``reserved`` for
-            a graph of a CUDA device, ``allocated`` on the CPU and with `max_overhead`.
+        memory: kind of memory that the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA with default
+            settings, ``reserved-expandable`` with expandable segments, ``device`` or ``device-expandable`` for CUDA's context as
+            well, so that the budget is one of the whole device, or ``allocated`` for the bytes of tensors in use. None:
+            ``reserved`` for a graph of a CUDA device, ``allocated`` on the CPU and with `max_overhead`.
         arena: the budget is for a step that runs in an arena (``docs/addresses.md``): static memory, the arena, and what is
             outside of it. The bound holds for all schedules whose buffers have addresses there.
         on_progress: called as the solve advances.
@@ -211,8 +211,8 @@ class _Plans:
         graph: with the options that were asked for.
         settings: of each solve.
         summary: of the graph, for plans.
-        memory: what the user's budget counts.
-        eager_reserved_bytes: what plain eager PyTorch reserves; None on the CPU.
+        memory: kind of memory that the user's budget counts.
+        eager_reserved_bytes: bytes that plain eager PyTorch reserves; None on the CPU.
     """
 
     graph: Graph
@@ -235,7 +235,7 @@ class _Plans:
         return self.plan_of(Result(self.graph, budget_bytes, *found))
 
     def plan_of(self, result: Result) -> Plan:
-        """Return the plan of `result`, with what is reserved for it on CUDA.
+        """Return the plan of `result`, with the memory reserved for it on CUDA.
 
         Raises:
             LimitError, PlannerError: it has no schedule.
@@ -315,7 +315,7 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock |
 
 
 def eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory | None) -> int:
-    """Return what plain eager PyTorch needs, to which shares refer, for a step with other kernels.
+    """Return the bytes that plain eager PyTorch needs for a step that is planned with other kernels; shares refer to them.
 
     Args:
         eager: the step as eager PyTorch runs it.

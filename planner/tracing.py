@@ -65,7 +65,7 @@ def trace(
         accumulate: count gradients of earlier batches in memory.
         roofline: model the times on this device instead of measuring them: gh200, h200, h100, a100, l4, rtx4090 or cpu. Nothing
             is executed.
-        passes: how often each distinct op is timed, unless it takes long.
+        passes: number of times that each distinct op is timed, unless it takes long.
         measure_link: also measure transfers to host memory and back, for the option ``offload``.
         name: name of the model, for messages.
         options: options to find in the step and add to the graph: ``chunks``, ``pack``, ``kernels``, ``in-place``, ``compress``.
@@ -124,7 +124,7 @@ def capture_step(workload: Workload, settings: TraceSettings, *, variant: "Compi
     Args:
         workload: the training step.
         settings: settings, of which the optimizer, `accumulate` and the name are used.
-        variant: how Inductor compiles its kernels; None for those of eager PyTorch.
+        variant: the variant of Inductor's kernels; None for those of eager PyTorch.
     """
     optimizer, accumulate, name = settings.optimizer, settings.accumulate, settings.name
     if variant is not None:
@@ -149,7 +149,7 @@ def profiled(
     may round count as rounding, and modelled errors are used for lossy ones.
 
     Args:
-        captured: what ``capture_step`` returned for `workload`.
+        captured: the capture of the step of `workload`, from ``capture_step``.
         settings: settings, of which `passes`, `options`, `measure_link` and `other_devices` are used.
         on_op: called with the number of measured ops, and of all ops.
     """
@@ -187,7 +187,7 @@ def as_recorded(captured: Capture, provenance: Mapping[str, object], options: Se
     """Return `captured` as the step that a plan with this provenance was made for: nothing is executed.
 
     Args:
-        captured: what ``capture_step`` returned.
+        captured: the capture of the step, from ``capture_step``.
         options: options of the plan.
     """
     captured = mark_recorded_ops(with_recorded_sizes(captured, provenance), provenance)

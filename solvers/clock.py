@@ -41,7 +41,7 @@ class WallClock:
         time.sleep(max(0.0, min(duration, left(self))))
 
     def part(self, limit: float) -> "WallClock":
-        """Return a clock that starts now, with this limit or what is left of this clock's."""
+        """Return a clock that starts now, with `limit` or the rest of this clock's limit, whichever is less."""
         return WallClock(min(limit, left(self)))
 
     def start(self, function: Callable[[], None]) -> "_Thread":
@@ -110,7 +110,7 @@ class WorkClock:
         self.spend(duration)
 
     def part(self, limit: float) -> "WorkClock":
-        """Return a clock that starts now, with this limit or what is left of this clock's."""
+        """Return a clock that starts now, with `limit` or the rest of this clock's limit, whichever is less."""
         return WorkClock(min(limit, left(self)), of=self)
 
     def start(self, function: Callable[[], None]) -> "_Turn":

@@ -1,4 +1,4 @@
-"""Conflicts: what a schedule must not do, as the addresses of its buffers do not fit an arena.
+"""Conflicts: stays and moments that no schedule may combine, because the buffers would not fit the arena.
 
 They are found by ``solvers.arena``, and hold for all schedules of a plain graph whose first executions are in program order. The
 exact solver refuses schedules in which one occurs, and has rows for those of residency (docs/formulation.md).
@@ -33,7 +33,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Stays of tensors that cannot all be: a schedule has at most all but one."""
+    """Stays of tensors that exclude each other: a schedule that fits the arena lacks at least one of them."""
 
     stays: tuple[Stay, ...]
 
@@ -44,13 +44,13 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An execution, and what is in memory meanwhile.
+    """An execution of an op in a pattern, and the tensors that must be in memory during it.
 
     Attributes:
-        op: that is executed; None for any.
-        held: tensors in memory, perhaps as its outputs.
-        twice: outputs that are in memory already.
-        on: of those that are held, tensors that stay until the next moment without a break.
+        op: id of the op that is executed; None for any op.
+        held: tensors in memory, including outputs of the op.
+        twice: outputs that are in memory before the op is executed.
+        on: tensors of `held` that stay in memory without a break until the next moment.
     """
 
     op: int | None
@@ -61,7 +61,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Moments that cannot follow one another in a schedule, whatever is between them."""
+    """A sequence of moments that no schedule may contain in this order, whatever is executed between them."""
 
     moments: tuple[Moment, ...]
 
@@ -100,12 +100,12 @@ Conflict = Residency | Pattern
 
 @dataclass(frozen=True)
 class Course:
-    """What a schedule executes, and what is in memory meanwhile.
+    """The executions of a schedule in order, with the tensors in memory during each.
 
     Attributes:
-        computed: op ids.
-        during: for each execution the tensors in memory, its outputs included.
-        fresh: those of them that were not in memory before it.
+        computed: id of the op of each execution.
+        during: for each execution, the tensors in memory, its outputs included.
+        fresh: for each execution, the outputs that were not in memory before it.
     """
 
     computed: tuple[int, ...]

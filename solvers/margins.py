@@ -52,7 +52,7 @@ class MarginSearch:
         """Choose the next margins; return False if none can gain.
 
         Args:
-            fits: whether the schedule with the present ones fits; None if there is no schedule.
+            fits: True if the schedule with the present margins fits; None if there is no schedule.
             more: returns larger margins than the present ones, which are too small; none to give up.
         """
         if fits:

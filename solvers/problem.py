@@ -46,7 +46,7 @@ class Problem:
         last_worth: for each op the last op for which a recomputation of i may be useful (-1: none).
         last_again: for each op the op before which it must run at the latest: the next one that writes in place a tensor that it
             reads (n: no limit).
-        conflicts: what schedules must not do; only of plain graphs, whose ops are numbered as in `graph`.
+        conflicts: conflicts that no schedule may have; only of plain graphs, whose ops are numbered as in `graph`.
     """
 
     whole: Graph

@@ -29,7 +29,7 @@ class Request:
         params: parameters of the solver, of the class that the registry names; None: its defaults.
         on_schedule: called in the thread that solves with each better schedule of `graph` and the current lower bound, by solvers
             that improve schedules.
-        conflicts: what schedules must not do, for ``windows`` on plain graphs.
+        conflicts: conflicts that no schedule may have, for ``windows`` on plain graphs.
     """
 
     graph: Graph
@@ -55,7 +55,7 @@ class Request:
         return self.interrupted() or left(self.clock) <= 0
 
     def ended(self) -> str:
-        """Return why the solve must end; "" if it need not."""
+        """Return the reason for which the solve must end, the limit or an interruption; "" if it may go on."""
         if left(self.clock) <= 0:
             return f"the limit of {self.clock.amount(self.clock.limit)} was reached"
         return "it was stopped" if self.interrupted() else ""

@@ -42,7 +42,7 @@ def workload_of(name: str) -> Workload:
 
 
 def record(name: str, share: str) -> list[dict[str, Any]]:
-    """Return what the allocator did in some steps of training, from an empty device on; `share` is empty for eager PyTorch."""
+    """Record the actions of the allocator in some steps of training on an empty device; `share` is "" for eager PyTorch."""
     gc.collect()
     clear_cublas_workspaces()
     torch.cuda.empty_cache()
@@ -63,7 +63,7 @@ def record(name: str, share: str) -> list[dict[str, Any]]:
 
 
 def lines(out: Path, names: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Yield a line for each recording, which is written, and whether the model did the same."""
+    """Write the recordings; yield a line for each, and True if the model agrees with it."""
     for setting, (asked, rules) in _SETTINGS.items():
         set_allocator_settings(asked)
         for name in names:

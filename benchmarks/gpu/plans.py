@@ -150,7 +150,7 @@ def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
 
 
 def _switch_segments(*, expandable: bool) -> None:
-    """Set whether segments are expandable; workspaces of libraries are allocated anew, in such segments."""
+    """Switch expandable segments on or off, and release workspaces of libraries, which are then allocated in such segments."""
     clear_cublas_workspaces()
     torch.cuda.empty_cache()
     set_allocator_settings(f"expandable_segments:{expandable}")

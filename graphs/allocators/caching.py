@@ -166,7 +166,7 @@ class CachingAllocator:
         allocated: bytes of blocks in use, rounded.
         requested: requested bytes of blocks in use.
         reserved: bytes of segments.
-        retries: how often all unused memory was released for a request that the device had no room for.
+        retries: number of times that all unused memory was released for a request that the device had no room for.
         segments: reserved segments, by number.
     """
 

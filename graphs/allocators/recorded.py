@@ -1,4 +1,4 @@
-"""What PyTorch's caching allocator was recorded to do on a device, beside what its model does with the same requests."""
+"""Recorded actions of PyTorch's caching allocator on a device, and a comparison with its model on the same requests."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +33,8 @@ class AllocatorAction:
     """A recorded action of the allocator.
 
     Attributes:
-        kind: what was done.
-        address: of the block, segment or pages.
+        kind: kind of the action.
+        address: address of the block, segment or pages.
         size_bytes: requested size of a block; size of a segment or of pages.
         stream: number of the stream.
     """
@@ -57,13 +57,13 @@ def actions_of(trace: Iterable[Mapping[str, Any]]) -> list[AllocatorAction]:
 
 @dataclass(slots=True)
 class Agreement:
-    """How far the model did what was recorded.
+    """The result of comparing a recording of the allocator with its model.
 
     Attributes:
         requests: number of requests.
-        same_place: requests whose block is in the same segment at the same offset in both.
-        reserved_bytes: the most that was reserved in fact.
-        modelled_bytes: the same by the model.
+        same_place: number of requests whose block is in the same segment at the same offset in both.
+        reserved_bytes: peak of the reserved bytes in the recording.
+        modelled_bytes: peak of the reserved bytes in the model.
         differences: a line for each request after which the reserved bytes differ.
     """
 
@@ -75,9 +75,9 @@ class Agreement:
 
 
 def compare_with_model(actions: Sequence[AllocatorAction], rules: Rules = DEFAULT) -> Agreement:
-    """Return how far the model does what was recorded from the allocator's first request on, with settings `rules`.
+    """Replay the requests of `actions` on the model with settings `rules`, and return how well both agree.
 
-    Unused memory is released in the model where a release was recorded.
+    The recording must begin with the allocator's first request. The model releases unused memory at each recorded release.
     """
     # Among free blocks of a size the lowest is taken: segments have the addresses that the driver gave them.
     addresses = None if rules.expandable_segments else (a.address for a in actions if a.kind is ActionKind.RESERVE)

@@ -55,7 +55,7 @@ class Hold:
     """The allocation of `size_bytes` that nobody uses.
 
     Attributes:
-        offset: where in the slab it comes to lie; None if in another segment.
+        offset: its offset in the slab; None if it lies in another segment.
     """
 
     size_bytes: int
@@ -78,7 +78,7 @@ class Steering:
 
     Attributes:
         slab_bytes: size of the slab.
-        holes: where buffers lie, by index, but for those that are `missed`.
+        holes: the holes of the buffers, by index, except those that are `missed`.
         pool_bytes: all that the pool reserves: the slab, small segments, and segments of requests that found no hole.
         before: actions before steps of the schedule. What is held at the end of the last is to be released.
         missed: buffers that get another address than planned.

@@ -1,4 +1,4 @@
-"""What a training loop asks of an allocator, derived from a graph and a schedule, and what an allocator reserves for it."""
+"""The allocator requests of a training loop, derived from a graph and a schedule, and the memory reserved to serve them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -126,14 +126,14 @@ class BlockPlace:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an allocator reserves for a training loop.
+    """The memory that an allocator uses and reserves for a training loop.
 
     Attributes:
-        allocated_bytes: most bytes in use at once, rounded to blocks.
-        reserved_bytes: most bytes reserved.
+        allocated_bytes: peak of the bytes in use, rounded to blocks.
+        reserved_bytes: peak of the reserved bytes.
         by_step: for each step of training, the bytes reserved after each of ``Training.events``.
-        places: of the buffers, in the last step.
-        retries: how often all unused memory was returned to the driver because the device was full.
+        places: the position of each buffer in the last step.
+        retries: number of times that all unused memory was returned to the driver because the device was full.
     """
 
     allocated_bytes: int
@@ -199,20 +199,20 @@ def _play_step(training: Training, allocator: Allocator, places: dict[int, Block
 
 
 def usage_of(training: Training, rules: Rules = DEFAULT) -> Usage:
-    """Return what PyTorch reserves for `training` on a device without a limit."""
+    """Return the memory that PyTorch reserves for `training` on a CUDA device of unlimited capacity, by the allocator's model."""
     return play(training, CachingAllocator(rules=rules))
 
 
 def outside_pool_bytes(training: Training, rules: Rules = DEFAULT) -> int:
-    """Return what PyTorch reserves for all but the requests of steps, where a private pool serves these."""
+    """Return the bytes that PyTorch reserves outside a private pool that serves all requests of the steps."""
     return usage_of(replace(training, buffers=()), rules).reserved_bytes
 
 
 def reserved_with_pool_bytes(training: Training) -> int:
-    """Return what PyTorch reserves if each step takes its memory from a private pool with one segment for its large blocks.
+    """Return the bytes that PyTorch reserves if all steps use a private pool with one segment for large blocks.
 
-    The pool is as with ``torch.cuda.MemPool``: a segment of the least size that suffices is reserved in advance. Static memory,
-    libraries and the optimizer are outside of it.
+    The pool is as with ``torch.cuda.MemPool``: a segment of the least sufficient size is reserved in advance. Static memory, the
+    workspaces of libraries and the optimizer's memory are outside the pool.
     """
     inside = Training((), training.buffers, moments=training.moments)
     usage = usage_of(inside)
@@ -238,9 +238,9 @@ def _in_one_segment(training: Training, size_bytes: int) -> bool:
 
 
 def growth_above(training: Training, usage: Usage, limit_bytes: int) -> dict[int, int]:
-    """Return by how many bytes what is reserved grows above `limit_bytes`, by the step of the schedule in which it does.
+    """Return, by step of the schedule, the bytes by which the reserved memory grows above `limit_bytes` in that step.
 
-    What grows between two steps of training is left out.
+    Growth between two steps of training is left out.
     """
     found: dict[int, int] = {}
     for reserved in usage.by_step:

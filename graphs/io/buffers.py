@@ -28,7 +28,7 @@ class BufferTable:
     Attributes:
         header: names of the columns, as they are in the file.
         rows: the fields of each buffer, as they are in the file.
-        buffers: what they say.
+        buffers: the buffers that the rows describe.
     """
 
     header: tuple[str, ...]

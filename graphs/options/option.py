@@ -106,7 +106,7 @@ class Option:
         return self.name if self.argument is None else f"{self.name}:{self.argument.usual}"
 
     def against(self, feature: Feature) -> str:
-        """Return why the option is incompatible with `feature`, and what to do; "" if it is compatible."""
+        """Return a message with the reason why the option excludes `feature`, and what to do; "" if they are compatible."""
         reason = self.refused.get(feature)
         return "" if reason is None else conflict(f"the option {self.name!r}", feature, reason)
 

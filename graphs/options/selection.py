@@ -110,5 +110,5 @@ class PartOf:
 
 
 def differences(graph: Graph, computed: Collection[int]) -> tuple[str, ...]:
-    """Return how results may differ from the program's if the ops `computed` are executed, without repetition."""
+    """Return descriptions of how the ops `computed` may change results of the program, without duplicates."""
     return tuple(dict.fromkeys(graph.ops[op].differs for op in sorted(set(computed)) if graph.ops[op].differs))

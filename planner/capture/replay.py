@@ -35,7 +35,7 @@ class RealStep:
         self._schedule = _replay(capture)
 
     def run(self, look: Callable[[Op], Call | None]) -> None:
-        """Execute the step; after each op call what `look` returns for it, if anything, before tensors are freed."""
+        """Execute the step; after each op, before tensors are freed, make the call that `look` returns for it, if any."""
         graph, program = self.capture.graph, self.capture.program
         builder, writer = PassBuilder(program), PassWriter(graph, program)
         builder.tensor_list("static", [source.tensor for source in program.sources])

@@ -161,7 +161,7 @@ def add_memory(parser: Parser) -> None:
 
 
 def counted_memory(arguments: argparse.Namespace) -> CountedMemory:
-    """Return what a budget counts, from the options of ``add_memory`` and ``add_how_to_trace``.
+    """Return the kind of memory that a budget counts, from the options of ``add_memory`` and ``add_how_to_trace``.
 
     Raises:
         UsageError: reserved memory is asked for on the CPU.
@@ -270,7 +270,7 @@ def trace_model(model: "ModelSpec", arguments: argparse.Namespace, progress: "Li
 
 
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
-    """Print which graph was written to which file."""
+    """Print the file that `graph` was written to, and its sizes, step time and peak without recomputation."""
     from graphs.units import format_bytes, format_seconds
     from planner.plans.summary import summarize
 

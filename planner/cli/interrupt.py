@@ -17,7 +17,7 @@ class StopOnInterrupt:
 
     Args:
         progress: the view for the note that the solve is being ended.
-        ending: how it is ended, for the note.
+        ending: the end of the note, which says with which result the solve ends.
     """
 
     def __init__(self, progress: LineView, *, ending: str = "with the best schedule found so far") -> None:

@@ -83,7 +83,7 @@ def add(commands: Commands) -> None:
 
 
 def _add_limits(parser: Parser) -> None:
-    """Add what ends a solve."""
+    """Add the options that limit a solve: time or work, and the tolerance."""
     limits = parser.add_mutually_exclusive_group()
     add_time_limit(
         limits, said="stop after this time with the best schedule so far: 90, 90s, 10m or 1.5h (default: 1h)", default=3600.0

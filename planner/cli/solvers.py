@@ -35,7 +35,7 @@ def _text() -> str:
 
 
 def _kind(entry: Entry) -> str:
-    """Return what the method plans: recomputation, transfers or placement."""
+    """Return the group of a method in the list, by the decisions that it plans."""
     if entry.only_places:
         return "devices"
     if entry.offloads:

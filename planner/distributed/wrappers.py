@@ -65,7 +65,7 @@ class Unwrapped:
         return capture_step(Workload(self.module, loss_fn, batch), settings, variant=variant)
 
     def with_slab_gradients(self, captured: Capture) -> Capture:
-        """Return `captured` with what the wrapper makes of gradients while a slab, which keeps the place of these, is there."""
+        """Return `captured` with the gradients that the wrapper holds in addition to their room in the slab."""
         return captured
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:

@@ -55,7 +55,7 @@ class Shared(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """What the log and the recorder tell each other about an op; the fields are those of ``Call`` in deferred_log.cpp."""
+    """The data about one op that log and recorder exchange; the fields are those of ``Call`` in deferred_log.cpp."""
 
     noted: int
     stays_open: int
@@ -74,12 +74,12 @@ class Call(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class UnreadOp:
-    """What the log has of an op besides the call.
+    """The position, module, outputs and measurements of a logged op that the recorder has not read yet.
 
     Attributes:
         position: number of ops that were logged before it, in all steps.
         module: number of the module that was running.
-        outputs: the returned values, in a list; None for values that are not tensors.
+        outputs: the returned tensors; None for values that are not tensors.
         taken_bytes: measured bytes of the outputs and of workspaces; 0 if they were not measured.
         seconds: measured time.
     """
@@ -92,7 +92,7 @@ class UnreadOp:
 
 
 class LoggedTensor(Protocol):
-    """What autograd holds in place of a tensor that was saved while the log was open.
+    """The handle that autograd holds in place of a tensor that it saved while the log was open.
 
     Attributes:
         held: the tensor or an alias; after the log was read, the object that unpacks it.
@@ -109,7 +109,7 @@ class DeferredLog:
     Args:
         operator: returns the facts about an operator.
         budget_bytes: an op that does not fit into it closes the log.
-        device: where memory is counted.
+        device: the device whose memory is counted.
         measurements: number of executions of each signature that the log leaves to the recorder, which measures them.
 
     Attributes:

@@ -13,7 +13,10 @@ from planner.runtime.random_state import RandomState
 
 
 def lock_of_draws(operator: Operator) -> AbstractContextManager[object]:
-    """Return what is held while an op saves its random state and draws; a custom operator may wait for another thread instead."""
+    """Return the lock to hold while an op saves its random state and draws.
+
+    Ops that draw nothing get a null context, and so do custom operators, which may wait for another thread.
+    """
     return LOCK if operator.random else nullcontext()
 
 

@@ -24,7 +24,7 @@ class LogReader:
 
     Args:
         recorder: executes the ops that the log does not execute.
-        device: where memory is counted.
+        device: the device whose memory is counted.
 
     Attributes:
         log: the log; the caller enters it with the recorder.

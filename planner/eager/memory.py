@@ -178,7 +178,7 @@ class Memory:
             self.allow(storage)
 
     def allow(self, storage: TrackedStorage, *, in_use: bool = False) -> None:
-        """Tell the ledger whether `storage` may be evicted, if that has changed: the runtime owns it, and it is not `in_use`."""
+        """Update in the ledger if `storage` may be evicted: the runtime must own it, and it must not be `in_use`."""
         evictable = storage.owned() and not in_use
         if storage.ledger_id is not None and self.ledger is not None and storage.barred == evictable:
             storage.barred = not evictable
@@ -188,7 +188,7 @@ class Memory:
                 self.ledger.pinned(storage.ledger_id)
 
     def forget(self) -> None:
-        """Pin all resident storages, and forget how they were made: no saved tensor needs it."""
+        """Pin all resident storages, and drop the records to recompute them, which no saved tensor needs any more."""
         for storage in self.resident.values():
             storage.chain = []
             storage.pinned = True
@@ -212,7 +212,7 @@ class Memory:
 
         Args:
             size_bytes: bytes that are needed.
-            purpose: what they are for.
+            purpose: the purpose of these bytes, for messages.
             at_last: if nothing can be evicted, also free what only records and reference cycles hold, which takes long.
 
         Raises:

@@ -475,7 +475,7 @@ class Recorder(TorchDispatchMode):
     # Tensors that autograd saves.
 
     def pack(self, tensor: torch.Tensor) -> object:
-        """Return what autograd holds in place of `tensor`."""
+        """Return the handle that autograd saves in place of `tensor`; `tensor` itself if it is a subclass or not strided."""
         kind = type(tensor)
         if (kind is not _Tensor and kind is not _Parameter) or tensor.layout is not torch.strided:
             return tensor

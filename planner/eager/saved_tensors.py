@@ -1,4 +1,4 @@
-"""What autograd holds in place of the tensors that it saves."""
+"""Handles that autograd holds in place of saved tensors, so that their storages can be evicted."""
 
 from typing import TYPE_CHECKING, cast
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class SavedTensor:
-    """What autograd holds in place of a saved tensor: its storage, which may be evicted.
+    """A handle that autograd holds in place of a saved tensor, whose storage may be evicted.
 
     Attributes:
-        storage: the storage.
+        storage: the storage of the tensor.
         version: autograd's version counter when it was saved.
     """
 

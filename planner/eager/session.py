@@ -68,12 +68,12 @@ def rematerialize(
     Args:
         budget: memory for all tensors on the device, parameters and optimizer state included: ``"8GB"``, bytes, or ``"auto"``.
         heuristic: the name of the baseline that chooses the tensor to evict: ``planner solvers`` lists them.
-        device: where memory is counted; by default the current CUDA device, or the CPU if there is none.
+        device: the device whose memory is counted; by default the current CUDA device, or the CPU if there is none.
         max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step. Above
             that the block raises an error that names a budget.
-        memory: what the budget counts, as in ``planner.compile``: on CUDA what PyTorch's allocator reserves, and the allocator
-            is capped inside the block. With ``"device"`` CUDA's context is part of the budget; ``"allocated"``, the default on
-            the CPU, counts tensors only.
+        memory: kind of memory that the budget counts, as in ``planner.compile``: on CUDA what PyTorch's allocator reserves, and
+            the allocator is capped inside the block. With ``"device"`` CUDA's context is part of the budget; ``"allocated"``, the
+            default on the CPU, counts tensors only.
 
     Raises:
         BudgetError: the budget cannot be read, or is a share of a peak that is not known.

@@ -60,7 +60,7 @@ class OutputSizes:
     signature in use costs one look-up, and signatures that were not used for a whole generation are dropped.
 
     Args:
-        device: where memory is counted.
+        device: the device whose memory is counted.
         generation: number of signatures in a generation.
 
     Attributes:

@@ -107,7 +107,7 @@ class _Seen:
 
     Attributes:
         log: its ops.
-        times: how often it has occurred.
+        times: number of its occurrences.
         evicted: it has evicted tensors.
         plan: the best plan so far; None until there is one.
         solved: its solve has ended.

@@ -40,7 +40,7 @@ class StepAddresses:
     Attributes:
         stays: the buffers of the step.
         total_bytes: size of the whole range.
-        borders: where segments begin, which lie one above the other; empty for an arena.
+        borders: begin of each segment, which lie one above the other; empty for an arena.
         by_step: bytes reserved after each step of the schedule; empty for an arena, which takes `total_bytes` throughout.
     """
 

@@ -21,8 +21,8 @@ class Baseline:
     Attributes:
         name: name for display.
         peak_bytes, time_s: as the judge predicts them.
-        reserved_bytes: what PyTorch's allocator reserves on CUDA, as the budget of the plan counts it; None on the CPU.
-        counted_bytes: of these, what the budget of the plan counts.
+        reserved_bytes: bytes that PyTorch's allocator reserves on CUDA, as the budget of the plan counts it; None on the CPU.
+        counted_bytes: peak or reserved bytes, whichever the budget of the plan counts.
         recomputed: executions beyond the first of each op.
         times_s, memory_bytes: start of each execution, and memory during it.
     """

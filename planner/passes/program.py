@@ -156,7 +156,11 @@ class Comparable(Protocol):
     """
 
     def rounds(self, equal: Sequence[bool]) -> list[bool]:
-        """Return which outputs may be rounded differently; `equal` tells which were bit-identical on the step's device."""
+        """Return for each output True if it may be rounded differently.
+
+        Args:
+            equal: for each output, True if it was bit-identical in a comparison on the step's device.
+        """
         ...
 
     def __call__(self, *given: Any) -> tuple[Any, ...]:
@@ -252,11 +256,11 @@ def call_of(call: Call, outputs: Sequence[tuple[int, Path]], **more: Any) -> OpC
 
 @dataclass(frozen=True, slots=True)
 class _Lookups:
-    """Where static tensors are found each time anew, since parameters and modules may be replaced.
+    """Lookups of static tensors, repeated in each step because parameters and modules may be replaced.
 
     Attributes:
-        modules: of each module but the step itself: the position of the one that holds it, and its name there.
-        tensors: of each tensor: its kind, the position of its module or leaf (-1 for the gradient of the loss), and its name.
+        modules: for each module but the step itself: the position of its parent module, and its name there.
+        tensors: for each tensor: its kind, the position of its module or leaf (-1 for the gradient of the loss), and its name.
     """
 
     modules: tuple[tuple[int, str], ...]

@@ -72,7 +72,7 @@ class EagerComparison:
         planned_time_s: `time_s` times the median ratio of a planned step to the eager step of the same round; 0 if not measured,
             as for a plan that has replaced the compared one.
         spread: half of the interquartile range of these ratios; 0 if there is only one.
-        failure: why eager PyTorch was not run, or could not be; "" if it was. Then nothing else is known.
+        failure: the reason why eager PyTorch was not run, or failed; "" if it was. Then nothing else is known.
         gradient_error: Euclidean distance of all gradients from eager's, relative to the norm of these; None if not measured.
         eager_error: that of a second run of eager PyTorch, measured if something differs; None if it has the same bits.
         reference: name of the reference: ``torch.compile`` if the kernels are Inductor's.

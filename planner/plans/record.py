@@ -39,25 +39,25 @@ class GraphSummary:
 
 @dataclass(frozen=True, slots=True)
 class PlanRecord:
-    """The schedule for one graph and one budget, with predictions: what the file of a ``Plan`` holds.
+    """The schedule for one graph and one budget, with predictions: the content of a ``Plan``'s file.
 
     Attributes:
         graph: the graph it is for.
         schedule: the schedule.
         budget_bytes: the user's budget, static memory included.
-        memory: what the budget counts: ``allocated`` bytes, or on CUDA those that are ``reserved`` by PyTorch's allocator with
-            default settings, or with expandable segments (``reserved-expandable``), and with CUDA's context (``device``,
-            ``device-expandable``).
+        memory: kind of memory that the budget counts: ``allocated`` bytes, or on CUDA those that are ``reserved`` by PyTorch's
+            allocator with default settings, or with expandable segments (``reserved-expandable``), and with CUDA's context
+            (``device``, ``device-expandable``).
         peak_bytes, time_s: predicted for the schedule (``simulate``).
         bound_s: no schedule within the budget is faster than this, of those that first execute the ops in the same order
             (or of the narrower class that `settings` name as ``schedules``); None if unknown.
         status: ``OPTIMAL`` or ``FEASIBLE``, as in ``solvers.result.Status``.
-        solver, seconds, settings, versions: how it was found.
+        solver, seconds, settings, versions: the solver, its time in seconds, its settings, and versions of packages.
         measured_peak_bytes: measured peak of one step; None if none was run.
         arena_bytes: the block of memory that the step runs in, predicted until a step was run; None for steps that run in none.
         outside_arena_bytes: the most bytes that it takes outside of it at once; None likewise.
         graph_file: path of the graph, relative to the folder of the plan's file; None if it is in no file.
-        eager: how a step by this plan compares with plain eager PyTorch; None if that was not tried.
+        eager: comparison of a step by this plan with plain eager PyTorch; None if that was not tried.
         pool_peaks_bytes: predicted peaks of the other pools, by name.
         differs: results that may differ from the program, by options that the user has named; empty if bit-identical.
         reserved: predicted memory that PyTorch reserves for the plan on CUDA; None on the CPU.
@@ -133,13 +133,13 @@ class PlanRecord:
         return f"arena: {format_bytes(self.arena_bytes)}, {format_bytes(self.outside_arena_bytes)} outside"
 
     def _step_time(self) -> str:
-        """Return how the step time compares with eager PyTorch, if measured, and with keeping everything."""
+        """Return the predicted overhead over keeping everything as text, with the measured one over eager PyTorch if known."""
         predicted = f"predicted {slower_than('keeping everything', self.overhead)}"
         measured = "" if self.eager is None else self.eager.slowdown
         return f"measured {measured} ({predicted})" if measured else predicted
 
     def _kernels(self) -> str:
-        """Return which kernels were compiled, and for how long; "" for those of eager PyTorch."""
+        """Return the variant of Inductor's kernels and the time of their compilation as text; "" for kernels of eager PyTorch."""
         found = self.graph.provenance
         if "variant" not in found:
             return ""

@@ -1,4 +1,4 @@
-"""What PyTorch's caching allocator reserves for a plan."""
+"""The memory that PyTorch's caching allocator reserves for a plan, as predicted."""
 
 from dataclasses import dataclass
 

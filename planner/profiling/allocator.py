@@ -62,7 +62,7 @@ class MemoryRise:
 
 
 def memory_rise(run: Callable[[], object], device: torch.device) -> MemoryRise:
-    """Return how the memory in use on `device` rises while `run` runs."""
+    """Run `run`, and return the rise of the memory in use on `device`: its peak, end and, on the CPU, timeline."""
     if device.type == "cuda":
         with no_collection():
             torch.cuda.synchronize(device)

@@ -44,7 +44,7 @@ class DeviceSpec:
         tf32_flops: peak per second of float32 convolutions, for which torch enables tensor cores by default.
         float32_flops: peak per second of other float32 operations, and of grouped convolutions.
         launch_s: time of an empty kernel.
-        context_bytes: what CUDA holds beside PyTorch's allocator: that of an H100, if nothing else is known.
+        context_bytes: bytes of CUDA's context; those of an H100, if nothing else is known.
         matmul_efficiency, convolution_efficiency, attention_efficiency: fraction of the peak that is reached.
         bandwidth_efficiency: fraction of the bandwidth that is reached.
     """

@@ -20,7 +20,7 @@ _column = partial(Column, missing=_UNKNOWN)
 
 
 def reserved_column(rows: Sequence[CurveRow] | Sequence[LargestSize], memory: CountedMemory | None) -> list[Column]:
-    """Return the column of what PyTorch's allocator reserves, which is known on CUDA only; None stands for the default there."""
+    """Return the column of reserved bytes, if any row has them (on CUDA); `memory` None stands for the default there."""
     return (
         [_column((memory or CountedMemory.RESERVED).taken, "reserved_bytes")]
         if any(row.reserved_bytes is not None for row in rows)
@@ -73,7 +73,7 @@ def curve_data(curve: Curve) -> dict[str, object]:
 
 
 def _memory_line(curve: Curve) -> list[str]:
-    """Return the line on what budgets count, where they may count several kinds of memory."""
+    """Return the line on the kind of memory that budgets count; none if only allocated bytes can be counted."""
     if all(row.reserved_bytes is None for row in curve.rows) and curve.memory is CountedMemory.ALLOCATED:
         return []
     return [f"budgets count {curve.memory.said}, of which eager PyTorch takes {format_bytes(curve.eager_bytes)}"]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def plan_data(plan: Plan) -> dict[str, object]:
-    """Return what ``planner solve`` and ``planner info`` print about a plan, as plain data."""
+    """Return the facts about a plan that ``planner solve`` and ``planner info`` print, as plain data."""
     return {
         "holds": "plan",
         "status": plan.status,
@@ -53,7 +53,7 @@ def plan_data(plan: Plan) -> dict[str, object]:
 
 
 def plan_text(plan: Plan) -> str:
-    """Return what ``planner solve`` prints about a plan, as text."""
+    """Return the text that ``planner solve`` prints about a plan: budget, predictions, bound, gap and status."""
     eager, counted = plan.eager_bytes, "" if plan.memory is CountedMemory.ALLOCATED else f" {plan.memory}"
     needs = "needs" if plan.memory is CountedMemory.ALLOCATED else "reserves"
     share = (
@@ -111,7 +111,7 @@ def _eager_lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def plan_info_text(plan: Plan) -> str:
-    """Return what ``planner info`` prints about a plan as text: the plan, its graph and its settings."""
+    """Return the text that ``planner info`` prints about a plan, its graph and its settings."""
     lines = [
         *provenance_lines(plan.graph.provenance),
         ("graph", f"{plan.graph.ops:,} ops, {plan.graph.tensors:,} tensors, fingerprint {visible(plan.graph.fingerprint)}"),
@@ -127,7 +127,7 @@ def _plain(settings: Mapping[str, object]) -> list[tuple[str, object]]:
 
 
 def run_data(report: "RunReport") -> dict[str, object]:
-    """Return what ``planner run`` prints as plain data, without the timeline."""
+    """Return the predictions and measurements of a run as plain data, as ``planner run`` prints them; without the timeline."""
     return {
         **attributes(report, "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "arena_bytes", "outside_arena_bytes"),
         **attributes(report, "needed_bytes", "predicted_reserved_bytes", "reserved_bytes", "library_bytes"),
@@ -144,7 +144,7 @@ def run_data(report: "RunReport") -> dict[str, object]:
 
 
 def run_text(report: "RunReport") -> str:
-    """Return what ``planner run`` prints, as text."""
+    """Return the text that ``planner run`` prints: a table of predictions and measurements, and how results compare."""
     rows = [
         ("peak memory", format_bytes(report.predicted_peak_bytes), format_bytes(report.measured_peak_bytes)),
         ("step time", format_seconds(report.predicted_time_s), format_seconds(report.measured_time_s)),

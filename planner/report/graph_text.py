@@ -63,7 +63,7 @@ def graph_text(facts: GraphFacts) -> str:
 
 
 def _reserving(size: int | None) -> str:
-    """Return what is reserved for a schedule, for a sentence; "" on the CPU."""
+    """Return the end of a sentence that says how many bytes are reserved for a schedule; "" without `size`, on the CPU."""
     return "" if size is None else f" allocated, for which {format_bytes(size)} are reserved"
 
 
@@ -86,7 +86,7 @@ def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
 
 
 def _offers(name: str) -> str:
-    """Return what an option adds to a graph, as text."""
+    """Return the words for the alternatives that an option adds to a graph (``Option.offers``)."""
     known = OPTIONS.get(name.partition(":")[0])
     return f"optional ops of an option that is not registered here, {visible(name)!r}" if known is None else known.offers
 

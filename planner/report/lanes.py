@@ -18,12 +18,12 @@ class Bar:
     """A bar on a lane.
 
     Attributes:
-        lane: its name, for people.
+        lane: name of the lane.
         start_s, end_s: seconds since the step began.
         title, said: the op, and its facts.
         purpose: the op that it serves; "" if there is none.
         step: position in the schedule of an execution; None for a wait.
-        reader_s: when the op that it serves begins.
+        reader_s: time at which the op that it serves begins.
     """
 
     lane: str

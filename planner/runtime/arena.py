@@ -99,7 +99,7 @@ class Arena:
     recorded as one sequence of requests, so that they lie beside each other in the slab.
 
     Attributes:
-        missed: what was to be in it and was not, in the last step.
+        missed: bytes of requests in the last step that were planned in the arena and not served there.
         optimizer_missed: the same of the last step of an optimizer.
         budget_bytes: for slab and outside bytes together; within it, what larger plans have used of the slab stays.
     """

@@ -102,7 +102,7 @@ class Slab:
 
     Attributes:
         size_bytes: its size.
-        address: where it begins.
+        address: address of its first byte.
     """
 
     def __init__(self, size_bytes: int) -> None:

@@ -57,7 +57,7 @@ def auto_budget_bytes(
 
 
 def reserve_bytes(device_type: str, free: int) -> int:
-    """Return how much of `free` bytes to reserve for memory outside a plan."""
+    """Return the part of `free` bytes to reserve for memory outside a plan: a fixed amount, and a share of `free`."""
     fixed, share = _RESERVE[device_type]
     return fixed + int(share * free)
 

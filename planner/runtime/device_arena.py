@@ -37,9 +37,9 @@ class SharedPool:
     Attributes:
         device: its device.
         pool: the pool; None where there is none at present.
-        slab_bytes: size of its slab; `slab_address`: where it begins.
+        slab_bytes, slab_address: size and first address of its slab.
         stream: the stream that its memory is for.
-        left: what the last step in it has returned.
+        left: the results of the last step in it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,8 +93,8 @@ class DeviceArena:
 
     Attributes:
         steering: the planned actions.
-        missed: how many steps have found no room in the slab.
-        lost: how many steps have asked for other memory than planned.
+        missed: number of steps that found no room in the slab.
+        lost: number of steps that requested other memory than planned.
     """
 
     def __init__(self, shared: SharedPool, steering: Steering, *, accumulate: bool = False) -> None:

@@ -22,7 +22,7 @@ def _soft_limit(name: str) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many bytes this process can still allocate on `device`; 0 or more.
+    """Return the number of bytes that this process can still allocate on `device`; 0 or more.
 
     On CUDA: what the driver has free, plus what the caching allocator has reserved and does not use, within the process's
     memory fraction. On the CPU: the least of the available memory, the limits of the process's control groups, and its
@@ -44,7 +44,7 @@ def free_host_bytes(
     process: Path = _PROCESS,
     limit: Callable[[str], int | None] = _soft_limit,
 ) -> int:
-    """Return how many bytes this process can still allocate in the host's memory; 0 or more.
+    """Return the number of bytes that this process can still allocate in the host's memory; 0 or more.
 
     Args:
         available_bytes: returns the memory that the machine has available.

@@ -129,7 +129,7 @@ class StepOutcome:
         return sqrt(squared[0] / squared[1]) if squared[1] else 0.0
 
     def difference(self, name: str, other: "StepOutcome") -> Difference:
-        """Return how much `other` differs from this outcome in the result `name`."""
+        """Return the difference of `other` from this outcome in the result `name`, without sizes if it cannot be measured."""
         wanted, given = self.values[name], other.values.get(name)
         name = name.replace(" model.", " ", 1)  # as in the user's code
         if wanted is None or given is None or wanted.shape != given.shape or name.endswith("random state"):
@@ -222,7 +222,7 @@ class Isolated:
 
 
 def run_both(step: "Step | Isolated", batch: Batch) -> object:
-    """Run one forward and backward pass; return what must be held to keep all results alive."""
+    """Run one forward and backward pass; return an object that keeps all results alive."""
     if isinstance(step, Isolated):
         return step.run()
     returned = call(step, batch)
@@ -233,7 +233,7 @@ def run_both(step: "Step | Isolated", batch: Batch) -> object:
 
 
 def _ends(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
-    """Return the tensors where the backward pass ends, and whether it runs nested backward passes.
+    """Return the tensors where the backward pass ends, and True if it runs nested backward passes.
 
     Reentrant checkpoints (``use_reentrant=True``) do; they do not support ``autograd.grad``.
     """

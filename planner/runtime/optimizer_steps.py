@@ -35,7 +35,7 @@ class _Thread(threading.local):
     Attributes:
         servers: those with a backward pass in this thread, the last one first.
         served: the optimizer whose step is under way, with its server; None between steps.
-        depth: how many steps of it are under way, each in the one before: a method may call that of its base class.
+        depth: number of nested steps of it that are under way: its method may call that of its base class.
     """
 
     servers: "tuple[ref[OptimizerServer], ...]" = ()

@@ -142,11 +142,11 @@ class Transfer(ABC):
 
     @abstractmethod
     def copy(self) -> Copy:
-        """Return what others wait for before they use the copied bytes; a wait until the copy is known to its channel."""
+        """Return the copy, for which users of the copied bytes wait; may block until its channel has issued it."""
 
     @abstractmethod
     def _start(self, after: Sequence[Copy], behind: Sequence[Copy]) -> Copy:
-        """Start the copy, and return what others wait for.
+        """Start the copy, and return a handle for users of the copied bytes to wait for.
 
         Args:
             after: the copies that make the source.

@@ -32,8 +32,8 @@ class ThreadedCall:
     Attributes:
         thread: its thread.
         ended: set when the function has returned or raised.
-        value: what it has returned.
-        error: what it has raised.
+        value: its return value.
+        error: the exception that it raised.
     """
 
     def __init__(self, run: Callable[[], object]) -> None:

@@ -18,7 +18,7 @@ class Price:
         budget_bytes: budget of the whole step, static memory included.
         overhead: overhead of the best schedule over keeping everything; None if none was found.
         bound: lower bound on the overhead, for the order of ops that was tried; None if unknown.
-        reserved_bytes: what PyTorch's allocator reserves for the schedule on CUDA; None on the CPU.
+        reserved_bytes: bytes that PyTorch's allocator reserves for the schedule on CUDA; None on the CPU.
     """
 
     budget_bytes: int
@@ -60,7 +60,7 @@ class Recommendation:
         options: options to plan with.
         overhead: overhead of the schedule that was found; None if there is none.
         reason: the reason, or alternatives.
-        reserved_bytes: what PyTorch's allocator reserves for that schedule on CUDA; None on the CPU, or without one.
+        reserved_bytes: bytes that PyTorch's allocator reserves for that schedule on CUDA; None on the CPU, or without one.
     """
 
     budget_bytes: int | None
@@ -76,8 +76,8 @@ class Advice:
 
     Attributes:
         graph: the step; its ``keep_everything_peak_bytes`` is the predicted peak of plain eager PyTorch.
-        memory: what all budgets here count.
-        eager_bytes: what plain eager PyTorch takes of that memory.
+        memory: kind of memory that all budgets here count.
+        eager_bytes: bytes of that memory that plain eager PyTorch needs.
         device: device that it was measured on or modelled for.
         available_bytes: bytes of that memory that a step may use there (``budget="auto"``); None if nothing is known of the
             device.
@@ -86,7 +86,7 @@ class Advice:
         between: budgets between the least and eager PyTorch's, least first.
         options: gain of each option.
         recommended: the budget to choose.
-        eager_memory: what allocators take for plain eager PyTorch.
+        eager_memory: memory that plain eager PyTorch takes, by models of allocators.
         seconds: duration of the analysis, without the trace.
     """
 

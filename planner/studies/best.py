@@ -119,7 +119,7 @@ def _step_text(kind: str, row: ComparisonRow, least: float) -> str:
 
 
 def why_not_measured(kind: Sequence[ComparisonRow], budget_bytes: int) -> str:
-    """Return why no step of a kind was measured to fit with right gradients."""
+    """Return in a word or two the reason why no step of `kind` both fits by its measured peak and has right gradients."""
     peaks = [row.measured_peak_bytes for row in kind if row.measured_peak_bytes is not None]
     if peaks:
         return "wrong" if min(peaks) <= budget_bytes else WHY_NOT[Reason.MEMORY]

@@ -64,10 +64,10 @@ class SolveRow:
     Attributes:
         graph: the graph to solve.
         settings: name of the model, settings of each solve, and seed of the weights and the batch.
-        memory: what budgets count.
+        memory: kind of memory that budgets count.
         base_peak_bytes: peak of the step without recomputation.
         commit, machine: provenance of the rows; None for the machine that solves them.
-        recorded: settings of the graph's options and of what budgets count, for the rows.
+        recorded: settings of the graph's options and of the memory that budgets count, for the rows.
     """
 
     graph: Graph
@@ -132,8 +132,8 @@ def judge_of(graph: Graph, settings: StudySettings, memory: CountedMemory, machi
     """Return the judge of `graph`, which has the options of `settings`.
 
     Args:
-        memory: what budgets count.
-        machine_name: what rows name; None for the machine that solves them.
+        memory: kind of memory that budgets count.
+        machine_name: name of the machine in the rows; None for the machine that solves them.
     """
     return SolveRow(
         graph=graph,

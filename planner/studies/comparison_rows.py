@@ -25,7 +25,7 @@ _MEMORY = "memory"  # in the settings of rows whose budgets do not count allocat
 
 
 def recorded_memory(memory: CountedMemory) -> dict[str, object]:
-    """Return what the settings of rows have of the memory that budgets count."""
+    """Return the entry of the settings of rows for the memory that budgets count; empty for allocated bytes."""
     return {} if memory is CountedMemory.ALLOCATED else {_MEMORY: str(memory)}
 
 

@@ -37,7 +37,7 @@ _WITH_OPTIONS = 0.6  # share of the time with options; the same budgets are then
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveRow:
-    """What is known at one budget, as a row of the CSV that ``planner curve -o`` writes."""
+    """The result at one budget, as a row of the CSV that ``planner curve -o`` writes."""
 
     budget_bytes: int = key("static memory included")
     memory: str = column("what the budget counts, as in planner.memory")
@@ -60,8 +60,8 @@ class Curve:
 
     Attributes:
         graph: the planned graph.
-        memory: what the budgets count.
-        eager_bytes: what plain eager PyTorch takes of that memory.
+        memory: kind of memory that the budgets count.
+        eager_bytes: bytes of that memory that plain eager PyTorch needs.
         points: results by budget, least first; times and bounds never increase.
         least: bracket of the least feasible budget; None if the budgets were given.
         complete: False if it was stopped before every budget had its turn.
@@ -140,7 +140,7 @@ def curve(
 
     Args:
         graph: the graph to plan.
-        budgets: how many, evenly spaced from the least feasible one to what plain eager PyTorch takes; or the budgets
+        budgets: number of budgets, evenly spaced from the least feasible one to the bytes of plain eager PyTorch; or the budgets
             themselves, in bytes or as text (``8GB``, ``60%`` of the latter).
         settings: settings of all solves. Every budget is solved for a short time first, and those with a gap again for longer,
             within the total time limit. With options, the budgets are solved without them too, and the better schedule counts.

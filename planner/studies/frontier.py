@@ -35,7 +35,7 @@ class Point:
         schedule: the fastest schedule known to fit, found at any budget.
         peak_bytes, time_s: peak and time of the schedule.
         bound_s: lower bound on the time within the budget, for the class of schedules that the solver searches.
-        reserved_bytes: what PyTorch's allocator reserves on CUDA for training by the schedule, as the budget counts it.
+        reserved_bytes: bytes that PyTorch's allocator reserves on CUDA for training by the schedule, as the budget counts it.
         seconds: duration of the solve at this budget; None if results at other budgets sufficed, or none was started.
     """
 
@@ -93,7 +93,7 @@ class Frontier:
 
     Attributes:
         order: the order of ops in which the graph is solved; schedules are those of its source.
-        memory: what budgets count.
+        memory: kind of memory that budgets count.
     """
 
     def __init__(self, order: Reordering, tolerance: float, memory: CountedMemory = CountedMemory.ALLOCATED) -> None:
@@ -116,7 +116,7 @@ class Frontier:
         self._schedules.append(_Known(found.time_s, counted_bytes, found.peak_bytes, reserved_bytes, schedule))
 
     def learn_least(self, least: LeastBudgetBracket) -> LeastBudgetBracket:
-        """Add the bracket of the least budget of allocated bytes in this order; return that of what budgets count."""
+        """Add the bracket of the least budget of allocated bytes in this order; return that for the counted memory."""
         self.learn_schedule(self.order.schedule_of_source(least.schedule))
         proved_bytes = least.proved_bytes
         if not self._counts_allocated:
@@ -126,7 +126,7 @@ class Frontier:
 
     @property
     def least(self) -> LeastBudgetBracket:
-        """The bracket of the least budget of what budgets count, in this order, by all that is known."""
+        """The bracket of the least budget of the counted memory in this order, by all known results."""
         known = min(self._schedules, key=lambda known: (known.counted_bytes, known.time_s))
         return LeastBudgetBracket(self.infeasible_bytes + 1, known.counted_bytes, known.schedule)
 
@@ -165,7 +165,7 @@ class Frontier:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A budget to solve at, and how long that may take."""
+    """A solve of the curve: its budget, and its time limit."""
 
     budget_bytes: int
     time_limit_s: float
@@ -186,7 +186,7 @@ class Turns:
         jobs: number of parallel turns.
         on_activity: called with each activity.
         waiting: the budgets of the present round that have had no turn in it.
-        seconds: how long each budget was solved for.
+        seconds: time for which each budget was solved.
     """
 
     known: Frontier

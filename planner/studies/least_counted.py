@@ -19,7 +19,7 @@ _SLICE, _SLICE_LEAST = 0.3, 1.0  # of the clock that is left, and in its unit: f
 def least_counted(
     known: Frontier, clock: Clock, *, precision: float, should_stop: Callable[[], bool] | None = None
 ) -> LeastBudgetBracket:
-    """Bracket the least feasible budget of what `known` counts, in its order; what is found on the way is added to it.
+    """Bracket the least feasible budget of the memory that `known` counts, in its order; add all results to `known`.
 
     The schedule that needs the fewest allocated bytes may reserve much more than another. So budgets of reserved memory below
     what it reserves are solved, each until a schedule fits; those that nothing was found for stay open, unless they are refuted.

@@ -44,7 +44,7 @@ class Measured:
         loss_error: distance from eager's loss, over its absolute value.
         gradient_error: Euclidean distance from eager's gradients, all in one vector, over their length.
         differences: names of all that is not equal to eager's to the last bit, buffers and random state included.
-        error: why the method does not run on this model and machine.
+        error: the reason why the method does not run on this model and machine.
         applies: False if the method is not for such a model.
     """
 

@@ -80,7 +80,7 @@ class _Hooks:
         self._first_reader: object = None
 
     def pack(self, tensor: torch.Tensor) -> "_Sent | torch.Tensor":
-        """Return what autograd saves in place of `tensor`."""
+        """Offload `tensor`, and return its handle, which autograd saves in its place; `tensor` itself if it is small or kept."""
         if not tensor.nbytes or tensor.nbytes < self._least_bytes or _storage(tensor) in self._kept:
             return tensor
         with torch.no_grad():

@@ -17,7 +17,8 @@ class StudySettings:
         time_limit_s: seconds for each solve.
         total_time_limit_s: seconds for all of them.
         options: options of the graph.
-        memory: what budgets count; None: on CUDA what PyTorch's allocator reserves, on the CPU the bytes of tensors.
+        memory: kind of memory that budgets count; None: on CUDA what PyTorch's allocator reserves, on the CPU the bytes of
+            tensors.
         jobs: processes that solve at the same time. With more than one, the main module is imported in each: a script needs
             ``if __name__ == "__main__":``.
         cluster: address of a Dask scheduler, whose workers solve instead.

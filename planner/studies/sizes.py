@@ -30,7 +30,7 @@ class LargestSize:
         extrapolated: True if the graph of `size` was extrapolated from others, not captured.
         result: the schedule at `size`, or the reason if there is none.
         keep_everything_time_s: time of the step at `size` without recomputation.
-        reserved_bytes: what is reserved for the schedule on CUDA, as the budget counts it; None on the CPU.
+        reserved_bytes: bytes reserved for the schedule on CUDA, as the budget counts it; None on the CPU.
     """
 
     method: str
@@ -82,7 +82,8 @@ class Wanted:
         unit: sizes are multiples of it.
         samples: in units, the sizes whose graphs give the first guess: two for a straight line, three for a square.
         options: options of the optimal schedule in an additional row.
-        memory: what the budget counts; None: on CUDA what PyTorch's allocator reserves, on the CPU the bytes of tensors.
+        memory: kind of memory that the budget counts; None: on CUDA what PyTorch's allocator reserves, on the CPU the bytes of
+            tensors.
         guesses: first size to try in units, by name of the method; others are guessed from the samples.
     """
 

@@ -1,4 +1,4 @@
-"""What the executors of jobs have in common, in this process, in several, or on a cluster."""
+"""The interface of executors of jobs: in this process, in several processes, or on a cluster."""
 
 from collections.abc import Callable
 from concurrent.futures import Future

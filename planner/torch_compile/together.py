@@ -75,7 +75,10 @@ class Together:
             )
 
     def _shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:
-        """Return what each graph may keep, at most the bytes in `most`, and schedules that keep no more."""
+        """Return the bytes that each graph may keep between its passes, at most those in `most`, and schedules that keep no more.
+
+        All graphs get the same share of the bytes between the least that they keep and those in `most`; the largest that fits.
+        """
         everything = self._fitting(most)
         if everything is not None:
             return dict(most), everything

@@ -118,7 +118,7 @@ def kernel_settings() -> tuple[Any, ...]:
 
 
 def set_kernel_settings(values: tuple[Any, ...]) -> None:
-    """Set what `kernel_settings` returns."""
+    """Restore settings that kernels read, from `values` as ``kernel_settings`` returned them."""
     dtype, mkldnn, cudnn, benchmark, deterministic = values
     torch.set_default_dtype(dtype)
     torch._C._set_mkldnn_enabled(mkldnn)

@@ -41,8 +41,8 @@ def load_cpp(
 
     Args:
         source: the code.
-        prefix: what the names of its functions begin with.
-        functions: types of what they return and take, by the rest of their names.
+        prefix: the prefix of the names of its functions.
+        functions: types of their results and arguments, by their names without the prefix.
         libraries: names without ``lib``.
         on_compile: is called before the library is compiled, if there is none on disk.
     """

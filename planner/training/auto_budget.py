@@ -17,7 +17,8 @@ def with_auto_resolved(
     """Return `budget`, with ``auto`` resolved to the free memory of the model's device plus what the step already uses.
 
     Args:
-        wrapper: how the model is trained. If several processes train, all call this, and get the smallest of their budgets.
+        wrapper: the model with its wrapper for one or several processes. If several processes train, all call this, and get the
+            smallest of their budgets.
         batch: inputs and targets.
         optimizer: the optimizer, whose allocated state counts; None before its first step.
 

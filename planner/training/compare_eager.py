@@ -47,7 +47,7 @@ def compare_with_eager(
     allowed: bool = False,
     lossy: bool = False,
 ) -> EagerComparison:
-    """Return how `planned` compares with `step` from the current random state; `step` and `batch` are restored afterwards.
+    """Compare `planned` with `step` from the current random state; restore `step` and `batch` afterwards.
 
     With Inductor's kernels, the reference is PyTorch's own run of them in place of `step`.
 

@@ -73,10 +73,10 @@ def compile(  # noqa: A001
         optimizer: the optimizer, or ``none``, ``sgd``, ``momentum`` or ``adamw``: its state is counted in memory.
         accumulate: True if gradients of earlier batches are in memory when a step begins (gradient accumulation).
         solver, tolerance, time_limit_s, reorder: as in ``planner.solve``.
-        passes: how often each distinct op is timed.
-        options: what the schedule may do besides recomputing: ``offload``, ``chunks``, ``pack``, ``kernels``, ``in-place``,
-            ``compress:4``, ``placement`` (``docs/options``). None: the exact defaults (``in-place``). Some round differently
-            than eager PyTorch; ``plan.differs`` lists what does.
+        passes: number of times that each distinct op is timed.
+        options: names of options that the schedule may use besides recomputation: ``offload``, ``chunks``, ``pack``, ``kernels``,
+            ``in-place``, ``compress:4``, ``placement`` (``docs/options``). None: the exact defaults (``in-place``). Some round
+            differently than eager PyTorch; ``plan.differs`` lists what does.
         link: bytes a second to host memory and back, as ``50GB/s``. None: measured.
         host_budget: host memory for offloaded tensors: bytes, ``64GB``, or a share of what is free. If several
             processes train, each may use as much, and it must be an amount.
@@ -84,7 +84,7 @@ def compile(  # noqa: A001
         cache: folder for plans. A plan for the same graph, budget, device, options and versions is loaded from there, and
             nothing is measured or solved.
         dynamic: True if batches of other sizes follow. The step is then a ``DynamicStep``, which plans each size.
-        max_plans: with `dynamic` or `replan`: how many plans are kept. The least recently used one is dropped first.
+        max_plans: with `dynamic` or `replan`: the number of plans that are kept. The least recently used one is dropped first.
         cuda_graph: replay the step as CUDA graphs. The memory that they hold is counted; random ops are not recomputed.
         arena: run the step in one block of memory, at planned addresses, which is kept from step to step (``docs/addresses.md``).
             It is at most the budget, and needs a C++ compiler.
@@ -95,16 +95,17 @@ def compile(  # noqa: A001
         kernels: ``eager`` for the kernels of eager PyTorch, or ``inductor`` for those of ``torch.compile``; results are then
             bit-identical to its own.
         other_devices: devices for ``options=["placement"]``, as in ``planner.trace``.
-        wait: how good the plan must be before the call returns: seconds of solving (10 or ``10s``), a gap (``1%``), or work
+        wait: required quality of the plan before the call returns: seconds of solving (10 or ``10s``), a gap (``1%``), or work
             (``20 work``). None: 3 s or 1%, whichever is first. With a gap or work the plan is the same on every run, and is not
             replaced.
-        swap: which better plans may replace the first: ``exact`` (those with the same bits), ``any``, or ``never``.
+        swap: the better plans that may replace the first: ``exact`` (those with the same bits), ``any``, or ``never``.
         params: of the solver, as in ``planner.solve``.
         check_writes: check in each step that nothing has written to parameters, buffers or inputs between the forward and the
             backward pass without autograd's notice. This costs time in each step.
-        memory: what the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA, ``reserved-expandable``
-            with expandable segments, ``device`` or ``device-expandable`` for that and CUDA's context, or ``allocated`` for
-            tensors in use. None: ``reserved`` on CUDA, except with `max_overhead`, and ``allocated`` on the CPU.
+        memory: kind of memory that the budget counts: ``reserved`` for all that PyTorch's allocator reserves on CUDA,
+            ``reserved-expandable`` with expandable segments, ``device`` or ``device-expandable`` for that and CUDA's context, or
+            ``allocated`` for tensors in use. None: ``reserved`` on CUDA, except with `max_overhead`, and ``allocated`` on the
+            CPU.
         on_progress: called with each ``planner.progress.Progress``; ``LineView()`` and ``NotebookView()`` show them. None: log to
             the logger ``planner``.
 

@@ -58,9 +58,9 @@ class Compiler:
     """Compiler of planned steps of one model, one for each batch whose sizes differ.
 
     Attributes:
-        wrapper: how the model is trained.
+        wrapper: the model with its wrapper for one or several processes.
         loss_fn: as in ``compile``.
-        trace: how steps are captured and measured.
+        trace: settings of capture and measurement.
         search: how graphs are solved for a budget.
         recorder: makes the recorder of a step that is replayed; None: steps run op by op.
         compare_eager: True to compare steps with eager PyTorch.

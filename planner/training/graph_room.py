@@ -25,9 +25,9 @@ class GraphBudget:
 
     Attributes:
         budget_bytes: the budget.
-        memory: what it counts.
-        eager_bytes: what plain eager PyTorch needs of that memory.
-        beside_bytes: of the budget, outside of the graphs' pool and beside static memory; it is the same for every schedule.
+        memory: kind of memory that the budget counts.
+        eager_bytes: bytes of that memory that plain eager PyTorch needs.
+        beside_bytes: part of the budget for memory besides static memory and the graphs' pool; the same for every schedule.
     """
 
     budget_bytes: int
@@ -55,7 +55,7 @@ class GraphBudget:
         return GraphBudget(budget_bytes, memory, whole_bytes, outside_bytes - graph.static_bytes)
 
     def explained(self, error: InfeasibleError) -> InfeasibleError:
-        """Return `error`, of a solve for the allocated part, with what the rest of the budget is for."""
+        """Return `error`, of a solve for the allocated part, with the use of the rest of the budget added to its message."""
         rest = f"{format_bytes(self.beside_bytes)} are reserved beside the step, outside of the pool of CUDA graphs"
         return InfeasibleError(f"{error} Of the budget of {format_bytes(self.budget_bytes)}, {rest}")
 

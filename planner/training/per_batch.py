@@ -43,7 +43,7 @@ class BatchPlans:
         """Set the model, the budget and the options that all plans share.
 
         Args:
-            wrapper: how the model is trained.
+            wrapper: the model with its wrapper for one or several processes.
             budget: as in ``planner.compile``.
             options: its other keyword arguments.
         """
@@ -91,7 +91,7 @@ class BatchPlans:
         return step
 
     def _key(self, batch: Batch) -> Key:
-        """Return what a plan depends on, with the sizes of the batch unless one plan serves all sizes."""
+        """Return the cache key of a plan: structure, dtypes, trained parameters, and sizes unless one plan serves all sizes."""
         leaves, spec = pytree.tree_flatten(batch)
         kinds = [(x.dtype, x.requires_grad, x.dim()) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
         trained = tuple(p.requires_grad for p in self._parameters)

@@ -40,7 +40,7 @@ class Planning:
     """The settings of ``planner.compile`` for the steps of a model.
 
     Attributes:
-        wrapper: how the model is trained.
+        wrapper: the model with its wrapper for one or several processes.
         loss_fn, on_progress: as in ``planner.compile``.
         trace, solve, run: settings.
 
@@ -72,7 +72,7 @@ class Planning:
 
         Args:
             batch: inputs and targets.
-            budget: what ``budget_or_overhead`` returns.
+            budget: the budget, from ``budget_or_overhead``.
         """
         check_trains()
         batch, run = detach_batch(batch), self.run

@@ -27,7 +27,7 @@ class PlanUse:
         plan: the plan at that time.
         step: number of the first step that ran by it, from 1.
         seconds: seconds since the step was made.
-        reason: why it replaced the one before.
+        reason: the reason for which it replaced the plan before.
     """
 
     plan: Plan

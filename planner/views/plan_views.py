@@ -28,7 +28,7 @@ class PlanComparisonRow:
 
     Attributes:
         reserved_bytes: reserved on CUDA, as the budget of the plan counts it; None on the CPU.
-        counted_bytes: what its budget counts.
+        counted_bytes: bytes of the memory that its budget counts.
         recomputed: executions beyond the first of each op.
     """
 

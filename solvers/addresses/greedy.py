@@ -54,7 +54,7 @@ def place(
 
 
 def _gap(begins: NDArray[np.int64], ends: NDArray[np.int64], size: int, alignment: int, *, best_fit: bool) -> int:
-    """Return the lowest offset in the tightest gap that holds `size` between what begins and ends there, or in the first."""
+    """Return the lowest offset in the tightest gap of at least `size` between occupied ranges, or in the lowest such gap."""
     if not len(begins):
         return 0
     tops = np.maximum.accumulate(ends)
@@ -97,9 +97,9 @@ def improve(
     seed: int = 0,
     patience: int | None = None,
 ) -> tuple[int, ...]:
-    """Return offsets of an arena that is no higher, by placing what is above `target_bytes` earlier, again and again.
+    """Improve `offsets`: repeatedly place buffers that reach above `target_bytes` earlier, and keep the smallest arena.
 
-    It ends after `patience` orders without a gain.
+    Ends at the target, at the limit of the clock, or after `patience` orders without a gain.
     """
     draw = random.Random(seed)
     best, best_bytes = offsets, instance.height_bytes(offsets)

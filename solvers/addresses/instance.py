@@ -49,7 +49,7 @@ class Instance:
 
     @cached_property
     def bound_bytes(self) -> int:
-        """No arena is smaller: what is in use at once, padded but for the buffer on top."""
+        """Lower bound on the size of the arena: peak of the bytes in use, with padding except that of the buffer on top."""
         return max(
             live * self.unit - max(self.pad_bytes[u] for u in section)
             for live, section in zip(self.live, self.sections, strict=True)

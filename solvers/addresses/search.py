@@ -27,11 +27,11 @@ _GROWTH = 1.03  # of the nodes of a dive, from one to the next
 
 @dataclass(frozen=True, slots=True)
 class CapacityAnswer:
-    """What a search has found out about a capacity.
+    """The result of a search for offsets within one capacity.
 
     Attributes:
-        offsets: in units; None if none were found.
-        needed_bytes: no arena is smaller than this; 0 if nothing was proved.
+        offsets: offset of each buffer in units; None if none were found within the capacity.
+        needed_bytes: proved lower bound on the size of the arena, above the capacity; 0 if nothing was proved.
     """
 
     offsets: tuple[int, ...] | None
@@ -48,18 +48,18 @@ class _OutOfTime(Exception):  # noqa: N818
 
 @dataclass(slots=True)
 class _State:
-    """What holds for all that are left; copied where the search branches.
+    """A node of the search: the floors, and the buffers that are not placed yet. Copied at each branch.
 
-    Buffers of one lifetime and alignment are a *kind*: what is said of one holds for all of them.
+    Buffers with the same lifetime and alignment form a *kind* and share their lowest offset. Offsets and sizes are in units.
 
     Attributes:
-        floor: of each section.
-        latest: of each section, the highest offset of the lowest buffer: what is left would not fit above it.
-        resting: how many sizes of buffers that are left may lie on the floor of each section.
-        low: of each kind, the lowest offset.
-        members: of each kind, the buffers that are left, large ones first.
-        total: of each kind, units of its members.
-        variety: of each kind, the number of sizes of its members.
+        floor: for each section, its floor.
+        latest: for each section, the highest floor at which the unplaced buffers still fit below the capacity.
+        resting: for each section, the number of distinct unplaced buffers that can lie on its floor.
+        low: for each kind, the lowest feasible offset.
+        members: for each kind, the unplaced buffers, largest first.
+        total: for each kind, the total size of its members.
+        variety: for each kind, the number of distinct members.
     """
 
     floor: list[int]
@@ -83,7 +83,7 @@ class _State:
 
 
 class AddressSearch:
-    """A search for one instance, which remembers over its calls what cannot be completed."""
+    """An exact search for one instance, which remembers infeasible states from one call to the next."""
 
     def __init__(self, instance: Instance, *, seed: int = 0) -> None:
         self._instance = instance
@@ -134,15 +134,15 @@ class AddressSearch:
         return CapacityAnswer(None)
 
     def _look_of(self, u: int) -> tuple[int, int]:
-        """Return what buffers of one kind are told apart by."""
+        """Return the sort key of buffer `u` within its kind, largest first; buffers with equal keys are interchangeable."""
         return -self._size[u], -self._instance.pad_bytes[u]
 
     def _looks_of(self, members: Sequence[int]) -> dict[tuple[int, int], int]:
-        """Return the first of each that are the same: it is the lowest of them."""
+        """Return the first of `members` for each key: of interchangeable buffers, only this one need be tried."""
         return {self._look_of(u): u for u in reversed(members)}
 
     def _ranks(self) -> tuple[list[float], float]:
-        """Return how much each buffer is preferred, for its size and lifetime, and how much more where it fits a gap."""
+        """Return a randomized priority for each buffer from its size and lifetime, and a bonus for buffers that fit a valley."""
         draw = self._random
         of_size, of_length, noise = draw.random(), draw.random(), draw.choice((0.1, 0.3, 0.6))
         lengths = [high - low for low, high in zip(self._instance.lower, self._instance.upper, strict=True)]
@@ -166,7 +166,7 @@ class AddressSearch:
         return self._rise(state, 0, m, 0, range(k)) or self._place(list(range(k)), state)
 
     def _place(self, rest: list[int], state: _State) -> int:
-        """Place what is left of the kinds `rest`. Returns 0, or the bytes that it takes at least."""
+        """Place the unplaced buffers of the kinds `rest`; return 0, or a lower bound on the bytes of the arena if none fits."""
         worst = sys.maxsize
         while True:
             self._nodes -= 1
@@ -246,9 +246,10 @@ class AddressSearch:
         return found
 
     def _choices(self, rest: Sequence[int], section: int, state: _State) -> tuple[list[int], int | None, int]:
-        """Return which buffers may lie on the floor of `section`, and to where it rises if none does.
+        """Return the branches in `section`: buffers that may lie on its floor, and the offset to which it rises if none does.
 
-        Also returned are the bytes from which on it may rise, where it may not.
+        The offset is None if the capacity is too small for the floor to rise. The third item is then the capacity in bytes from
+        which it could rise; ``sys.maxsize`` if there is none.
         """
         low, members, size, lower, upper = state.low, state.members, self._size, self._lower, self._upper
         level = state.floor[section]
@@ -286,7 +287,7 @@ class AddressSearch:
         choices.sort(key=value)
 
     def _apply(self, u: int | None, section: int, raised: int | None, state: _State) -> int:
-        """Place `u` where it is lowest, or raise the floor of `section`. Returns 0, or the bytes that it takes at least."""
+        """Place `u` at its lowest offset, or raise the floor of `section`. Returns 0 or a lower bound, as ``_rise``."""
         if u is None:
             assert raised is not None
             state.floor[section] = raised
@@ -305,7 +306,7 @@ class AddressSearch:
         """Follow the floor of the sections from `start` to `end`, which is at `level` now.
 
         The kinds `met` in use there are raised; a section where none rests on the floor any more has its floor raised to the
-        lowest of them. Returns 0, or the bytes that the state takes at least.
+        lowest of them. Returns 0, or a lower bound on the bytes of the arena if the rest does not fit.
         """
         floor, latest, resting, low, members = state.floor, state.latest, state.resting, state.low, state.members
         lower, upper, alignment = self._lower, self._upper, self._alignment

@@ -25,16 +25,16 @@ _HEIGHTS = (0.0, 0.5, 0.75, 0.9, 1.0)  # between the bound and the best arena, w
 
 @dataclass(frozen=True, slots=True)
 class AddressResult:
-    """What was found.
+    """The result of a search for addresses: offsets, the size of the arena and its lower bound.
 
     Attributes:
-        status: OPTIMAL (the arena is as small as the bound), FEASIBLE (or it fits the capacity that was given), INFEASIBLE
-            (proved: none fits the capacity), LIMIT (none found that fits, and nothing proved).
+        status: OPTIMAL (the arena is as small as the bound), FEASIBLE (or it fits the given capacity), INFEASIBLE
+            (proved: no arena fits the capacity), LIMIT (none found that fits, and nothing proved).
         offsets: None unless the status is OPTIMAL or FEASIBLE.
-        height_bytes: of the smallest arena that was found, also where it does not fit the capacity.
-        bound_bytes: no arena is smaller.
-        capacity_bytes: that was given.
-        seconds: wall time.
+        height_bytes: size of the smallest arena that was found, even if it exceeds the capacity.
+        bound_bytes: lower bound on the size of any arena.
+        capacity_bytes: the given capacity; None if the smallest arena was asked for.
+        seconds: wall time of the search.
     """
 
     status: Status
@@ -89,7 +89,7 @@ def solve_by(clock: Clock, buffers: Sequence[Buffer], capacity_bytes: int | None
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """When a search has nothing more to find out: the arena has `enough_bytes`, or its bound is above `most_bytes`."""
+    """Thresholds that end a search: an arena of at most `enough_bytes`, or a lower bound above `most_bytes`."""
 
     enough_bytes: int
     most_bytes: int
@@ -104,7 +104,7 @@ def _goal(capacity_bytes: int | None, others: Sequence["_Arena"]) -> _Goal | Non
 
 
 class _Arena:
-    """The buffers of one pool, the best offsets that were found, and what was proved."""
+    """The buffers of one pool, with the best offsets found so far and a lower bound on the size of the arena."""
 
     def __init__(self, buffers: Sequence[Buffer], seed: int) -> None:
         self.buffers = buffers
@@ -189,7 +189,7 @@ class _Arena:
         return self._heights[number] > self.bound_bytes and len(self._instances[number].size) <= _LARGEST
 
     def _aim(self, target_bytes: int, clock: Clock) -> bool:
-        """Search for offsets of all instances within `target_bytes`; return True if it was decided whether there are any."""
+        """Search for offsets of all instances within `target_bytes`; return True if they were found or proved not to exist."""
         for number, instance in enumerate(self._instances):
             if self._heights[number] <= target_bytes:
                 continue

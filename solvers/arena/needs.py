@@ -1,4 +1,4 @@
-"""What a step needs in an arena: static memory, the arena, and what is outside of it."""
+"""The memory of a step that runs in an arena: static memory, the arena, and buffers outside the arena."""
 
 from dataclasses import dataclass
 from itertools import filterfalse
@@ -12,12 +12,12 @@ from solvers.clock import Clock
 
 @dataclass(frozen=True, slots=True)
 class ArenaRules:
-    """Which buffers of a step are in its arena, and where they may begin.
+    """Rules for the arena of a step: which buffers are in it, and the alignment of their offsets.
 
     Attributes:
-        alignment: offsets are multiples of it.
-        least_bytes: smaller buffers are outside.
-        outside: tensors that are outside.
+        alignment: divisor of all offsets, in bytes.
+        least_bytes: size from which buffers are in the arena; smaller ones are outside.
+        outside: ids of tensors that are outside whatever their size.
     """
 
     alignment: int = 1
@@ -40,13 +40,13 @@ class ArenaRules:
 
 @dataclass(frozen=True)
 class Needs:
-    """The memory of a step by a schedule.
+    """The memory of a step that runs by a schedule.
 
     Attributes:
         inside: buffers in the arena.
-        outside_bytes: the most bytes in use outside of it at once.
-        static_bytes: throughout the step.
-        budget_bytes: that all of it may take.
+        outside_bytes: peak of the bytes in use outside the arena, without static memory.
+        static_bytes: static memory.
+        budget_bytes: budget for arena, memory outside it and static memory together.
     """
 
     inside: tuple[Buffer, ...]
@@ -56,7 +56,7 @@ class Needs:
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, rules: ArenaRules, budget_bytes: int) -> "Needs":
-        """Return what `schedule` needs of memory."""
+        """Return the memory that `schedule` needs, with its buffers divided by `rules` into those in the arena and outside."""
         names = {graph.tensors[t].name for t in rules.outside}
 
         def is_inside(buffer: Buffer) -> bool:

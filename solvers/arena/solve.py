@@ -37,7 +37,7 @@ Solve = Callable[[Request], Result]
 
 
 def solve_in_arena(solve: Solve, request: Request, rules: ArenaRules) -> Result:
-    """Return the fastest schedule that is found whose static memory, arena, and what is outside of it are within the budget.
+    """Search for the fastest schedule whose static memory, arena, and memory outside the arena are within the budget.
 
     The bound holds for all such schedules. The settings have ``arena_bytes`` and ``outside_arena_bytes``, the number of
     ``arena_conflicts`` that were excluded, and of ``arena_solves``.
@@ -45,7 +45,7 @@ def solve_in_arena(solve: Solve, request: Request, rules: ArenaRules) -> Result:
     Args:
         solve: a solver, which counts the bytes in use. Conflicts are for ``windows``; other solvers ignore them.
         request: the budget is that of the whole step.
-        rules: which buffers are in the arena.
+        rules: the rules by which buffers are in the arena.
     """
     margins = MarginSearch(_CLOSE * request.budget_bytes, _SOLVES, _BETTER)
     return _Joint(solve, request, rules, margins).run()
@@ -53,7 +53,7 @@ def solve_in_arena(solve: Solve, request: Request, rules: ArenaRules) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A schedule that fits, with what it needs."""
+    """A schedule that fits the budget, with its step time and the bytes in and outside the arena."""
 
     schedule: Schedule
     time_s: float
@@ -67,11 +67,11 @@ class _Joint:
 
     Attributes:
         best: the fastest schedule that fits, None if none is known.
-        bound_s: no schedule that fits is faster; None if unknown.
-        conflicts: what no schedule may do.
+        bound_s: lower bound on the time of every schedule that fits; None if unknown.
+        conflicts: the conflicts proved so far, which no schedule may have.
         margins: those of the next solve, and what is known of others.
         needed_bytes: the least that a schedule was found to need; None if none was found.
-        solves, grown: how often was solved, and margins were made larger.
+        solves, grown: number of solves, and of enlargements of the margins.
         seen: schedules of the current solve, each better than the one before.
     misfits: number of them without addresses.
     """
@@ -254,7 +254,7 @@ class _Joint:
         )
 
     def _defect(self, result: Result) -> str:
-        """Return what the last solve did wrong, given that there is a schedule: it failed, or proved that there is none."""
+        """Return the error of the last solve, given that a schedule is known: a failure or a proof of infeasibility; else ""."""
         if result.status is Status.ERROR:
             return result.message
         return "a proof that there is no schedule" if result.status is Status.INFEASIBLE and not self.margins.now else ""

@@ -24,9 +24,10 @@ WORK_PER_EVICTION = 4e-5  # and per execution, see ``solvers.clock``
 
 
 class Evicted(NamedTuple):
-    """An order of execution that eviction has found.
+    """An order of execution from a run of eviction.
 
     Attributes:
+        computed: ids of the executed ops, in order.
         reloads: (tensor, position), where a tensor is reloaded before that execution.
     """
 

@@ -177,7 +177,7 @@ class RandomScores(Heuristic):
         self._now = float(self._next[storage])
 
     def scores(self, storages: Ints, now_s: float) -> Floats:
-        """Return when each of `storages` fires next."""
+        """Advance the processes of `storages` beyond the present, and return the time at which each fires next."""
         fired = storages
         while len(fired := fired[self._next[fired] <= self._now]):
             draws = uniform(np.array([self._seed]), self.storages.origin[fired], self._drawn[fired])

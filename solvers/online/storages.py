@@ -1,4 +1,4 @@
-"""What a ledger records of storages: costs, last uses and neighbourhoods. Heuristics and candidates read it."""
+"""The records of storages in a ledger: costs, last uses and neighbourhoods, for heuristics and candidates to read."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -28,8 +28,8 @@ class Storages:
         size_bytes: of each storage.
         own_s: time of the ops that write it: its producer, views of it and writes in place.
         touched_s: time of its first production or last read.
-        origin: what computed it; see ``Ledger.add_storage``.
-        since: when it was last produced, restored or used by an op, a running number.
+        origin: identifier of its computation; see ``Ledger.add_storage``.
+        since: running number of the op that last produced, restored or used it.
         again: recomputations of the ops that write it.
         gone: 1 if it is evicted.
         live: True if it is in memory.

@@ -85,7 +85,7 @@ class StoppingRule:
         return now - self._solved_at > self.extra(self._solved_at - widened_at)
 
     def extra(self, spent: float) -> float:
-        """Return how long a solve goes on after it took `spent` to get within the tolerance."""
+        """Return the time for further improvement of a solve that took `spent` to reach the tolerance."""
         return max(self._params.least_moment, self._params.moment_share * spent)
 
     def enough(self) -> bool:

@@ -74,7 +74,7 @@ class UnsettledError(Exception):
 
 @contextmanager
 def record_effects() -> Iterator[list[Effect]]:
-    """Record which existing Python values the code that Dynamo captures changes."""
+    """Record the side effects of code that Dynamo captures: changes of Python values that existed before it ran."""
     found: list[Effect] = []
     original = SideEffects.codegen_update_mutated
 

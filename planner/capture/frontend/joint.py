@@ -130,7 +130,13 @@ def _compiled_with_branches(
 
 
 def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
-    """Return what `trace` returns once all values are settled; step and batch are restored afterwards."""
+    """Call `trace`, and return its result; restore `step` and `batch` afterwards.
+
+    If the step reads Python values that its first call sets, run it once to set them, and call `trace` again.
+
+    Raises:
+        TraceError: values change in the second call too; or as in `trace`.
+    """
 
     def once() -> T:
         with preserve_state(step, batch), unlogged_fakes():
@@ -177,10 +183,10 @@ def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
 
 
 def _result(found: Made[T] | Exception | None, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Made[T]:
-    """Return what an attempt has `found`.
+    """Return the result of an attempt, or raise its exception.
 
     Raises:
-        TraceError: the capture fails, with the reason in one line; an exception of the user's own code is raised as it is.
+        TraceError: the capture failed, with the reason in one line; an exception of the user's own code is raised as it is.
     """
     assert found is not None  # with branches
     if isinstance(found, tuple):

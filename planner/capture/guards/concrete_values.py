@@ -76,7 +76,7 @@ def size_inputs(
 
 
 def true_counts(*masks: torch.Tensor) -> tuple[int, ...]:
-    """Return how many elements of each mask are true."""
+    """Return the number of true elements of each mask."""
     return tuple(int(mask.count_nonzero()) for mask in masks)
 
 
@@ -118,7 +118,7 @@ class ConcreteValues:
         return int(expression) if isinstance(symbolic, torch.SymInt) else float(expression)
 
     def why_unknown(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Return what the values of `tensors` depend on."""
+        """Return the reason for which values of `tensors` are unknown, for messages: the quantities that they depend on."""
         return "random numbers" if any(t in self._random for t in tensors) else "parameters or activations"
 
     def restart(self) -> None:

@@ -155,7 +155,7 @@ def build_guards(
     kwargs: dict[str, object],
     constants: Iterable[str] = (),
 ) -> PythonGuards:
-    """Return the guards of what Dynamo captured of `step` with these arguments.
+    """Return the guards of the code that Dynamo captured of `step` with these arguments.
 
     Args:
         output: the result of ``fullgraph_capture``.

@@ -45,5 +45,5 @@ class StepOption(Option):
     measure: "Callable[[Capture, RealStep | None], Graph] | None" = None
 
     def accepts(self, capture: "Capture") -> str:
-        """Return why the option cannot be applied to `capture`; "" if it can."""
+        """Return the reason for which the option cannot be applied to `capture`; "" if it can."""
         return self.against(Feature.INDUCTOR) if capture.whole is not None else ""

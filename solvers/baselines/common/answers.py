@@ -22,7 +22,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a method has found, as in ``Result``."""
+    """The outcome of a baseline: the fields of ``Result`` that depend on its search."""
 
     status: Status
     schedule: Schedule | None = None

@@ -206,7 +206,10 @@ class InChunks:
         return tuple(value.to(result.value.dtype) for value, result in zip(made, self.results, strict=True))
 
     def rounds(self, equal: Sequence[bool]) -> list[bool]:
-        """Return which results may be rounded differently; see ``Comparable``. Sums may have been equal by chance."""
+        """Return for each result True if it may be rounded differently; see ``Comparable``.
+
+        Sums over chunks always may: bits that are equal once are equal by chance.
+        """
         rows = (isinstance(result.made, RowDimensions) and same for result, same in zip(self.results, equal, strict=True))
         return [not (result.made is Total.COUNT or same) for result, same in zip(self.results, rows, strict=True)]
 

@@ -17,8 +17,8 @@ class DenseLayout:
     """A tensor whose elements fill its storage without gaps.
 
     Attributes:
-        like: fake.
-        form: how it is kept.
+        like: a fake tensor of the same layout.
+        form: the compressed form in which it is kept.
     """
 
     like: torch.Tensor

@@ -72,7 +72,7 @@ class Alternative:
     bundle: str = ""
 
     def rounds(self, equal: Sequence[bool]) -> list[bool]:
-        """Return which results of the program may be rounded differently; see ``Comparable``."""
+        """Return for each result True if it is one of the program's and may be rounded differently; see ``Comparable``."""
         of_program = (isinstance(made, MadeTensor) for made in self.makes)
         return [of and not (same and self.repeatable) for of, same in zip(of_program, equal, strict=True)]
 

@@ -27,7 +27,7 @@ def bytes_of(count: int) -> int:
 
 
 def part_size(count: int, device: str) -> int:
-    """Return how many of `count` elements are processed at a time on `device`, ``cpu`` or ``cuda``: whole bytes of bits."""
+    """Return the number of elements, of `count`, to process at a time on `device`, ``cpu`` or ``cuda``: a multiple of eight."""
     size = -(-count // _PARTS)
     return max(1, bytes_of(min(size, _IN_CACHE) if device == "cpu" else size)) * _WORD
 
@@ -54,7 +54,7 @@ def pack(write: Write, count: int, size: int, like: torch.Tensor) -> torch.Tenso
 
     Args:
         write: writes a part of the truth values.
-        size: how many at a time, whole bytes of bits.
+        size: number of values in a part, a multiple of eight.
     """
     packed = like.new_empty(bytes_of(count), dtype=torch.uint8)
     room = like.new_empty(size, dtype=torch.uint8)

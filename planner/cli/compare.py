@@ -174,13 +174,15 @@ def _measure(
 
     spec = parse_spec(arguments.model)
     progress.say(f"building {spec}")
+    from planner.capture.options import traced_options
     from planner.runtime.channels import HostChannels
     from planner.studies.baselines import baseline_methods, of_policies
     from planner.studies.compare_measured import compare_measured, profiled
     from planner.studies.offloading import offloading_methods
 
     folder = Path(arguments.output)
-    how = tracing(arguments, options=(), measure_link=settings.options.measures_link, name=str(spec))
+    traced = traced_options(settings.options.names)
+    how = tracing(arguments, options=traced, measure_link=settings.options.measures_link, name=str(spec))
     built = how.load(spec)
     progress.say(f"tracing {spec}")
     captured = profiled(built, folder, how.settings)

@@ -193,7 +193,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_existing_targets(page: Path) -> None:
     wrong = []
     for link in _LINK.findall(page.read_text()):
         if link.startswith(("http://", "https://")):

@@ -28,7 +28,7 @@ def kinds(notebook: Any) -> list[list[str]]:
     [pytest.param(path, marks=pytest.mark.slow) if path.stem == "first-plan" else path for path in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
-def test_a_notebook_runs(path: Path) -> None:
+def test_notebook_runs_with_the_same_outputs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     shown = kinds(notebook)
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()

@@ -20,7 +20,7 @@ def row(monkeypatch: pytest.MonkeyPatch) -> ArenaTrainingRow:
     return row
 
 
-def test_training_takes_what_was_planned(row: ArenaTrainingRow) -> None:
+def test_arena_training_takes_the_planned_memory_exactly(row: ArenaTrainingRow) -> None:
     assert row.identical
     assert row.is_predicted
     assert row.plain_bytes <= row.arena_bytes < row.beside_bytes

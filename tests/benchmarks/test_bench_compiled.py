@@ -65,7 +65,7 @@ def test_each_method_has_a_line_with_a_cell_for_each_budget() -> None:
     assert "| net | 0.50 | 700 B | 70.0% | 1.100x | rounded | 1.040x keep | 0.945x | 0.10% | 12 s | 9 s |" in text
 
 
-def test_what_is_reached_is_summed_up() -> None:
+def test_summary_counts_plans_within_budget_and_exact() -> None:
     assert list(summary(ROWS)) == [
         "of 3 plans over Inductor's kernels, 0 take more than their budget",
         "of 3 plans over Inductor's kernels, 3 have a measured peak within 1% of the predicted one, 3 to the byte",
@@ -100,13 +100,13 @@ def test_plans_in_arenas_are_compared_with_those_without() -> None:
         (2, {"bits": "wrong"}, f"1 fail or compute other gradients (net {HALF})"),
     ],
 )
-def test_what_is_missed_is_named(at: int, changed: dict[str, object], said: str) -> None:
+def test_summary_names_plans_that_miss_a_goal(at: int, changed: dict[str, object], said: str) -> None:
     assert not any(line.endswith(said) for line in summary(ROWS))
     rows = [*ROWS[:at], replace(ROWS[at], **changed), *ROWS[at + 1 :]]  # type: ignore[arg-type]
     assert any(line.endswith(said) for line in summary(rows))
 
 
-def test_what_fails_says_why() -> None:
+def test_table_shows_the_error_of_a_failed_row() -> None:
     fails = {"measured_peak_bytes": None, "time_s": None, "ratio": None, "error": "RuntimeError: no"}
     budget = replace(ROWS[2], **fails)  # type: ignore[arg-type]
     assert "| net | 0.50 | RuntimeError: no |" in table([*ROWS[:2], budget, *ROWS[3:6]])

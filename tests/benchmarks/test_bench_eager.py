@@ -11,7 +11,7 @@ from planner.studies.rows import read_rows
 COMMITTED = Path(__file__).parents[2] / "results" / "eager"
 
 
-def test_a_small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_eager_runs_a_small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "SHARES", (0.7,))
     monkeypatch.setattr(eager, "WAYS", ("lru", PLANNED))
     assert main(["--models", "tree", "--steps", "1", "--out", str(tmp_path)]) == 0

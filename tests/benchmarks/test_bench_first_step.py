@@ -194,7 +194,7 @@ def test_limits_that_are_met_exactly_are_met() -> None:
         ({"status": REFUSED, "message": "no schedule fits"}, "| NO: refused | NO |"),
     ],
 )
-def test_what_is_missed_is_marked(values: dict[str, object], marked: str) -> None:
+def test_missed_limits_are_marked_in_the_table(values: dict[str, object], marked: str) -> None:
     assert marked not in table(rows_of("a"))
     assert marked in table(changed(PLANNED, **values))
 
@@ -217,7 +217,7 @@ def test_reasons_are_in_the_table() -> None:
     assert table([]) == table(rows_of("a")[:2]) == "No model has all of its rows.\n"
 
 
-def test_failures_are_what_a_plan_must_not_do() -> None:
+def test_failures_report_wrong_results_and_out_of_memory() -> None:
     assert failures(rows_of("a")) == []
     assert failures(changed(PLANNED, training_rss_bytes=900 * MB)) == []
     (line,) = failures(changed(PLANNED, digest="e"))

@@ -59,7 +59,7 @@ def test_both_are_no_worse_than_either_and_rows_say_how_each_ended(rows: list[Of
     assert "Slower than either alone: 0." in text and "Methods below the bound: 0." in text
 
 
-def test_what_is_known_is_not_solved_again(rows: list[OffloadRow]) -> None:
+def test_known_rows_are_not_solved_again(rows: list[OffloadRow]) -> None:
     known = [row for row in rows if (row.budget, row.method) != ("60%", RECOMPUTE)]
     assert [row.method for row in solve(case("60%", "1%"), known)] == [RECOMPUTE]
 
@@ -79,7 +79,7 @@ def test_budgets_lie_between_the_least_and_the_peak() -> None:
             budget_bytes_of(wrong, 1000, 2000)
 
 
-def test_the_command_takes_up_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_offload_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "MODELS", {"small": "zoo:mlp"})
     monkeypatch.setattr(offload, "SUITES", {"little": Suite("h200", "50GB/s", {"small": ("90%",)})})
     words = ["--models", "small", "--suites", "little", "--out", str(tmp_path)]
@@ -98,7 +98,7 @@ def test_its_models_can_be_read() -> None:
     assert all(set(suite.budgets) <= set(MODELS) for suite in SUITES.values())
 
 
-def test_the_committed_rows_hold_what_is_promised() -> None:
+def test_committed_rows_are_within_budgets_and_bounds() -> None:
     rows = read_rows(RESULTS / "rows.csv", OffloadRow)
     assert {row.model for row in rows if row.suite == "h200-50GB/s"} == set(SUITES["h200-50GB/s"].budgets)
     assert not below_bound(rows)

@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parents[2] / "results" / "offload"
 
 
 @pytest.mark.slow
-def test_offload_fits_no_less_and_rows_say_at_what_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_size_with_offload_is_at_least_that_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = SizeCase("zoo:mlp,layers=4,width=32,classes=8", "batch", 64)
     monkeypatch.setitem(CASES, "small", small)  # type: ignore[arg-type]
     rows = list(search("small", (), budget="1MB", limit_s=3.0))
@@ -31,6 +31,6 @@ def test_offload_fits_no_less_and_rows_say_at_what_price(tmp_path: Path, monkeyp
     assert (tmp_path / "max_batch.csv").read_text().count("\n") == 1 + len(rows)
 
 
-def test_its_cases_vary_what_their_models_give() -> None:
+def test_case_sizes_are_divisible_by_their_unit() -> None:
     for case in CASES.values():
         assert int(dict(parse_spec(case.spec).options)[case.varies]) % case.unit == 0

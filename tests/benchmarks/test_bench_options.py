@@ -55,7 +55,7 @@ def rows(case: OptionsCase) -> list[OptionsRow]:
     return list(solve(case, ()))
 
 
-def test_sets_are_none_each_and_all_by_what_they_may_differ() -> None:
+def test_option_sets_are_none_each_and_all_by_exactness() -> None:
     exact, idle = offer("a", 2, Bits.EXACT), offer("b", 0, Bits.EXACT)
     rounding, lossy = offer("c", 1, Bits.ROUNDING), offer("d", 1, Bits.LOSSY)
     assert sets_of([exact, idle, rounding, lossy]) == ((), ("a",), ("c",), ("d",), ("a", "c"), ("a", "c", "d"))
@@ -63,7 +63,7 @@ def test_sets_are_none_each_and_all_by_what_they_may_differ() -> None:
     assert sets_of([idle]) == ((),)
 
 
-def test_what_differs_by_more_than_rounding_is_lossy() -> None:
+def test_bits_of_ops_are_exact_rounding_or_lossy() -> None:
     program = Op(0, "op", "f", (), (), 1.0)
     rounding, lossy = replace(program, differs="rounding: t (the loss)"), replace(program, differs="4 bits: t")
     assert bits_of([program]) is Bits.EXACT
@@ -94,13 +94,13 @@ def test_a_set_is_solved_at_each_budget_and_none_is_worse_than_a_smaller_one(cas
     assert f"Limit of each solve: {rows[0].limit} (none; offload; offload + chunks), 60 s (chunks)." in several
 
 
-def test_what_is_known_is_not_solved_again_and_what_was_not_run_is_said(case: OptionsCase, rows: list[OptionsRow]) -> None:
+def test_known_rows_are_not_solved_again_and_missing_ones_are_marked(case: OptionsCase, rows: list[OptionsRow]) -> None:
     missing = rows[5]
     assert [key(row) for row in solve(case, [row for row in rows if row != missing])] == [key(missing)]
     assert "| not run |" in table([row for row in rows if row != missing], case.offers, SPECS)
 
 
-def test_what_is_worse_and_what_is_wrong_is_named(rows: list[OptionsRow]) -> None:
+def test_worse_and_contradictory_rows_are_reported(rows: list[OptionsRow]) -> None:
     found = {key(row)[1:]: row for row in rows}
     chunks, both = found["chunks", "50%"], found["offload+chunks", "50%"]
     assert chunks.time_s is not None and both.time_s is not None
@@ -147,7 +147,7 @@ def test_errors_are_measured_beside_the_same_step_without(monkeypatch: pytest.Mo
     assert "Nothing inexact is offered by: chunks on narrow." in text and "Not run: another." in text
 
 
-def test_the_command_takes_up_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_options_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "MODELS", {"small": "zoo:mlp,batch=32,width=16,layers=1,classes=300"})
     words = ["--models", "small", "--options", "offload,chunks", "--work", "0.5", "--out", str(tmp_path)]
     options.main(words)
@@ -168,7 +168,7 @@ def test_its_models_can_be_read_and_all_options_are_asked_for() -> None:
     assert {name.partition(":")[0] for name in NAMES} == set(OPTIONS) - {"placement"}
 
 
-def test_the_committed_rows_hold_what_is_promised() -> None:
+def test_committed_rows_are_within_budgets_and_bounds() -> None:
     rows = read_rows(RESULTS / "rows.csv", OptionsRow)
     assert not below_bound(rows)
     for row in rows:

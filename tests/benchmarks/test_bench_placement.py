@@ -52,7 +52,7 @@ def test_a_pair_is_one_step_with_two_times() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_found_on_threads_is_run() -> None:
+def test_schedules_on_threads_are_executed() -> None:
     before = torch.get_num_threads()
     step = Workload(torch.nn.Linear(4, 4), torch.nn.MSELoss(), (torch.randn(2, 4), torch.randn(2, 4)))
     name = next(iter(MEASURED))
@@ -67,7 +67,7 @@ def test_what_is_found_on_threads_is_run() -> None:
     assert all(row.executed_s is None for row in rows[:2])
 
 
-def test_the_command_writes_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_placement_command_writes_rows_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(placement.MODELS, "small", chain)  # type: ignore[arg-type]
     monkeypatch.setattr(placement, "LIMIT_S", 1.0)
     monkeypatch.setattr(placement, "PAIRS", PAIRS[:1])
@@ -77,7 +77,7 @@ def test_the_command_writes_as_it_goes(tmp_path: Path, monkeypatch: pytest.Monke
     assert METHODS[-1] in (tmp_path / "table.md").read_text()
 
 
-def test_the_committed_rows_say_what_the_table_does() -> None:
+def test_committed_rows_are_consistent_and_complete() -> None:
     rows = list(STUDY.kept(FOLDER))
     assert {(row.model, row.pair, row.budget) for row in rows} == {(m, p, b) for m in MODELS for p in PAIRS for b in BUDGETS}
     gained = larger = 0

@@ -88,13 +88,13 @@ def test_rows_of_other_columns_are_refused(tmp_path: Path) -> None:
         STUDY.kept(tmp_path)
 
 
-def test_only_what_both_solved_is_run_again(kept: KeptRows[SolverRow]) -> None:
+def test_all_solved_requires_every_given_solver(kept: KeptRows[SolverRow]) -> None:
     assert all_solved(kept.of("reference", "small", "least + 0.5"), ("windows", "checkmate"))
     assert not all_solved(kept.of("reference", "large", "least + 0.5"), ("windows", "checkmate"))
     assert all_solved(kept.of("moccasin", "vgg", "least + 0.5"), ("windows",))
 
 
-def test_medians(kept: KeptRows[SolverRow]) -> None:
+def test_medians_are_per_graph_and_solver(kept: KeptRows[SolverRow]) -> None:
     solves = medians(tuple(kept))
     small = solves[solves["graph"] == "small"]
     assert small["seconds"].tolist() == pytest.approx([0.2, 20.0])
@@ -103,13 +103,13 @@ def test_medians(kept: KeptRows[SolverRow]) -> None:
     assert solved(solves).tolist() == [True, True, True, False, True, True, True, False, True]
 
 
-def test_pairs_against_the_reference(kept: KeptRows[SolverRow]) -> None:
+def test_pairs_with_the_reference_state_whether_both_ended_and_agree(kept: KeptRows[SolverRow]) -> None:
     pairs = against_reference(medians(tuple(kept))).set_index("graph")
     assert pairs["ended"].to_dict() == {"small": True, "large": False}
     assert pairs["agree"].to_dict() == {"small": True, "large": False}
 
 
-def test_table(kept: KeptRows[SolverRow]) -> None:
+def test_table_states_speed_gap_and_versions(kept: KeptRows[SolverRow]) -> None:
     text = table(tuple(kept))
     assert "The reference solved 1 of 2 within its limit of 60 s, and took 100 times as long in the median" in text
     assert "costs agree in 1 of 1" in text
@@ -130,7 +130,7 @@ def test_plots_from_the_csv_alone(kept: KeptRows[SolverRow], tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["growth.png", "rows.csv", "solves.png"]
 
 
-def test_suites_of_published_graphs(tmp_path: Path) -> None:
+def test_suites_include_only_published_graphs_present(tmp_path: Path) -> None:
     names = ("vgg16_train", "random_layered_n100")
     (tmp_path / "moccasin").mkdir()
     for name in names:

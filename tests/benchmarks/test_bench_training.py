@@ -128,7 +128,7 @@ def test_batches_differ_and_come_again() -> None:
     assert [(t.shape, t.dtype) for t in first] == [(t.shape, t.dtype) for t in like]
 
 
-def test_the_files_hold_what_was_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_files_equal_the_printed_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--models", "resnet50", "--steps", "2", "--device", "cpu", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr()
     rows = read_rows(tmp_path / "cpu" / "rows.csv", TrainingRow)

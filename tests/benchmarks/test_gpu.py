@@ -93,7 +93,7 @@ def test_an_error_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (tmp_path / "plans" / "table.md").read_text().count("RuntimeError: out of luck |") == 4
 
 
-def test_what_a_plan_must_not_do_is_said() -> None:
+def test_failures_report_exceeded_budgets_and_different_bits() -> None:
     row = plans.PlanRow(model="m", way="recompute", share="50%", budget_bytes=10, requested_bytes=11, bits=False)
     assert list(plans.failures([row])) == [
         "m recompute 50%: 11 B of tensors, 1 B over the budget",

@@ -25,7 +25,7 @@ ROW = Row(kind="plain", seed=1, ops=5, budget_bytes=100, status="feasible", time
         (replace(ROW, time_s=1.4), "wrong"),
     ],
 )
-def test_verdicts(now: Row, expected: str) -> None:
+def test_verdict_compares_rows_before_and_after(now: Row, expected: str) -> None:
     assert verdict(ROW, now) == expected
 
 
@@ -49,6 +49,6 @@ def test_processes_write_the_same_rows_in_order(tmp_path: Path) -> None:
     assert list(STUDY.kept(tmp_path)) == [row for case in (cases[2], cases[1], cases[0]) for row in solved(case)]
 
 
-def test_what_is_kept_is_not_copied_to_where_it_was_computed() -> None:
+def test_kept_tensor_computed_elsewhere_has_a_schedule() -> None:
     (row,) = solved(("devices", 170))
     assert row.status in {"optimal", "feasible"}

@@ -36,7 +36,7 @@ def found(rows: list[ComparisonRow]) -> list[ComparisonRow]:
     return [row for row in rows if row.time_s is not None]
 
 
-def test_every_suite_is_there() -> None:
+def test_committed_results_include_every_suite() -> None:
     there = {named(path) for path in FILES}
     models = ("gpt2", "resnet50", "unet", "vit", "mobilenet_v2")
     assert {f"{suite}/{model}" for suite in ("h200", "cpu") for model in models} | {"cpu/gpt2-dropout"} <= there
@@ -100,17 +100,17 @@ def test_a_unet_is_checkpointed_by_its_blocks() -> None:
     assert row.overhead < 0.3
 
 
-def test_the_table_is_what_the_rows_say(file: Path) -> None:
+def test_committed_table_equals_the_table_of_its_rows(file: Path) -> None:
     assert (file.parent / "table.md").read_text() == table_text(read_rows(file, ComparisonRow))
     for name in ("overhead.png", "memory.png"):
         assert 0 < (file.parent / name).stat().st_size < 100_000
 
 
-def test_the_summary_is_what_the_rows_say() -> None:
+def test_committed_summary_equals_the_summary_of_its_rows() -> None:
     assert (FOLDER / "summary.md").read_text() == summary_text(FOLDER)
 
 
-def test_what_was_measured_is_complete_and_like_eager() -> None:
+def test_measured_rows_are_complete_and_equal_eager() -> None:
     for file in [path for path in FILES if path.parent.parent.name == "cpu"]:
         rows = read_rows(file, ComparisonRow)
         for row in [row for row in rows if row.run_by == RunBy.EXECUTOR and row.time_s is not None]:
@@ -128,7 +128,7 @@ def test_the_memory_budget_is_shown_to_be_wrong_with_dropout() -> None:
     assert "| wrong |" in (file.parent / "table.md").read_text()
 
 
-def test_a_cluster_solves_what_is_simulated_only(
+def test_cluster_is_refused_for_measured_suites(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     called: list[list[str]] = []

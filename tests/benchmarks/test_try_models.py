@@ -89,7 +89,7 @@ def test_every_way_to_train_is_a_row() -> None:
     assert (rows[CHECKPOINTING].peak_bytes or 0) < (rows[EAGER].peak_bytes or 0)
 
 
-def test_what_is_refused_is_a_row() -> None:
+def test_refused_model_is_a_row() -> None:
     rows = tried(lambda: Workload(Branching(), None, (torch.randn(8, 4),)))
     assert list(rows) == [EAGER, PLANNED]
     assert rows[PLANNED].status == REFUSED
@@ -100,7 +100,7 @@ def test_what_is_refused_is_a_row() -> None:
     ("error", "status"),
     [(ModuleNotFoundError("No module named 'timm'"), MISSING), (ValueError("wrong"), FAILED), (SystemError("worse"), FAILED)],
 )
-def test_what_cannot_be_made_is_a_row(error: Exception, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_cannot_be_built_is_a_row(error: Exception, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> Workload:
         raise error
 
@@ -145,7 +145,7 @@ def rows() -> list[TriedRow]:
     return [eager, planned, *unsteady]
 
 
-def test_what_must_not_be_is_said() -> None:
+def test_failures_report_differences_budgets_and_crashes() -> None:
     eager, planned, *unsteady = rows()
     assert list(failures([eager, planned, *unsteady])) == []
     wrong = replace(planned, different=2, first_difference="loss of step 0")
@@ -158,7 +158,7 @@ def test_what_must_not_be_is_said() -> None:
     assert list(failures([eager, refused])) == []
 
 
-def test_the_table_counts() -> None:
+def test_table_counts_models_and_runs() -> None:
     text = table([*rows(), TriedRow(source="tests", model="last", way=PLANNED, status=REFUSED, message="it branches")])
     assert "3 models were tried, and 2 of them planned at 2 budgets" in text and "Of these 2 runs 1 have eager PyTorch's" in text
     assert "planned at 50% of the way from the least budget to the peak: 1.20 times eager's step in the median" in text

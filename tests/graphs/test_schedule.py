@@ -53,7 +53,7 @@ def test_unknown_op_raises(op: int) -> None:
         schedule_of(training_chain(3), [0, op])
 
 
-def test_computed_lists_repetitions() -> None:
+def test_computed_includes_repeated_ops() -> None:
     assert schedule_of(training_chain(3), (0, 1, 2, 3, 0, 4, 5)).computed == (0, 1, 2, 3, 0, 4, 5)
 
 

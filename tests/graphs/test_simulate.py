@@ -44,7 +44,7 @@ def test_memory_and_time_of_each_step() -> None:
     assert result.recomputed == 1
 
 
-def test_first_of_equal_peaks() -> None:
+def test_peak_step_is_the_first_of_equal_peaks() -> None:
     draft = Draft()
     draft.op("a", [], [4])
     draft.op("b", [], [4])

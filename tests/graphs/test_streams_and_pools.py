@@ -77,7 +77,7 @@ def test_tensor_is_offloaded_and_reloaded() -> None:
     assert found.recomputed == 0
 
 
-def test_lifetimes_of_tensors() -> None:
+def test_lifetimes_on_two_streams_are_known() -> None:
     assert lifetimes(offloading(), Schedule(ROUND_TRIP)) == (
         (Lifetime(0, 3, 0, 6), Lifetime(6, 9, 9, 19)),
         (Lifetime(2, 5, 1, 9),),
@@ -191,7 +191,7 @@ def loss_head() -> Graph:
     return Graph(ops, tensors, frozenset({3}))
 
 
-def test_op_that_replaces_three() -> None:
+def test_op_replacing_three_ops_satisfies_the_program() -> None:
     graph = loss_head()
     assert run(graph, *map(Compute, range(4))).memory_bytes == (1, 9, 17, 18)
     found = run(graph, Compute(0), Compute(4))

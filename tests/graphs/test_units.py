@@ -147,11 +147,11 @@ def test_overflowing_budget_is_unlimited(text: str) -> None:
     ("size_bytes", "text"),
     [(999, "999 B"), (1000, "1.00 kB"), (676_512, "676.52 kB"), (8_410_000_001, "8.42 GB"), (1_234_000_000_000, "1234.00 GB")],
 )
-def test_what_is_enough_is_rounded_up(size_bytes: int, text: str) -> None:
+def test_format_enough_rounds_up(size_bytes: int, text: str) -> None:
     assert format_enough(size_bytes) == text
 
 
 @given(st.integers(1, 10**15))
-def test_what_is_enough_is_enough_as_a_budget(size_bytes: int) -> None:
+def test_format_enough_parses_to_a_sufficient_budget(size_bytes: int) -> None:
     budget_bytes = parse_budget(format_enough(size_bytes), peak_bytes=0)
     assert size_bytes <= budget_bytes <= size_bytes * 1.01 + 1

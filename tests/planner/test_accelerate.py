@@ -79,7 +79,7 @@ def test_trains_as_accelerate_alone(precision: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ways_out", [{"replan": True}, {"dynamic": True}], ids=lambda options: next(iter(options)))
-def test_a_smaller_last_batch(ways_out: dict[str, bool]) -> None:
+def test_smaller_last_batch_raises_unless_replan_or_dynamic(ways_out: dict[str, bool]) -> None:
     eager, _ = trained("bf16", rows=960)
     accelerate.state.AcceleratorState._reset_state(True)
     with pytest.raises(MismatchError, match=r"float32\[192, 32\], but .* drop_last=True.* dynamic=True.* replan=True"):
@@ -89,7 +89,7 @@ def test_a_smaller_last_batch(ways_out: dict[str, bool]) -> None:
     assert all(map(torch.equal, planned, eager))
 
 
-def test_a_model_is_prepared_before_it_is_planned() -> None:
+def test_model_prepared_after_planning_raises() -> None:
     model, batch = nn.Linear(8, 3), (torch.randn(4, 8), torch.randint(3, (4,)))
     step = planner.compile(model, F.cross_entropy, batch, budget="1MB", **QUICK)
     accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)

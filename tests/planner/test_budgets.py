@@ -46,7 +46,7 @@ def test_auto_without_a_device_raises(budget: str, graph: Graph) -> None:
 
 
 @pytest.mark.parametrize(("given", "share"), [("10%", 0.1), (0.1, 0.1), ("0.25", 0.25), (0, 0.0), ("150%", 1.5)])
-def test_overheads_are_read(given: str | float, share: float) -> None:
+def test_overheads_are_parsed(given: str | float, share: float) -> None:
     assert allowed_overhead(at_overhead(given)) == share
 
 
@@ -62,7 +62,7 @@ def test_not_exactly_one_of_budget_and_overhead_raises(given: dict[str, Any], gr
         planner.solve(graph, **given)
 
 
-def test_kept_plans_are_found_by_bytes_or_by_what_was_asked() -> None:
+def test_cache_key_is_bytes_or_the_given_share() -> None:
     assert cache_key("2kB") == cache_key(2000) == 2000
     assert cache_key("60%") == "60%"
     assert cache_key(budget_or_overhead(None, "10%")) == cache_key(budget_or_overhead(None, 0.1)) != cache_key("10%")

@@ -42,7 +42,7 @@ _ELSEWHERE = (
 
 
 @pytest.mark.parametrize("check", ["compiled", *(pytest.param(check, marks=pytest.mark.slow) for check in _ELSEWHERE)])
-def test_training_under_a_cap(check: str) -> None:
+def test_front_ends_train_exactly_under_a_memory_cap(check: str) -> None:
     run_alone(check)
 
 
@@ -51,5 +51,5 @@ def test_training_on_two_processes_under_a_cap(tmp_path: Path) -> None:
     on_two((front_ends.two_processes,), tmp_path)
 
 
-def test_planning_takes_the_memory_of_the_plan_and_returns_it() -> None:
+def test_planning_uses_at_most_plan_memory_and_releases_it() -> None:
     run_alone("memory_of_planning")

@@ -46,7 +46,7 @@ def plan(graph: Graph) -> Plan:
     return plan_of(graph, schedule_with(graph, in_chunks(graph, 4)))
 
 
-def test_a_plan_says_what_may_differ(graph: Graph, plan: Plan, tmp_path: Path) -> None:
+def test_plan_with_chunks_records_what_may_differ(graph: Graph, plan: Plan, tmp_path: Path) -> None:
     # What is added up over rows rounds on every machine; which rows of a product do is the kernels' affair.
     assert plan.differs[0].startswith("rounding: nll_loss_forward[0]") and plan.differs[1].startswith("rounding: ")
     assert all(name in plan.differs[1] for name in ("mm_1", "sum_4"))
@@ -81,7 +81,7 @@ def test_a_plan_that_takes_no_such_op_differs_by_nothing(graph: Graph) -> None:
     check_plan(graph, plan)
 
 
-def test_it_is_run_and_its_error_reported(workload: Workload, plan: Plan) -> None:
+def test_run_of_a_chunked_plan_reports_its_differences(workload: Workload, plan: Plan) -> None:
     report = running.run(plan, *workload, repeats=1)
     assert report.measured_peak_bytes == report.predicted_peak_bytes == plan.peak_bytes
     assert report.differs == plan.differs and not report.identical
@@ -96,7 +96,7 @@ def test_a_plan_of_another_step_is_refused(plan: Plan) -> None:
         running.run(plan, *make("summed"), repeats=1)
 
 
-def test_training_by_it_warns_of_nothing_and_says_how_much(
+def test_training_with_chunks_reports_rounding_without_warnings(
     workload: Workload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[Any] = []
@@ -140,7 +140,7 @@ def test_more_than_rounding_is_warned_of(difference: Difference, warned: bool, p
     )
 
 
-def test_what_was_not_named_is_not_offered(graph: Graph, workload: Workload) -> None:
+def test_unnamed_options_are_not_used(graph: Graph, workload: Workload) -> None:
     plain = tracing.trace(*workload, passes=1)
     plan = solve(graph, "100%", time_limit_s=20)
     assert plan.graph.fingerprint == plain.fingerprint and "options" not in plan.settings and plan.differs == ()
@@ -160,7 +160,7 @@ def test_facts_and_summaries_are_of_the_program(graph: Graph) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_traces_with_it_and_plans_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_traces_with_chunks_and_solves_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, plan_path = tmp_path / "model.json", tmp_path / "plan.json"
     tiny = "zoo:gpt2,layers=1,width=16,heads=2,vocab=400,seq=8,batch=4"
     said = call(capsys, "trace", tiny, "--roofline", "cpu", "--options", "chunks", "-o", model)
@@ -174,7 +174,7 @@ def test_the_command_traces_with_it_and_plans_without(tmp_path: Path, capsys: py
     refused(call(capsys, "trace", tiny, "--options", "offload", "-o", model), 2, "'offload' is not found in a step", "solved")
 
 
-def test_facts_say_what_is_offered_and_what_it_could_gain(graph: Graph) -> None:
+def test_graph_facts_report_chunks_and_their_least_budget(graph: Graph) -> None:
     facts = graph_facts(graph)
     optional = [op for op in graph.ops if op.optional]
     chunks = facts.traced["chunks"]

@@ -105,7 +105,7 @@ def test_a_solved_plan_is_lossy_where_that_pays_and_says_how_much(captured: Capt
     assert four.time_s <= plans[8].time_s
 
 
-def test_compile_takes_the_bits_reports_the_error_and_refreshes_it(workload: Workload) -> None:
+def test_compile_with_compression_reports_and_refreshes_the_gradient_error(workload: Workload) -> None:
     model, loss_fn, batch = workload
     step = planner.compile(model, loss_fn, batch, budget="85%", options=["compress:4"], passes=1, time_limit_s=5)
     plan = step.plan

@@ -51,7 +51,7 @@ def test_only_exact_ops_are_offered_and_the_plan_says_which(graph: Graph, tmp_pa
     assert "exact" not in solve(graph, "100%", options=["chunks"], tolerance=0.5).settings
 
 
-def test_it_is_run_on_what_is_captured_again(graph: Graph, workload: Workload) -> None:
+def test_exact_plan_runs_on_a_recaptured_step(graph: Graph, workload: Workload) -> None:
     """Nothing is compared then: which ops were exact is what the plan says."""
     plan = solve(graph, "100%", options=["chunks"], exact=True, tolerance=0.5)
     report = running.run(plan, *workload, repeats=1)
@@ -67,13 +67,13 @@ def test_calls_go_with_the_ops_that_are_left(graph: Graph, workload: Workload) -
     assert all(before[op.name].composed is call.composed for op, call in zip(held.graph.ops, held.program.calls, strict=True))
 
 
-def test_it_needs_an_option() -> None:
+def test_exact_without_an_option_raises() -> None:
     with pytest.raises(PlannerError, match=r"exact is given, but no option .*--options chunks"):
         option_settings([], exact=True)
     assert option_settings(["chunks"], exact=True).as_json == {"options": ["chunks"], "exact": True}
 
 
-def test_the_commands_take_it(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_exact(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, plan = tmp_path / "model.json", tmp_path / "plan.json"
     write_graph(graph, model)
     assert any(line.split() == ["optional", "ops", "4"] for line in call(capsys, "info", model, "--exact").out.splitlines())

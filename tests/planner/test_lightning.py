@@ -101,7 +101,7 @@ def test_the_first_plan_is_shown_once_in_the_log(tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
-def test_training_with_offload(tmp_path: Path) -> None:
+def test_lightning_training_with_offload_equals_eager(tmp_path: Path) -> None:
     eager, eager_logs = trained(Module(), tmp_path)
     asked = {**QUICK, "time_limit_s": 2.0, "options": ["offload"], "link": "1000GB/s", "host_budget": "1GB"}
     callback = PlannedTraining(HALF_WAY, **asked)

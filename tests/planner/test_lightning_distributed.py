@@ -96,17 +96,17 @@ def test_trains_as_lightning_alone_under_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_batches_of_differing_sizes(tmp_path: Path) -> None:
+def test_planned_ddp_on_batches_of_differing_sizes_equals_ddp(tmp_path: Path) -> None:
     on_two((check_differing_sizes,), tmp_path)
 
 
 @pytest.mark.slow
-def test_variants_of_ddp(tmp_path: Path) -> None:
+def test_planned_training_equals_each_variant_of_ddp(tmp_path: Path) -> None:
     on_two((check_variants,), tmp_path)
 
 
 @pytest.mark.slow
-def test_processes_that_lightning_starts() -> None:
+def test_planned_training_equals_ddp_spawn() -> None:
     eager, _ = fitted(Loaded(), strategy="ddp_spawn")
     planned, _ = fitted(Loaded(), PlannedTraining("100%", **QUICK), strategy="ddp_spawn")
     assert_same(planned, eager)

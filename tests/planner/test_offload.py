@@ -60,7 +60,7 @@ def test_a_plan_with_both_is_faster_than_with_either(step: Graph) -> None:
     )
 
 
-def test_a_graph_that_offers_it_is_solved_as_it_is(step: Graph) -> None:
+def test_graph_with_offload_options_is_solved_unchanged(step: Graph) -> None:
     offered = with_options(step, ["offload"], Surroundings(Link.even(50e9)))
     plan = solve(offered, "60%", work_limit=2)
     assert plan.copied
@@ -86,13 +86,13 @@ def test_the_same_work_gives_the_same_plan(step: Graph) -> None:
     assert plans[0].schedule == plans[1].schedule and plans[0].bound_s == plans[1].bound_s
 
 
-def test_what_nothing_fits_is_proved(step: Graph) -> None:
+def test_budget_below_every_schedule_is_proved_infeasible(step: Graph) -> None:
     with pytest.raises(InfeasibleError, match="least any schedule of this graph"):
         solve(step, "1%", options=["offload"])
 
 
 @pytest.mark.slow
-def test_what_is_too_little_comes_with_what_offload_makes_possible(step: Graph) -> None:
+def test_infeasible_budget_error_names_the_budget_with_offload(step: Graph) -> None:
     single = once(step)
     least = graph_facts(single).least_budget_offload_found_bytes
     with pytest.raises(
@@ -106,7 +106,7 @@ def test_what_is_too_little_comes_with_what_offload_makes_possible(step: Graph) 
     assert "option offload" not in str(refused.value)
 
 
-def test_reordering_keeps_what_is_offered(step: Graph) -> None:
+def test_reordering_keeps_optional_ops(step: Graph) -> None:
     offered = with_options(step, ["offload"], Surroundings(Link.even(1e9)))
     order = reordered(offered)
     n = len(step.ops)
@@ -129,7 +129,7 @@ def test_defaults_are_half_of_the_free_memory_and_a_modest_link() -> None:
     assert option_settings([]) == RECOMPUTATION and not RECOMPUTATION.as_json
 
 
-def test_what_is_given_goes_before_what_is_measured_and_that_before_what_is_published() -> None:
+def test_given_link_precedes_measured_and_published_links() -> None:
     rates = LinkRates(20e9, 30e9, 19e9)
     measured = LinkProfile(rates, rates, 2e-5)
     there: dict[str, object] = {"device": "NVIDIA H100 80GB HBM3", MEASURED_LINK: measured.recorded}
@@ -165,7 +165,7 @@ def test_the_link_of_a_graph_is_used_said_and_checked(step: Graph, tmp_path: Pat
     assert call(capsys, "solve", graph_file, *asked, "--link", "25GB/s").code == 0
 
 
-def test_what_is_refused(step: Graph) -> None:
+def test_invalid_options_and_links_raise(step: Graph) -> None:
     with pytest.raises(PlannerError, match="there is no option 'shrink' of a graph: choose from offload"):
         solve(step, "60%", options=["shrink"])
     with pytest.raises(PlannerError, match="link and host_budget given, but no option that transfers tensors"):
@@ -202,7 +202,7 @@ def test_the_command_writes_a_plan_that_is_read_and_checked(
         refused(call(capsys, "info", plan_file), 1, "no solve records")
 
 
-def test_what_such_plans_say_is_checked_before_they_run(step: Graph) -> None:
+def test_offload_plans_are_checked_before_they_run(step: Graph) -> None:
     plan = solve(step, "60%", options=["offload"], link=50e9, work_limit=2)
     check_sizes(step, plan)
     for wrong, why in (

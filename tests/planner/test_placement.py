@@ -52,7 +52,7 @@ def test_a_step_is_measured_on_both(traced: Path) -> None:
     assert all(device.workspaces_bytes[op.id] == op.workspace_bytes for op in graph.ops if op.id not in stay)
 
 
-def test_a_step_is_measured_with_what_is_found_in_it() -> None:
+def test_other_devices_are_measured_with_all_options() -> None:
     """Times of other devices are of the program; what draws stays, and what updates statistics, which are here alone."""
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
     batch = torch.randn(12, 8), torch.randn(12, 4)
@@ -65,7 +65,9 @@ def test_a_step_is_measured_with_what_is_found_in_it() -> None:
     assert graph.writes_over_inputs and any(op.time_s for op in graph.ops if op.optional)
 
 
-def test_traced_solved_and_run(traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_trace_solve_and_run_with_another_device(
+    traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = tmp_path / "plan.json"
     solved = ["solve", str(traced), "--budget", "100%", "--options", "placement", "--solver", "xengine-overlapped"]
     assert main([*solved, "--tolerance", "100%", "--quiet", "-o", str(plan)]) == 0
@@ -92,7 +94,7 @@ def test_traced_solved_and_run(traced: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_compiled(tmp_path: Path) -> None:
+def test_compiled_step_with_placement_is_exact(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     batch = torch.randn(12, 8), torch.randn(12, 4)
@@ -143,7 +145,7 @@ def test_a_solver_for_something_else(solver: str, options: list[str], said: str)
         solve(diamond(), "100%", solver=solver, options=options)
 
 
-def test_names() -> None:
+def test_device_names_are_parsed() -> None:
     assert [(d.name, d.torch_device, d.threads) for d in map(parse_device, ("cpu", "cpu:2", "cuda", "cuda:1"))] == [
         ("cpu", "cpu", None),
         ("cpu:2", "cpu", 2),
@@ -159,7 +161,7 @@ def edited(times_s: object) -> dict[str, object]:
     return {"options": ["placement"], DEVICES_KEY: [{"name": "cpu", "times_s": times_s, "bytes_per_s": 1.0}]}
 
 
-def test_what_a_file_may_not_say() -> None:
+def test_malformed_device_measurements_raise() -> None:
     with pytest.raises(MismatchError, match="the measurements on other devices are not in the form that a trace writes"):
         with_recorded(diamond(), edited("quick"))
     with pytest.raises(GraphError, match="device 'cpu' has 1 times for a program of 5 ops"):
@@ -168,7 +170,7 @@ def test_what_a_file_may_not_say() -> None:
         planner.trace(nn.Linear(2, 2), None, (torch.ones(2),), roofline="cpu", other_devices=["cuda"])
 
 
-def test_plans_have_what_their_graph_is_made_of_again() -> None:
+def test_recorded_settings_restore_the_graph_of_a_plan() -> None:
     """Devices, the link and the host's memory, whatever else was found in the step."""
     ops = len(found_in_a_step(5).program)
     rounds = OtherDevice("cpu", (1.0,) * ops, 1.0, differs="rounding", exact=(0, 2))
@@ -198,7 +200,7 @@ CHANGES: dict[str, tuple[OtherDevice, Callable[[Op, Graph], Any], object]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_was_measured_counts(name: str) -> None:
+def test_measured_device_figures_reach_the_graph(name: str) -> None:
     device, look, wanted = CHANGES[name]
     graph = with_options(diamond(), ("placement",), Surroundings(Link.even(1.0), others=(device,)))
     first = next(op for op in graph.ops if op.replaces == (0,))

@@ -78,7 +78,7 @@ def no_solve(*_: Any, **__: Any) -> Plan:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_plan_is_run(seed: int, tmp_path: Path) -> None:
+def test_written_plan_with_placement_and_options_runs_exactly(seed: int, tmp_path: Path) -> None:
     model, loss_fn, batch = small()
     graph = planner.trace(model, loss_fn, batch, options=FOUND, other_devices=[SECOND], passes=1)
     write_plan(random_plan(graph, BUDGET, seed=seed), tmp_path / "plan.json")
@@ -96,7 +96,7 @@ def test_a_plan_is_run(seed: int, tmp_path: Path) -> None:
     assert report.measured_peak_bytes <= plan.peak_bytes
 
 
-def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_training_with_placement_and_options_equals_eager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, loss_fn, batch = small()
 
     def solved(graph: Graph, budget: int, settings: SolveSettings, **_: Any) -> Plan:
@@ -120,7 +120,7 @@ def test_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_graph_with_all_of_them_offers_is_what_it_was_traced_with() -> None:
+def test_facts_of_a_graph_with_all_options_equal_those_as_traced() -> None:
     model, loss_fn, batch = small()
     graph = planner.trace(model, loss_fn, batch, options=FOUND, other_devices=[SECOND], passes=1)
     offered = option_settings(OPTIONS, "1GB/s", 10**9).apply(graph)  # type: ignore[union-attr]

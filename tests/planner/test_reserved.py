@@ -54,7 +54,7 @@ def test_budgets_count_reserved_memory_on_cuda_and_allocated_on_the_cpu() -> Non
 
 
 @pytest.mark.parametrize("share", [100, 80, 60, 50, 45])
-def test_what_a_plan_reserves_is_within_its_budget(share: int) -> None:
+def test_plan_reserves_at_most_its_budget(share: int) -> None:
     graph = chain(size_bytes=11 * MIB + 512)  # of segments of 12 MiB
     plan = solve(graph, f"{share}%", work_limit=5.0)
     assert plan.reserved_bytes == reserved(graph, plan) <= plan.budget_bytes == 9 * 12 * MIB * share // 100
@@ -126,7 +126,7 @@ def test_a_budget_that_no_plan_is_found_for_names_ways_out() -> None:
     assert solve(graph, "1MB", work_limit=2.0, memory="allocated").peak_bytes < 10**6
 
 
-def test_what_would_do_is_searched_for_once_and_as_the_budget_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feasible_reserved_budget_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[Graph] = []
 
     def least(graph: Graph, *arguments: object, **settings: object) -> Schedule:
@@ -161,7 +161,7 @@ def test_workspaces_of_libraries_count() -> None:
         solve(graph, 64 * MIB + 30 * MIB, work_limit=2.0)
 
 
-def test_what_the_optimizer_needs_counts() -> None:
+def test_optimizer_memory_counts_as_reserved() -> None:
     graph = replace(chain(size_bytes=3 * MIB).holding(Kind.PARAMETER, "w", 60 * MIB), provenance={"device": "a100"})
     with_adam = replace(graph, provenance={"device": "a100", "optimizer": "adamw"})
     schedule = keep_everything(graph)
@@ -210,7 +210,7 @@ def test_each_solve_is_stopped_by_its_own_gap() -> None:
     assert any(before.best_s is not None and after.best_s is None for before, after in pairwise(seen))
 
 
-def test_files_keep_what_is_reserved() -> None:
+def test_plan_files_keep_reserved_memory() -> None:
     plan = solve(chain(), "80%", work_limit=2.0)
     read = plan_from_dict(plan_to_dict(plan))
     assert (read.memory, read.reserved) == (CountedMemory.RESERVED, plan.reserved)
@@ -248,7 +248,7 @@ def test_budget_of_the_whole_device_counts_the_context(memory: str) -> None:
     check_plan(graph, plan)
 
 
-def test_context_is_what_was_measured_where_the_step_was_traced() -> None:
+def test_cuda_context_is_that_measured_by_the_trace() -> None:
     graph = chain()
     measured = replace(graph, provenance={**graph.provenance, "context_bytes": 500 * 10**6})
     assert reserved_beside(measured, CountedMemory.DEVICE).context_bytes == 500 * 10**6
@@ -282,7 +282,7 @@ def test_reserved_memory_of_the_cpu_is_refused() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "h200"])
-def test_facts_and_advice_say_what_eager_pytorch_takes(device: str) -> None:
+def test_facts_and_advice_report_memory_of_eager_pytorch(device: str) -> None:
     graph = chain(device, size_bytes=11 * MIB)
     facts, advice = graph_facts(graph), advise_graph(graph, time_limit_s=1.0, options=())
     assert facts.eager_memory == advice.eager_memory
@@ -296,6 +296,6 @@ def test_facts_and_advice_say_what_eager_pytorch_takes(device: str) -> None:
         assert all("113.25 MB by PyTorch's allocator, 104.86 MB with expandable segments" in text for text in texts)
 
 
-def test_plans_say_what_the_budget_counts() -> None:
+def test_plan_text_names_the_counted_memory() -> None:
     text = str(solve(chain(), "80%", work_limit=2.0))
     assert "budget 90.60 MB reserved, peak" in text and "by PyTorch's default allocator" in text

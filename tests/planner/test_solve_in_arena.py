@@ -38,7 +38,7 @@ def test_arena_is_never_faster_than_the_same_budget_without() -> None:
     assert beyond.arena_bytes is None
 
 
-def test_what_does_not_go_with_an_arena_is_refused() -> None:
+def test_max_overhead_with_arena_raises() -> None:
     graph = random_training_step(1, 4)
     with pytest.raises(UsageError, match="max_overhead"):
         solve(graph, max_overhead=0.1, arena=True)

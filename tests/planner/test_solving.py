@@ -37,7 +37,7 @@ def graph() -> Graph:
     return training_chain(6)
 
 
-def test_a_plan_says_what_it_is_for_and_what_it_promises(graph: Graph) -> None:
+def test_plan_records_its_graph_budget_peak_and_gap(graph: Graph) -> None:
     plan = planner.solve(graph, "80%")
     peak_bytes = simulate(graph, keep_everything(graph)).peak_bytes
     assert plan.graph == summarize(graph)
@@ -57,7 +57,7 @@ def test_a_budget_is_bytes_or_text(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("budget", [0, -1, True, 8.5, None, "8", ""])
-def test_what_is_no_budget_is_refused(budget: Any, graph: Graph) -> None:
+def test_invalid_budget_raises(budget: Any, graph: Graph) -> None:
     with pytest.raises(BudgetError, match="budget"):
         planner.solve(graph, budget)
 
@@ -105,7 +105,7 @@ def test_a_graph_that_cannot_be_added_up_is_refused(graph: Graph) -> None:
         planner.solve(slow, "80%")
 
 
-def test_the_time_limit_holds_for_what_is_said_of_other_budgets(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_bounds_the_search_for_a_feasible_budget(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
 
     def least(graph: Graph, clock: Clock, **_: object) -> Schedule:
@@ -211,7 +211,7 @@ def test_a_plan_that_promises_peaks_of_pools_that_are_not_there(graph: Graph) ->
         check_plan(graph, replace(plan, pool_peaks_bytes={"host": 1}))
 
 
-def test_a_graph_with_placement_is_planned_and_by_the_reference_for_it(tmp_path: Path) -> None:
+def test_graph_with_placement_is_solved_by_windows_and_xengine(tmp_path: Path) -> None:
     graph = training_chain(3)
     write_graph(on_devices(graph, OtherDevice("second", tuple(op.time_s / 4 for op in graph.ops), 8.0)), tmp_path / "graph.json")
     offered = read_graph(tmp_path / "graph.json")

@@ -95,14 +95,14 @@ def test_tensors_may_go_to_the_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_batches_of_many_lengths(tmp_path: Path) -> None:
+def test_dynamic_trainer_on_batches_of_many_lengths_equals_eager(tmp_path: Path) -> None:
     data = sentences(12, longer=4)[::-1]  # the longest first, whose budget is that of all
     eager = trained(transformers.Trainer, tmp_path, data)
     assert_same(trained(PlannedTrainer, tmp_path, data, options=planned_options(dynamic=True)), eager)
 
 
 @pytest.mark.slow
-def test_smoothed_labels(tmp_path: Path) -> None:
+def test_trainer_with_smoothed_labels_equals_eager(tmp_path: Path) -> None:
     data = [{**sentence, "labels": sentence["labels"].clone()} for sentence in sentences(16)]
     for i, sentence in enumerate(data):
         sentence["labels"][-(1 + i % 3) :] = -100
@@ -153,7 +153,7 @@ def test_a_loss_of_your_own(eager: type, planned: type, options: dict[str, Any],
     assert_same(trained(planned, tmp_path, data, options={**options, **planned_options()}, max_steps=2), alone)
 
 
-def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
+def test_unplannable_trainer_settings_raise(tmp_path: Path) -> None:
     class Before(PlannedTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)

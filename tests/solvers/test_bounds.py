@@ -23,11 +23,11 @@ from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
     ("graph", "least"),
     [(training_chain(3), 3), (training_chain(30), 3), (diamond(), 7), (two_outputs(), 7), (kept_output(), 6)],
 )
-def test_of_small_graphs(graph: Graph, least: int) -> None:
+def test_least_budget_bound_of_small_graphs_is_known(graph: Graph, least: int) -> None:
     assert least_budget_bound(graph).budget_bytes == least
 
 
-def test_kept_and_static_count() -> None:
+def test_kept_and_static_tensors_count_in_the_bound() -> None:
     draft = Draft()
     weight = draft.static("weight", 100)
     (a,) = draft.op("a", [weight], [10])
@@ -39,7 +39,7 @@ def test_kept_and_static_count() -> None:
     assert (need.inputs_bytes, need.outputs_bytes, need.workspace_bytes) == (0, 20, 7)
 
 
-def test_what_cannot_be_made_again_is_held() -> None:
+def test_unrecomputable_tensors_count_as_held() -> None:
     draft = Draft()
     (a,) = draft.op("a", [], [10], recomputable=False)
     draft.op("b", [], [20])
@@ -47,7 +47,7 @@ def test_what_cannot_be_made_again_is_held() -> None:
     assert least_budget_bound(draft.graph()).budget_bytes == 30
 
 
-def test_what_takes_more_than_the_budget_cannot_be_made_again() -> None:
+def test_ops_above_the_budget_count_as_unrecomputable() -> None:
     draft = Draft()
     x, mate = draft.op("b", [], [1, 9])  # made again it takes 19, as its kept output is there already
     draft.op("c", [], [8])
@@ -75,7 +75,7 @@ def test_budgets_are_searched_only_where_executing_an_op_again_takes_more(monkey
     assert len(asked) > 3
 
 
-def test_messages_say_what_and_how_much() -> None:
+def test_infeasible_message_names_the_op_and_its_memory() -> None:
     draft = Draft()
     (x,) = draft.op("x", [], [5_200_000_000])
     draft.op("mm_37", [x], [3_100_000_000], workspace_bytes=110_000_000)
@@ -97,7 +97,7 @@ def two_gradients() -> Graph:
     return draft.graph([small, large])
 
 
-def test_what_holds_in_one_order_is_not_said_of_all() -> None:
+def test_message_separates_bounds_of_one_order_from_all_orders() -> None:
     graph = two_gradients()
     least, anyway = least_budget_bound(graph), any_order_need(graph)
     assert (least.budget_bytes, anyway.total_bytes) == (35, 25)
@@ -116,7 +116,7 @@ def test_what_holds_in_one_order_is_not_said_of_all() -> None:
     assert "In the order of the ops that was tried it is 35 B." in below
 
 
-def test_what_is_proved_for_all_orders_counts_what_an_op_depends_on() -> None:
+def test_bound_for_all_orders_counts_inputs_and_workspace() -> None:
     draft = Draft()
     weight = draft.static("weight", 100)
     (a,) = draft.op("a", [weight], [10])
@@ -129,7 +129,7 @@ def test_what_is_proved_for_all_orders_counts_what_an_op_depends_on() -> None:
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 10**6), ops=st.integers(1, 12), mixed=st.randoms(use_true_random=False))
-def test_no_order_needs_less_than_what_is_proved_for_all(seed: int, ops: int, mixed: Random) -> None:
+def test_no_order_needs_less_than_the_bound_for_all_orders(seed: int, ops: int, mixed: Random) -> None:
     graph = random_graph(seed, ops)
     need = any_order_need(graph).total_bytes
     assert need <= least_budget_bound(graph).budget_bytes
@@ -150,7 +150,7 @@ def test_an_op_that_holds_nothing() -> None:
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 10**6), ops=st.integers(1, 12))
-def test_never_above_what_keeping_everything_takes(seed: int, ops: int) -> None:
+def test_least_budget_bound_is_at_most_the_keep_everything_peak(seed: int, ops: int) -> None:
     graph = random_graph(seed, ops)
     least = least_budget_bound(graph)
     assert least.budget_bytes <= simulate(graph, keep_everything(graph)).peak_bytes

@@ -153,7 +153,7 @@ def conflicts_of(graph: Graph, budget: int, alignment: int, most: int = 4) -> tu
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_never_refute_what_exists(seed: int) -> None:
+def test_address_rows_never_exceed_the_brute_force_optimum(seed: int) -> None:
     graph, budget = case(seed, 5, 0.9)
     conflicts = conflicts_of(graph, budget, alignment=2)
     optimum = fastest_in_arena(graph, budget - graph.static_bytes, 2)

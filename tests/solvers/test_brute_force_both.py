@@ -44,7 +44,7 @@ def cases(seeds: range) -> list[Case]:
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
-def test_bounds_and_schedules(seeds: range) -> None:
+def test_bounds_and_schedules_agree_with_brute_force(seeds: range) -> None:
     met = feasible = both = 0
     for one in cases(seeds):
         check_models(one)
@@ -73,7 +73,7 @@ def test_bounds_and_schedules(seeds: range) -> None:
 
 
 @pytest.mark.slow
-def test_what_nothing_reads_any_more_is_not_sent() -> None:
+def test_tensors_without_readers_are_not_offloaded() -> None:
     """A plain graph that is committed to may lack what reads a tensor that may go to the host."""
     (one,) = cases(range(2166, 2167))
     result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=2))

@@ -38,7 +38,7 @@ def cases(seeds: range) -> list[Case]:
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
-def test_no_promise_is_broken(seeds: range) -> None:
+def test_solve_with_options_agrees_with_brute_force(seeds: range) -> None:
     met = feasible = better = faster = 0
     for one in cases(seeds):
         result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=5))
@@ -68,7 +68,7 @@ def test_no_promise_is_broken(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
-def test_models_never_refute_what_exists(seeds: range) -> None:
+def test_relaxation_with_options_never_exceeds_the_brute_force_optimum(seeds: range) -> None:
     """All rows, in windows of each place, in two, and in one; and what refutes budgets before any model."""
     exact = feasible = 0
     for one in cases(seeds):

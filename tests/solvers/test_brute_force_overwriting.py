@@ -60,7 +60,7 @@ def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:
 
 @settings(EXACT, max_examples=60)
 @given(seed=seeds, ops=st.integers(2, 7), share=st.floats(0, 1))
-def test_models_alone_never_refute_what_exists(seed: int, ops: int, share: float) -> None:
+def test_relaxation_never_exceeds_the_brute_force_optimum(seed: int, ops: int, share: float) -> None:
     """Rows 1 to 9 with everything in them, without the search over states that decides small graphs."""
     graph = random_overwriting(seed, ops)
     budget = budget_of(graph, share)

@@ -66,7 +66,7 @@ def test_relaxations_in_one_window_and_in_all_are_no_higher_than_the_best_schedu
 
 
 @pytest.mark.parametrize("seeds", [range(1000, 1023), pytest.param(range(1000, 1030), marks=pytest.mark.slow)], ids=str)
-def test_no_promise_is_broken(seeds: range) -> None:
+def test_solve_with_placement_agrees_with_brute_force(seeds: range) -> None:
     seen: Counter[str] = Counter()
     for seed in seeds:
         graph, budget = random_placement(seed, 3)

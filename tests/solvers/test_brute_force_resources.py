@@ -49,7 +49,7 @@ def cases(seeds: range) -> list[Case]:
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
-def test_no_promise_is_broken(seeds: range) -> None:
+def test_solve_with_resource_limits_agrees_with_brute_force(seeds: range) -> None:
     met = feasible = limiting = exact = 0
     for one in cases(seeds):
         result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=5))
@@ -82,7 +82,7 @@ def test_no_promise_is_broken(seeds: range) -> None:
     assert limiting > 0.05 * feasible
 
 
-def test_without_variances_the_program_is_what_it_was() -> None:
+def test_unbinding_resource_limits_leave_the_program_unchanged() -> None:
     """And with a limit that all ops together are within."""
     for seed in range(20):
         graph, budget = limited(seed)

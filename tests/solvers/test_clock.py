@@ -82,7 +82,7 @@ def test_threads_go_on_by_the_work_that_they_have_done() -> None:
         assert clock.now == 13.0
 
 
-def test_who_waits_for_a_thread_goes_on_where_that_ended_whatever_others_do() -> None:
+def test_clock_after_waiting_for_a_thread_is_deterministic() -> None:
     for pause in (0.0, 0.05):
         clock = WorkClock()
         seen: list[float] = []

@@ -88,7 +88,7 @@ def test_linear_relaxation_is_a_bound() -> None:
 
 
 @pytest.mark.parametrize("integer", [True, False])
-def test_infeasible(integer: bool) -> None:
+def test_infeasible_program_has_outcome_infeasible(integer: bool) -> None:
     answer = solve_program(program([1, 1], [[1, 1]], [3], [math.inf], integer=integer), clock=WallClock(10))
     assert answer.outcome is Outcome.INFEASIBLE
     assert answer.values is None
@@ -96,7 +96,7 @@ def test_infeasible(integer: bool) -> None:
 
 
 @pytest.mark.parametrize(("lower", "outcome"), [(0.0, Outcome.OPTIMAL), (1.0, Outcome.INFEASIBLE)])
-def test_rows_without_variables(lower: float, outcome: Outcome) -> None:
+def test_program_without_variables_is_decided_by_its_rows(lower: float, outcome: Outcome) -> None:
     assert solve_program(program([], [], [lower], [math.inf]), clock=WallClock(10)).outcome is outcome
 
 
@@ -125,7 +125,7 @@ def test_an_option_that_does_not_exist() -> None:
         solve_program(program([1], [[1]], [0], [1]), clock=WallClock(10), options={"no_such_option": 1})
 
 
-def test_no_time_left() -> None:
+def test_expired_clock_stops_the_solve() -> None:
     answer = solve_program(program([1], [[1]], [0], [1]), clock=WallClock(0))
     assert (answer.outcome, answer.values, answer.bound) == (Outcome.STOPPED, None, -math.inf)
 

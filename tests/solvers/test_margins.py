@@ -18,7 +18,7 @@ def test_a_schedule_has_room_for_the_margin_while_its_op_runs() -> None:
     assert with_margins(graph, {}) is graph
 
 
-def test_half_way() -> None:
+def test_margins_are_interpolated_half_way() -> None:
     assert between({0: 4, 1: 7}, {0: 10, 2: 1, 3: 6}) == {0: 7, 3: 3}
     assert most_above({0: 10, 2: 1}, {0: 4, 1: 90}) == 6
     assert most_above({}, {1: 90}) == 0

@@ -42,7 +42,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("build", [build_relaxation, build_ordered])
-def test_a_large_model_is_given_up_while_it_is_built(build: Callable[..., Any]) -> None:
+def test_building_a_large_model_stops_on_request(build: Callable[..., Any]) -> None:
     problem = problem_of(untimed(40), 20)
     detail = Discretization(tuple(range(problem.ops)))
     whole = build(problem, detail, should_stop=Clock(10**9)).program

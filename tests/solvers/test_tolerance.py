@@ -28,14 +28,14 @@ _LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, keep_eve
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4
 
 
-def test_it_widens_with_time_and_a_number_does_not() -> None:
+def test_tolerance_schedule_widens_with_time_and_a_constant_does_not() -> None:
     assert [WIDENING.at(seconds) for seconds in (0.0, 19.9, 20.0, 119.9, 120.0, 1e9)] == [0.001, 0.001, 0.005, 0.005, 0.02, 0.02]
     assert [Tolerance.of(0.1).at(seconds) for seconds in (0.0, 1e9)] == [0.1, 0.1]
     assert Tolerance.of(WIDENING) is WIDENING
 
 
 @pytest.mark.parametrize("given", [-1e-9, float("nan"), float("inf")])
-def test_what_is_no_tolerance_is_refused(given: float) -> None:
+def test_invalid_tolerance_raises(given: float) -> None:
     with pytest.raises(PlannerError, match=r"tolerance is .*: must be a fraction of the step time"):
         Tolerance.of(given)
 
@@ -74,7 +74,7 @@ def test_a_search_within_its_tolerance_goes_on_for_half_as_long() -> None:
         assert search.stopping.satisfied()
 
 
-def test_a_plan_says_what_was_settled_for() -> None:
+def test_result_records_the_accepted_tolerance() -> None:
     began = time.monotonic()
     result = solve(ask(GRAPH, BUDGET, tolerance=Tolerance(((0.0, 0.0), (1.5, 1.0), (1000.0, 2.0))), time_limit_s=600.0))
     assert time.monotonic() - began < 100
@@ -83,7 +83,7 @@ def test_a_plan_says_what_was_settled_for() -> None:
     assert result.settings["tolerance"] == 1.0
 
 
-def test_what_is_within_the_first_tolerance_is_settled_for_at_once() -> None:
+def test_plan_within_the_first_tolerance_is_accepted_at_once() -> None:
     graph = training_chain(8)
     found = plan(graph, 8)
     assert (found.status, found.settings["tolerance"]) == ("optimal", 0.001)

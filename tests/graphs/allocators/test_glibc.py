@@ -50,7 +50,7 @@ def test_small_chunks_grow_the_heap_and_large_ones_are_mapped() -> None:
     assert allocator.reserved.bytes == small.segment.size_bytes == 232 * KIB  # with a pad of 128 KiB, in pages
 
 
-def test_the_threshold_rises_with_what_is_freed_up_to_32_mib() -> None:
+def test_mmap_threshold_rises_with_freed_sizes_up_to_32_mib() -> None:
     allocator = GlibcAllocator()
     for size_bytes, threshold_bytes in ((MIB, MIB + 4096), (8 * MIB, 8 * MIB + 4096), (2 * MIB, 8 * MIB + 4096)):
         allocator.free(allocator.alloc(size_bytes))

@@ -67,7 +67,7 @@ def test_requests_are_in_the_file_of_a_graph() -> None:
         MemoryRequest(WORKSPACE, 8, 2),
     ],
 )
-def test_wrong_requests_are_refused(request_: MemoryRequest) -> None:
+def test_invalid_recorded_requests_raise(request_: MemoryRequest) -> None:
     with pytest.raises(GraphError, match="request"):
         with_requests(request_)
 
@@ -100,7 +100,7 @@ def recorded(sizes: list[int]) -> list[AllocatorAction]:
     return actions
 
 
-def test_the_model_agrees_with_a_recording_of_it() -> None:
+def test_model_agrees_with_its_own_recording() -> None:
     actions = recorded([1000, 3 * MIB, 600, 5 * MIB, 40 * MIB, 12 * MIB])
     found = compare_with_model(actions)
     assert (found.requests, found.same_place, found.differences) == (6, 6, [])
@@ -115,7 +115,7 @@ def test_another_allocator_differs_from_the_model() -> None:
 
 @pytest.mark.parametrize("run", ["eager", "plan"])
 @pytest.mark.parametrize(("setting", "rules"), [("default", DEFAULT), ("expandable", EXPANDABLE)])
-def test_the_model_does_what_an_h100_did(run: str, setting: str, rules: Rules) -> None:
+def test_model_reproduces_recorded_h100_allocations(run: str, setting: str, rules: Rules) -> None:
     """``python -m benchmarks.gpu.allocator`` has recorded three steps of a small GPT-2, and the planning of them."""
     with gzip.open(RECORDED / f"h100-gpt2-{run}-{setting}.csv.gz", "rt") as file:
         found = compare_with_model(actions_in(file), rules)
@@ -123,7 +123,7 @@ def test_the_model_does_what_an_h100_did(run: str, setting: str, rules: Rules) -
     assert (found.same_place, found.modelled_bytes, found.differences) == (found.requests, found.reserved_bytes, [])
 
 
-def test_other_rules_do_not() -> None:
+def test_wrong_rules_do_not_reproduce_recorded_allocations() -> None:
     with gzip.open(RECORDED / "h100-gpt2-plan-expandable.csv.gz", "rt") as file:
         actions = actions_in(file)
     found = compare_with_model(actions, DEFAULT)

@@ -120,7 +120,7 @@ def test_a_fragmented_step_fits_its_live_bytes_when_steered() -> None:
     assert steering.pool_bytes == 12 * MIB and not steering.missed
 
 
-def test_what_is_left_of_a_hole_is_held() -> None:
+def test_rest_of_a_hole_is_held() -> None:
     step = training((0, 3, 10.5), (1, 2, 1.2), (2, 4, 1.2))
     steering = steer(step, holes((0, 12), (12, 2), (12, 2)), 14 * MIB)
     assert not steering.missed and steering.pool_bytes == 14 * MIB

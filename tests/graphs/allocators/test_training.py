@@ -54,7 +54,7 @@ def test_growth_is_known_by_steps_of_the_schedule() -> None:
     assert growth_above(training, usage, usage.reserved_bytes) == {}
 
 
-def test_a_pool_takes_what_is_in_use_where_best_fit_leaves_no_gaps() -> None:
+def test_pool_reserves_live_bytes_where_best_fit_leaves_no_gaps() -> None:
     sizes = ((30, 0, 1), (14, 1, 3), (30, 1, 3))
     buffers = tuple(Buffer(str(i), lower, upper, size * MIB) for i, (size, lower, upper) in enumerate(sizes))
     training = Training((40 * MIB,), buffers, temporaries=(20 * MIB,))
@@ -100,7 +100,7 @@ def test_the_state_of_an_optimizer_comes_after_the_first_step() -> None:
     assert training_of(replace(graph, provenance={"optimizer": "sgd"}), keep_everything(graph)).temporaries == ()
 
 
-def test_what_is_written_over_an_input_shares_its_block() -> None:
+def test_overwriting_output_shares_the_block_of_its_input() -> None:
     draft = Draft()
     (a,) = draft.op("a", [], [12 * MIB])
     (b,) = draft.op("b", [a], [12 * MIB])
@@ -170,7 +170,7 @@ def test_the_least_capacity_is_one_at_which_the_step_runs(seed: int) -> None:
         raise AssertionError("it runs with 2 MiB less")
 
 
-def test_the_passes_of_one_graph_ask_for_what_the_graph_does() -> None:
+def test_passes_of_one_graph_request_the_same_memory() -> None:
     graph = sized(training_chain(8), 12 * MIB)
     schedule = keep_everything(graph)
     alone = replace(training_of(graph, schedule), static=(3 * MIB,))

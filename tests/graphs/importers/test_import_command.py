@@ -12,7 +12,7 @@ from planner.cli.main import build_parser, main
 from tests.support.graphs.imported import SMALL_LOG, write_log
 
 
-def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_command_writes_the_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log, model = write_log(tmp_path / "small.log", SMALL_LOG), tmp_path / "model.json"
     assert main(["import", str(log), "-o", str(model), "--json", "--quiet"]) == 0
     said = capsys.readouterr()
@@ -33,7 +33,7 @@ def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith(f"{model}: 10 ops, {len(graph.tensors)} tensors, step time 5.32 us, ")
 
 
-def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_errors_are_printed_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.json"
     write_graph(chain(3), model)
     for file, output, code, words in [

@@ -19,7 +19,7 @@ def shape(graph: Graph) -> list[tuple[str, list[str], int, Phase]]:
     ]  # fmt: skip
 
 
-def test_a_checkmate_instance(tmp_path: Path) -> None:
+def test_checkmate_instance_is_imported(tmp_path: Path) -> None:
     graph = import_graph(write(tmp_path / "small.json", CHECKMATE))
     assert shape(graph) == [
         ("op0", [], 4096, Phase.FORWARD),
@@ -67,7 +67,7 @@ def test_layered_graph_keeps_its_order(tmp_path: Path) -> None:
         ("moccasin/random_layered_n500", 500, 284_439),
     ],
 )
-def test_public_graphs(name: str, ops: int, peak: int) -> None:
+def test_published_graphs_are_imported_with_known_peaks(name: str, ops: int, peak: int) -> None:
     path = public(f"{name}.json")
     graph = import_graph(path)
     data = json.loads(path.read_text())

@@ -54,7 +54,7 @@ def test_columns_may_have_any_order_and_the_published_names(text: str, tmp_path:
         ("id,lower,upper,size,gaps\na,0,3,4,1-2\n", "has gaps"),
     ],
 )
-def test_defects_are_named(text: str, said: str, tmp_path: Path) -> None:
+def test_defective_buffer_files_raise(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=said):
         read_buffers(written(tmp_path, text))
 

@@ -18,7 +18,7 @@ from tests.support.graphs.documents import graphs, plans, through_text
 
 
 @given(graphs())
-def test_a_graph_is_read_as_it_was_written(graph: Graph) -> None:
+def test_written_graph_reads_back_equal(graph: Graph) -> None:
     again = graph_from_dict(through_text(graph_to_dict(graph)))
     assert again == graph
     assert again.fingerprint == graph.fingerprint
@@ -26,7 +26,7 @@ def test_a_graph_is_read_as_it_was_written(graph: Graph) -> None:
 
 
 @given(plans())
-def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
+def test_written_plan_reads_back_equal(plan: Plan) -> None:
     assert plan_from_dict(through_text(plan_to_dict(plan))) == plan
 
 

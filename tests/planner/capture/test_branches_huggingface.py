@@ -53,7 +53,7 @@ def wav2vec2(**options: Any) -> Case:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [deberta, deberta_v2, wav2vec2], ids=["deberta", "deberta_v2", "wav2vec2"])
-def test_three_steps_are_exact(make: Callable[[], Case]) -> None:
+def test_three_steps_of_transformers_models_are_exact(make: Callable[[], Case]) -> None:
     torch.manual_seed(0)
     model, batch = make()
     step = check_three_steps(model.train(), batch)

@@ -151,7 +151,7 @@ def in_part(x: Tensor) -> Tensor:
 LOG: list[float] = []
 
 
-def test_code_that_needs_a_compiler_answer_is_captured_with_it() -> None:
+def test_code_that_asks_for_the_compiler_is_captured() -> None:
     captured = capture(Function(lambda x: in_part(x).exp().sum(), 7), None, ())
     assert "aten.exp.default" in {str(node.target) for node in captured.nodes if node is not None}
 
@@ -180,7 +180,7 @@ def test_random_numbers_have_the_order_of_eager(fill: str) -> None:
     assert any(op.random and op.recomputable for op in captured.graph.ops)
 
 
-def test_random_op_still_reads_the_tensor_that_it_writes() -> None:
+def test_in_place_random_op_still_reads_its_input() -> None:
     def model(x: Tensor) -> Tensor:
         y = x.reshape(5, 7, 3).transpose(0, 1) * 2
         return weighted(F.rrelu(y, training=True, inplace=True))

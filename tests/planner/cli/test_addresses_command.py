@@ -84,7 +84,7 @@ def test_a_search_that_ends_too_early_says_the_gap(tmp_path: Path, capsys: pytes
         (BUFFERS, ["--time-limit", "0"], 2, "not a time above 0"),
     ],
 )
-def test_errors_are_one_line(
+def test_addresses_errors_are_printed_in_one_line(
     text: str, arguments: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "buffers.csv"

@@ -145,7 +145,7 @@ def imported_by(*arguments: object) -> set[str]:
     ],
     ids=" ".join,
 )
-def test_what_needs_no_model_imports_no_torch(arguments: list[str], graph_file: Path) -> None:
+def test_commands_without_a_model_do_not_import_torch(arguments: list[str], graph_file: Path) -> None:
     modules = imported_by(*(word.format(graph=graph_file, folder=graph_file.parent) for word in arguments))
     assert "planner.cli.main" in modules
     assert not {"torch", "pandas", "matplotlib"} & modules

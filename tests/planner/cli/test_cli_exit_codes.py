@@ -137,7 +137,7 @@ def test_running_out_of_memory_is_one_line(error: Exception, said: str, plan_fil
     refused(call(capsys, "solve", plan_file.parent / "model.json", "--budget", "60%"), 1, said)
 
 
-def test_the_codes_are_documented(capsys: Any) -> None:
+def test_exit_codes_are_documented(capsys: Any) -> None:
     helped = " ".join(call(capsys, "run", "--help").out.split())
     assert "5 measured peak over its budget" in helped
     assert "6 loss, gradients, buffers or random state different" in helped

@@ -56,7 +56,7 @@ def is_clean(said: Said) -> bool:
 # --- names ----------------------------------------------------------------------------------------
 
 
-def test_what_drives_a_terminal_is_escaped_wherever_it_is_printed(tmp_path: Path, capsys: Any) -> None:
+def test_terminal_control_sequences_are_escaped_in_all_output(tmp_path: Path, capsys: Any) -> None:
     write_graph(graph(NAME), tmp_path / "model.json")
     file = tmp_path / "model.json"
     too_small = call(capsys, "solve", file, "--budget", "1B")
@@ -98,7 +98,7 @@ def test_progress_is_escaped() -> None:
     assert stream.getvalue() == f"planner: error: one two {SHOWN}\n"
 
 
-def test_what_can_be_read_is_left_alone() -> None:
+def test_printable_text_is_not_escaped() -> None:
     for text in ("", "aten.mm.default", "größe 日本 [0.5]", "zoo:gpt2,layers=4"):
         assert visible(text) == text
     assert visible("a\nb") == r"a\nb"
@@ -119,7 +119,7 @@ def test_what_can_be_read_is_left_alone() -> None:
         "",
     ],
 )
-def test_a_figure_shows_a_name_as_it_is(name: str, tmp_path: Path) -> None:
+def test_figure_title_shows_special_characters_literally(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = figures.new_figure()
     axes = figure.add_subplot()
@@ -186,7 +186,7 @@ def test_a_plan_whose_schedule_does_not_run_is_refused(graph_file: Path, tmp_pat
     refused(call(capsys, "run", plan_file, "--model", "zoo:mlp"), 1, *said)
 
 
-def test_a_plan_over_its_budget_is_refused_by_all_that_read_it(graph_file: Path, tmp_path: Path, capsys: Any) -> None:
+def test_commands_refuse_a_plan_over_its_budget(graph_file: Path, tmp_path: Path, capsys: Any) -> None:
     plan_file = tmp_path / "plan.json"
     assert call(capsys, "solve", graph_file, "--budget", "60%", "-o", plan_file).code == 0
     plan_file.write_text(json.dumps(json.loads(plan_file.read_text()) | {"budget_bytes": 3}))
@@ -205,7 +205,7 @@ def test_a_graph_that_was_traced_again_is_told_from_an_edit(graph_file: Path, tm
     assert call(capsys, "info", plan_file).code == 0
 
 
-def test_plans_of_all_solvers_are_what_they_say(graph_file: Path) -> None:
+def test_timeline_accepts_plans_of_all_solvers(graph_file: Path) -> None:
     from solvers.registry import SOLVERS
 
     def plan_by(solver: str) -> Plan | None:
@@ -242,7 +242,7 @@ def test_the_standard_output_gets_the_plan_and_nothing_else(graph_file: Path, tm
     assert Path("/dev/stdout").is_symlink()
 
 
-def test_what_stands_in_a_redirected_file_stays(graph_file: Path, tmp_path: Path) -> None:
+def test_output_to_stdout_appends_to_a_redirected_file(graph_file: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("before\n")
     run = [sys.executable, "-m", "planner", "solve", str(graph_file), "--budget", "60%", "-o", "/dev/stdout", "--quiet"]
@@ -289,7 +289,7 @@ def test_descriptors_are_told_from_files(tmp_path: Path) -> None:
     ("output", "said"),
     [("", "is empty"), ("a\0b", "a\\x00b cannot be written"), ("x" * 300, "name too long"), ("loop", "form a loop")],
 )
-def test_what_is_no_name_of_a_file_is_one_error(output: str, said: str, graph_file: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_invalid_output_name_prints_one_error(output: str, said: str, graph_file: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(graph_file.parent)
     Path("loop").symlink_to("loop")
     refused(call(capsys, "solve", graph_file, "--budget", "60%", "-o", output), 1)
@@ -304,7 +304,7 @@ def test_a_device_is_not_read(capsys: Any) -> None:
         refused(call(capsys, "info", device), 1, f"{device}: is a device, not a file")
 
 
-def test_a_comparison_refuses_its_folder_before_it_starts(graph_file: Path, capsys: Any) -> None:
+def test_compare_refuses_an_invalid_output_folder_before_solving(graph_file: Path, capsys: Any) -> None:
     refused(call(capsys, "compare", graph_file, "-o", graph_file), 1, "is not a folder")
     refused(call(capsys, "compare", graph_file, "-o", graph_file / "below"), 1, "model.json is not a folder")
     check_folder(graph_file.parent / "not" / "there")

@@ -14,7 +14,7 @@ from planner.plans.plan import read_plan
 from tests.support.cli import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, chain, start
 
 
-def test_an_interrupted_solve_answers_with_what_it_has(graph_file: Path, tmp_path: Path) -> None:
+def test_interrupted_solve_writes_its_best_plan(graph_file: Path, tmp_path: Path) -> None:
     marker, plan_file = tmp_path / "started", tmp_path / "plan.json"
     process = start(
         marker,

@@ -71,7 +71,9 @@ def test_solve_says_when_nothing_fits(graph_file: Path, capsys: pytest.CaptureFi
     assert list(graph_file.parent.iterdir()) == [graph_file]
 
 
-def test_solve_refuses_before_it_starts(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_solve_refuses_an_invalid_output_before_solving(
+    graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = graph_file.read_text()
     for output, code, word in [
         (graph_file, 2, "is an input of this command: name another file"),

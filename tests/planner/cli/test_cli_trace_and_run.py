@@ -65,7 +65,7 @@ def test_trace_passes_its_options_on(asked: Any, tmp_path: Path, capsys: pytest.
     assert asked.calls[1][1] == TraceSettings(measure_link=True, name=TINY)
 
 
-def test_trace_refuses_before_it_builds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_refuses_invalid_arguments_before_building_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(call(capsys, "trace", "zoo:none", "-o", tmp_path / "none" / "model.json"), 1, "there is no folder")
     refused(call(capsys, "trace", "zoo:none", "-o", tmp_path / "model.json"), 2, "'none'", "gpt2")
     refused(call(capsys, "trace", "none.py:build", "-o", tmp_path / "model.json"), 1, "none.py is not there")

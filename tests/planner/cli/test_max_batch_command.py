@@ -71,7 +71,7 @@ def test_the_command_varies_another_size_with_options(capsys: pytest.CaptureFixt
         (["zoo:mlp,width=64", "--budget", "1kB", "--limit", "4"], 3, "not even a batch of 1"),
     ],
 )
-def test_it_is_refused_in_one_line(
+def test_invalid_max_batch_arguments_print_one_line(
     arguments: list[str], code: int, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "own.py"

@@ -160,7 +160,7 @@ def forward(run: Run, *, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_what_is_read_is_what_would_have_been_recorded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_log_equals_direct_recording(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward(run, deferred=True, monkeypatch=monkeypatch) == forward(run, deferred=False, monkeypatch=monkeypatch)
 
 
@@ -197,7 +197,7 @@ def test_a_step_that_does_not_fit_after_steps_that_do(run: Run) -> None:
     assert all(map(np.array_equal, results, expected))
 
 
-def test_counts_without_reading() -> None:
+def test_log_counts_peaks_without_being_read() -> None:
     """Peaks are exact, though storages that are freed are not reported."""
     model, x = chain(), torch.randn(256, 64)
     sessions = []
@@ -288,7 +288,7 @@ def test_operators_that_return_or_take_other_objects() -> None:
         library._destroy()
 
 
-def test_results_that_a_logged_op_has_resized_count_when_it_is_recorded() -> None:
+def test_resized_outputs_of_logged_ops_are_counted() -> None:
     out, x = torch.empty(0), torch.randn(2**16)
     with rematerialize("1GB") as session:
         opened(session, with_dropout, chain(), torch.randn(32, 64))
@@ -310,7 +310,7 @@ def test_a_step_without_end_closes_the_log() -> None:
         assert is_open(session)
 
 
-def test_what_is_logged_between_steps_is_forgotten() -> None:
+def test_ops_logged_between_steps_are_forgotten() -> None:
     with rematerialize("1GB") as session:
         opened(session, with_dropout, chain(), torch.randn(32, 64))
         reader = session._reader
@@ -510,7 +510,7 @@ def bounded() -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("number", range(len(bounded())))
-def test_bounds_are_not_below_what_an_op_makes(number: int) -> None:
+def test_size_bounds_are_not_below_output_sizes(number: int) -> None:
     """An op that is one byte too large is not executed by the log, which its bound would allow if it were too low."""
     function, args = bounded()[number]
     made_bytes = sum(t.nbytes for t in tensors_in(function(*args)))
@@ -587,7 +587,7 @@ def of_sizes(sizes: Tensor) -> Tensor:
     return torch.ones(int(sizes.sum()))
 
 
-def test_what_no_bound_has_foreseen_counts_and_makes_the_next_op_evict() -> None:
+def test_unforeseen_output_sizes_count_and_trigger_eviction() -> None:
     model, budget = chain(), other_bytes() + 10**8
     with rematerialize(budget) as session:
         opened(session, with_dropout, model, torch.randn(8, 64))

@@ -13,6 +13,6 @@ def test_a_chain_needs_two_gradients_and_an_activation(heuristic: str) -> None:
     assert enough_bytes(step, heuristic, max_recomputation=100.0) == 3 * SIZE
 
 
-def test_without_recomputation_it_is_the_peak() -> None:
+def test_sufficient_budget_without_recomputation_is_the_peak() -> None:
     step = recorded_step(log_of(ops_of_chain()))
     assert enough_bytes(step, "dtr", max_recomputation=0.0) == (LENGTH + 1) * SIZE

@@ -105,7 +105,7 @@ def test_sizes_that_are_new_in_each_step(budget: str, costs: Costs) -> None:
     assert max(measured[-3:]) == 2 if budget == "far" else min(measured[-3:]) > 2
 
 
-def test_what_an_op_takes_besides_its_outputs_has_room(costs: Costs) -> None:
+def test_log_reserves_room_for_workspaces(costs: Costs) -> None:
     model, x = chain(), torch.randn(64, 64)
     costs.taken_bytes = 2**20
     with rematerialize("1GB") as session:
@@ -118,7 +118,7 @@ def test_what_an_op_takes_besides_its_outputs_has_room(costs: Costs) -> None:
         assert log.fits(10**9 - 2 * live_bytes) and not log.fits(10**9)
 
 
-def test_what_an_op_is_estimated_to_take_counts_in_the_peak(costs: Costs) -> None:
+def test_estimated_workspaces_count_in_the_peak(costs: Costs) -> None:
     costs.taken_bytes = 4 * 2**20
 
     def peak_bytes(sizes: list[int]) -> int:
@@ -158,7 +158,7 @@ def test_ops_that_need_a_block_are_measured_in_each_size(costs: Costs) -> None:
 
 
 @pytest.mark.parametrize("taken_bytes", [2**20, 2**55])
-def test_a_convolution_leaves_the_log_if_it_has_no_memory_in_one_piece(taken_bytes: int, costs: Costs) -> None:
+def test_convolution_without_contiguous_memory_closes_the_log(taken_bytes: int, costs: Costs) -> None:
     costs.taken_bytes = taken_bytes
     model, x = convolutions(), torch.randn(8, 4, 32, 32)
     expected = [p.grad.clone() for p in train(model, x)]

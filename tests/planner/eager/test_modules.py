@@ -89,7 +89,7 @@ def test_calls_go_the_usual_way_after_the_last_of_several_threads() -> None:
     assert nn.Module.__call__ is call
 
 
-def test_what_others_put_in_place_of_calls_is_called_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_module_calls_are_called_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
 
     def noting(call: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:

@@ -309,7 +309,7 @@ def test_the_recorded_step_is_a_graph_for_the_command(tmp_path: Path, capsys: py
     capsys.readouterr()
 
 
-def test_what_a_retained_graph_has_saved_is_not_held_by_the_program() -> None:
+def test_tensors_saved_by_a_retained_graph_are_released() -> None:
     x = torch.linspace(-1, 1, 1000, requires_grad=True)
     with rematerialize("1GB") as session:
         loss = x.exp().sin().cos().sum()
@@ -376,7 +376,7 @@ _HEURISTICS = ("dtr", "dtr-full", "dtr-local", "lru", "largest", "msps", "dtr-ra
         *itertools.product((large,), ("megengine",), (0.9, 0.8, 0.6)),
     ],
 )
-def test_the_runtime_evicts_what_the_replay_of_its_trace_evicts(
+def test_runtime_evictions_equal_those_of_the_replayed_trace(
     build: Callable[[], tuple[nn.Module, Tensor]], name: str, share: float, watched: Watched
 ) -> None:
     budget = int(share * peak_bytes(build))

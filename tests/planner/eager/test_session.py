@@ -512,7 +512,7 @@ def test_errors_of_the_program_are_those_of_eager_pytorch(capfd: pytest.CaptureF
     assert "fake_tensor" not in capfd.readouterr().err
 
 
-def test_backward_in_another_thread() -> None:
+def test_backward_in_another_thread_is_exact() -> None:
     expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
     model, x = chain(), torch.randn(256, 64)
     with rematerialize(other_bytes() + _TIGHT):
@@ -577,7 +577,7 @@ def test_vmap_without_gradients_works() -> None:
     assert torch.equal(found, torch.func.vmap(torch.dot)(x, x))
 
 
-def test_a_budget_below_what_is_in_use_says_which_would_do() -> None:
+def test_budget_below_memory_in_use_raises_with_a_sufficient_budget() -> None:
     model = chain()
     with pytest.raises(BudgetError, match=r"is too small: .* is enough"), rematerialize(other_bytes() + 100_000):
         model(torch.randn(4096, 64))
@@ -608,7 +608,7 @@ def test_a_step_that_needs_more_than_an_earlier_one_says_how_much_in_all() -> No
     assert steps_with_adam(enough, 3).evictions > 0
 
 
-def test_the_least_budget_of_a_step_that_has_run_is_enough_for_it() -> None:
+def test_least_budget_of_a_session_is_sufficient() -> None:
     model, x = chain(), torch.randn(256, 64)
     with rematerialize("1GB") as session:
         model(x).square().mean().backward()
@@ -664,7 +664,7 @@ def test_batches_are_not_kept_until_the_budget_is_too_small(*, deferred: bool, m
     del kept
 
 
-def test_a_tensor_that_is_pinned_after_it_was_read_is_kept_for_what_was_computed_from_it() -> None:
+def test_tensor_pinned_after_a_read_is_kept_for_its_readers() -> None:
     weights, constant = torch.ones(50_000, requires_grad=True), torch.ones(50_000)
 
     def step() -> Tensor:
@@ -747,7 +747,7 @@ def test_random_numbers_on_a_device_without_a_generator() -> None:
         y.sum().backward()
 
 
-def test_what_recomputation_makes_beside_what_is_needed_counts_in_the_peak() -> None:
+def test_unneeded_outputs_of_recomputed_ops_count_in_the_peak() -> None:
     """Sorting again makes positions, which nothing needs."""
     x, w = torch.randn(100_000), torch.ones(100_000, requires_grad=True)
     with LiveStorages(existing()) as live, rematerialize(other_bytes() + 1_900_000) as session:
@@ -883,7 +883,7 @@ def written_in_steps(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_a_write_without_memory_has_changed_is_restored(again: bool) -> None:
+def test_tensors_changed_by_an_out_of_memory_write_are_restored(again: bool) -> None:
     """In the forward pass, and when the write is recomputed."""
     expected = gradients(written_in_steps, None)[:-1]
     model, x = chain(), torch.randn(256, 64)
@@ -914,7 +914,7 @@ def add_in_part(x: Tensor) -> None:
 
 @pytest.mark.parametrize("budget", [_TIGHT + 100_000, 10**9])
 @pytest.mark.parametrize("of_one_kernel", [True, False])
-def test_what_a_failing_write_has_changed_is_kept(budget: int, *, of_one_kernel: bool) -> None:
+def test_changes_by_a_failing_write_are_kept(budget: int, *, of_one_kernel: bool) -> None:
     model, x = chain(), torch.randn(256, 64)
     divisors = torch.full((256, 64), 2)
     divisors[200] = 0
@@ -943,7 +943,7 @@ def test_what_a_failing_write_has_changed_is_kept(budget: int, *, of_one_kernel:
     assert (session.evictions > 0) == (budget < 10**9)
 
 
-def test_writes_that_nothing_can_restore_end_with_what_to_do() -> None:
+def test_unrestorable_out_of_memory_write_raises_with_advice() -> None:
     model, x = chain(), torch.randn(256, 64)
     with FailingWrites(torch.ops.aten.fill_.Scalar, 1), rematerialize("1GB"):
         y = model(x)
@@ -1009,7 +1009,7 @@ def test_ops_whose_library_has_no_workspace_end_the_block() -> None:
             model(x)
 
 
-def test_what_an_lstm_keeps_is_within_the_budget_from_its_first_execution_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspace_of_an_lstm_stays_within_the_budget_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.ModuleList((*chain(), nn.LSTM(64, 64))), torch.randn(256, 64)
 
     def step() -> list[Tensor]:
@@ -1069,7 +1069,7 @@ def test_a_long_chain_needs_no_deep_stack() -> None:
     assert torch.equal(expected, found)
 
 
-def test_the_report_says_what_happened() -> None:
+def test_session_report_lists_evictions_and_recomputed_ops() -> None:
     model, x = chain(), torch.randn(256, 64)
     with rematerialize(other_bytes() + _TIGHT) as session:
         model(x).square().mean().backward()
@@ -1095,7 +1095,7 @@ def test_budgets_of_reserved_memory_need_a_cuda_device() -> None:
 @pytest.mark.parametrize("share", [0.9, 0.6])
 # MegEngine evicts nothing below a size that no tensor has here.
 @pytest.mark.parametrize("heuristic", [name for name in NAMES if name != MEGENGINE])
-def test_no_heuristic_evicts_what_the_backward_pass_reads(heuristic: str, share: float) -> None:
+def test_training_is_exact_with_each_heuristic(heuristic: str, share: float) -> None:
     torch.manual_seed(0)
     layers = (layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Dropout(0.1), nn.Softmax(-1)))
     model, x = nn.Sequential(*layers), torch.randn(256, 64)

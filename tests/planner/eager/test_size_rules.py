@@ -142,7 +142,7 @@ def test_rules_are_exact_for_all_types(default: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "function", [aten.cat.default, aten.arange.default, aten.equal.default, aten.nonzero.default, aten.frexp.Tensor]
 )
-def test_ops_without_a_rule(function: object) -> None:
+def test_unsupported_ops_have_no_size_rule(function: object) -> None:
     assert rule_of(function) is None
 
 

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 _exp = aten.exp.default
 
 
-def test_what_is_in_use_stays_known_and_the_rest_is_forgotten() -> None:
+def test_unused_output_sizes_are_forgotten_by_generation() -> None:
     sizes = OutputSizes(torch.device("cpu"), generation=4)
     learned = [sizes.learn((rows,), _exp, (torch.zeros(rows, 2),), {}) for rows in range(1, 11)]
     assert [known.out_bytes for known in learned] == [8 * rows for rows in range(1, 11)]
@@ -36,7 +36,7 @@ def test_no_more_than_two_generations_are_kept() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(8, 32, 64, 64), (16, 64, 128, 64), (5, 3, 7, 9), (100, 1, 10, 200), (7, 30, 300, 77)])
-def test_the_guess_of_what_an_lstm_keeps_is_near_it(sizes: tuple[int, int, int, int]) -> None:
+def test_guessed_workspace_of_an_lstm_is_within_a_factor_of_two(sizes: tuple[int, int, int, int]) -> None:
     """To the byte by the kernels of one machine; others may lay it out otherwise."""
     steps, batch, inputs, hidden = sizes
     weights = [torch.zeros(4 * hidden, inputs), torch.zeros(4 * hidden, hidden), torch.zeros(4 * hidden), torch.zeros(4 * hidden)]

@@ -48,7 +48,7 @@ def test_a_step_becomes_a_graph() -> None:
     assert simulate(graph, keep_everything(graph)).peak_bytes == 100 + 8 + 4 + 30
 
 
-def test_what_a_node_has_unpacked_is_read_by_all_its_ops_and_gradients_are_not_recomputed() -> None:
+def test_unpacked_tensors_are_inputs_of_all_ops_of_their_node() -> None:
     log = StepLog(held_bytes=0)
     a, b, loss, g, h, k = (log.add_storage(1) for _ in range(6))
     add(log, "f", (), (a,))
@@ -63,7 +63,7 @@ def test_what_a_node_has_unpacked_is_read_by_all_its_ops_and_gradients_are_not_r
     assert [op.recomputable for op in graph.ops] == [True, True, False, False, False, False]
 
 
-def test_the_schedule_of_keeping_everything_frees_what_the_program_lets_go_of() -> None:
+def test_keep_everything_schedule_frees_released_storages() -> None:
     graph = recorded_step(small_step()).graph
     assert keep_everything(graph).steps == (
         *(Compute(0), Compute(1), Free(2)),
@@ -91,7 +91,7 @@ def test_hashes_depend_on_operators_shapes_and_connections_and_structures_not_on
 
 
 @pytest.mark.parametrize("only_saved", [False, True])
-def test_what_the_program_holds_is_in_memory_until_it_lets_go_and_what_autograd_holds_is_not(only_saved: bool) -> None:
+def test_only_storages_held_by_the_program_stay_until_released(only_saved: bool) -> None:
     log = StepLog(held_bytes=0)
     a, b, c = (log.add_storage(size) for size in (7, 5, 3))
     add(log, "f", (), (a,))
@@ -103,7 +103,7 @@ def test_what_the_program_holds_is_in_memory_until_it_lets_go_and_what_autograd_
     assert graph.ops[2].inputs == ((1,) if only_saved else (1, 0))
 
 
-def test_what_ops_have_made_is_counted() -> None:
+def test_made_bytes_are_counted_per_op() -> None:
     log = StepLog(held_bytes=100)
     held, a, b = (log.add_storage(size) for size in (50, 7, 5))
     add(log, "f", (held,), (a,))

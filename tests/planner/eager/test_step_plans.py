@@ -81,7 +81,7 @@ def test_actions_are_the_schedule_between_the_ops() -> None:
     assert found == ((), (), (Action(0, evict=True),), (), (Action(0, evict=False),), (), ())
 
 
-def test_what_is_written_over_is_recomputed_with_the_present_contents() -> None:
+def test_recomputation_of_overwritten_storage_repeats_its_writes() -> None:
     log = StepLog(0)
     a = log.add_storage(SIZE)
     log.add_op(LoggedOp("make", (), (a,), time_s=1.0), 0, 0)
@@ -100,7 +100,7 @@ def test_what_is_written_over_is_recomputed_with_the_present_contents() -> None:
     )
 
 
-def test_what_is_written_over_is_recomputed_before_its_inputs_are_evicted() -> None:
+def test_overwritten_storage_is_recomputed_before_its_inputs_are_evicted() -> None:
     """As a dropout's mask: made of the shape of its input, then written."""
     log = StepLog(0)
     x, mask, other = (log.add_storage(SIZE) for _ in range(3))
@@ -126,7 +126,7 @@ def test_a_schedule_in_another_order_is_refused() -> None:
         actions(step, Schedule((Compute(1),)))
 
 
-def test_a_step_is_planned_when_it_comes_for_the_third_time() -> None:
+def test_repeated_step_follows_a_plan_from_the_third_time_on() -> None:
     plans = StepPlans(5 * SIZE)
     ops = ops_of_chain()
     first = run(plans, ops)
@@ -241,7 +241,7 @@ def test_sizes_far_below_those_with_a_plan_are_solved_too() -> None:
 
 
 @pytest.mark.slow
-def test_a_size_without_a_plan_is_offered_what_the_next_larger_evicts() -> None:
+def test_size_without_a_plan_uses_evictions_of_the_next_larger_plan() -> None:
     plans = sized(100, 99, 70, 70, 90, 90)
     assert planned_sizes(plans) == [70, 90, 100]
     by_size = {plan.step.graph.tensors[0].size_bytes: evicted_by(plan) for plan in plans.plans}

@@ -8,7 +8,7 @@ from planner.eager.sizes import KnownOp
 from tests.support.eager.device_costs import Costs, measure_by
 
 
-def test_a_measurement_replaces_a_guess_and_later_ones_raise_it() -> None:
+def test_first_measurement_replaces_a_guess_and_larger_ones_raise_it() -> None:
     known = KnownOp(100, workspace_bytes=1000, guessed=True)
     known.measured(30)
     assert (known.workspace_bytes, known.guessed) == (30, False)

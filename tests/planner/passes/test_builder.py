@@ -49,7 +49,7 @@ def test_items_that_are_not_wanted_are_not_held() -> None:
         assert code[-1] == "del made" if held else code == ["aten_sort_default(t0)"]
 
 
-def test_what_is_there_is_made_again_beside_it() -> None:
+def test_recomputing_one_of_two_outputs_uses_a_temporary_for_the_other() -> None:
     """As launches do that write two buffers, of which one is in memory already."""
     built = builder()
     statements = [
@@ -71,7 +71,7 @@ def test_what_is_there_is_made_again_beside_it() -> None:
     ]
 
 
-def test_a_tensor_that_nothing_reads_is_held_until_it_is_freed() -> None:
+def test_unread_tensor_is_held_until_it_is_freed() -> None:
     seen: list[bool] = []
     made: list[weakref.ref[torch.Tensor]] = []
 

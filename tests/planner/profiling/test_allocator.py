@@ -24,7 +24,7 @@ def test_earlier_garbage_is_not_recorded() -> None:
     assert gc.isenabled()
 
 
-def test_context_is_what_neither_is_free_nor_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_is_used_memory_beyond_reserved_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 22)
     assert cuda_context_bytes(torch.device("cuda")) == 8

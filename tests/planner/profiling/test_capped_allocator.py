@@ -22,7 +22,7 @@ def test_no_more_is_reserved_than_the_cap() -> None:
         assert zeros(64).numel() == kept.numel()  # the cap is gone
 
 
-def test_what_is_reserved_and_unused_is_returned_first() -> None:
+def test_capped_allocator_first_releases_unused_reserved_memory() -> None:
     with cuda_device(capacity_bytes=256 * _MB):
         zeros(128)
         assert torch.cuda.memory_reserved() == 128 * _MB

@@ -8,7 +8,7 @@ def entries(*actions: tuple[str, int, int]) -> list[dict[str, object]]:
     return [{"action": action, "addr": address, "size": size} for action, address, size in actions]
 
 
-def test_workspaces_in_turns() -> None:
+def test_consecutive_workspaces_are_separate_requests() -> None:
     trace = entries(
         ("alloc", 1, 100),
         ("segment_alloc", 2, 1000),
@@ -27,7 +27,7 @@ def test_workspaces_in_turns() -> None:
     )
 
 
-def test_what_a_library_keeps_is_no_request_of_the_op() -> None:
+def test_memory_kept_by_a_library_is_not_a_request_of_the_op() -> None:
     trace = entries(("alloc", 7, 2**25), ("alloc", 1, 10), ("alloc", 2, 5), ("free_completed", 2, 5))
     assert requests_of(trace, {1: 0}) == (MemoryRequest(0), MemoryRequest(WORKSPACE, 5, 2))
 
@@ -36,6 +36,6 @@ def test_frees_of_older_memory_are_left_out() -> None:
     assert requests_of(entries(("free_completed", 9, 10), ("alloc", 1, 10)), {1: 0}) == (MemoryRequest(0),)
 
 
-def test_workspaces_at_once() -> None:
+def test_simultaneous_workspaces_are_separate_requests() -> None:
     trace = entries(("alloc", 1, 10), ("alloc", 2, 20), ("free_completed", 1, 10), ("alloc", 3, 5), ("free_completed", 2, 20))
     assert requests_of(trace, {3: 0}) == (MemoryRequest(WORKSPACE, 10, 2), MemoryRequest(WORKSPACE, 20, 3), MemoryRequest(0))

@@ -68,14 +68,14 @@ def convolution_backward(
     return (aten.convolution.default(*forward), *forward[:2], None, *forward[3:], wanted)
 
 
-def test_flops_of_matrix_products() -> None:
+def test_flops_of_matrix_products_are_known() -> None:
     assert flops(aten.mm.default, half(3, 5), half(5, 7)) == 2 * 3 * 5 * 7
     assert flops(aten.addmm.default, half(7), half(3, 5), half(5, 7)) == 2 * 3 * 5 * 7
     assert flops(aten.bmm.default, half(2, 3, 5), half(2, 5, 7)) == 2 * 2 * 3 * 5 * 7
     assert flops(aten.baddbmm.default, half(2, 3, 7), half(2, 3, 5), half(2, 5, 7)) == 2 * 2 * 3 * 5 * 7
 
 
-def test_flops_of_convolutions() -> None:
+def test_flops_of_convolutions_are_known() -> None:
     x, weight = half(2, 6, 8, 8), half(10, 6, 3, 3)
     forward = 2 * 2 * (8 * 8) * 10 * 6 * 9
     assert flops(aten.convolution.default, *convolution(x, weight)) == forward
@@ -100,7 +100,7 @@ def test_flops_of_grouped_and_transposed_convolutions() -> None:
     assert flops(aten.convolution_backward.default, *backward) == 2 * forward
 
 
-def test_flops_of_attention() -> None:
+def test_flops_of_attention_are_known() -> None:
     query, key = half(2, 8, 64, 16), half(2, 2, 64, 16)
     forward = 2 * (2 * 2 * 8 * 64 * 64 * 16)
     for target in (aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default):

@@ -30,7 +30,7 @@ def test_plain_lines_are_printed_without_a_terminal() -> None:
     assert stream.getvalue() == shown
 
 
-def test_the_summary_stays() -> None:
+def test_summary_line_stays_at_the_end() -> None:
     stream = io.StringIO()
     view = LineView(stream=stream)
     view(solving())

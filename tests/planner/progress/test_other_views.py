@@ -32,7 +32,7 @@ def progress(**given: Any) -> Progress:
         ({"stage": Stage.SOLVE, "fraction": 0.3}, "measuring ops, best so far none yet"),
     ],
 )
-def test_describe_progress(given: dict[str, Any], words: str) -> None:
+def test_describe_states_stage_fraction_and_time_left(given: dict[str, Any], words: str) -> None:
     assert describe(progress(**given)) == words
 
 

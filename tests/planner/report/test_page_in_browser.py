@@ -141,7 +141,7 @@ def click(driver: Any, name: str) -> None:
     driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
 
 
-def test_it_loads_nothing_and_complains_of_nothing(driver: Any) -> None:
+def test_page_loads_no_resources_and_logs_no_errors(driver: Any) -> None:
     assert driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)") == []
     assert errors_of(driver) == []
     assert shown(driver) == "the whole step"
@@ -155,7 +155,7 @@ def test_the_pointer_shows_a_tensor(driver: Any, timeline: Timeline) -> None:
     assert point_at(driver, "memory", 0.5, 0.02) == ""
 
 
-def test_a_recomputation_names_what_it_is_for(driver: Any, timeline: Timeline) -> None:
+def test_recomputation_tooltip_names_its_readers(driver: Any, timeline: Timeline) -> None:
     first = timeline.bursts[0]
     width = driver.execute_script("return document.getElementById('lanes').getBoundingClientRect().width")
     left, right = 84, width - 16  # as chart.py leaves them
@@ -163,7 +163,7 @@ def test_a_recomputation_names_what_it_is_for(driver: Any, timeline: Timeline) -
     assert "for " in point_at(driver, "lanes", x, 0.5)
 
 
-def test_zooming(driver: Any) -> None:
+def test_zoom_buttons_change_the_shown_range(driver: Any) -> None:
     click(driver, "zoom-in")
     near = shown(driver)
     assert near.endswith(" s") and " to " in near
@@ -204,7 +204,7 @@ def test_searching_lists_and_zooms(driver: Any) -> None:
 
 @pytest.mark.parametrize("width", [390, 820, 1400])
 @pytest.mark.parametrize("dark", [False, True])
-def test_nothing_overlaps(width: int, dark: bool, tmp_path: Path) -> None:
+def test_page_elements_do_not_overlap_at_any_width(width: int, dark: bool, tmp_path: Path) -> None:
     graph, plan = solved(["offload"])
     offered = with_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12))
     with opened(written(page(Timeline(offered, plan), CURVE), tmp_path), width=width, dark=dark, touch=width < 500) as browser:

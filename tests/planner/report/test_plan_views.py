@@ -88,7 +88,7 @@ def test_the_graph_is_no_part_of_a_pickle(plan: Plan) -> None:
     assert sent == plan and sent.source is None and plan.source is not None
 
 
-def test_the_comparison_is_what_the_judge_says(plan: Plan, graph: Graph) -> None:
+def test_plan_comparison_equals_simulated_figures(plan: Plan, graph: Graph) -> None:
     table = plan.compare()
     assert isinstance(table, PlanComparison)
     own, kept, checkpointed = table.rows
@@ -102,7 +102,7 @@ def test_the_comparison_is_what_the_judge_says(plan: Plan, graph: Graph) -> None
     assert parsed(table._repr_html_()).rows[1][:3] == ["this plan", "5 B", "yes"]
 
 
-def test_what_is_within_a_budget_of_reserved_memory_is_what_reserves_no_more() -> None:
+def test_comparison_within_a_reserved_budget_counts_reserved_memory() -> None:
     chain = training_chain(8)
     tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB
     graph = replace(chain, tensors=tensors, provenance={"device": "h200"})
@@ -137,6 +137,6 @@ def test_the_plot_has_the_plan_its_baselines_and_the_budget(plan: Plan) -> None:
     assert max(drawn.get_ydata()) == plan.peak_bytes
 
 
-def test_the_version() -> None:
+def test_version_equals_the_installed_distribution() -> None:
     assert planner.__version__ == version("remat-planner")
     assert planner.Plan is Plan

@@ -49,7 +49,7 @@ def timeline() -> Timeline:
     return Timeline(graph(), plan(graph()))
 
 
-def test_the_figures_add_up(timeline: Timeline) -> None:
+def test_page_figures_add_up(timeline: Timeline) -> None:
     assert len(timeline.executions) == len(timeline.plan.schedule.computed)
     assert timeline.peak.memory_bytes == timeline.plan.peak_bytes == max(memory_columns(timeline, timeline.graph.pools[0]))
     in_use = sum(one.tensor.size_bytes for one in timeline.held) + timeline.graph.static_bytes
@@ -75,7 +75,7 @@ def test_a_graph_without_times_is_drawn_evenly() -> None:
     assert_needs_nothing_else(page(timeline))
 
 
-def test_moments_and_lives_add_up_to_what_the_judge_says(timeline: Timeline) -> None:
+def test_moments_and_lives_add_up_to_the_simulated_memory(timeline: Timeline) -> None:
     found = lives_of(timeline)
     peak = max(found.moments, key=lambda moment: moment.size_bytes)
     assert peak.size_bytes == timeline.plan.peak_bytes and peak.op == timeline.peak.op
@@ -87,7 +87,7 @@ def test_moments_and_lives_add_up_to_what_the_judge_says(timeline: Timeline) -> 
     assert all(life.born < life.dies for life in found.lives)
 
 
-def test_what_the_allocator_reserves_is_shown_for_cuda_devices() -> None:
+def test_page_shows_reserved_memory_for_cuda_devices() -> None:
     shown = graph()
     on_device = replace(shown, provenance={**shown.provenance, "device": "h200"})
     assert reserved_addresses(Timeline(shown, plan(shown))) is None
@@ -151,7 +151,7 @@ def test_the_trace_has_the_address_of_each_buffer_on_cuda() -> None:
     assert {event["args"]["bytes"] for event in events if event["name"] == "reserved"} == {2 * 2**20}
 
 
-def test_what_is_recomputed_is_linked_to_what_reads_it(timeline: Timeline) -> None:
+def test_recomputations_link_to_their_readers(timeline: Timeline) -> None:
     again = [bar for bar in bars(timeline) if bar.lane == RECOMPUTED]
     starts = {execution.op.name: execution.start_s for execution in timeline.executions if not execution.again}
     assert again
@@ -182,7 +182,7 @@ def test_the_page_is_whole_and_needs_nothing_else(model: str) -> None:
     assert escape(model.replace("\x1b", "\\x1b")) in text
 
 
-def test_the_page_says_what_the_plan_says(timeline: Timeline) -> None:
+def test_page_states_recomputations_peak_and_fingerprint(timeline: Timeline) -> None:
     text = re.sub(r"<[^>]*>", " ", without_scripts(page(timeline)))
     assert f"{len(timeline.executions) - len(timeline.graph.ops)} of {len(timeline.executions)} executions" in text
     assert timeline.peak.op.name in text
@@ -191,7 +191,7 @@ def test_the_page_says_what_the_plan_says(timeline: Timeline) -> None:
     assert "None: all saved tensors stay in memory" in page(keeping)
 
 
-def test_without_the_chart_library_one_line_says_what_to_install(
+def test_missing_bokeh_prints_the_install_command(
     files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("bokeh.document", "bokeh.events", "bokeh.models"):
@@ -233,7 +233,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "plan.json"), str(tmp_path / "model.json")
 
 
-def test_the_command_writes_both(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_command_writes_page_and_trace(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     html, trace = tmp_path / "report.html", tmp_path / "trace.json"
     assert main(["show", files[0], "--graph", files[1], "-o", str(html), "--trace", str(trace)]) == 0
     assert html.read_text().startswith("<!DOCTYPE html>")
@@ -243,7 +243,9 @@ def test_the_command_writes_both(files: tuple[str, str], tmp_path: Path, capsys:
     assert json.loads(capsys.readouterr().out) == {"output": str(html), "trace": None}
 
 
-def test_what_cannot_be_shown_is_one_error(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_show_arguments_print_one_error(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = tmp_path / "other.json"
     write_graph(training_chain(5), other)
     html = str(tmp_path / "report.html")

@@ -46,7 +46,7 @@ def timeline() -> Timeline:
     return chain()
 
 
-def test_where_the_computation_waits(timeline: Timeline) -> None:
+def test_waits_of_the_compute_stream_are_reported(timeline: Timeline) -> None:
     first, second = waits(timeline, COMPUTE)
     assert (first.start_s, first.end_s, first.awaited.op.name) == (2, 3, "copy_f1_device_to_host")
     assert (second.start_s, second.end_s, second.awaited.op.name) == (7, 8, "copy_f1_host_to_device")
@@ -56,7 +56,7 @@ def test_where_the_computation_waits(timeline: Timeline) -> None:
     assert [(w.start_s, w.end_s) for w in waits(timeline, DEVICE_TO_HOST)] == [(0, 1), (3, 8), (8, 10)]
 
 
-def test_a_wait_is_for_what_it_has_to_do_with() -> None:
+def test_wait_names_the_copy_it_depends_on() -> None:
     # At 8 the copy of f1 has come in, which g2 reads, and that of g4 has gone out, which was issued later.
     timeline = chain(ROUND_TRIP.replace("<f1 g3 -f2 -g4", "<f1 >g4 g3 -f2"))
     assert [(e.op.name, e.end_s) for e in timeline.executions if e.end_s == 8] == [
@@ -82,7 +82,7 @@ def test_a_copy_that_is_made_anew_is_another_trip() -> None:
     assert ["1 B", "f1", "synthetic", "host", "3 s", "10 s, 12 s"] in parsed(page(timeline)).rows
 
 
-def test_what_the_streams_carry(timeline: Timeline) -> None:
+def test_streams_report_executions_busy_time_and_bytes(timeline: Timeline) -> None:
     found = {s.name: (len(s.executions), s.busy_s, s.made_bytes) for s in streams(timeline)}
     assert found == {COMPUTE: (8, 8, 8), DEVICE_TO_HOST: (1, 2, 1), HOST_TO_DEVICE: (1, 2, 1)}
     assert not any(execution.again for execution in timeline.executions)
@@ -91,7 +91,7 @@ def test_what_the_streams_carry(timeline: Timeline) -> None:
     assert [execution.end_s for execution in offload.back] == [8]
 
 
-def test_what_is_in_each_memory(timeline: Timeline) -> None:
+def test_stretches_report_bytes_in_each_pool(timeline: Timeline) -> None:
     device, host = timeline.graph.pools
     found = [(s.start_s, s.end_s, s.size_bytes) for s in stretches(timeline, host)]
     assert found == [(0, 1, 0), (1, 3, 1), (3, 8, 1), (8, 10, 0)]
@@ -108,7 +108,7 @@ def test_what_is_in_each_memory(timeline: Timeline) -> None:
     assert memory_columns(timeline, device)[7 * tenth + 1 : 8 * tenth] == [2] * (tenth - 1)
 
 
-def test_what_is_held_at_the_peak_is_there_since_its_memory_was_taken() -> None:
+def test_tensors_at_the_peak_are_held_since_their_allocation() -> None:
     # Out 1-3 and 3-5, for which memory waits; in 7-9 and 9-11, both issued at 7; g3 waits for f2.
     script = "f1 >f1 f2 >f2 f3 -f1 -f2 f4 g4 {} g3 -f2 -g4 g2 g1"
     timeline = chain(script.format("-f3 -f4 <f1 <f2"), works="g3")
@@ -168,7 +168,7 @@ def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() ->
     assert shown.replace(offered.fingerprint, plain.fingerprint) == plainly
 
 
-def test_what_was_at_the_host_is_said_of_what_is_held() -> None:
+def test_held_tensors_report_their_offload() -> None:
     graph, plan = solved(["offload"])
     timeline = Timeline(with_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12)), plan)
     rows = parsed(page(timeline)).rows
@@ -215,7 +215,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[Timeline]:
 
 
 @pytest.mark.slow
-def test_it_is_the_same_for_any_streams_and_memories(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeline_matches_the_judge_on_random_streams_and_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = 0
     small = training_chain(3)
     # These graphs have what baselines are not made for: static tensors of other memories.

@@ -63,14 +63,14 @@ def written(data: object, folder: Path) -> str:
     return str(folder / "snapshot.pickle")
 
 
-def test_the_peak_and_who_held_it(tmp_path: Path) -> None:
+def test_snapshot_peak_lists_its_holders(tmp_path: Path) -> None:
     (peak,) = read_snapshot(written(snapshot(), tmp_path))
     assert (peak.device, peak.peak_bytes, peak.at_action, peak.actions) == (0, 512 + 200 + 3000, 5, 8)
     assert (peak.end_bytes, peak.reserved_bytes, peak.out_of_memory_bytes) == (512 + 3000, 2**21, 10**9)
     assert peak.holders == (Holder("model.py:20 forward", 3200, 2), Holder("model.py:1 forward", 512, 1))
 
 
-def test_what_was_there_before_the_first_action(tmp_path: Path) -> None:
+def test_memory_freed_before_its_allocation_was_held_from_the_start(tmp_path: Path) -> None:
     data = snapshot()
     data["device_traces"][0] = [entry("free_requested", 5000, 7000)]
     (peak,) = read_snapshot(written(data, tmp_path))
@@ -97,7 +97,7 @@ def test_nothing_in_a_file_is_run(data: object, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [[], {}, {"segments": [{"blocks": 3}]}, {"segments": [], "device_traces": [[{"addr": 1}]]}])
-def test_what_is_no_snapshot_is_one_error(data: object, tmp_path: Path) -> None:
+def test_malformed_snapshot_raises(data: object, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="is not a memory snapshot of PyTorch"):
         read_snapshot(written(data, tmp_path))
 
@@ -108,7 +108,7 @@ def test_a_file_that_is_no_pickle(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "is not a memory snapshot of PyTorch" in capsys.readouterr().err
 
 
-def test_the_command_says_what_a_plan_would_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_snapshot_command_reports_savings_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, plan = written(snapshot(), tmp_path), solve(training_chain(8), "60%")
     write_plan(plan, tmp_path / "plan.json")
     assert main(["snapshot", path, "--plan", str(tmp_path / "plan.json"), "--top", "1"]) == 0

@@ -58,11 +58,11 @@ def test_a_message_of_an_allocator(error: Exception, asked_bytes: int | None, me
         KeyboardInterrupt(),
     ],
 )
-def test_another_error(error: BaseException) -> None:
+def test_other_errors_are_not_allocator_failures(error: BaseException) -> None:
     assert allocator_failure(error) is None
 
 
-def test_what_allocators_here_raise() -> None:
+def test_failures_of_torch_and_numpy_allocators_are_recognized() -> None:
     with pytest.raises(RuntimeError) as of_torch:
         torch.empty(2**58, dtype=torch.uint8)
     found = allocator_failure(of_torch.value)

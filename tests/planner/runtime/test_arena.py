@@ -120,7 +120,7 @@ def test_gradients_are_in_the_slab_and_results_are_not() -> None:
     assert not is_in(slab_of(executor), loss)
 
 
-def test_what_the_caller_holds_keeps_its_values() -> None:
+def test_tensors_held_by_the_caller_keep_their_values() -> None:
     executor, workload = in_arena("gpt2_sdpa")
     held = []
     with lines_of("planner.runtime.arena") as lines:
@@ -152,7 +152,7 @@ def test_two_forward_passes_before_a_backward_pass() -> None:
     assert missed(executor) == Missed()
 
 
-def test_a_second_backward_pass() -> None:
+def test_second_backward_pass_in_an_arena_is_exact() -> None:
     executor, workload = in_arena("gpt2_sdpa", 0)
     torch.manual_seed(0)
     loss = executor(*workload.batch)
@@ -181,7 +181,7 @@ def test_a_step_after_one_that_failed() -> None:
     assert missed(executor) == Missed()
 
 
-def test_accumulated_gradients_are_outside() -> None:
+def test_accumulated_gradients_are_outside_the_arena() -> None:
     executor, workload = in_arena("gpt2_sdpa", accumulate=True)
     eager = copy.deepcopy(workload.model)
     for seed in range(2):
@@ -366,7 +366,7 @@ def test_pages_and_requests_beside_them_are_within_the_budget(
     assert all((tensor == 2).all() for tensor in others)
 
 
-def test_a_step_goes_on_in_the_slab_that_it_began_in() -> None:
+def test_backward_continues_in_the_slab_of_its_forward_pass() -> None:
     executor, workload = in_arena("unet")
     eager = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
 
@@ -469,7 +469,7 @@ def test_the_first_step_of_an_optimizer_takes_pages_of_the_slab() -> None:
     assert resident[1] > 0.9 * slab_of(executor).size_bytes
 
 
-def test_what_runs_between_steps_takes_pages_of_the_slab() -> None:
+def test_evaluation_between_steps_reuses_pages_of_the_slab() -> None:
     executor, workload = in_arena("vit")
     eager = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
     for _ in range(2):

@@ -78,7 +78,7 @@ def test_rows_that_do_not_divide_are_all_computed() -> None:
         assert loss is not None and whole is not None and torch.allclose(loss, whole, rtol=1e-6)
 
 
-def test_what_is_kept_is_read_in_chunks() -> None:
+def test_kept_tensors_are_read_in_chunks() -> None:
     capture, workload = captured("smoothed")
     wanted, kept_bytes = executed(capture, schedule_with(capture.graph, ()), workload)
     ops = optional_ops(capture.graph, kind="backward_kept", chunks=4)

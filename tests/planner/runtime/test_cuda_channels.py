@@ -89,7 +89,7 @@ def test_a_loss_that_is_dropped_leaves_nothing_that_a_copy_uses(order: Order) ->
             assert_as_eager(workload, step)
 
 
-def test_memory_that_a_copy_uses_is_held_until_it_has_ended() -> None:
+def test_memory_of_a_copy_is_held_until_the_copy_ends() -> None:
     with cuda_device() as cuda:
         copies = HostChannels(CUDA)
         tensor = torch.arange(5.0, device=CUDA)
@@ -148,7 +148,7 @@ def test_the_host_waits_for_a_copy_by_its_event() -> None:
         gc.collect()
 
 
-def test_memory_of_the_host_is_not_unlocked_while_a_copy_uses_it() -> None:
+def test_host_memory_is_not_unlocked_while_a_copy_uses_it() -> None:
     with cuda_device() as cuda:
         copies = HostChannels(CUDA)
         host, out = copies.out(torch.ones(1000, device=CUDA))
@@ -161,7 +161,7 @@ def test_memory_of_the_host_is_not_unlocked_while_a_copy_uses_it() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("name", ["gpt2_sdpa", "resnet18", "mutated"])
-def test_on_a_gpu(name: str) -> None:
+def test_offloaded_steps_on_a_gpu_are_exact(name: str) -> None:
     workload = make(name)
     workload.model.cuda()
     workload = type(workload)(workload.model, workload.loss_fn, tuple(value.cuda() for value in workload.batch))

@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("order", Order)
-def test_what_is_computed_is_what_the_cpu_computes(order: Order) -> None:
+def test_emulated_device_computes_the_same_as_the_cpu(order: Order) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(40, 30), torch.randn(30, 20, requires_grad=True)
     wanted = torch.nn.functional.gelu(x @ w).square().sum()
@@ -57,13 +57,13 @@ def freed_while_it_is_read() -> None:
         assert y.cpu().isnan().any()
 
 
-def test_memory_that_is_freed_while_a_stream_reads_it_is_noticed() -> None:
+def test_freeing_memory_that_a_stream_reads_raises() -> None:
     with pytest.raises(AssertionError, match="behind where its memory was freed"):
         freed_while_it_is_read()
 
 
 @pytest.mark.parametrize("order", Order)
-def test_memory_that_was_recorded_for_a_stream_is_kept_for_it(order: Order) -> None:
+def test_record_stream_keeps_memory_for_the_stream(order: Order) -> None:
     with cuda_device(order=order):
         side = torch.cuda.Stream(CUDA)
         x = torch.ones(1000, device=CUDA)
@@ -206,7 +206,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_capture_refuses_what_cuda_refuses(what: str) -> None:
+def test_capture_raises_where_cuda_does(what: str) -> None:
     with cuda_device():
         x = torch.ones(10, device=CUDA)
         x.before = torch.cuda.current_stream().record_event()

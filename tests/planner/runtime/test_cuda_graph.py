@@ -47,7 +47,7 @@ def test_every_model_trains_as_eager_does(name: str) -> None:
     assert_same(train(other, step, batches=2), train(workload, recorded(workload, seed=2), batches=2))
 
 
-def test_all_that_is_kept_from_a_step_stays_as_it_was() -> None:
+def test_kept_loss_and_gradients_survive_the_next_replay() -> None:
     workload = dropout_and_norm()
     step = recorded(workload)
     parameters = list(workload.model.parameters())
@@ -90,7 +90,7 @@ class Counts(nn.Module):
         return (self.inner(x) * count).sum()
 
 
-def test_what_the_step_writes_to_its_inputs_comes_back() -> None:
+def test_writes_of_the_step_to_its_inputs_are_copied_back() -> None:
     workload = on_device(Workload(Counts(), None, (torch.randn(4, 6), torch.zeros(3))))
     step = recorded(workload, seed=None)
     assert not workload.batch[1].any()  # recording left it alone
@@ -191,7 +191,7 @@ def test_an_op_that_cannot_be_captured_is_named(model: Callable[[], nn.Module], 
         recordable(capture(model(), None, (torch.randn(3, 4),)))
 
 
-def test_what_cannot_be_recorded_is_refused() -> None:
+def test_unrecordable_steps_raise() -> None:
     class Several(SingleProcess):
         pass
 

@@ -44,7 +44,7 @@ MIB = 2**20
 
 
 @pytest.mark.usefixtures("_stand_in")
-def test_what_goes_in_and_out_is_counted_twice() -> None:
+def test_step_inputs_and_outputs_are_counted_twice() -> None:
     workload = dropout_and_norm()
     plain = capture(*workload)
     captured = recordable(plain)
@@ -62,7 +62,7 @@ def allocated(size_bytes: int) -> int:
 
 
 @pytest.mark.usefixtures("_cuda")
-def test_a_replayed_step_allocates_what_was_counted() -> None:
+def test_replayed_step_allocates_the_counted_bytes() -> None:
     workload = dropout_and_norm()
     by_kind = recordable(capture(*workload)).graph.static_bytes_by_kind
     step = recorded(workload)
@@ -83,7 +83,7 @@ def test_a_replayed_step_allocates_what_was_counted() -> None:
 @pytest.mark.parametrize("name", ["gpt2_written", pytest.param("resnet18", marks=pytest.mark.slow), "mutated"])
 @pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 1])
 @pytest.mark.usefixtures("_cuda")
-def test_the_pool_holds_what_was_predicted(name: str, seed: int | None) -> None:
+def test_cuda_graph_pool_holds_the_predicted_bytes(name: str, seed: int | None) -> None:
     workload = on_device(make(name))
     device = next(workload.model.parameters()).device
     warm_up_libraries(device)
@@ -134,7 +134,7 @@ class LosesMemory(CudaGraphs):
 
 
 @pytest.mark.usefixtures("_stand_in")
-def test_the_budget_holds_for_what_the_recordings_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_covers_memory_kept_by_the_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     workload, other = on_device(make("gpt2_written")), on_device(make("gpt2_written"))
     device = next(workload.model.parameters()).device
     monkeypatch.setattr(LosesMemory, "made", [], raising=False)
@@ -211,7 +211,7 @@ def test_the_pool_of_cuda_graphs_is_within_the_budget() -> None:
 @pytest.mark.parametrize("compare_eager", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", [pytest.param("none", marks=pytest.mark.slow), "adamw"])
 @pytest.mark.usefixtures("_stand_in")
-def test_a_plan_says_what_is_reserved_where_it_is_replayed(optimizer: str, *, compare_eager: bool) -> None:
+def test_plan_of_recorded_step_reports_its_reserved_memory(optimizer: str, *, compare_eager: bool) -> None:
     workload = on_device(build("gpt2", layers=2, width=256, heads=4, vocab=16384, batch=4, seq=32))
     step = planner.compile(
         *workload, budget="1GB", optimizer=optimizer, cuda_graph=True, passes=1, wait="2 work", compare_eager=compare_eager
@@ -249,7 +249,7 @@ def planned_alone(budget: int | str, **settings: str) -> tuple[Plan, int]:
 
 
 @pytest.mark.slow
-def test_the_budget_counts_what_is_reserved_by_default() -> None:
+def test_budget_counts_reserved_memory_by_default() -> None:
     everything, _ = planned_alone("1GB")
     assert everything.memory is CountedMemory.RESERVED and everything.reserved is not None
     budget_bytes = everything.reserved.total_bytes - everything.reserved.pool_bytes // 4
@@ -271,7 +271,7 @@ def test_a_budget_of_allocated_bytes_is_for_static_memory_and_the_pool() -> None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_stand_in")
-def test_budgets_of_reserved_memory_that_nothing_fits_say_what_is_beside_the_pool() -> None:
+def test_infeasible_reserved_budget_reports_memory_outside_the_pool() -> None:
     workload = on_device(make("tied"))
     with pytest.raises(InfeasibleError, match=r"no more than the .* reserved outside of the pool of CUDA graphs"):
         planner.compile(*workload, budget="20MB", cuda_graph=True, passes=1)

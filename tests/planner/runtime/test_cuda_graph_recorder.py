@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("order", Order)
-def test_what_was_recorded_is_done_again_behind_what_was_launched_before(order: Order) -> None:
+def test_replay_runs_after_previously_launched_work(order: Order) -> None:
     with cuda_device(order=order):
         x = torch.ones(1000, device=CUDA)
         recorder = CudaGraphs(CUDA)
@@ -37,7 +37,7 @@ def test_what_was_recorded_is_done_again_behind_what_was_launched_before(order: 
 
 
 @pytest.mark.parametrize("order", Order)
-def test_a_function_is_warmed_up_behind_what_was_launched_before(order: Order) -> None:
+def test_function_is_warmed_up_after_previously_launched_work(order: Order) -> None:
     with cuda_device(order=order):
         x = torch.ones(1000, device=CUDA)
         CudaGraphs(CUDA).warm_up(lambda: x.mul_(2))
@@ -69,7 +69,7 @@ def leaves_a_stream(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("function", "said"), [(waits, "operation not permitted"), (leaves_a_stream, "unjoined work")])
-def test_a_capture_that_fails_says_what_failed(function: Callable[..., Any], said: str) -> None:
+def test_failed_capture_raises_with_its_cause(function: Callable[..., Any], said: str) -> None:
     with cuda_device() as cuda:
         x = torch.ones(10, device=CUDA)
         with pytest.raises(TraceError, match=rf"cannot be captured as a CUDA graph: .*{said}.*; leave out cuda_graph=True"):

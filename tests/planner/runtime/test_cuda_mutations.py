@@ -10,7 +10,7 @@ def name_of(mutation: Mutation) -> str:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=name_of)
-def test_what_is_taken_away_is_in_the_sources(mutation: Mutation) -> None:
+def test_mutated_text_is_in_the_sources_once(mutation: Mutation) -> None:
     source = (ROOT / mutation.file).read_text()
     assert source.count(mutation.before) == 1
     compile(source.replace(mutation.before, mutation.after), mutation.file, "exec")
@@ -24,5 +24,5 @@ def test_the_page_has_the_table() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=name_of)
-def test_a_test_fails_without_it(mutation: Mutation) -> None:
+def test_mutation_makes_its_test_fail(mutation: Mutation) -> None:
     assert not survives(mutation)

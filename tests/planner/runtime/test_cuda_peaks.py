@@ -127,7 +127,7 @@ def test_a_step_that_multiplies_no_matrices_has_no_workspaces_of_libraries() -> 
         assert torch.cuda.max_memory_reserved() == step.plan.reserved_bytes
 
 
-def test_a_run_says_what_libraries_keep() -> None:
+def test_run_report_names_library_workspaces() -> None:
     with cuda_device():
         workload = on_device(make("tied"))
         plan = planner.solve(planner.trace(*workload, passes=1), "100%", time_limit_s=5.0)
@@ -154,7 +154,7 @@ def test_planning_leaves_nothing_on_the_device() -> None:
         assert torch.cuda.memory_allocated(CUDA) == before
 
 
-def test_methods_count_what_their_cuda_graphs_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_method_peak_includes_memory_of_its_own_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``torch.compile(mode="reduce-overhead")``: between replays the tensors of a graph are free to the allocator."""
     monkeypatch.setattr(Benchmark, "_rounding", lambda *_: None)  # draws on the device, which only a real one can
     made_bytes = 3 * 2**20

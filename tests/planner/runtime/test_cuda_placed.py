@@ -55,7 +55,7 @@ def test_tensors_may_come_from_the_host_and_be_sent_on(order: Order) -> None:
 
 
 @pytest.mark.parametrize("names", [("cuda:1",), ("cpu:1",)], ids=" ".join)
-def test_each_memory_holds_what_was_predicted(names: tuple[str, ...]) -> None:
+def test_each_memory_holds_the_predicted_bytes(names: tuple[str, ...]) -> None:
     with cuda_device(devices=2):
         workload = on_device(make("tied"))
         captured = profiled(capture(*workload), workload, TraceSettings(passes=1))

@@ -33,7 +33,7 @@ def test_ops_are_timed_on_the_device_of_the_model(place: str, current: int) -> N
         assert timer.times_s() == pytest.approx({op.id: op.time_s for op in captured.graph.ops})
 
 
-def test_what_cuda_rounds_is_no_reason_to_keep_an_op_on_the_cpu() -> None:
+def test_allocation_rounding_does_not_exclude_ops_from_other_devices() -> None:
     with cuda_device():
         workload = make("tied")
         captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
@@ -44,7 +44,7 @@ def test_what_cuda_rounds_is_no_reason_to_keep_an_op_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("current", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_another_device_is_timed_where_it_is(current: int) -> None:
+def test_other_device_is_timed_on_that_device(current: int) -> None:
     with cuda_device(devices=2), torch.cuda.device(current):
         workload = on_device(make("tied"), "cuda:0")
         captured = profiled(capture(*workload), workload, TraceSettings(passes=1))

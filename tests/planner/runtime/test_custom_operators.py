@@ -97,7 +97,7 @@ def computed_again(step: PlannedStep, name: str) -> list[Op]:
 @pytest.mark.parametrize(
     "name", [name if name in ("python", "rand") else pytest.param(name, marks=pytest.mark.slow) for name in DRAWING]
 )
-def test_what_draws_unseen_is_computed_once(name: str, x: torch.Tensor) -> None:
+def test_untagged_random_operators_are_not_recomputed(name: str, x: torch.Tensor) -> None:
     model = Net(DRAWING[name])
     wanted = gradients(model, model, x)
     with pytest.warns(UserWarning, match=rf"op {name} .*, and 5 others .*nondeterministic_seeded"):
@@ -110,7 +110,7 @@ def test_what_draws_unseen_is_computed_once(name: str, x: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "name", [name if name in ("python", "rand") else pytest.param(name, marks=pytest.mark.slow) for name in DRAWING]
 )
-def test_under_torch_compile_too(name: str, x: torch.Tensor) -> None:
+def test_untagged_random_operators_are_not_recomputed_under_torch_compile(name: str, x: torch.Tensor) -> None:
     model = Net(DRAWING[name])
     wanted = gradients(model, model, x)
     step = torch.compile(model, backend="planner", dynamic=False, options={"budget": HALF_WAY, "time_limit_s": 5})
@@ -129,14 +129,14 @@ def test_tagged_operators_are_computed_again_with_the_same_numbers(x: torch.Tens
     assert all(map(torch.equal, wanted, gradients(model, step, x)))
 
 
-def test_a_generator_of_its_own_is_found_by_what_it_makes(x: torch.Tensor) -> None:
+def test_operator_with_private_generator_is_detected_by_differing_results(x: torch.Tensor) -> None:
     with pytest.warns(UserWarning, match="returns different bits when it is executed again"):
         step = planned(Net(OF_ITS_OWN), x, compare_eager=False)
     assert not computed_again(step, "planner_tests")
 
 
 @pytest.mark.slow
-def test_what_draws_nothing_is_computed_again(x: torch.Tensor) -> None:
+def test_deterministic_custom_operator_is_recomputed(x: torch.Tensor) -> None:
     model = Net(SCALING)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -145,7 +145,7 @@ def test_what_draws_nothing_is_computed_again(x: torch.Tensor) -> None:
 
 
 @pytest.mark.slow
-def test_a_kept_plan_knows(tmp_path: Path, x: torch.Tensor) -> None:
+def test_cached_plan_remembers_unrepeatable_ops(tmp_path: Path, x: torch.Tensor) -> None:
     model = Net(DRAWING["python"])
     with pytest.warns(UserWarning, match="computed once"):
         budget = tight(model, x)

@@ -133,7 +133,7 @@ def test_plans_share_the_slab_of_the_largest() -> None:
 
 
 @pytest.mark.parametrize("more", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
-def test_a_plan_leaves_what_a_larger_slab_has_beyond_its_own(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_leaves_memory_beyond_its_own_slab_unused(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with cuda_device() as cuda:
         step = on_device(workload())
         executor, arena = in_arena(step, 0)
@@ -255,7 +255,7 @@ def test_a_step_that_takes_further_large_segments_has_a_new_pool() -> None:
         assert not [s for s in cuda.memories[0].allocator if s.pool != DEFAULT_POOL and not s.small]
 
 
-def test_a_compiled_step_reserves_what_its_plan_says() -> None:
+def test_compiled_step_reserves_at_most_the_planned_bytes() -> None:
     with cuda_device():
         step = on_device(workload())
         planned = planner.compile(*step, budget="85%", arena=True, compare_eager=False, wait="2 work", swap="never")

@@ -35,7 +35,7 @@ def test_every_schedule_trains_as_eager_does(name: str) -> None:
     assert recomputed > 0
 
 
-def test_recomputed_dropout_draws_what_it_drew() -> None:
+def test_recomputed_dropout_draws_the_same_mask() -> None:
     workload = make("gpt2_written")
     captured = capture_of("gpt2_written")
     dropouts = [op.id for op in captured.graph.ops if op.random and op.recomputable]

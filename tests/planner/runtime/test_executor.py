@@ -38,7 +38,7 @@ def executor(name: str = "gpt2_sdpa") -> tuple[Executor, tuple[torch.Tensor, ...
 
 
 @pytest.mark.usefixtures("half_way")
-def test_compile_is_one_call() -> None:
+def test_compiled_step_is_exact_within_its_budget() -> None:
     workload = make("vit")
     step = planner.compile(*workload, budget=HALF_WAY, tolerance=0.05, passes=1, time_limit_s=20.0)
     assert step.plan.measured_peak_bytes is not None
@@ -173,7 +173,7 @@ def test_nothing_is_left_in_memory() -> None:
     assert sum(event.size_bytes or 0 for event in events) == 0
 
 
-def test_the_code_says_what_the_schedule_says() -> None:
+def test_generated_code_follows_the_schedule() -> None:
     captured = capture_of("unet")
     schedule = random_schedule(captured.graph, 2)
     devices = Devices(captured.graph, torch.device("cpu"))
@@ -231,7 +231,7 @@ def test_a_module_that_is_replaced_is_trained_by_the_same_plan() -> None:
     assert torch.equal(planned, workload.model.head.weight.grad)
 
 
-def test_a_mode_around_the_step_is_no_change_of_it() -> None:
+def test_dispatch_mode_around_the_step_is_accepted() -> None:
     step, batch = executor("frozen")
     with LiveStorages([]) as storages:
         step(*batch).backward()

@@ -77,7 +77,7 @@ def test_a_group_that_is_mounted_as_the_root_counts(tmp_path: Path) -> None:
     assert free(tmp_path) == GB
 
 
-def test_resource_limits_count_less_what_the_process_has(tmp_path: Path) -> None:
+def test_resource_limits_are_reduced_by_memory_of_the_process(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tpython\nVmSize:\t 2000000 kB\nVmData:\t 1000000 kB\nThreads:\t1\n")
     assert free(tmp_path, DATA=2 * GB) == 2 * GB - 1_024_000_000
     assert free(tmp_path, AS=3 * GB) == 3 * GB - 2_048_000_000
@@ -111,7 +111,7 @@ def test_the_cpu_has_at_most_its_memory_free() -> None:
     assert 0 < free_bytes(torch.device("cpu")) < psutil.virtual_memory().total
 
 
-def test_on_cuda_what_the_allocator_holds_unused_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_reserved_memory_counts_as_free_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     fraction = 1.0
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5 * GB, 80 * GB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 10 * GB)

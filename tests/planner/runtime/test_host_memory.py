@@ -18,7 +18,7 @@ class Copying:
             raise self._error
 
 
-def test_a_buffer_is_used_again_by_what_is_as_large() -> None:
+def test_returned_buffer_is_reused_for_the_same_size() -> None:
     memory = HostMemory()
     first, second = memory.take(5000), memory.take(5000)
     assert (memory.used_bytes, memory.peak_bytes, memory.allocated_bytes) == (10000, 10000, 10000)
@@ -28,7 +28,7 @@ def test_a_buffer_is_used_again_by_what_is_as_large() -> None:
     assert (memory.used_bytes, memory.allocated_bytes) == (14000, 14000)
 
 
-def test_room_is_made_of_what_nobody_uses_once_its_copies_have_ended() -> None:
+def test_unused_buffers_are_released_after_their_copies_end() -> None:
     memory = HostMemory(10000)
     large, small, held = memory.take(6000), memory.take(1000), memory.take(2000)
     copies = large.used_by = [Copying(), Copying(CopyError("somebody else hears of this"))]
@@ -62,7 +62,7 @@ def test_unused_buffers_go_where_the_host_has_no_more(monkeypatch: pytest.Monkey
         memory.take(1500)
 
 
-def test_what_locks_memory_is_undone_when_it_goes() -> None:
+def test_released_buffers_are_unlocked() -> None:
     locked: dict[int, int] = {}
 
     def lock(address: int, size_bytes: int):

@@ -52,7 +52,7 @@ CALLS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("target", CALLS, ids=str)
-def test_operators_write_over_an_input_what_they_make_elsewhere(target: torch._ops.OpOverload, dtype: torch.dtype) -> None:
+def test_in_place_operators_equal_out_of_place_ones(target: torch._ops.OpOverload, dtype: torch.dtype) -> None:
     for shape in ((1, 1), (3, 5), (7, 129), (33, 1021)):
         torch.manual_seed(shape[1])
         x, y, c = (torch.randn(size).to(dtype) for size in (shape, shape, shape[1:]))
@@ -110,7 +110,7 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_is_run_as_it_was_solved_and_percentages_stay_those_of_eager_pytorch() -> None:
+def test_plan_runs_at_its_solved_peak_and_percentages_refer_to_eager() -> None:
     workload = make("unet")
     graph = tracing.trace(*workload, passes=1, options=["in-place"])
     (budget,) = on_the_way(graph.out_of_place(), 0.2)
@@ -144,6 +144,6 @@ def test_plans_with_other_choices_are_run_in_the_memory_that_is_predicted(others
     assert over > 0
 
 
-def test_a_graph_must_be_traced_with_it() -> None:
+def test_graph_traced_without_in_place_raises() -> None:
     with pytest.raises(UsageError, match="was traced without the option 'in-place'"):
         solve(tracing.trace(*make("tied"), roofline="cpu"), "90%", options=["in-place"])

@@ -77,7 +77,7 @@ def test_all_ways_are_tried_here() -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_what_is_made_lies_as_the_program_has_it(name: str) -> None:
+def test_other_kernels_return_the_shapes_and_strides_of_the_program(name: str) -> None:
     capture, (model, loss_fn, batch) = with_all_ways(name)
     seen: dict[int, list[bool]] = {}
 
@@ -108,7 +108,7 @@ def test_three_steps_of_adamw_are_the_same_where_ways_are_exact(name: str) -> No
         assert_same(train(workload, None), train(workload, (capture, schedule_by(capture.graph, ops))))
 
 
-def test_less_is_in_memory_at_once_where_ops_write_over_what_they_read() -> None:
+def test_in_place_pairs_need_one_tensor_less() -> None:
     """Logits and their log-softmax are one tensor; the gradient of the one and of the other, too."""
     capture, _ = with_all_ways("causal")
     graph = capture.graph
@@ -157,7 +157,7 @@ def test_training_takes_them_and_finds_its_plan_again(tmp_path: Path) -> None:
     assert step.plan.measured_peak_bytes <= between(plain)
 
 
-def test_what_is_neither_faster_nor_smaller_is_left_out() -> None:
+def test_neither_faster_nor_smaller_kernels_are_left_out() -> None:
     capture, _ = with_all_ways("convolutions")
     graph = capture.graph
     slow = {op.id for op in ops_by(graph, "native") + ops_by(graph, "channels_last")}
@@ -172,7 +172,7 @@ def test_what_is_neither_faster_nor_smaller_is_left_out() -> None:
     assert set(left.graph.provenance["left_out"]) >= {graph.ops[i].name for i in slow}
 
 
-def test_what_is_much_faster_is_kept() -> None:
+def test_much_faster_kernels_are_kept() -> None:
     capture, _ = with_all_ways("convolutions")
     graph = capture.graph
     fast = {op.id for op in ops_by(graph, "native")}

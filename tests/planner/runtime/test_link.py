@@ -69,7 +69,7 @@ def link_of(workload: Workload) -> LinkProfile:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "one lane"])
-def test_known_figures_are_found(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_link_matches_known_rates(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "HostChannels", lambda device, timed: KnownChannels(shared=shared))
     found = link_of(make("tied"))
     rate = link.LARGE_BYTES / (_START_S + link.LARGE_BYTES / _RATE)
@@ -100,7 +100,7 @@ def test_directions_that_slow_each_other_share_a_figure() -> None:
     assert LinkProfile(LinkRates(50e9, 50e9, 50e9), slowed, 1e-5).link == Link(17e9, 17e9, 1e-5)
 
 
-def test_a_step_is_afterwards_as_it_was() -> None:
+def test_measuring_the_link_leaves_model_and_generator_unchanged() -> None:
     workload = make("mutated")
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
     state = torch.get_rng_state()
@@ -124,7 +124,7 @@ def test_a_step_that_is_not_run_has_none() -> None:
 
 
 @pytest.mark.parametrize("place", ["cuda:0", "cuda:1"])
-def test_on_streams_of_cuda(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_on_streams_of_cuda_matches_their_clocks(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "LARGE_BYTES", 2**16)
     with cuda_device(devices=2) as cuda:
         found = link_of(on_device(make("tied"), place))
@@ -136,7 +136,7 @@ def test_on_streams_of_cuda(place: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
+def test_link_on_a_gpu_has_plausible_rates() -> None:
     workload = make("resnet18")
     workload.model.cuda()
     workload = Workload(workload.model, workload.loss_fn, tuple(value.cuda() for value in workload.batch))
@@ -159,7 +159,7 @@ def test_on_a_gpu() -> None:
         ("", None),
     ],
 )
-def test_a_part_of_what_is_published_is_reached(device: str, bytes_per_s: float | None) -> None:
+def test_published_link_assumes_a_share_of_the_published_bandwidth(device: str, bytes_per_s: float | None) -> None:
     found = published_link(device)
     assert (found is None) == (bytes_per_s is None)
     if found is not None:

@@ -77,7 +77,7 @@ def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert makers == {"planner: device to host", "planner: host to device"}
 
 
-def test_nothing_waits_before_it_must() -> None:
+def test_waits_stand_directly_before_the_dependent_statement() -> None:
     _, _, executor = copying_step("gpt2_sdpa", 2)
     lines = [line.strip() for line in executor.code.source.splitlines()]
     issued = copies_in(executor.code.source)
@@ -99,7 +99,7 @@ def test_states_of_generators_stay_on_the_device() -> None:
     assert states and offloads and states.isdisjoint(offloads.by_tensor)
 
 
-def test_the_host_holds_no_more_than_it_may() -> None:
+def test_host_memory_stays_within_the_host_budget() -> None:
     offered, schedule, _ = copying_step("gpt2_written", 3)
     most = simulate(offered.graph, schedule).pool_peaks_bytes[1]
     workload = make("gpt2_written")
@@ -189,7 +189,7 @@ def test_layouts_come_back_as_they_were() -> None:
     assert copies.memory.used_bytes == 0 < copies.memory.peak_bytes == 120
 
 
-def test_a_copy_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_waits_for_earlier_copies_of_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow_back(target: Any, source: Any) -> None:
         if threading.current_thread().name.endswith("to device"):
             time.sleep(0.02)
@@ -212,7 +212,7 @@ def test_a_copy_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(third.bytes.values.view(torch.float32), twos)
 
 
-def test_a_copy_out_of_what_is_coming_in_says_so() -> None:
+def test_offload_of_a_reloading_tensor_waits_for_the_reload() -> None:
     workload = make("tied")
     captured = capture_of("tied")
     offered = offering(captured)

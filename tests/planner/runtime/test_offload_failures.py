@@ -101,7 +101,7 @@ def test_a_thread_that_cannot_copy(name: str, when: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["resnet18", "mutated"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_a_host_without_memory(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_out_of_memory_raises_and_restores_the_step(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = make(name)
     _, _, step = copying_step(name, 1)
     failing = Failing(HostMemory._new, partial(MemoryError, "out of it"))
@@ -123,7 +123,7 @@ def test_a_host_without_memory(name: str, share: float, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("stream", [DEVICE_TO_HOST, HOST_TO_DEVICE])
-def test_a_thread_that_dies(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_copy_thread_raises_and_restores_the_step(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = make("mutated")
     _, _, step = copying_step("mutated", 1)
     train(step, workload)
@@ -182,7 +182,7 @@ def test_more_than_the_host_may_hold() -> None:
     assert_as_eager(step, workload)
 
 
-def test_what_others_have_written_since_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_since_the_step_survive_the_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
     """The running statistics of a step whose backward pass fails are put back, unless somebody has written to them since."""
     workload = make("mutated")
     _, _, step = copying_step("mutated", 1)

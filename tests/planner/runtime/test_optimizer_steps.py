@@ -104,7 +104,7 @@ def test_a_closure_that_is_called_again_interrupts_the_step(server: Server) -> N
     assert set(server.events[4:]) == {"closure"}
 
 
-def test_a_step_that_fails_ends_when_it_is_interrupted(server: Server) -> None:
+def test_failed_step_ends_on_interrupt(server: Server) -> None:
     with pytest.raises(RuntimeError, match="in the step"):
         Failing([parameter()], lr=0.1).step()
     assert server.events == ["Failing"]
@@ -148,7 +148,7 @@ def test_other_threads_have_a_server_of_their_own(server: Server) -> None:
     assert not server.events
 
 
-def test_the_last_server_that_is_for_an_optimizer_serves_it(server: Server) -> None:
+def test_last_followed_server_of_an_optimizer_serves_its_steps(server: Server) -> None:
     first, second = SGD([parameter()], lr=0.1), SGD([parameter()], lr=0.1)
     of_first, of_both = Server([first]), Server([first, second])
     optimizer_steps.follow(of_both)

@@ -143,7 +143,7 @@ def test_a_state_that_the_optimizer_makes_later_is_no_room() -> None:
     assert step.memory.missing_bytes() == 0
 
 
-def test_it_is_caught_as_a_memory_error_and_as_what_pytorch_raises() -> None:
+def test_out_of_memory_error_is_caught_as_memory_and_runtime_error() -> None:
     step, _ = failing_step("tied", "aten.tanh.default", torch.OutOfMemoryError(CUDA_MESSAGE))
     for kind in (MemoryError, RuntimeError, PlannerError, planner.OutOfMemoryError):
         with pytest.raises(kind, match=r"op 'tanh' \(aten.tanh.default\)"):
@@ -157,7 +157,7 @@ def test_it_is_caught_as_a_memory_error_and_as_what_pytorch_raises() -> None:
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes."),
     ],
 )
-def test_libraries_that_look_for_a_smaller_batch_recognize_it(error: Exception) -> None:
+def test_accelerate_and_lightning_recognize_the_out_of_memory_error(error: Exception) -> None:
     from accelerate.utils.memory import should_reduce_batch_size
     from lightning.pytorch.utilities.memory import is_oom_error
 
@@ -168,13 +168,13 @@ def test_libraries_that_look_for_a_smaller_batch_recognize_it(error: Exception) 
     assert is_oom_error(raised.value)
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     step, _ = failing_step("tied", "aten.tanh.default", RuntimeError("the sizes do not match"))
     with pytest.raises(RuntimeError, match="the sizes do not match"):
         step(*make("tied").batch)
 
 
-def test_a_stage_is_named() -> None:
+def test_out_of_memory_error_names_the_stage() -> None:
     said = r"^out of memory while measuring op 'mm': it asked for 2.15 GB. .* \(CUDA out of memory. Tried to allocate 2.00 GiB\)$"
     with pytest.raises(OutOfMemoryError, match=said), reporting("measuring op 'mm'"):
         raise torch.OutOfMemoryError(CUDA_MESSAGE)

@@ -45,7 +45,7 @@ def assert_exact(capture: Capture, workload: Workload, schedule: Schedule) -> No
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_is_exact(kind: str, *, channels_last: bool) -> None:
+def test_each_kind_of_packing_is_exact(kind: str, *, channels_last: bool) -> None:
     capture, workload = captured(channels_last=channels_last)
     ops = does(capture.graph, kind)
     assert ops and all(op.exact for op in ops)
@@ -128,7 +128,7 @@ def test_beside_copies_to_the_host() -> None:
     assert simulate(graph, plan.schedule).peak_bytes == plan.peak_bytes
 
 
-def test_beside_chunks() -> None:
+def test_packing_with_chunks_is_exact() -> None:
     workload = build("gpt2", layers=1, width=16, heads=2, vocab=301, seq=8, batch=4)
     capture = capture_profiled(workload, TraceSettings(passes=1, options=("chunks", "pack")))
     graph = capture.graph

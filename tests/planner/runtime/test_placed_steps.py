@@ -104,7 +104,7 @@ def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_results_of_the_forward_pass_come_with_it() -> None:
+def test_forward_results_return_with_the_forward_pass() -> None:
     """A loss that is computed elsewhere, and copied as the step ends, is the caller's as the forward pass ends."""
     found = 0
     for seed in range(6):
@@ -151,7 +151,7 @@ def test_an_op_that_fails_elsewhere(half: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("fails_at", [1, 4])
-def test_a_copy_that_fails(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_raises_and_restores_the_step(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, step = placed_step("mutated", 1)
     batch = make("mutated").batch
     before, generator = state(step), torch.get_rng_state()
@@ -170,7 +170,7 @@ def test_a_copy_that_fails(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert_undone_and_right_again(step, before, generator)
 
 
-def test_an_op_that_fails_here_ends_what_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_on_the_main_device_ends_the_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, step = placed_step("mutated", 1)
     batch = make("mutated").batch
     before, generator = state(step), torch.get_rng_state()
@@ -185,7 +185,7 @@ def test_an_op_that_fails_here_ends_what_runs_elsewhere(monkeypatch: pytest.Monk
     assert_undone_and_right_again(step, before, generator)
 
 
-def test_a_thread_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_device_thread_raises_and_restores_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, step = placed_step("mutated", 1)
     batch = make("mutated").batch
     before, generator = state(step), torch.get_rng_state()
@@ -228,7 +228,7 @@ def test_threads_end_with_the_step_and_have_their_own_number_of_threads() -> Non
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_what_cannot_be_run_is_refused() -> None:
+def test_unrunnable_placed_steps_raise() -> None:
     workload = make("tied")
     captured = profiled("tied")
     here = Schedule(tuple(Compute(op.id) for op in captured.graph.ops))

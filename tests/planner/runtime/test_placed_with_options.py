@@ -93,7 +93,7 @@ def test_they_train_as_eager_does_within_the_bytes_of_each_pool(name: str) -> No
 
 
 @pytest.mark.slow
-def test_what_is_lossy_or_rounds_is_so_wherever_the_rest_runs() -> None:
+def test_inexact_placed_steps_stay_within_the_predicted_error() -> None:
     workload, captured = make("gpt2_written"), traced("gpt2_written")
     offered = with_everything("gpt2_written", exact=False)
     eager = TrainingStep(workload.model, workload.loss_fn)
@@ -127,7 +127,7 @@ def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert sent_on == {"host", SECOND}
 
 
-def test_the_host_holds_no_more_than_it_may() -> None:
+def test_host_memory_stays_within_the_host_budget() -> None:
     offered, schedule, _ = step_with_everything("mutated", 0)
     most = simulate(offered.graph, schedule).pool_peaks_bytes[-1]
     workload = make("mutated")
@@ -176,7 +176,7 @@ def test_a_copy_to_the_host_or_back_that_fails(thread: str, monkeypatch: pytest.
     assert_undone_and_right_again(step, before, generator)
 
 
-def test_results_of_the_forward_pass_come_with_it_whatever_goes_to_the_host() -> None:
+def test_forward_results_return_with_the_forward_pass_despite_offload() -> None:
     graph = with_everything("tied").graph
     moved = 0
     for seed in range(6):

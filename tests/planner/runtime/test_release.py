@@ -29,7 +29,7 @@ def test_large_blocks_are_returned_when_they_are_freed() -> None:
     assert int(run.stdout) > 15 * 2**22
 
 
-def test_what_it_costs_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_of_released_memory_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Libc:
         def mallopt(self, parameter: int, value: int) -> None: ...
 

@@ -79,7 +79,7 @@ def test_masks_are_those_of_the_forward_pass(kind: str, drawing: str) -> None:
     assert sum(wrong) == 0
 
 
-def test_alone_the_generator_is_where_eager_mode_leaves_it() -> None:
+def test_generator_state_after_the_step_equals_eager() -> None:
     for kind in ("dropout", "bernoulli", "rand_like"):
         model, x = Masks(kind), torch.rand(32, 64) + 0.5
         step, found = computed_twice(model, x), []

@@ -60,7 +60,7 @@ def test_either_end_may_come_first(source_first: bool) -> None:
     assert found.untyped_storage().data_ptr() == taken.untyped_storage().data_ptr()
 
 
-def test_a_tensor_is_sent_on_before_it_has_arrived() -> None:
+def test_tensor_is_forwarded_before_it_arrives() -> None:
     first, second = channel().transfer(), channel("cpu:1_to_host").transfer()
     between = first.take(16)
     second.send(between, first)
@@ -71,7 +71,7 @@ def test_a_tensor_is_sent_on_before_it_has_arrived() -> None:
 
 
 @pytest.mark.parametrize("give", [lambda t: t.send(torch.ones(2)), lambda t: t.take(8)], ids=["source", "target"])
-def test_a_pass_that_fails_releases_who_waits_for_the_other_end(give: Callable[[Transfer], object]) -> None:
+def test_failed_pass_releases_waiting_ends_of_a_transfer(give: Callable[[Transfer], object]) -> None:
     transfer, after = channel().transfer(), channel("cpu:1_to_host").transfer()
     give(transfer)
     after.send(torch.empty(8, dtype=torch.uint8), transfer)

@@ -63,7 +63,7 @@ def test_a_write_that_autograd_does_not_see_is_found(way: Callable[..., Loss], w
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_not_looked_for_unless_asked(way: Callable[..., Loss]) -> None:
+def test_unseen_writes_are_not_checked_by_default(way: Callable[..., Loss]) -> None:
     model, x, y = made = make()
     loss = way(made)(x, y)
     model[3].weight.data.mul_(2)
@@ -72,7 +72,7 @@ def test_it_is_not_looked_for_unless_asked(way: Callable[..., Loss]) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("way", WAYS)
-def test_what_autograd_sees_is_left_to_it(way: Callable[..., Loss]) -> None:
+def test_writes_seen_by_autograd_raise_its_own_error(way: Callable[..., Loss]) -> None:
     model, x, y = made = make()
     loss = way(made, check_writes=True)(x, y)
     with torch.no_grad():

@@ -89,7 +89,7 @@ def test_a_write_that_backward_does_not_read_is_none() -> None:
 
 
 @pytest.mark.parametrize("what", ["a parameter", "an input"])
-def test_what_the_step_was_called_with(what: str) -> None:
+def test_write_to_parameter_or_input_before_backward_raises(what: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     x, y = torch.randn(5, 4), torch.randn(5, 4)
     loss = planner.compile(model, F.mse_loss, (x, y), budget="100%")(x, y)

@@ -119,7 +119,7 @@ def test_advice_on_a_large_graph_ends_in_time() -> None:
     assert advice.least.budget_bytes < advice.eager_peak_bytes
 
 
-def test_advice_on_a_model_tries_what_its_step_offers() -> None:
+def test_advice_on_a_model_tries_all_options_of_its_step() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())))
     batch = torch.randn(256, 64), torch.randn(256, 64)
@@ -146,7 +146,7 @@ def test_advice_on_a_modelled_device_allocates_nothing() -> None:
     assert "a smaller batch" in advice.recommended.reason
 
 
-def test_what_is_tried_is_what_a_graph_was_traced_with(graph: Graph) -> None:
+def test_options_to_try_default_to_offload_for_plain_graphs(graph: Graph) -> None:
     assert options_to_try(graph) == ("offload",)
 
 
@@ -157,7 +157,7 @@ QUICK = (CountedMemory.RESERVED, CountedMemory.DEVICE)
     "memory",
     [None, *QUICK, *(pytest.param(memory, marks=pytest.mark.slow) for memory in CountedMemory if memory not in QUICK)],
 )
-def test_on_cuda_advice_counts_and_says_what_is_reserved(memory: CountedMemory | None) -> None:
+def test_cuda_advice_counts_and_reports_reserved_memory(memory: CountedMemory | None) -> None:
     chain = training_chain(8)
     tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB
     graph = replace(chain, tensors=tensors, provenance={"device": "h200", "context_bytes": 5_000_000})

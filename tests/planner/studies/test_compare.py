@@ -64,7 +64,7 @@ QUICK = (CountedMemory.RESERVED, CountedMemory.DEVICE)
     "memory",
     [None, *QUICK, *(pytest.param(memory, marks=pytest.mark.slow) for memory in CountedMemory if memory not in QUICK)],
 )
-def test_on_cuda_budgets_are_shares_of_what_they_count_and_met_in_it(memory: CountedMemory | None, tmp_path: Path) -> None:
+def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: CountedMemory | None, tmp_path: Path) -> None:
     chain = training_chain(8)
     tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB
     graph = replace(chain, tensors=tensors, provenance={"device": "h200", "context_bytes": 5_000_000})
@@ -88,7 +88,7 @@ def test_on_cuda_budgets_are_shares_of_what_they_count_and_met_in_it(memory: Cou
             compare(graph, ["100%"], METHODS, tmp_path, replace(settings, memory=other))
 
 
-def test_a_budget_below_what_any_schedule_reserves_is_out_of_memory(tmp_path: Path) -> None:
+def test_budget_below_the_least_reserved_memory_is_out_of_memory(tmp_path: Path) -> None:
     small = replace(training_chain(8), provenance={"device": "h200"})  # in one segment of 2 MiB, which no schedule goes without
     row, kept = compare(small, ["1MB"], ["windows", "keep-everything"], tmp_path, StudySettings(time_limit_s=2.0))
     assert (row.status, row.reason, kept.reason) == ("limit", Reason.MEMORY, Reason.MEMORY)
@@ -104,7 +104,7 @@ def test_all_methods_can_be_compared(tmp_path: Path) -> None:
     assert all(row.status in {"optimal", "feasible", "infeasible", "limit", "error"} for row in found)
 
 
-def test_methods_that_solve_large_programs_come_last_and_share_what_is_left() -> None:
+def test_methods_with_large_programs_run_last_and_share_remaining_time() -> None:
     methods = ("checkmate", "lru", "rounding", OPTIMUM)
     tasks = [Task(RunBy.SIMULATOR, method, budget, 1) for budget in ("80%", "60%") for method in methods]
     clock = WorkClock(40.0)
@@ -149,7 +149,7 @@ def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path
         compare(graph, ["75%"], names, tmp_path, StudySettings(options=option_settings(["offload"], 25e9, 10**11)))
 
 
-def test_all_methods_offload_where_the_graph_offers_it(tmp_path: Path) -> None:
+def test_all_methods_run_on_graphs_with_offload(tmp_path: Path) -> None:
     everywhere = {name for name, entry in SOLVERS.items() if not entry.only_places}
     assert set(methods_named("all", offload=True)) == everywhere
     options = option_settings(["offload"], 1.0, 10**6)
@@ -207,7 +207,7 @@ def test_the_table_has_the_best_in_bold_and_the_bound_last(rows: list[Comparison
     assert table_text(rows) == text
 
 
-def test_on_cuda_what_is_reserved_has_a_table(graph: Graph, rows: list[ComparisonRow], tmp_path: Path) -> None:
+def test_cuda_comparison_has_a_table_of_reserved_memory(graph: Graph, rows: list[ComparisonRow], tmp_path: Path) -> None:
     on_cuda = replace(graph, provenance={**graph.provenance, "device": "h200"})
     found = compare(on_cuda, ["75%"], ("keep-everything", "windows"), tmp_path, StudySettings())
     by_method = {row.method: row for row in found}
@@ -220,7 +220,7 @@ def test_on_cuda_what_is_reserved_has_a_table(graph: Graph, rows: list[Compariso
     assert "Reserved" not in table_text(rows)
 
 
-def test_what_a_cell_says(rows: list[ComparisonRow]) -> None:
+def test_cell_text_names_the_reason_of_a_failure(rows: list[ComparisonRow]) -> None:
     row = next(row for row in rows if row.time_s is None)
     said = {reason: cell_text(replace(row, reason=str(reason), message="it thrashes at the limit")) for reason in Reason}
     assert said == {
@@ -263,7 +263,7 @@ def test_rows_of_another_graph_are_refused(graph: Graph, tmp_path: Path) -> None
         compare(graph, ["80%"], ["keep-everything"], tmp_path)
 
 
-def test_bad_requests(graph: Graph, tmp_path: Path) -> None:
+def test_invalid_compare_requests_raise(graph: Graph, tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="no budget"):
         compare(graph, [], ["keep-everything"], tmp_path)
     with pytest.raises(PlannerError, match="no solver 'magic'"):
@@ -275,7 +275,7 @@ def test_bad_requests(graph: Graph, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_command_writes_table_and_figures(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_graph(graph, tmp_path / "model.json")
     words = [
         "compare",
@@ -298,14 +298,14 @@ def test_the_command(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(data["rows"]) == 4
 
 
-def test_the_command_with_options(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_command_accepts_options(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_graph(graph, tmp_path / "model.json")
     asked = ["--options", "offload", "--link", "50GB/s", "--host-budget", "64GB", "--methods", "save-on-cpu,delta", "--quiet"]
     assert main(["compare", str(tmp_path / "model.json"), "--budgets", "80%", *asked, "-o", str(tmp_path / "out")]) == 0
     assert "| budget | save-on-cpu | delta | bound |" in capsys.readouterr().out
 
 
-def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_command_reports_invalid_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(tmp_path / "none.json"), "-o", str(tmp_path / "out")]) == 1
     assert "none.json" in capsys.readouterr().err
     assert main(["compare", "zoo:gpt2", "--methods", "magic", "-o", str(tmp_path / "out")]) == 2

@@ -64,7 +64,7 @@ def step(
     )
 
 
-def test_what_does_not_apply_says_so_and_is_not_out_of_memory(rows: list[ComparisonRow]) -> None:
+def test_inapplicable_methods_are_not_reported_as_out_of_memory(rows: list[ComparisonRow]) -> None:
     # A synthetic graph has neither modules nor ops with PyTorch's names.
     for method in ("checkpoint-blocks", "sac"):
         own = [row for row in rows if row.method == method]
@@ -77,7 +77,7 @@ def test_what_does_not_apply_says_so_and_is_not_out_of_memory(rows: list[Compari
     assert "does not apply: the method does not support this model" in table_text(rows)
 
 
-def test_what_needs_more_is_out_of_memory(tmp_path: Path) -> None:
+def test_methods_above_the_budget_are_out_of_memory(tmp_path: Path) -> None:
     found = compare(training_chain(8), ["90%", "30%"], ["keep-everything", "chen-sqrt", "dtr"], tmp_path)
     cells = {row.key[1:]: cell_text(row) for row in found}
     assert cells["keep-everything", "90%"] == cells["keep-everything", "30%"] == cells["dtr", "30%"] == "OOM"
@@ -138,7 +138,7 @@ def test_the_summary_names_the_best_heuristics(rows: list[ComparisonRow], tmp_pa
         assert cells[f"{kind} (best)"].strip("*") == f"{cell_text(best)} ({best.method})"
 
 
-def test_what_reads_the_same_is_as_good(row: ComparisonRow) -> None:
+def test_overheads_equal_in_print_are_all_marked_best(row: ComparisonRow) -> None:
     base = replace(row, base_s=1.0, budget_bytes=10, peak_bytes=10, bound_s=1.0)
     table = simulated_table(
         [
@@ -150,7 +150,7 @@ def test_what_reads_the_same_is_as_good(row: ComparisonRow) -> None:
     assert table[1][1:4] == ("**10.00%**", "**10.00%**", "10.02%")
 
 
-def test_of_a_kind_what_is_beaten_in_time_and_memory_is_left_out(row: ComparisonRow) -> None:
+def test_dominated_methods_of_a_kind_are_left_out(row: ComparisonRow) -> None:
     a = step(row, "sac", 1.2, 80)
     b = step(row, "sac-attention depth 1", 1.3, 60)
     beaten = step(row, "sac every second convolution", 1.3, 80)

@@ -98,7 +98,7 @@ def test_every_method_is_measured(rows: dict[tuple[str, str, str], ComparisonRow
     assert "needs" in kept.message
 
 
-def test_what_pytorch_runs_is_measured(rows: dict[tuple[str, str, str], ComparisonRow]) -> None:
+def test_pytorch_methods_are_measured_or_reported_as_errors(rows: dict[tuple[str, str, str], ComparisonRow]) -> None:
     assert rows[RunBy.TORCH, "checkpoint-blocks", ""].exactness == "identical"
     failed = rows[RunBy.TORCH, "auto-sac", ""]
     assert failed.status == "error"
@@ -119,7 +119,7 @@ def test_each_baseline_meets_the_optimum_at_its_own_peak(rows: dict[tuple[str, s
     assert len([key for key in rows if key[2].startswith("peak of")]) == len(baselines)
 
 
-def test_of_a_kind_only_what_is_not_beaten_meets_the_optimum(tmp_path: Path) -> None:
+def test_only_undominated_methods_are_paired_with_the_optimum(tmp_path: Path) -> None:
     """Of the heuristics of DTR the fastest, of PyTorch's methods those that no other of their kind beats."""
     built = mlp()
     stock = (checkpoint_blocks(), replace(checkpoint_blocks(), name="checkpoint-blocks level 9"), sac(SacRule.ATTENTION))

@@ -73,7 +73,7 @@ def on_a_gpu() -> Graph:
 
 
 @pytest.mark.parametrize("memory", list(CountedMemory))
-def test_on_cuda_budgets_are_shares_of_what_they_count_and_met_in_it(memory: CountedMemory) -> None:
+def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: CountedMemory) -> None:
     graph = on_a_gpu()
     found = curve(graph, ["100%", "80%"], StudySettings(memory=memory, time_limit_s=5.0))
     assert [row.budget_bytes for row in found.rows] == [eager_bytes(graph, memory) * share // 100 for share in (80, 100)]
@@ -88,7 +88,7 @@ def test_on_cuda_budgets_are_shares_of_what_they_count_and_met_in_it(memory: Cou
     assert memory.taken in text.splitlines()[0].split() and f"budgets count {memory.said}, of which eager PyTorch takes" in text
 
 
-def test_what_budgets_count_is_the_default_of_the_device() -> None:
+def test_counted_memory_defaults_by_device() -> None:
     here, there = curve(chain_of_six(), ["100%"]), curve(on_a_gpu(), ["100%"])
     assert (here.memory, there.memory) == (CountedMemory.ALLOCATED, CountedMemory.RESERVED)
     assert "reserved" not in curve_text(here) and "budgets count" not in curve_text(here)
@@ -106,7 +106,7 @@ def test_the_grid_reaches_from_the_least_to_eager_pytorch_in_reserved_memory() -
 
 
 @pytest.mark.slow
-def test_processes_find_what_one_process_finds() -> None:
+def test_curve_of_two_processes_equals_that_of_one() -> None:
     graph = chain_of_six()
     here, there = curve(graph, 5), curve(graph, 5, StudySettings(jobs=2))
     judged(graph, there)
@@ -152,7 +152,7 @@ def test_with_options_there_is_the_curve_without_beside() -> None:
         curve(graph, 3, StudySettings(options=options), solver="dtr")
 
 
-def test_what_takes_less_than_the_program_has_a_curve_too() -> None:
+def test_curve_supports_schedules_faster_than_the_program() -> None:
     chain = training_chain(3)
     faster = OtherDevice("cpu:1", tuple(op.time_s / 4 for op in chain.ops), 8.0)
     graph = replace(chain, provenance={**chain.provenance, DEVICES_KEY: encode_devices([faster])})
@@ -178,7 +178,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, answers: Callable[[Graph, int], Re
     return asked
 
 
-def test_what_one_budget_teaches_holds_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_at_one_budget_settle_other_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     def answers(graph: Graph, budget_bytes: int) -> Result:
         if budget_bytes == 4:
             return Result(graph, 4, Status.INFEASIBLE, None, None, "scripted", 1.0, message="said to be too small")
@@ -218,7 +218,7 @@ def test_a_solver_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         curve(graph, [5], solver="scripted")
 
 
-def test_a_stopped_curve_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_curve_keeps_known_points(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = training_chain(6)
     asked = scripted(monkeypatch, lambda g, b: Result(g, b, Status.LIMIT, None, 12.0, "scripted", 1.0, message="no time"))
     found = curve(graph, [4, 5, 6, 7], solver="scripted", should_stop=lambda: bool(asked))
@@ -293,7 +293,7 @@ def test_budgets_with_a_gap_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("budgets", "error"), [([], BudgetError), (0, BudgetError), (["8"], BudgetError), ([0], BudgetError)])
-def test_what_is_no_budget_is_refused(budgets: Any, error: type[PlannerError]) -> None:
+def test_invalid_budgets_raise(budgets: Any, error: type[PlannerError]) -> None:
     with pytest.raises(error, match="budget"):
         curve(training_chain(4), budgets)
 

@@ -93,7 +93,7 @@ def test_cases_with_rows_are_not_run_again(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(("whole", "kept"), [(True, 0), (False, 2)])
-def test_an_error_keeps_what_was_made_before_it(
+def test_rows_written_before_an_error_are_kept(
     whole: bool, kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = Runs()
@@ -107,7 +107,7 @@ def test_an_error_keeps_what_was_made_before_it(
     assert runs.made == [("b", part) for part in range(kept, 3)]
 
 
-def test_cases_can_be_run_again_for_what_their_rows_say(tmp_path: Path) -> None:
+def test_cases_are_run_again_depending_on_their_rows(tmp_path: Path) -> None:
     runs = Runs()
     for _ in range(2):
         carried_out(runs, tmp_path, "--models", "a", again=lambda rows: rows[0].seconds == 1)
@@ -196,7 +196,7 @@ def test_rows_side_by_side_are_one_line() -> None:
     assert list(by(rows, "case")) == ["a", "b"] and said(rows, "case") == "a and b"
 
 
-def test_a_benchmark_hands_its_settings_to_what_runs_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_passes_its_settings_to_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "one_thread", lambda: None)
     seen: list[tuple[str, int]] = []
 
@@ -215,6 +215,6 @@ def test_keys_without_rows_are_missing() -> None:
     assert missing_keys([("a", 0), ("a", 1), ("b", 2)], known, "case", "part") == [("a", 1), ("b", 2)]
 
 
-def test_what_rows_were_made_with_is_said_once() -> None:
+def test_environments_of_rows_are_listed_once() -> None:
     rows = [row("a", 0), replace(row("a", 1), torch="u")]
     assert made_with(rows, "case") == "m; torch t and u, case a; commit c.\n"

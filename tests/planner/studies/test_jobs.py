@@ -93,7 +93,7 @@ def test_tasks_are_done_on_a_cluster(address: str) -> None:
     assert list(run(square, tasks(0), never, cluster=address)) == []
 
 
-def test_what_is_under_way_on_a_cluster_is_told_to_end(address: str) -> None:
+def test_stop_request_reaches_running_cluster_tasks(address: str) -> None:
     begun = threading.Event()
 
     def take() -> int:
@@ -103,7 +103,7 @@ def test_what_is_under_way_on_a_cluster_is_told_to_end(address: str) -> None:
     assert list(run(until_told, take, begun.is_set, cluster=address)) == ["told"]
 
 
-def test_what_nobody_waits_for_any_more_is_told_to_end(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_cluster_tasks_are_stopped(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def give_up(*arguments: object, **options: object) -> None:
         raise ValueError("enough")
 
@@ -122,7 +122,7 @@ def test_a_task_that_fails_ends_the_others(address: str) -> None:
             list(run(partial(fail, PlannerError("no such thing")), tasks(2), never, cluster=where))
 
 
-def test_what_is_lost_on_a_cluster_is_one_error(address: str) -> None:
+def test_lost_cluster_tasks_raise_one_error(address: str) -> None:
     import distributed
 
     lost = distributed.KilledWorker("task", SimpleNamespace(address="tcp://h:1"), 3)

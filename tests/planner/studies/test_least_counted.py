@@ -31,7 +31,7 @@ def bracket_of(graph: Graph, memory: CountedMemory) -> tuple[Frontier, LeastBudg
 @pytest.mark.parametrize(
     "memory", [CountedMemory.RESERVED, pytest.param(CountedMemory.DEVICE_EXPANDABLE, marks=pytest.mark.slow)]
 )
-def test_the_bracket_is_of_what_budgets_count(memory: CountedMemory) -> None:
+def test_least_budget_bracket_is_in_counted_memory(memory: CountedMemory) -> None:
     graph = on_a_gpu(1)
     known, found = bracket_of(graph, memory)
     assert found.proved_bytes <= counted_bytes(graph, found.schedule, memory) == found.found_bytes
@@ -49,13 +49,13 @@ def test_another_schedule_than_that_of_least_peak_reserves_less() -> None:
     assert bracket_of(graph, CountedMemory.RESERVED)[1] == found
 
 
-def test_of_allocated_bytes_it_is_the_least_peak() -> None:
+def test_least_counted_of_allocated_memory_equals_the_least_budget() -> None:
     graph = on_a_gpu(2)
     _, found = bracket_of(graph, CountedMemory.ALLOCATED)
     assert found == least_budget(graph, clock=WorkClock(6.0), precision=PRECISION)
 
 
-def test_it_ends_when_it_must_with_what_is_known() -> None:
+def test_stopped_search_returns_a_valid_bracket() -> None:
     graph = on_a_gpu(25)
     known = Frontier(in_program_order(graph), 0.01, CountedMemory.RESERVED)
     found = least_counted(known, WorkClock(6.0), precision=PRECISION, should_stop=lambda: True)

@@ -68,7 +68,7 @@ def brute_force(graph_of: Callable[[int], Graph], solver: str, wanted: Wanted, u
 @pytest.mark.parametrize("limit", [9, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("max_overhead", [None, 0.05, 0.5])
 @pytest.mark.parametrize("budget", [3_000, 9_000])
-def test_it_finds_what_trying_all_finds(budget: int, max_overhead: float | None, limit: int) -> None:
+def test_max_batch_equals_brute_force(budget: int, max_overhead: float | None, limit: int) -> None:
     wanted = Wanted(budget, max_overhead, limit)
     answers = by_method(max_batch(chain, wanted))
     for method, solver in METHODS:
@@ -87,7 +87,7 @@ def test_it_finds_what_trying_all_finds(budget: int, max_overhead: float | None,
 
 
 @pytest.mark.slow
-def test_it_equals_brute_force_on_a_traced_model() -> None:
+def test_max_batch_of_a_traced_model_equals_brute_force() -> None:
     batches = SizedModel(
         parse_spec("zoo:mlp,layers=3,width=32,classes=8"), "batch", Tracing(TraceSettings(roofline="h200")), way_out=""
     )
@@ -108,7 +108,7 @@ def large(batch: int) -> Graph:
     return replace(graph, tensors=tuple(sized), provenance={"device": "h200"})
 
 
-def test_on_cuda_what_is_reserved_fits() -> None:
+def test_max_batch_on_cuda_fits_reserved_memory() -> None:
     budget = 200 * 2**20
     wanted = Wanted(budget, limit=40)
     reserved = by_method(max_batch(large, wanted))
@@ -199,7 +199,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, solve: Callable[..., Result]) -> N
     monkeypatch.setitem(SOLVERS, "windows", Entry("scripted", "answers as told"))
 
 
-def test_what_is_not_decided_in_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undecided_batch_sizes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def solve(request: Request) -> Result:
         graph = request.graph
         return Result(graph, request.budget_bytes, Status.LIMIT, None, graph.time_s, "windows", 1.0, message="out of time")
@@ -226,7 +226,7 @@ def test_a_solve_ends_once_the_question_is_answered() -> None:
     assert not after(SolveProgress(1, "", None, 50.0), limit_s=math.inf)
 
 
-def test_a_stopped_search_keeps_what_it_has() -> None:
+def test_stopped_search_returns_its_best_answers() -> None:
     asked: list[str] = []
     answers = max_batch(chain, Wanted(4_000, limit=10), on_activity=asked.append, should_stop=lambda: len(asked) > 6)
     assert answers[0].size is not None

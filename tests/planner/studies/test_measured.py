@@ -43,7 +43,7 @@ def rows() -> dict[str, Measured]:
     return {row.method: row for row in found}
 
 
-def test_checkpointing_leaves_what_eager_leaves(rows: dict[str, Measured]) -> None:
+def test_checkpointing_is_identical_to_eager(rows: dict[str, Measured]) -> None:
     for name in ("eager", "checkpoint-blocks", "sac", "sac-every-second"):
         assert rows[name].error is None
         assert rows[name].exactness is Exactness.IDENTICAL
@@ -52,7 +52,7 @@ def test_checkpointing_leaves_what_eager_leaves(rows: dict[str, Measured]) -> No
         assert rows[name].reserved_bytes is None
 
 
-def test_what_is_not_saved_takes_no_memory(rows: dict[str, Measured]) -> None:
+def test_methods_that_save_less_have_lower_peaks(rows: dict[str, Measured]) -> None:
     peaks = {name: row.peak_bytes or 0 for name, row in rows.items() if row.error is None}
     assert peaks["checkpoint-blocks"] < peaks["eager"]
     assert peaks["checkpoint-blocks"] <= peaks["sac-every-second"] <= peaks["sac"] <= peaks["eager"]
@@ -102,7 +102,7 @@ def test_model_and_random_state_are_as_before() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_wrong_gradients_are_told() -> None:
+def test_wrong_gradients_are_reported() -> None:
     def prepare(model: nn.Module, loss_fn: object) -> object:
         step = eager().prepare(model, loss_fn)  # type: ignore[arg-type]
         return lambda *batch: 1.01 * step(*batch)[0]
@@ -113,7 +113,7 @@ def test_wrong_gradients_are_told() -> None:
     assert "loss" in row.differences
 
 
-def test_another_method_may_be_what_others_are_compared_with() -> None:
+def test_compare_with_changes_the_reference_method() -> None:
     def doubled(model: nn.Module, loss_fn: object) -> object:
         step = eager().prepare(model, loss_fn)  # type: ignore[arg-type]
         return lambda *batch: 2 * step(*batch)[0]
@@ -150,7 +150,7 @@ class Steep(nn.Module):
         return torch.sin(1e5 * self.weight * (1 + self.error) * x).sum()
 
 
-def test_what_any_rounding_changes_is_not_wrong() -> None:
+def test_differences_from_rounding_are_not_wrong() -> None:
     def off_by(error: float) -> Method:
         def prepare(model: nn.Module, loss_fn: object) -> object:
             def run(*batch: object) -> object:
@@ -243,7 +243,7 @@ def test_all_methods_have_names_of_their_own() -> None:
     assert {"eager", "checkpoint-blocks", "sac", "memory-budget 0.50 inductor", "auto-sac"} <= set(names)
 
 
-def test_relative_errors() -> None:
+def test_relative_error_handles_missing_and_nan_values() -> None:
     a = StepOutcome({"x": torch.tensor([3.0, 4.0]), "y": None})
     assert relative_error(a, a, ["x", "y"]) == 0.0
     assert relative_error(a, StepOutcome({"x": torch.tensor([3.0, 4.5]), "y": None}), ["x", "y"]) == pytest.approx(0.1)

@@ -18,7 +18,7 @@ from tests.support.models.steps import make
 
 
 @pytest.mark.parametrize("name", ["gpt2_written", "gpt2_sdpa", "resnet18", "tied", "mutated"])
-def test_bits_are_those_of_eager_and_the_host_has_what_the_device_has_not(name: str) -> None:
+def test_offloading_methods_are_exact_and_move_memory_to_the_host(name: str) -> None:
     channels = HostChannels(torch.device("cpu"))
     benchmark = Benchmark(make(name), host=channels.memory)
     plain, saved, stashed = map(benchmark.enter, (eager(), *offloading_methods(channels)))
@@ -49,7 +49,7 @@ class Counting(torch_save_on_cpu):
 
 
 @pytest.mark.parametrize("name", ["gpt2_written", "gpt2_sdpa", "resnet18"])
-def test_as_much_is_sent_as_by_pytorch_itself(name: str) -> None:
+def test_save_on_cpu_sends_as_many_bytes_as_pytorch(name: str) -> None:
     workload = make(name)
     counting = Counting()
     with counting:
@@ -90,7 +90,7 @@ def test_a_stash_of_five_stays_and_small_tensors_and_parameters_do_too() -> None
     assert channels.memory.used_bytes == 0
 
 
-def test_a_host_without_room_is_a_row_that_says_so() -> None:
+def test_host_without_room_is_reported_in_the_row() -> None:
     channels = HostChannels(torch.device("cpu"), 1000)
     row = Benchmark(make("resnet18"), host=channels.memory).enter(save_on_cpu(channels))
     assert row.error is not None and "does not fit" in row.error and "of the host's memory are in use" in row.error

@@ -28,13 +28,13 @@ def variable(name: str) -> Iterator[str | None]:
     yield os.environ.get(name)
 
 
-def test_what_is_yielded_in_a_process_comes_from_there() -> None:
+def test_stream_yields_values_from_another_process() -> None:
     numbers, processes = zip(*stream(counting, 3), strict=True)
     assert numbers == (0, 1, 2)
     assert len(set(processes)) == 1 and os.getpid() not in processes
 
 
-def test_a_process_that_fails_is_named_after_what_it_yielded() -> None:
+def test_failed_process_raises_after_its_yielded_values() -> None:
     made: list[int] = []
     with pytest.raises(ProcessError, match="exit code 1: ValueError: no such thing"):
         made.extend(number for number in stream(failing))

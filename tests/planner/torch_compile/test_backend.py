@@ -98,7 +98,7 @@ def test_a_cell_runs_as_in_eager_pytorch() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
 
 
-def test_another_backend_takes_ops_apart_as_it_likes() -> None:
+def test_other_backends_still_decompose_ops() -> None:
     names = []
 
     def note(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -152,7 +152,7 @@ def test_layers_around_ops_of_eager_pytorch_are_planned(solves: list[int]) -> No
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_a_budget_below_what_eager_pytorch_holds_is_refused() -> None:
+def test_budget_below_memory_held_by_eager_ops_raises() -> None:
     eager, planned = nn.Sequential(nn.Sigmoid(), nn.Sigmoid()), nn.Linear(32, 2)
     run = torch.compile(lambda x: planned(torch.compiler.disable(eager)(x)), backend="planner", options={"budget": "20kB"})
     with pytest.raises(BackendCompilerFailed, match=r"graph to be planned already takes 32\.77 kB, and the budget is 20\.00 kB"):

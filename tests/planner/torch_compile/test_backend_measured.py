@@ -69,7 +69,7 @@ def first_step_said(model: nn.Module, batch: tuple[torch.Tensor, ...], budget: i
 
 
 @pytest.mark.slow
-def test_the_first_step_leaves_room_for_what_it_sees_and_says_where_that_is_too_little() -> None:
+def test_first_step_stays_within_budget_or_warns_of_later_graphs() -> None:
     torch.manual_seed(0)
     model = Thirds()
     batch = batch_of(model)
@@ -126,7 +126,7 @@ def test_a_backward_pass_runs_by_the_plan_of_its_forward_pass() -> None:
         assert torch.equal(torch.autograd.grad(later, model[0][0].weight)[0], wanted)
 
 
-def test_graphs_that_cannot_fit_together_say_what_each_keeps() -> None:
+def test_infeasible_budget_of_several_graphs_reports_what_each_keeps() -> None:
     torch.manual_seed(0)
     model = Thirds()
     step = step_of(compiled(model, "1MB"), batch_of(model))
@@ -187,7 +187,7 @@ def test_a_second_model_with_the_same_options_has_a_budget_of_its_own(monkeypatc
         loss.backward()
 
 
-def test_what_is_beside_a_graph_is_counted_once() -> None:
+def test_storages_beside_a_graph_are_counted_once() -> None:
     x, weight, other = torch.randn(10), torch.randn(20, requires_grad=True), torch.randn(30, requires_grad=True)
     hidden = torch.randn(40)
     first, second = PassStorages.of([x, weight]), PassStorages.of([hidden, other, weight])
@@ -198,7 +198,7 @@ def test_what_is_beside_a_graph_is_counted_once() -> None:
     assert bytes_of_others([first, second], 1, [1000, 1000]) == 1000 - 4 * 40 + 4 * 10
 
 
-def test_what_autograd_holds_for_ops_in_no_graph_is_counted() -> None:
+def test_tensors_saved_by_eager_ops_are_counted() -> None:
     x = torch.randn(50, requires_grad=True)
     between = x.exp().sin()  # holds what it is the sine of, and exp its result: the same tensor
     assert sum(PassStorages.of([between]).held.values()) == 4 * 50

@@ -121,7 +121,7 @@ def test_evaluation_is_not_planned(solves: list[int]) -> None:
     assert solves == []
 
 
-def test_a_second_call_replaces_the_budget_and_none_ends_it(solves: list[int]) -> None:
+def test_second_checkpoint_call_replaces_the_budget_and_none_removes_it(solves: list[int]) -> None:
     model = small()
     for budget in ("1MB", "2MB"):
         assert_trains_as_eager(planner.checkpoint(model, budget=budget, **QUICK))
@@ -163,7 +163,7 @@ def test_graph_breaks_share_the_budget(solves: list[int]) -> None:
     assert solves[0] == 10**6 - 2 * unseen_bytes  # the second graph's parameters are seen before it, and their gradients
 
 
-def test_a_checkpointed_model_may_be_part_of_what_is_planned(solves: list[int]) -> None:
+def test_checkpointed_submodule_trains_inside_a_planned_model(solves: list[int]) -> None:
     model = planner.checkpoint(small(), budget="1MB")
     whole = nn.Sequential(model, nn.Linear(3, 3))
     assert_trains_as_eager(planner.checkpoint(whole, budget="2MB", **QUICK))
@@ -173,7 +173,7 @@ def test_a_checkpointed_model_may_be_part_of_what_is_planned(solves: list[int]) 
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_models_that_accelerate_prepares(precision: str) -> None:
+def test_models_prepared_by_accelerate_train_exactly(precision: str) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)

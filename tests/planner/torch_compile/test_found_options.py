@@ -42,7 +42,7 @@ def in_turn(
     return found
 
 
-def test_what_is_kept_is_packed_exactly(graphs: list[PlannedGraph]) -> None:
+def test_kept_tensors_are_packed_exactly(graphs: list[PlannedGraph]) -> None:
     kinds = ("from_bits", "from_narrow", "from_places", "from_result", "of_shape")  # masks are drawn once
 
     def schedules(graph: Graph) -> list[Schedule]:

@@ -62,7 +62,7 @@ def test_graphs_that_share_a_budget_write_over_inputs_too(graphs: list[PlannedGr
     assert len(graphs) == 3 and all(op.overwrites for graph in graphs for op in graph.captured.graph.ops if op.name == "gelu")
 
 
-def test_a_backward_pass_that_writes_over_what_it_reads_comes_once(graphs: list[PlannedGraph]) -> None:
+def test_retain_graph_raises_if_the_plan_overwrites_saved_tensors(graphs: list[PlannedGraph]) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 8)), torch.randn(256, 64)
     step = compiled(model)

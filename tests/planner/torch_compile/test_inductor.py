@@ -125,7 +125,7 @@ def test_in_place_and_offload_together_leave_the_bits_of_torch_compile(solved: l
 
 
 @pytest.mark.slow
-def test_dropout_as_eager_draws_it_is_the_same_when_computed_again(solved: list[tuple[Graph, Plan]]) -> None:
+def test_recomputed_dropout_is_exact_with_fallback_random(solved: list[tuple[Graph, Plan]]) -> None:
     workload = mlp(dropout=0.3)
     with inductor_config.patch(fallback_random=True):
         wanted, _ = run(workload, None)
@@ -141,7 +141,7 @@ def test_several_graphs_share_the_budget() -> None:
     assert not wanted.differences(found)
 
 
-def test_what_is_not_trained_is_compiled_as_it_is() -> None:
+def test_evaluation_is_compiled_without_a_plan() -> None:
     workload = mlp()
     compiled = torch.compile(workload.model, backend="planner", dynamic=False, options={"budget": "1GB", "kernels": "inductor"})
     with torch.no_grad():

@@ -68,7 +68,7 @@ def host_peak(graph: PlannedGraph) -> int:
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
-def test_it_trains_as_eager_does_within_both_budgets(
+def test_offloaded_training_equals_eager_within_both_budgets(
     norm: type[nn.Module], graphs: list[PlannedGraph], opened: list[HostChannels]
 ) -> None:
     torch.manual_seed(0)
@@ -136,7 +136,7 @@ def test_the_hosts_memory_of_graphs_that_follow_each_other() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
-def test_on_a_gpu(graphs: list[PlannedGraph]) -> None:
+def test_offloaded_training_on_a_gpu_is_exact(graphs: list[PlannedGraph]) -> None:
     torch.manual_seed(0)
     model, x = layers().cuda(), torch.randn(256, 64, device="cuda")
     twin = copy.deepcopy(model)
@@ -154,7 +154,7 @@ def test_on_a_gpu(graphs: list[PlannedGraph]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
-def test_what_inductors_kernels_make_may_go_to_the_host(
+def test_results_of_inductor_kernels_are_offloaded_exactly(
     norm: type[nn.Module], graphs: list[PlannedGraph], opened: list[HostChannels]
 ) -> None:
     torch.manual_seed(0)

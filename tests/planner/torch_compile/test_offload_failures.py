@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarni
 CPU = torch.device("cpu")
 
 
-def test_a_loss_that_is_dropped_gives_back_what_is_on_the_host(opened: list[HostChannels], graphs: list[PlannedGraph]) -> None:
+def test_dropped_loss_releases_host_memory(opened: list[HostChannels], graphs: list[PlannedGraph]) -> None:
     step, x = compiled_with_offload(layers(), "60%"), torch.randn(256, 64)
     trained_once(step, x)
     (graph,), (channels,) = graphs, opened
@@ -48,7 +48,7 @@ def test_a_backward_pass_may_come_twice(graphs: list[PlannedGraph], opened: list
     assert channels.memory.used_bytes == 0
 
 
-def test_hooks_on_what_is_saved_are_refused(graphs: list[PlannedGraph]) -> None:
+def test_saved_tensor_hooks_raise(graphs: list[PlannedGraph]) -> None:
     step, x = compiled_with_offload(layers(), "60%"), torch.randn(256, 64)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
         out = step(x).sum()

@@ -57,7 +57,7 @@ def reserved_together(graphs: list[PlannedGraph]) -> int:
     return budget._reserved(order, seen, [(graph.captured.graph, graph.schedule) for graph in graphs])
 
 
-def test_a_graph_alone_is_planned_for_what_it_reserves(graphs: list[PlannedGraph]) -> None:
+def test_single_graph_is_planned_within_a_reserved_budget(graphs: list[PlannedGraph]) -> None:
     torch.manual_seed(0)
     model, x = stack(4), torch.randn(ROWS, WIDTH)
     twin = trained(model, x, "80%", memory="reserved")
@@ -86,7 +86,9 @@ def test_graphs_of_a_step_reserve_no_more_than_the_budget_together(graphs: list[
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_a_share_is_of_what_the_whole_step_reserves(monkeypatch: pytest.MonkeyPatch, graphs: list[PlannedGraph]) -> None:
+def test_percentage_refers_to_reserved_memory_of_the_whole_step(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[PlannedGraph]
+) -> None:
     found: list[int] = []
     in_bytes = shared_budget.budget_in_bytes
     monkeypatch.setattr(shared_budget, "budget_in_bytes", lambda *given: found.append(given[1]) or in_bytes(*given))
@@ -96,7 +98,7 @@ def test_a_share_is_of_what_the_whole_step_reserves(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_what_graphs_reserve_above_the_budget_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_reserving_more_than_the_budget_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_budget, "reserved_for_passes", lambda *_: 10**12)
     with pytest.warns(
         UserWarning, match=r"the 2 graphs of the model reserve 1,000\.00 GB with a budget of 10\.00 GB.*memory='allocated'"
@@ -105,9 +107,7 @@ def test_what_graphs_reserve_above_the_budget_is_said(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("kind", "counted"), [("cpu", CountedMemory.ALLOCATED), ("cuda", CountedMemory.RESERVED)])
-def test_what_the_budget_counts_is_the_default_of_the_device(
-    kind: str, counted: CountedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counted_memory_defaults_by_device(kind: str, counted: CountedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_budget, "device_of", lambda _: torch.device(kind))
     trained(stack(1, 8), torch.randn(4, 8), "1GB")
     assert only_budget().memory is counted

@@ -44,7 +44,7 @@ def test_a_share_is_the_same_for_the_kernels_of_eager_and_of_inductor(peaks: lis
     assert peaks[0] > kept_by_eager
 
 
-def test_the_eager_peak_has_the_static_memory_of_what_is_planned() -> None:
+def test_eager_peak_includes_static_memory_of_the_planned_graph() -> None:
     batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     eager = planner.trace(model(), nn.functional.mse_loss, batch, roofline="cpu")
     planned = planner.trace(model(), nn.functional.mse_loss, batch, roofline="cpu", optimizer="adamw")

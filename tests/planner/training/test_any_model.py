@@ -93,7 +93,7 @@ def test_a_batch_by_name_trains_as_eager_does(loss_fn: Any, more: dict[str, obje
     assert all(torch.equal(a, p.grad) for a, p in zip(planned, model.parameters(), strict=True))
 
 
-def test_what_the_loss_function_returns_is_returned() -> None:
+def test_step_returns_all_values_of_the_loss_function() -> None:
     torch.manual_seed(0)
     model, batch = Masked(), named()
     returned = call(executor(model, two_losses, batch), batch)
@@ -143,7 +143,7 @@ def test_the_loss_may_be_picked_from_a_models_outputs() -> None:
     ],
     ids=["object", "dict", "text", "empty", "number"],
 )
-def test_what_has_no_loss_is_refused(kind: Any, message: str) -> None:
+def test_model_without_a_loss_raises(kind: Any, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         capture(Returns(kind), None, {"x": torch.randn(5, 16)})
 

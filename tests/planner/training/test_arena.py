@@ -94,7 +94,7 @@ def tokens(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(61, (rows, length)), torch.randint(61, (rows, length))
 
 
-def test_training_takes_what_the_larger_of_step_and_optimizer_takes() -> None:
+def test_arena_and_optimizer_take_no_more_memory_than_eager() -> None:
     torch.manual_seed(0)
     workload = build("mlp", batch=8, layers=3, width=64, classes=10)
     other = copy.deepcopy(workload)

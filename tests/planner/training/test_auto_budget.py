@@ -42,7 +42,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return is_free
 
 
-def test_auto_is_what_is_free_and_what_the_step_already_has(free: Callable[[int], None]) -> None:
+def test_auto_budget_is_free_memory_plus_static_memory(free: Callable[[int], None]) -> None:
     model, loss_fn, batch = workload()
     free(20 * MB)
     static = sum(t.nbytes for t in (*model.parameters(), *batch))
@@ -77,7 +77,7 @@ def test_trainers_count_optimizer_state_that_is_allocated(free: Callable[[int], 
     assert budgets[1] - budgets[0] == pytest.approx(2 * parameters, rel=0.15)
 
 
-def test_shared_storages_count_once_and_slices_of_a_data_set_as_what_they_are(free: Callable[[int], None]) -> None:
+def test_auto_budget_counts_shared_storages_once_and_slices_by_size(free: Callable[[int], None]) -> None:
     free(MB)
     data = torch.zeros(1000, 1000)
     assert auto_budget_bytes(CPU, (), [data[:10], data[10:20]]) == pytest.approx(MB + 40_000, rel=0.01)
@@ -158,6 +158,6 @@ def test_a_kept_plan_of_an_overhead_is_used_again(tmp_path: Any, recwarn: pytest
         ({"max_overhead": 0.1, "kernels": "inductor"}, "max_overhead= does not go with kernels='inductor'"),
     ],
 )
-def test_what_does_not_go_together_raises(given: dict[str, Any], said: str) -> None:
+def test_incompatible_budget_arguments_raise(given: dict[str, Any], said: str) -> None:
     with pytest.raises(PlannerError, match=said):
         compiled(**given)

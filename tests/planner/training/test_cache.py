@@ -45,7 +45,7 @@ def test_a_plan_is_solved_once(tmp_path: Path, solves: list[object]) -> None:
         pytest.param({"tolerance": 0.001}, marks=pytest.mark.slow),
     ],
 )
-def test_what_differs_is_solved_again(other: dict[str, Any], tmp_path: Path, solves: list[object]) -> None:
+def test_different_settings_are_solved_again(other: dict[str, Any], tmp_path: Path, solves: list[object]) -> None:
     compiled_with_cache(tmp_path)
     compiled_with_cache(tmp_path, **other)
     assert len(solves) == 2
@@ -159,7 +159,7 @@ def test_a_spoiled_plan_is_replaced(spoil: Any, said: str, tmp_path: Path, solve
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "circle of links", "pipe", "link to a folder"])
-def test_what_is_no_file_is_replaced_and_not_followed(kind: str, tmp_path: Path) -> None:
+def test_links_and_pipes_in_the_cache_are_replaced(kind: str, tmp_path: Path) -> None:
     cache, elsewhere = PlanCache(tmp_path / "cache"), tmp_path / "elsewhere.json"
     plan = planner.solve(training_chain(4), "100%")
     path = cache.path({"budget": "100%"})
@@ -191,7 +191,7 @@ def test_a_folder_in_the_place_of_a_plan_is_left_alone(tmp_path: Path) -> None:
     assert path.is_dir()
 
 
-def test_a_plan_is_of_use_for_the_budget_it_was_made_for(tmp_path: Path) -> None:
+def test_cached_plan_is_loaded_for_its_own_budget_only(tmp_path: Path) -> None:
     cache = PlanCache(tmp_path)
     graph = training_chain(6)
     plan = planner.solve(graph, "80%")
@@ -223,7 +223,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_work(tmp_path: Path, sol
     assert solves == []
 
 
-def test_processes_share_a_folder(tmp_path: Path) -> None:
+def test_processes_share_a_cache_folder(tmp_path: Path) -> None:
     code = (
         "import sys, warnings; warnings.simplefilter('error', UserWarning)\n"
         "from pathlib import Path\n"

@@ -41,7 +41,7 @@ def test_a_step_is_compared_with_eager() -> None:
     assert "identical to eager; eager takes" in str(step.plan)
 
 
-def test_the_peak_of_eager_is_what_it_allocates() -> None:
+def test_eager_peak_equals_its_allocated_memory() -> None:
     width, batch = 512, 256
     model = nn.Sequential(nn.Linear(width, width), nn.Sigmoid(), nn.Linear(width, 1))
     workload = Workload(model, F.mse_loss, (torch.randn(batch, width), torch.randn(batch, 1)))
@@ -52,7 +52,7 @@ def test_the_peak_of_eager_is_what_it_allocates() -> None:
     assert 2 * parameters + 2 * kept <= found.peak_bytes <= 2 * parameters + 6 * kept
 
 
-def test_the_option_turns_it_off() -> None:
+def test_compare_eager_false_skips_the_comparison() -> None:
     step = compiled(plain(), compare_eager=False)
     assert step.plan.eager is None
     assert "step time predicted 0.0% slower than keeping everything, optimal" in str(step.plan)
@@ -84,7 +84,7 @@ def wrong(target: torch._ops.OpOverload, instead: Callable[[torch.Tensor], torch
     return workload, compare_with_eager(captured, executor, step, workload.batch)
 
 
-def test_what_differs_is_named_with_the_op_that_it_comes_from() -> None:
+def test_differences_are_named_with_the_first_differing_op() -> None:
     workload, found = wrong(torch.ops.aten.sin.default, lambda x: torch.sin(x) * (1 + 1e-3))
     assert not found.identical
     assert found.eager_error is None
@@ -104,7 +104,7 @@ def test_an_op_of_the_backward_pass_is_found_too() -> None:
     }
 
 
-def test_a_difference_is_measured() -> None:
+def test_nan_difference_has_no_magnitude() -> None:
     _, found = wrong(torch.ops.aten.sin.default, lambda x: torch.sin(x) * float("nan"))
     assert [(d.max_abs, d.relative) for d in found.differences if d.name == "loss"] == [(None, None)]
     assert "differs from eager in loss; gradient of first.weight" in str(found)

@@ -57,7 +57,7 @@ def check(step: DynamicStep, workload: Workload, batch: Tokens) -> None:
 
 
 @pytest.mark.slow
-def test_lengths_vary() -> None:
+def test_dynamic_plans_keep_the_budget_for_varying_lengths() -> None:
     workload = gpt2()
     step = planned(workload, tokens(4, 48), max_plans=3)
     budget = step.plan.budget_bytes

@@ -31,7 +31,7 @@ def test_a_difference_is_a_warning(plan: Plan) -> None:
         warn_of_differences(replace(plan, eager=replace(DIFFERS, peak_bytes=10**6)))
 
 
-def test_what_is_much_dearer_is_a_warning(plan: Plan) -> None:
+def test_large_difference_from_eager_warns(plan: Plan) -> None:
     same = EagerComparison(peak_bytes=10**9, time_s=1.0, planned_time_s=1.4)
     large = replace(plan, graph=replace(plan.graph, keep_everything_peak_bytes=2 * 10**9))
     with pytest.warns(EagerWarning, match=r"takes 2.00 GB without recomputation, and eager 1.00 GB: one op was"):
@@ -79,7 +79,7 @@ def test_a_comparison_that_is_none_is_refused(plan: Plan, change: dict[str, obje
         plan_from_dict({**data, "eager": {**data["eager"], **change}})
 
 
-def test_a_plan_says_what_was_measured(plan: Plan, tmp_path: Path) -> None:
+def test_plan_reports_the_comparison_with_eager(plan: Plan, tmp_path: Path) -> None:
     compared = replace(plan, eager=DIFFERS)
     assert "100.0% slower than eager, one step of each" in plan_text(compared)
     assert "differs from eager in loss" in plan_text(compared)

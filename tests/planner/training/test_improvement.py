@@ -245,7 +245,7 @@ def test_a_first_plan_over_the_budget_that_nothing_can_replace_raises(monkeypatc
 
 
 @pytest.mark.slow
-def test_no_plan_is_swapped_where_nobody_wants_it(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_not_swapped_if_waiting_or_swap_never(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:
     worst_first(monkeypatch)
     model, batch = model_and_batch()
     for options in ({"swap": "never"}, {"wait": "5%"}, {"wait": "2 work"}):
@@ -290,13 +290,13 @@ def test_a_step_is_ready_with_its_first_schedule() -> None:
         (Wait(0.1, None), Wait(0.1, None)),
     ],
 )
-def test_what_is_waited_for_is_read(given: object, wanted: Wait) -> None:
+def test_wait_values_are_parsed(given: object, wanted: Wait) -> None:
     assert Wait.of(given) == wanted  # type: ignore[arg-type]
     assert wanted.reproducible == (wanted.seconds is None)
 
 
 @pytest.mark.parametrize("given", [-1, float("nan"), True, "soon", "10", "5 percent", []])
-def test_what_cannot_be_waited_for_is_refused(given: object) -> None:
+def test_invalid_wait_and_swap_values_raise(given: object) -> None:
     with pytest.raises(PlannerError, match="must be seconds"):
         Wait.of(given)  # type: ignore[arg-type]
     with pytest.raises(PlannerError, match="swap is 'sometimes': choose from exact, any, never"):

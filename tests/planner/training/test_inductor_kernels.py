@@ -62,7 +62,7 @@ def test_trains_as_torch_compile_does(name: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("name", marked(RECOMPUTES))
-def test_what_is_computed_again_is_the_same(name: str) -> None:
+def test_recomputed_inductor_kernels_are_exact(name: str) -> None:
     """Dropout, and batch norm whose statistics are written once."""
     known = prepared(name)
     (budget,) = on_the_way(known.graph, 0.05)
@@ -85,7 +85,7 @@ def test_outputs_take_the_memory_of_inputs_that_go(name: str) -> None:
     assert differences(known.wanted, known.found(step)) == []
 
 
-def test_what_a_second_step_overwrites_is_not_read_by_the_backward_pass_of_the_first() -> None:
+def test_backward_after_a_second_forward_raises_on_overwritten_tensors() -> None:
     """As by ``torch.compile``: `scale` is written by each forward pass, and its gradient's factor is what it was."""
     known = prepared("everything")
     model, _, batch = known.workload
@@ -104,7 +104,7 @@ def test_what_a_second_step_overwrites_is_not_read_by_the_backward_pass_of_the_f
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", CompileVariant)
 @pytest.mark.parametrize("name", ["unet", "convnet", "mlp"])
-def test_each_variant_keeps_what_it_promises(name: str, variant: CompileVariant) -> None:
+def test_each_compile_variant_meets_its_peak_and_results(name: str, variant: CompileVariant) -> None:
     """Its peak, and what torch.compile computes but for rounding; only those with equal bits are taken."""
     known = prepared(name, variant)
     (budget,) = on_the_way(known.graph, 0.5)

@@ -63,7 +63,7 @@ def test_a_share_of_the_peak_and_bytes_are_budgets() -> None:
         assert_as_torch_compile(part, model, batch)
 
 
-def test_without_the_comparison() -> None:
+def test_inductor_step_without_eager_comparison_is_exact() -> None:
     model, batch = model_and_batch()
     step = compiled(model, batch, compare_eager=False)
     assert step.plan.eager is None
@@ -114,7 +114,7 @@ def test_plans_inside_a_training_loop() -> None:
     assert_as_torch_compile(step, model, batch)
 
 
-def test_what_is_refused_before_work() -> None:
+def test_unknown_kernels_raise() -> None:
     model, batch = model_and_batch()
     with pytest.raises(PlannerError, match=r"^kernels is 'triton': choose from eager, inductor"):
         planner.compile(model, F.mse_loss, batch, budget="100%", kernels="triton")
@@ -136,7 +136,7 @@ class Chooses(nn.Linear):
         return hidden[: int(mask.sum())].square().mean()
 
 
-def test_each_branch_on_data_is_compiled_when_it_is_met() -> None:
+def test_each_data_dependent_branch_is_compiled_when_first_taken() -> None:
     torch.manual_seed(0)
     model, x, mask = Chooses(16, 16), torch.randn(64, 16), torch.ones(64, dtype=torch.bool)
     step = planner.compile(model, None, (x, mask), budget="1MB", kernels="inductor", passes=1, replan=True)
@@ -171,7 +171,7 @@ class Picks(nn.Linear):
         ),
     ],
 )
-def test_what_cannot_be_compiled_is_one_clear_error(kind: type[nn.Linear], said: str) -> None:
+def test_uncompilable_models_raise(kind: type[nn.Linear], said: str) -> None:
     with pytest.raises(TraceError, match=said):
         compiled(kind(16, 16), model_and_batch()[1])
 
@@ -202,7 +202,7 @@ def test_a_step_that_computes_nothing_that_can_be_compiled_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_what_compiled_kernels_make_may_go_to_the_host() -> None:
+def test_results_of_inductor_kernels_are_offloaded_exactly() -> None:
     model, batch = model_and_batch()
     budget = int(0.9 * compiled(model, batch).plan.graph.keep_everything_peak_bytes)
     step = compiled(model, batch, budget=budget, options=["offload"], link="100GB/s", host_budget="1GB", time_limit_s=10.0)

@@ -84,7 +84,7 @@ def test_each_size_is_compiled_and_planned_for_itself() -> None:
 
 
 @pytest.mark.parametrize("case", [Case(mlp), pytest.param(CASES["everything"], marks=pytest.mark.slow)])
-def test_kernels_one_by_one_take_what_they_take_in_the_step(case: Case) -> None:
+def test_kernels_profiled_alone_have_the_sizes_of_the_step(case: Case) -> None:
     """To the byte; the times differ by what was in the caches."""
     known = prepare(case)
     graph, step = known.graph, TrainingStep(known.workload.model, known.workload.loss_fn)

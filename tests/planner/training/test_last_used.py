@@ -17,7 +17,7 @@ def test_the_one_used_longest_ago_goes_first() -> None:
     assert kept.values() == ("A", "B")
 
 
-def test_what_could_not_be_made_leaves_nothing_behind() -> None:
+def test_failed_construction_leaves_the_cache_unchanged() -> None:
     kept: LRUCache[str, float] = LRUCache(1)
     kept.use("a", lambda: 1.0)
     with pytest.raises(ZeroDivisionError):

@@ -147,7 +147,7 @@ def test_two_planned_models_take_turns() -> None:
             assert (before is None and parameter.grad is None) or torch.equal(before, parameter.grad)
 
 
-def test_evaluation_between_steps() -> None:
+def test_evaluation_between_steps_does_not_change_training() -> None:
     workload = make("resnet18")
     step, model = planned(workload), workload.model
     step(*workload.batch).backward()

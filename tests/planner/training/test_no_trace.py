@@ -82,7 +82,7 @@ def test_an_optimizer_in_the_backward_pass_does_not_step(hook: Callable[[nn.Modu
 
 
 @pytest.mark.slow
-def test_what_forward_changes_is_put_back() -> None:
+def test_planning_restores_attributes_changed_by_forward() -> None:
     torch.manual_seed(0)
     model = Remembers()
     assert_no_trace(model, lambda: plan(model))

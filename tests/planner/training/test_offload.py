@@ -41,7 +41,7 @@ def small() -> Workload:
     return build("mlp", batch=64, layers=4, width=32, classes=3)
 
 
-def test_compile_is_one_call(tmp_path: Path) -> None:
+def test_compiled_step_with_offload_is_exact_within_both_budgets(tmp_path: Path) -> None:
     workload = make("gpt2_written")
     step = compiled(workload, host_budget="1GB")
     plan = step.plan
@@ -183,7 +183,7 @@ def test_plans_of_varying_sizes_copy_and_share_the_hosts_memory() -> None:
         ({"solver": "dtr"}, "the solver 'dtr' recomputes only"),
     ],
 )
-def test_what_it_does_not_go_with(options: dict[str, Any], message: str) -> None:
+def test_options_incompatible_with_offload_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlannerError, match=message):
         compiled(small(), **options)
 

@@ -48,7 +48,7 @@ class SGD(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("make", [partial(torch.optim.AdamW, amsgrad=True), torch.optim.Adagrad, SGD])
-def test_others_are_not(make: Any) -> None:
+def test_unknown_optimizers_raise(make: Any) -> None:
     with pytest.raises(PlannerError, match=r"takes is not known: .* one of 'none' \(0\), 'sgd' .*, 'adamw' \(2\)"):
         optimizer_kind(make(parameters(), lr=0.1))
 

@@ -140,7 +140,7 @@ MODELS = [
     ],
     ids=lambda make: make.__name__,
 )
-def test_a_tight_plan_holds(make: Callable[[], Workload]) -> None:
+def test_tight_plans_of_other_models_are_exact_within_budget(make: Callable[[], Workload]) -> None:
     torch.manual_seed(5)
     workload = make()
     graph = trace(*workload, passes=1)

@@ -39,7 +39,7 @@ def test_each_stage_is_reported_in_order_and_no_fraction_falls() -> None:
     assert seen[-1].summary == f"{plan_line(step.plan)}, {seen[-1].seconds:.1f} s"
 
 
-def test_capturing_is_reported_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_is_reported_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Progress] = []
 
     def capture(*args: object, **kwargs: object) -> None:
@@ -60,7 +60,7 @@ def test_measuring_has_a_fraction_from_op_to_op() -> None:
     assert (seen[-1].event, seen[-1].summary) == ("done", "")
 
 
-def test_a_plan_from_the_cache_skips_what_is_known(tmp_path: Path) -> None:
+def test_cached_plan_skips_profiling_and_solving(tmp_path: Path) -> None:
     planner.compile(*workload(), budget="100%", passes=1, cache=tmp_path)
     seen: list[Progress] = []
     planner.compile(*workload(), budget="100%", passes=1, cache=tmp_path, compare_eager=False, on_progress=seen.append)

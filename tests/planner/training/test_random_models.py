@@ -47,12 +47,12 @@ def check(recipe: Recipe, share: float) -> None:
 @given(recipes(), _SHARES)
 # Its peak is where the passes meet, and there the state of the generator is saved.
 @example(Recipe("rows", (("relu",), ("relu",), ("relu",), ("both", ("dropout",), ("lstm_cell",))), end="dict"), 0.05)
-def test_some_random_models(recipe: Recipe, share: float) -> None:
+def test_a_few_random_models_train_exactly_within_budget(recipe: Recipe, share: float) -> None:
     check(recipe, share)
 
 
 @pytest.mark.slow
 @settings(max_examples=500)
 @given(recipes(), _SHARES)
-def test_many_random_models(recipe: Recipe, share: float) -> None:
+def test_many_random_models_train_exactly_within_budget(recipe: Recipe, share: float) -> None:
     check(recipe, share)

@@ -93,7 +93,7 @@ def test_evaluation_makes_no_plan(options: dict[str, bool], monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("options", "message"), [({"cuda_graph": True}, "cuda_graph"), ({"max_plans": 0}, "max_plans is 0")])
-def test_what_does_not_go_together(options: dict[str, object], message: str) -> None:
+def test_options_incompatible_with_replan_raise(options: dict[str, object], message: str) -> None:
     with pytest.raises(PlannerError, match=message):
         planner.compile(MutatedBuffer(), F.mse_loss, batch_of(8), budget="100%", replan=True, **options)
 
@@ -123,7 +123,7 @@ def test_sizes_vary_without_planning_again(*, replan: bool) -> None:
         assert torch.equal(step(x, y), F.mse_loss(model(x), y))
 
 
-def test_the_warning_says_what_changed_and_no_ways_out() -> None:
+def test_replan_warning_names_the_change_only() -> None:
     step = planner.compile(MutatedBuffer(), F.mse_loss, batch_of(8), budget="1MB", replan=True)
     with pytest.warns(UserWarning, match="planned again: input 0") as caught:
         step(*batch_of(4))
@@ -131,7 +131,7 @@ def test_the_warning_says_what_changed_and_no_ways_out() -> None:
 
 
 @pytest.mark.slow
-def test_an_op_that_fails_on_a_batch_says_what_pytorch_says() -> None:
+def test_op_failing_on_a_batch_raises_with_the_pytorch_message() -> None:
     model = nn.Sequential(nn.Linear(48, 3), nn.BatchNorm1d(3))
     step = planner.compile(model, F.mse_loss, batch_of(8), budget="1MB", replan=True, compare_eager=False)
     with (

@@ -301,7 +301,7 @@ def first_of_all(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits / 0.07, torch.zeros(len(logits), dtype=torch.int64))
 
 
-def test_a_queue_with_a_pointer_trains_where_no_number_is_taken_out_of_it() -> None:
+def test_queue_pointer_trains_as_tensor_and_raises_as_number() -> None:
     with pytest.raises(TraceError, match=r"test_supported_code.py:\d+ .* takes a number out of pointer, .* queue.index_copy_"):
         planner.trace(Contrast(by_number), first_of_all, batch_of(0))
     check_trains_as_eager(lambda: Contrast(by_tensor), first_of_all, batch_of)
@@ -350,7 +350,7 @@ def test_a_generator_of_the_users_own_draws_as_in_eager_mode() -> None:
     assert all(map(torch.equal, states[1:5], states[5:]))
 
 
-def test_planning_and_a_step_that_fails_leave_a_generator_as_it_was_and_another_is_refused() -> None:
+def test_planning_and_failed_steps_restore_generators_and_replaced_ones_raise() -> None:
     def failing(module: Any, x: torch.Tensor) -> torch.Tensor:
         drawn = drawing_masks(module, x)
         return drawn + torch.linalg.cholesky(module.matrix)[0, 0]

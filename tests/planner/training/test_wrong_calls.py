@@ -32,14 +32,14 @@ def traced(given: Any, batch: Any = (X, Y), **options: Any) -> object:
 @pytest.mark.parametrize(
     ("given", "said"), [(None, "is None"), (F.relu, "is a function"), (nn.ReLU, "is the class ReLU"), ("gpt2", "is a str")]
 )
-def test_what_is_no_module_raises(call: Callable[[Any], object], given: Any, said: str) -> None:
+def test_model_that_is_not_a_module_raises(call: Callable[[Any], object], given: Any, said: str) -> None:
     with pytest.raises(PlannerError, match=f"the model {said}, and must be a torch.nn.Module"):
         call(given)
 
 
 @pytest.mark.parametrize("call", [compiled, traced])
 @pytest.mark.parametrize(("batch", "said"), [(None, "is None"), (X, "is a Tensor"), (3, "is a int")])
-def test_what_is_no_batch_raises(call: Callable[[Any, Any], object], batch: Any, said: str) -> None:
+def test_batch_that_is_not_a_sequence_or_mapping_raises(call: Callable[[Any, Any], object], batch: Any, said: str) -> None:
     with pytest.raises(PlannerError, match=rf"the batch {said}: give what the step is called with, as in \(inputs, targets\)"):
         call(model(), batch)
 
@@ -84,7 +84,7 @@ def test_a_budget_that_is_too_small_is_not_spoken_of_as_an_option_of_the_command
 
 
 @pytest.mark.parametrize("lazy", [nn.LazyLinear(32), nn.LazyBatchNorm1d()])
-def test_a_lazy_module_is_planned_once_it_was_called(lazy: nn.Module) -> None:
+def test_lazy_module_raises_until_it_has_been_called(lazy: nn.Module) -> None:
     given = nn.Sequential(lazy, nn.GELU(), nn.LazyLinear(8))
     with pytest.raises(PlannerError, match=r"0 \(Lazy\w+\) has no values before .*: call the model once on a batch"):
         compiled(given)

@@ -33,7 +33,7 @@ def test_an_option_that_there_is_not_is_told_with_the_way_out(spec: str, option:
 
 
 @pytest.mark.parametrize(("spec", "option"), [("{source}:load", "batch"), ("{source}:load,size=3", "batch")])
-def test_another_error_is_told_as_it_is(spec: str, option: str, source: Path) -> None:
+def test_unrelated_option_error_is_raised_without_advice(spec: str, option: str, source: Path) -> None:
     sizes = SizedModel(parse_spec(spec.format(source=source)), option, Tracing(TraceSettings(roofline="cpu")), way_out=WAY_OUT)
     with pytest.raises(PlannerError, match="has no option") as refused:
         sizes.graph(8)

@@ -37,7 +37,7 @@ def test_layers_are_measured() -> None:
     assert found.backward == [range(12, 14), range(10, 12), range(8, 10)]
 
 
-def test_fractions() -> None:
+def test_fractions_of_layers_match_hand_computed_values() -> None:
     found = outer()
     r, o = found.fractions(8, WallClock()) or ([], [])
     assert r == pytest.approx([0, 0, 0])
@@ -66,13 +66,13 @@ def test_a_slow_link_is_a_limit() -> None:
         (False, [0], [1, 3]),
     ],
 )
-def test_tensors_of_a_layer(large_away: bool, again: list[int], away: list[int]) -> None:
+def test_layer_program_chooses_tensors_to_recompute_and_offload(large_away: bool, again: list[int], away: list[int]) -> None:
     saved = [LayerTensor(t, size, 1.0, again=True, away=t > 0 or large_away) for t, size in enumerate((4, 3, 2, 1))]
     assert chosen(saved, 5.0, 4.0, WallClock()) == (again, away)
     assert chosen(saved, 0.0, 0.0, WallClock()) == ([], [])
 
 
-def test_rounds_end_with_what_fits() -> None:
+def test_rounds_end_with_a_schedule_that_fits() -> None:
     graph = three_layers()
     kept = auto_perf_maxing.solve(ask(graph, 8))
     assert (kept.time_s, kept.peak_bytes) == (14.0, 8)
@@ -93,6 +93,6 @@ def test_a_transformer_near_its_budget() -> None:
     assert all(one.peak_bytes is not None and one.peak_bytes <= share * peak for one, share in zip(found, shares, strict=True))
 
 
-def test_it_wants_blocks() -> None:
+def test_graph_without_blocks_is_inapplicable() -> None:
     result = auto_perf_maxing.solve(ask(with_trips(training_chain(4)), 10))
     assert result.reason is Reason.INAPPLICABLE and "no blocks" in result.message

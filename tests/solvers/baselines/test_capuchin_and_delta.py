@@ -34,7 +34,7 @@ def test_capuchin_swaps_by_free_time() -> None:
         (3, 2, 10.0),
     ],
 )
-def test_capuchin_swaps_as_many_as_it_takes(budget: int, swaps: int, time_s: float) -> None:
+def test_capuchin_swaps_just_enough_tensors(budget: int, swaps: int, time_s: float) -> None:
     graph = with_trips(training_chain(4))
     result = capuchin_swap.solve(ask(graph, budget))
     check_by_both_judges(graph, result)
@@ -42,7 +42,7 @@ def test_capuchin_swaps_as_many_as_it_takes(budget: int, swaps: int, time_s: flo
     assert capuchin_swap.solve(ask(graph, 2)).reason is Reason.MEMORY
 
 
-def test_delta_drops_what_is_computed_faster_than_copied() -> None:
+def test_delta_drops_tensors_cheaper_to_recompute_than_to_copy() -> None:
     graph = with_trips(training_chain(4))
     result = delta.solve(ask(graph, 4))
     check_by_both_judges(graph, result)
@@ -51,7 +51,7 @@ def test_delta_drops_what_is_computed_faster_than_copied() -> None:
     assert (result.time_s, result.peak_bytes) == (9.0, 4)
 
 
-def test_delta_swaps_what_is_copied_faster_and_asks_ahead() -> None:
+def test_delta_swaps_tensors_cheaper_to_copy_and_prefetches() -> None:
     graph = with_trips(training_chain(4), bytes_per_s=4.0)
     result = delta.solve(ask(graph, 4, params=DeltaParams(ahead=(1,))))
     check_by_both_judges(graph, result)
@@ -73,7 +73,7 @@ def test_delta_swaps_what_is_copied_faster_and_asks_ahead() -> None:
     assert late.time_s == 8.25
 
 
-def test_delta_says_why_it_fails() -> None:
+def test_delta_failures_have_a_reason() -> None:
     graph = with_trips(training_chain(8))
     assert delta.solve(ask(graph, 2)).reason is Reason.MEMORY
     thrashes = delta.solve(ask(graph, 3, params=DeltaParams(thrash_factor=1.01)))

@@ -123,7 +123,7 @@ def least_runs(length: int, snapshots: int) -> int:
 
 
 @pytest.mark.parametrize("snapshots", range(1, 9))
-def test_binomial_counts(snapshots: int) -> None:
+def test_binomial_checkpointing_runs_the_least_number_of_stages(snapshots: int) -> None:
     for length in range(1, 41):
         steps = list(plan(length, snapshots))
         assert [step.stage for step in steps if step.saving] == list(range(length))[::-1]
@@ -203,7 +203,7 @@ def test_a_transformer_takes_less_time_than_by_segments() -> None:
     assert times["rotor"] < times["chen-greedy"] < 1.4 * graph.time_s
 
 
-def test_what_was_found_when_time_was_up_is_the_answer() -> None:
+def test_time_limit_returns_the_best_schedule_so_far() -> None:
     graph = training_chain(40)
     said: list[SolveProgress] = []
     late = griewank.solve(ask(graph, 1000, time_limit_s=0.0, on_progress=said.append))

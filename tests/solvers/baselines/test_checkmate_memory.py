@@ -71,7 +71,7 @@ def _silent() -> object:
     return pulp.getSolver("HiGHS", msg=False)
 
 
-def test_what_is_written_in_place_is_read_on_its_side() -> None:
+def test_static_tensors_written_in_place_restrict_recomputation() -> None:
     def graph(*, written: bool) -> Graph:
         draft = Draft()
         state = draft.static("state", 1)

@@ -98,7 +98,7 @@ def fastest_in_stages(graph: Graph, budget_bytes: int) -> float | None:
     return None
 
 
-def test_against_all_schedules() -> None:
+def test_checkmate_equals_brute_force_over_stages() -> None:
     outside = inside = 0
     for seed in range(40):
         graph = random_graph(seed, 5)
@@ -144,7 +144,7 @@ def test_random_graphs_agree_with_the_exact_solver(seed: int, share: float) -> N
     assert_agreement(random_graph(seed, 12), share)
 
 
-def test_random_graphs_have_schedules() -> None:
+def test_most_random_graphs_are_feasible() -> None:
     assert (
         sum(windows.solve(ask(g, budget_at(g, 0.75))).schedule is not None for g in (random_graph(s, 12) for s in range(8))) >= 6
     )

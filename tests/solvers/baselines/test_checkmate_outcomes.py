@@ -111,7 +111,7 @@ def test_a_solver_that_is_not_there_is_named(name: str, word: str, monkeypatch: 
 @pytest.mark.parametrize(
     ("value", "words"), [(0.5, "neither 0 nor 1"), (0.0, "1 B over the budget")], ids=["half a binary", "memory ignored"]
 )
-def test_what_a_solver_claims_is_checked(value: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_solver_answers_are_errors(value: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(model: CheckmateModel, *rest: object) -> PulpAnswer:
         for variable in model.program.variables():
             variable.varValue = value

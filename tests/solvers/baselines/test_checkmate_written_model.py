@@ -62,7 +62,7 @@ def test_the_command_solves_and_writes_the_program(tmp_path: Path, capsys: pytes
     assert "add --solver checkmate" in capsys.readouterr().err
 
 
-def test_pulp_is_loaded_only_when_it_is_used() -> None:
+def test_pulp_is_imported_only_by_checkmate() -> None:
     code = "import sys, solvers.registry, planner.cli.main, solvers.windows; sys.exit('pulp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
     assert get_solver("checkmate")(ask(training_chain(4), 4)).solver == "checkmate"

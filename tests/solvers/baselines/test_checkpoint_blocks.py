@@ -150,7 +150,7 @@ def test_modules_some_steps_below_the_model() -> None:
     assert modules(graph, 2) == [None, None, None, "m.body.x", None, None, None, None]
 
 
-def test_what_a_list_holds_stands_in_its_place() -> None:
+def test_modules_of_a_list_are_separate_blocks() -> None:
     graph = in_modules("m.down.0.a", "m.down.0.b", "m.pool", "m.down.1.a", "m.down.1.b", "m.pool", "m.seq.0", "m.seq.1")
     assert ModuleTree(graph).lists == {("m", "down")}
     assert modules(graph, 1) == ["m.down.0", "m.down.0", None, "m.down.1", "m.down.1", None, "m.seq", "m.seq"]

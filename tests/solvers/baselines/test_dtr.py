@@ -61,7 +61,7 @@ def linear_network(length: int) -> Graph:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_the_published_overheads(name: str) -> None:
+def test_dtr_reproduces_published_overheads(name: str) -> None:
     graph = public_log(name, views=True)
     assert {ratio: round(overhead(graph, ratio), 3) for ratio in FIGURES[name]} == pytest.approx(FIGURES[name], abs=0.001)
 

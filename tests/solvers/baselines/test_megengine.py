@@ -76,7 +76,7 @@ def scores_at_the_end(heuristic: Interpreter | StaticRule, ends_with: int) -> di
     return {graph.tensors[t].name: float(score) for t, score in zip(candidates, scores, strict=True)}
 
 
-def test_the_dynamic_score() -> None:
+def test_dynamic_scores_match_the_formula() -> None:
     # The ops read and write 4, 9 and 3 MiB; a is last read when 4, b when 13 of 16 have passed; c is not noted here.
     second = MiB / 1e8
     kept = scores_at_the_end(Interpreter(0), 0)
@@ -89,7 +89,7 @@ def test_the_dynamic_score() -> None:
     assert evicted["bc.1"] == pytest.approx((9 * MiB + 1e-3) / (3 * (16 * second + 1e-3)))
 
 
-def test_the_static_score() -> None:
+def test_static_scores_match_the_formula() -> None:
     # Op s is due, which reads a and c (distance 1); t, after it, reads b (2). What is still to come counts as a path.
     second = MiB / 1e8
     kept = scores_at_the_end(StaticRule(0), 0)

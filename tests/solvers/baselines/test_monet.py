@@ -78,7 +78,7 @@ def test_backward_ops_are_executed_once() -> None:
     assert len(found.schedule.computed) > len(graph.ops)
 
 
-def test_it_chooses_implementations_by_memory_and_time() -> None:
+def test_monet_chooses_implementations_by_memory_and_time() -> None:
     """The first backward op has a workspace as large as the step: what takes none is slower, and is chosen where it must be."""
     plain = training_chain(4)
     first = next(op.id for op in plain.ops if op.phase is Phase.BACKWARD)
@@ -101,7 +101,7 @@ def test_a_faster_implementation_costs_less_than_nothing() -> None:
     assert found.time_s == pytest.approx(plain.time_s - 0.75 * plain.ops[0].time_s)
 
 
-def test_it_takes_graphs_that_offer_kernels_and_none_that_copy() -> None:
+def test_monet_accepts_kernels_and_refuses_offload() -> None:
     plain = training_chain(3)
     provenance = {**plain.provenance, "options": ["kernels"]}
     graph = with_another(plain, 0, time_s=plain.ops[0].time_s / 4, workspace_bytes=0)
@@ -113,7 +113,7 @@ def test_it_takes_graphs_that_offer_kernels_and_none_that_copy() -> None:
         solve(graph, peak_bytes(plain), solver="monet", options=["kernels", "offload"])
 
 
-def test_what_does_not_fit_and_what_is_too_large_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_small_budgets_and_too_large_programs_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = training_chain(4)
     found = get_solver("monet")(Request(graph, least_budget_bound(graph).budget_bytes - 1))
     assert (found.status, found.reason) == (Status.LIMIT, Reason.MEMORY) and "raise the budget" in found.message

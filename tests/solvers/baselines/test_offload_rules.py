@@ -37,7 +37,7 @@ def test_save_on_cpu_waits_for_every_copy() -> None:
     assert save_on_cpu.solve(ask(CHAIN, 2)).reason is Reason.MEMORY
 
 
-def test_what_the_host_has_no_room_for_stays() -> None:
+def test_tensors_beyond_host_capacity_stay_on_the_device() -> None:
     graph = with_trips(training_chain(3), host_bytes=1)
     result = save_on_cpu.solve(ask(graph, 10))
     assert [name for name in names(graph, result) if name.startswith("copy")] == [

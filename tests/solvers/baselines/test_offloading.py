@@ -41,7 +41,7 @@ WITHOUT_BUDGET = ("save-on-cpu", "offload-activations")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("auto-perf-maxing", "poet") else name for name in RIVALS]
 )
-def test_what_is_found_runs_by_both_judges(name: str) -> None:
+def test_schedules_with_offload_pass_both_judges(name: str) -> None:
     found = copied = 0
     seeds = range(20)
     for seed in seeds:
@@ -65,7 +65,7 @@ def test_what_is_found_runs_by_both_judges(name: str) -> None:
         for name in RIVALS
     ],
 )
-def test_none_is_below_the_bound(name: str, wanted: int) -> None:
+def test_no_baseline_is_faster_than_the_bound(name: str, wanted: int) -> None:
     compared = 0
     for seed in itertools.count(100):
         if compared == wanted:
@@ -114,7 +114,7 @@ def bounds(captured: Graph) -> dict[float, float | None]:
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if name in ("auto-perf-maxing", "sac-and-offload") else name for name in LARGE],
 )
-def test_a_captured_gpt(name: str, captured: Graph, bounds: dict[float, float | None]) -> None:
+def test_baselines_on_a_captured_gpt_respect_the_bound(name: str, captured: Graph, bounds: dict[float, float | None]) -> None:
     peak = peak_bytes(without_offload(captured)[0])
     found = 0
     for share, bound_s in bounds.items():
@@ -130,14 +130,14 @@ def test_a_captured_gpt(name: str, captured: Graph, bounds: dict[float, float | 
 
 
 @pytest.mark.parametrize("name", RIVALS)
-def test_a_graph_without_round_trips_is_not_for_them(name: str) -> None:
+def test_graph_without_transfers_is_inapplicable(name: str) -> None:
     result = get_solver(name)(ask(training_chain(5), UNLIMITED))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.INAPPLICABLE)
     assert "offers no transfers to the host" in result.message
 
 
 @pytest.mark.parametrize("name", RIVALS)
-def test_what_does_not_fit_is_said(name: str) -> None:
+def test_too_small_budget_is_reported_as_memory_limit(name: str) -> None:
     graph = small_gpt() if name in LARGE else with_trips(training_chain(5))
     result = get_solver(name)(ask(graph, graph.static_bytes + 2, params=RIVALS[name]))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.MEMORY)

@@ -59,7 +59,7 @@ def test_a_reference_held_on_is_evicted_as_the_simulator_would(tmp_path: Path) -
         assert (result.peak_bytes, result.time_s) == (budget, graph.time_s)
 
 
-def test_a_view_goes_with_its_base_and_is_made_again_when_it_is_read(tmp_path: Path) -> None:
+def test_view_is_evicted_with_its_base_and_recomputed_when_read(tmp_path: Path) -> None:
     # y is made from x, v is a view of y, z is made from v, w from z, and u from v and w; y is evicted before u.
     def call(name: str, arguments: str, *, alias: int = -1) -> list[dict[str, object]]:
         return [
@@ -125,7 +125,7 @@ def test_without_deallocation_nothing_is_freed_before_memory_runs_out() -> None:
     assert run.run().steps == (*(Compute(i) for i in range(3)), Free(0), Compute(3), Free(1), Compute(4))
 
 
-def test_what_is_made_from_a_banished_tensor_stays_until_it_is_let_go_of() -> None:
+def test_children_of_a_banished_tensor_stay_until_released() -> None:
     # a is banished once b is there; so b, though it could be evicted for c and made again, is pinned.
     draft = Draft()
     (a,) = draft.op("a", [], [1])
@@ -140,7 +140,7 @@ def test_what_is_made_from_a_banished_tensor_stays_until_it_is_let_go_of() -> No
     assert OnlineRun(graph, 5, heuristic_of(DtrRule.DTR)).run().computed == (0, 1, 2, 0, 1, 3)
 
 
-def test_what_cannot_be_made_again_stays_as_long_as_it_may_be_read() -> None:
+def test_unrecomputable_tensor_stays_while_it_may_be_read() -> None:
     # s is read by a only, but a may have to run again for d; after d it is of no use.
     draft = Draft()
     (s,) = draft.op("s", [], [1], recomputable=False)

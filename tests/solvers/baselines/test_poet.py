@@ -32,7 +32,7 @@ def test_paging_takes_no_time_there_and_its_time_here() -> None:
     assert paged.time_s == 10.0
 
 
-def test_what_copying_costs_decides() -> None:
+def test_cost_of_copies_decides_between_recomputing_and_offload() -> None:
     graph = with_trips(training_chain(4))
     computed = poet.solve(ask(graph, 4, params=PoetParams(powers=(1.0,))))
     # Two seconds of copies cost more than f1 again.
@@ -43,7 +43,7 @@ def test_what_copying_costs_decides() -> None:
 
 
 @pytest.mark.parametrize("power", [pytest.param(1.0, marks=pytest.mark.slow), 0.01])
-def test_its_cost_is_that_of_what_is_executed_and_copied(power: float) -> None:
+def test_program_cost_bounds_the_cost_of_the_schedule(power: float) -> None:
     compared = 0
     for seed in range(40):
         graph = offered(seed, most_ops=8)

@@ -35,12 +35,12 @@ def everything(graph: Graph) -> set[tuple[int, int]]:
     return {(t, x) for t in range(len(graph.ops)) for x in range(len(graph.tensors))}
 
 
-def test_what_is_handed_over_is_not_made_again() -> None:
+def test_handed_over_tensors_are_not_recomputed() -> None:
     graph = training_chain(4)
     assert executions(graph, everything(graph)) == list(range(8))
 
 
-def test_what_is_not_handed_over_is_made_from_the_start() -> None:
+def test_tensors_not_handed_over_are_recomputed_from_the_start() -> None:
     # f1..f4, then g4 reads f4 and f3, g3 reads f2 and g4, g2 reads f1 and g3, g1 reads g2.
     graph = training_chain(4)
     forward = [0, 0, 1, 0, 1, 2, 0, 1, 2, 3]
@@ -53,7 +53,7 @@ def test_what_is_not_handed_over_is_made_from_the_start() -> None:
     assert nothing[-8:] == list(range(8))
 
 
-def test_an_output_that_is_handed_on_later_is_made_where_it_is_first_missing() -> None:
+def test_tensor_handed_over_later_is_computed_in_its_first_missing_stage() -> None:
     draft = Draft()
     (a,) = draft.op("a", [], [1])
     (b,) = draft.op("b", [], [1])
@@ -66,7 +66,7 @@ def test_an_output_that_is_handed_on_later_is_made_where_it_is_first_missing() -
     assert executions(graph, {(2, b), (3, c)}) == [0, 1, 2, 0, 3]
 
 
-def test_what_must_not_run_again_counts_as_handed_over() -> None:
+def test_unrecomputable_tensors_count_as_handed_over() -> None:
     for seed in range(60):
         graph = random_graph(seed, 12)
         computed = executions(graph, set())
@@ -89,7 +89,7 @@ def test_small_graphs_are_rounded_to_the_optimum(graph: Graph, budget: int, opti
     assert result.status is (Status.OPTIMAL if result.bound_s >= optimum_s / 1.001 else Status.FEASIBLE)
 
 
-def test_the_bound_is_below_the_optimum_and_the_schedule_above_it() -> None:
+def test_rounding_brackets_the_checkmate_optimum() -> None:
     found = strict = 0
     for seed in range(12):
         graph = random_graph(seed, 10)
@@ -176,7 +176,7 @@ def test_a_stop_ends_the_search() -> None:
     assert result.status is Status.LIMIT
 
 
-def test_progress_is_told() -> None:
+def test_rounding_reports_progress() -> None:
     told: list[SolveProgress] = []
     result = solve(ask(training_chain(8), 8, on_progress=told.append))
     assert told[0].activity == "rounding at 100% of the budget"

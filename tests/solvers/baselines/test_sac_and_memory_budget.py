@@ -54,13 +54,13 @@ def recomputed(graph: Graph, computed: Sequence[int]) -> list[str]:
 # --- save lists -----------------------------------------------------------------------------------
 
 
-def test_names_of_ops() -> None:
+def test_base_name_strips_namespace_and_overload() -> None:
     assert base_name("aten.mm.default") == base_name("mm") == "mm"
     assert base_name("aten.relu_.default") == base_name("relu_") == "relu"
     assert base_name("generator.get_state") == "generator"
 
 
-def test_what_is_saved() -> None:
+def test_sac_rules_save_the_listed_ops() -> None:
     graph = network(2)
     assert [op.name for op in saved_ops(graph, SacRule.LISTED)] == ["0.0", "0.2", "0.3", "1.0", "1.2", "1.3"]
     assert [op.name for op in saved_ops(graph, SacRule.EVERY_SECOND)] == ["0.0", "0.3", "1.0", "1.3"]
@@ -121,7 +121,7 @@ def test_lists_of_the_kinds_there_are() -> None:
     assert [known.name for known in save_lists(["aten.relu.default"])] == ["nothing"]
 
 
-def test_ops_on_a_list() -> None:
+def test_save_lists_select_their_ops() -> None:
     graph = network(3)
     lists = {known.name: [op.name for op in ops_on(known, graph)] for known in save_lists([op.target for op in graph.ops])}
     assert lists["attention"] == ["0.3", "1.3", "2.3"]
@@ -196,7 +196,7 @@ def test_the_cut_is_the_least(seed: int) -> None:
     assert found == pytest.approx(least_cut(partition, banned), rel=1e-6)
 
 
-def test_at_1_what_is_not_elementwise_is_saved_and_at_0_nothing() -> None:
+def test_memory_budget_1_saves_non_elementwise_tensors_and_0_none() -> None:
     graph = network(2)
     partition = Partition(graph)
     names = {graph.tensors[t].name for t in partition.saved(1.0)}

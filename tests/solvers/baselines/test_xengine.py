@@ -69,7 +69,7 @@ def test_its_optimum_is_that_of_its_class(stay: bool) -> None:
     assert min(seen[what] for what in ("infeasible", "placed", "three devices")) >= 4, seen
 
 
-def test_what_is_computed_again_where_is_best_too() -> None:
+def test_recomputation_on_either_device_matches_brute_force() -> None:
     recomputed = 0
     for copied_bytes_per_s in (0.5, 8.0):
         for capacity_bytes in (3, 4, 7, None):
@@ -152,7 +152,7 @@ def test_where_each_op_runs_once_only_its_device_is_chosen() -> None:
     assert compared >= 5
 
 
-def test_where_the_other_device_is_faster_all_goes_there_and_what_is_kept_comes_back() -> None:
+def test_faster_device_runs_all_ops_and_kept_outputs_return() -> None:
     draft = Draft()
     weight = draft.static("weight", 4)
     (a,) = draft.op("a", [weight], [4], time_s=10.0)
@@ -166,7 +166,7 @@ def test_where_the_other_device_is_faster_all_goes_there_and_what_is_kept_comes_
     assert stay.peak_bytes == 8
 
 
-def test_a_memory_that_is_a_limit_counts_what_arrives() -> None:
+def test_copied_tensors_count_against_device_capacity() -> None:
     draft = Draft()
     (a,) = draft.op("a", [], [4], time_s=1.0)
     (b,) = draft.op("b", [a], [4], time_s=10.0)
@@ -180,7 +180,7 @@ def test_a_memory_that_is_a_limit_counts_what_arrives() -> None:
 
 
 @pytest.mark.parametrize("graph", [diamond(), training_chain(4), random_training_step(3, 3)], ids=["diamond", "chain", "step"])
-def test_with_a_device_that_is_of_no_use_it_is_checkmate(graph: Graph) -> None:
+def test_xengine_with_a_useless_device_equals_checkmate(graph: Graph) -> None:
     peak = simulate(graph, keep_everything(graph)).peak_bytes
     for budget in (peak, int(0.8 * peak), int(0.6 * peak)):
         offered = on_devices(graph, OtherDevice("slow", tuple(1e3 * (op.time_s + 1) for op in graph.ops), 1e12))
@@ -192,7 +192,7 @@ def test_with_a_device_that_is_of_no_use_it_is_checkmate(graph: Graph) -> None:
         assert alone.time_s is None or (copied is not None and copied <= alone.time_s + CLOSE)
 
 
-def test_graphs_that_it_is_not_for() -> None:
+def test_unsupported_graphs_are_refused_with_a_reason() -> None:
     alone = solved(training_chain(4), 100)
     assert (alone.status, alone.reason) == (Status.LIMIT, Reason.INAPPLICABLE) and "checkmate" in alone.message
     with pytest.raises(GraphError, match="only graphs with placement and no other option"):

@@ -33,7 +33,7 @@ def executed(graph: Graph, budget_bytes: int, rule: EvictionRule, **settings: An
 
 @pytest.mark.parametrize("graph", [transformer(TransformerSize(layers=2)), random_training_step(3, 40), training_chain(20)])
 @pytest.mark.parametrize("share", [0.15, 0.5, 0.9])
-def test_what_is_executed_fits(graph: Graph, share: float) -> None:
+def test_evicting_orders_fit_the_budget(graph: Graph, share: float) -> None:
     budget = between(graph, share)
     for rule in (*RULES, *TIGHT_RULES):
         order = executed(graph, budget, rule)
@@ -56,7 +56,7 @@ class CheckedCosts(Eviction):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("share", [0.1, 0.5])
-def test_remembered_costs_are_those_of_what_is_there(seed: int, share: float) -> None:
+def test_cached_eviction_costs_equal_recomputed_costs(seed: int, share: float) -> None:
     graph = random_training_step(seed, 25)
     for rule in (*RULES, *TIGHT_RULES):
         problem = problem_of(graph, between(graph, share))
@@ -71,14 +71,14 @@ def test_transformers_run_in_little_more_than_their_largest_op(layers: int) -> N
     assert simulate(graph, schedule).peak_bytes <= between(graph, 0.02)
 
 
-def test_gradients_are_not_given_up_for_what_they_leave_no_room_to_make() -> None:
+def test_tight_rules_succeed_where_other_rules_run_out_of_memory() -> None:
     graph = random_training_step(0, 40)
     budget = between(graph, 0.05)
     assert all(executed(graph, budget, rule) is None for rule in RULES)
     assert all(executed(graph, budget, rule) is not None for rule in TIGHT_RULES)
 
 
-def test_a_guide_says_what_stays_and_a_factor_likewise() -> None:
+def test_guide_or_bias_keeps_a_tensor_in_memory() -> None:
     graph = training_chain(16)
     budget = between(graph, 0.3)
     order = executed(graph, budget, EvictionRule())
@@ -100,7 +100,7 @@ def test_a_guide_says_what_stays_and_a_factor_likewise() -> None:
     assert biased.count(again) == 1
 
 
-def test_it_fails_where_a_limit_is_reached() -> None:
+def test_evicting_order_is_none_at_a_limit() -> None:
     graph = training_chain(16)
     budget = between(graph, 0.3)
     order = executed(graph, budget, EvictionRule())

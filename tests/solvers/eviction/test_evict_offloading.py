@@ -49,7 +49,7 @@ def per_second(graph: Graph, steps: float) -> float:
 
 @pytest.mark.parametrize("graph", [TRANSFORMER, random_training_step(3, 40), training_chain(20)])
 @pytest.mark.parametrize("share", [0.15, 0.5])
-def test_what_is_executed_fits(graph: Graph, share: float) -> None:
+def test_evicting_orders_with_offload_fit_the_budget(graph: Graph, share: float) -> None:
     problem = offering(graph, share, per_second(graph, 1.0))
     copied = 0
     for rule in (*RULES, *TIGHT_RULES):
@@ -77,7 +77,7 @@ def test_the_way_that_costs_less_is_taken(share: float) -> None:
     assert trial.time_s < graph.time_s + 0.1 * (simulate(graph, schedule_of(graph, recomputing.computed)).time_s - graph.time_s)
 
 
-def test_where_the_time_of_the_channels_has_a_price_it_is_left_to_what_is_dear_to_make() -> None:
+def test_higher_channel_price_reduces_transfers() -> None:
     problem = offering(TRANSFORMER, 0.3, per_second(TRANSFORMER, 0.5))
     copied = []
     for price in (0.0, 0.1, 1e3):
@@ -87,7 +87,7 @@ def test_where_the_time_of_the_channels_has_a_price_it_is_left_to_what_is_dear_t
     assert copied[0] > copied[1] > copied[2] == 0
 
 
-def test_what_cannot_be_made_again_goes_to_the_host() -> None:
+def test_offload_fits_budgets_that_recomputation_cannot() -> None:
     """The budget is below what recomputing alone takes."""
     once = 0
     for seed in range(30):
@@ -105,7 +105,7 @@ class ModelsNextError(Exception):
     pass
 
 
-def test_a_solve_has_a_schedule_with_copies_before_it_looks_for_any_with_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_solve_finds_a_schedule_with_copies_before_using_models(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = offering(TRANSFORMER, 0.15, per_second(TRANSFORMER, 4.0))
     plain = problem_of(TRANSFORMER, problem.budget_bytes)
     found = filter(None, (evicting_order(plain, rule) for rule in RULES))
@@ -126,7 +126,7 @@ def test_a_solve_has_a_schedule_with_copies_before_it_looks_for_any_with_models(
     assert best.time_s - TRANSFORMER.time_s < 0.8 * (recomputing_s - TRANSFORMER.time_s)
 
 
-def test_what_must_not_run_again_is_sent_where_what_is_made_of_it_may_go() -> None:
+def test_unrecomputable_ops_run_once_with_offload() -> None:
     once = 0
     for seed in range(30):
         problem = offering(random_graph(seed, 40), 0.1, 1.0)

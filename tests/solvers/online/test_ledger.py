@@ -180,7 +180,7 @@ def in_use_as_well(ledger: Ledger, seed: int, tried: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_choices_do_not_depend_on_what_is_tried_in_vain(seed: int) -> None:
+def test_random_victims_do_not_depend_on_rejected_candidates(seed: int) -> None:
     evicted = in_use_as_well(Ledger(heuristic_of("dtr-random", seed)), seed, tried=False)
     assert evicted == in_use_as_well(Ledger(heuristic_of("dtr-random", seed)), seed, tried=True)
     assert evicted != in_use_as_well(Ledger(heuristic_of("dtr-random", seed + 1)), seed, tried=False)
@@ -263,7 +263,7 @@ def test_choices_stay_exact_when_ids_are_used_again(name: str, seed: int) -> Non
 
 
 @pytest.mark.parametrize("name", ["dtr", "dtr-full", "msps"])
-def test_ops_may_be_entered_after_what_they_read_and_wrote_was_evicted(name: str) -> None:
+def test_scores_do_not_depend_on_evictions_before_or_after_add_op(name: str) -> None:
     # a -> b -> c -> d, of which b and c are evicted: before the ops are entered, or after.
     scores = []
     for late in (False, True):
@@ -318,7 +318,7 @@ def test_a_storage_computed_from_a_dropped_one_is_pinned() -> None:
     assert ledger.victim(3.0) == a
 
 
-def test_a_write_in_place_adds_its_cost_and_what_it_read() -> None:
+def test_in_place_write_adds_its_cost_and_parents() -> None:
     ledger = Ledger("dtr-local")
     x, y = ledger.add_storage(4), ledger.add_storage(4)
     ledger.add_op([], [x], 1.0)

@@ -80,7 +80,7 @@ def test_weight_gradients_go_where_they_need_least() -> None:
     assert found.changed
 
 
-def test_a_chain_stays_as_it_is() -> None:
+def test_chain_is_not_reordered() -> None:
     graph = training_chain(6)
     found = reordered(graph)
     assert not found.changed
@@ -120,7 +120,7 @@ graphs = st.builds(any_graph, st.integers(0, 10**6), st.integers(3, 14))
 
 @given(graph=graphs)
 @settings(max_examples=150)
-def test_the_order_is_never_worse_and_finding_it_again_changes_nothing(graph: Graph) -> None:
+def test_reordering_never_raises_the_peak_and_is_idempotent(graph: Graph) -> None:
     found = reordered(graph)
     assert peak_bytes(found.graph) <= peak_bytes(graph)
     assert least_budget_bound(found.graph).budget_bytes <= least_budget_bound(graph).budget_bytes
@@ -162,7 +162,7 @@ def replace_writers(graph: Graph) -> Graph:
     )
 
 
-def test_an_op_that_may_write_what_it_reads_stays_among_its_readers() -> None:
+def test_op_with_side_effects_keeps_its_place_among_readers() -> None:
     draft = Draft()
     (a,) = draft.op("a", [], [9])
     draft.op("before", [a], [50])
@@ -177,7 +177,7 @@ def test_an_op_that_may_write_what_it_reads_stays_among_its_readers() -> None:
 # --- plans ----------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_for_the_graph_as_it_was() -> None:
+def test_plan_of_a_reordered_graph_refers_to_the_original() -> None:
     graph = weight_gradients()
     plan = planner.solve(graph, 36_000)
     assert plan.graph == summarize(graph)
@@ -189,7 +189,7 @@ def test_a_plan_is_for_the_graph_as_it_was() -> None:
     assert kept.overhead > 0
 
 
-def test_what_fits_only_in_program_order_is_found_there() -> None:
+def test_program_order_is_used_if_only_it_fits() -> None:
     graph, budget_bytes = random_graph(350, 12), 27
     in_new_order = get_solver("windows")(ask(reordered(graph).graph, budget_bytes))
     assert in_new_order.status is Status.INFEASIBLE
@@ -197,7 +197,7 @@ def test_what_fits_only_in_program_order_is_found_there() -> None:
     assert (plan.status, plan.settings["reordered"]) == ("optimal", False)
 
 
-def test_what_others_do_is_in_program_order_unless_told() -> None:
+def test_baselines_use_program_order_unless_reorder_is_given() -> None:
     graph = weight_gradients()
     assert planner.solve(graph, 54_000, solver="keep-everything").peak_bytes == 54_000
     assert planner.solve(graph, 54_000, solver="keep-everything", reorder=True).peak_bytes == 36_000
@@ -262,6 +262,6 @@ def test_a_step_in_another_order_is_the_same_to_the_last_bit(name: str) -> None:
         assert eager.differences(outcome(step, workload.model, workload.batch, seed=3)) == ()
 
 
-def test_what_stands_for_ops_still_comes_before_what_they_make_is_read() -> None:
+def test_stand_ins_stay_before_the_readers_of_their_outputs() -> None:
     assert reordered(read_in_between(stand_in=False)).graph.ops[1].name == "early"
     assert not reordered(read_in_between(stand_in=True)).changed

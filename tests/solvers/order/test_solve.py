@@ -79,7 +79,7 @@ def test_a_schedule_of_program_order_is_kept_where_the_other_order_finds_none() 
     assert kept.result.status is Status.OPTIMAL and not kept.order.changed
 
 
-def test_what_program_order_proves_infeasible_is_tried_in_another_order() -> None:
+def test_infeasible_program_order_is_followed_by_another_order() -> None:
     graph = random_graph(2, 40)
     order = reordered(graph)
     assert order.changed

@@ -87,7 +87,7 @@ def test_each_choice_of_stand_ins_is_in_one_branch() -> None:
     assert checked > 20
 
 
-def test_a_branch_that_is_decided_has_what_is_decided_in_its_program() -> None:
+def test_split_branches_decide_execution_in_their_programs() -> None:
     for seed in range(80):
         search, branches = branches_of(seed)
         if not (ways := next(iter(branches.ways.values()), ())):

@@ -42,7 +42,7 @@ def test_the_best_is_solved_for_as_long_as_all_others_that_come_in() -> None:
     assert turns == [True, False, False, False] * 2 + [True]
 
 
-def test_others_come_in_turn_and_what_is_closed_does_not() -> None:
+def test_commitments_alternate_and_closed_ones_are_skipped() -> None:
     found, (first, second, third, *rest) = commitments(random_options(7, 50))
     for commitment in rest:
         commitment.closed = True

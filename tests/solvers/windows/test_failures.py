@@ -42,7 +42,7 @@ def fails(self: Portfolio, limit: float) -> None:
     raise RuntimeError("no such choice")
 
 
-def test_an_error_of_what_looks_for_schedules_ends_the_solve_and_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_heuristic_ends_the_solve_and_keeps_the_best_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Portfolio, "step", fails)
     result = solved()
     assert result.status is Status.FEASIBLE

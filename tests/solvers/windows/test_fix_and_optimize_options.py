@@ -84,7 +84,7 @@ def exhausted(search: Search) -> FixAndOptimizeOptions:
     return strategy
 
 
-def test_it_ends_and_goes_on_where_there_is_a_better_schedule() -> None:
+def test_exhausted_strategy_resumes_after_a_new_best_schedule() -> None:
     graph = next(graph for graph, share in instances() if begun(graph, share) is not None)
     assert not FixAndOptimizeOptions(searched(graph, 1 << 40)).step(1.0)  # there is nothing to begin with
     search = next(search for search in (begun(graph, share) for graph, share in instances()) if search is not None)

@@ -27,7 +27,7 @@ def llama(layers: int) -> Graph:
         return trace(*workload, roofline="h200")
 
 
-def test_it_is_traced_without_being_allocated(llama: Graph, layers: int) -> None:
+def test_large_model_is_traced_without_allocation(llama: Graph, layers: int) -> None:
     assert llama.provenance["parameters"] == 262_148_096 + layers * 202_383_360
     assert llama.static_bytes_by_kind[Kind.PARAMETER] == 2 * llama.provenance["parameters"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4 * 10**9
@@ -35,7 +35,7 @@ def test_it_is_traced_without_being_allocated(llama: Graph, layers: int) -> None
 
 
 @pytest.mark.parametrize("share", [0.6, 0.4])
-def test_it_is_solved_nearly_to_optimality(llama: Graph, share: float) -> None:
+def test_large_model_is_solved_to_a_small_gap(llama: Graph, share: float) -> None:
     # Parameters and gradients alone are 68% of the peak: the shares are of what lies above the least budget.
     peak, least = summarize(llama).keep_everything_peak_bytes, least_budget_bound(llama).budget_bytes
     plan = solve(llama, int(least + share * (peak - least)), time_limit_s=60.0, memory="allocated")

@@ -45,7 +45,7 @@ def whole_trial(problem: Problem) -> Trial:
     return try_out(problem, order_of(problem, range(problem.ops)))
 
 
-def test_looking_ahead_is_as_if_it_did_not_fit_before_earlier_ops_either() -> None:
+def test_refinement_ahead_adds_windows_of_earlier_ops() -> None:
     problem = problem_of(training_chain(6), 100)
     v, x = 9, 2
     ops = list(range(problem.ops))
@@ -79,7 +79,7 @@ def test_running_totals_say_the_same_as_dense_rows(seed: int) -> None:
     assert told.outcome is Outcome.INFEASIBLE or told.objective == pytest.approx(dense.objective, abs=1e-3)
 
 
-def test_only_what_is_known_is_executed_again() -> None:
+def test_restricted_model_recomputes_candidate_ops_only() -> None:
     graph = training_chain(6)
     problem = problem_of(graph, 7)
     detail = Discretization(tuple(range(problem.ops)))
@@ -113,7 +113,7 @@ def test_more_candidates_until_all_are_there() -> None:
     assert not last
 
 
-def test_windows_lie_all_over_what_is_tight() -> None:
+def test_tight_windows_cover_all_tight_ops() -> None:
     problem = problem_of(training_chain(50), 10)
     trial = whole_trial(problem)
     tight = [op for op, taken in enumerate(trial.memory_bytes) if taken > 0.85 * 10]
@@ -127,7 +127,7 @@ def test_windows_lie_all_over_what_is_tight() -> None:
 
 
 @pytest.mark.parametrize("share", [0.8, 0.65, 0.5])
-def test_what_is_settled_fits(share: float) -> None:
+def test_fix_and_optimize_schedules_fit_and_never_get_slower(share: float) -> None:
     graph = transformer(TransformerSize(layers=4))
     budget = int(share * peak_bytes(graph))
     search = Search.of(ask(graph, budget, tolerance=1e-3, time_limit_s=60.0))
@@ -196,7 +196,7 @@ def search_for_faster() -> Any:
     return SimpleNamespace(incumbent=SimpleNamespace(best_s=1000.0), clock=WorkClock())
 
 
-def test_what_gains_gets_most_of_the_time() -> None:
+def test_strategies_that_improve_get_more_time() -> None:
     search = search_for_faster()
     good, idle = Gaining(search, 1.0, 200), Gaining(search, 0.0, 200)
     share_time(search, [good, idle], PARAMS.portfolio, should_stop=lambda: good.taken + idle.taken >= 120)

@@ -34,7 +34,7 @@ def once_each(made: int = 4, size: int = 10) -> Graph:
 
 
 @pytest.mark.parametrize(("host_bytes", "least"), [(None, 25), (40, 25), (39, 26), (30, 35), (12, 53), (0, 65)])
-def test_the_host_takes_what_it_has_room_for(host_bytes: int | None, least: int) -> None:
+def test_least_budget_depends_on_host_capacity(host_bytes: int | None, least: int) -> None:
     program, offloads = without_offload(with_trips(once_each(), host_bytes=host_bytes))
     assert least_budget_bound(program, offloads).budget_bytes == least
     assert need_at(program, None, offloads).held_bytes == least - 25
@@ -63,7 +63,7 @@ def test_the_host_makes_less_possible_than_recomputing_alone() -> None:
 
 
 @pytest.mark.slow
-def test_no_schedule_is_below_what_is_proved_and_one_is_at_what_is_found() -> None:
+def test_least_offloaded_budget_is_bracketed() -> None:
     exact = 0
     for seed in range(30):
         draw = random.Random(seed)
@@ -81,7 +81,7 @@ def test_no_schedule_is_below_what_is_proved_and_one_is_at_what_is_found() -> No
     assert exact > 15
 
 
-def test_orders_fit_and_the_first_sends_no_more_than_it_must() -> None:
+def test_offloaded_orders_fit_and_do_not_copy_needlessly() -> None:
     for seed in range(30):
         graph = offered(seed)
         problem = problem_of(graph, least_offloaded(graph, WorkClock(0.5)).peak_bytes)

@@ -97,7 +97,7 @@ def test_the_head_in_chunks_and_a_packed_mask(budget_bytes: int, time_s: float, 
     assert {graph.ops[op].name for op in result.schedule.computed if op >= len(program.ops)} == used
 
 
-def test_less_does_not_do() -> None:
+def test_least_budget_with_options_matches_the_known_value() -> None:
     graph = with_packed_mask(in_chunks(in_chunks(head(), 2, 7.75), 4, 8.5))
     assert solved(graph, 12).schedule is not None
     result = solved(graph, 11)
@@ -118,7 +118,7 @@ def test_the_bound_may_be_below_the_step_of_the_program() -> None:
     assert problem_of(graph, 31).least_s == 8
 
 
-def test_places() -> None:
+def test_places_of_optional_ops_are_known() -> None:
     places = places_of(with_packed_mask(in_chunks(in_chunks(head(), 2, 7.75), 4, 8.5)))
     # layer; pack and unpack can be executed from the next place on; what stands for the head comes in the place of its last op.
     assert places.ids == (0, 7, 8, 1, 2, 3, 5, 6, 4)
@@ -128,7 +128,7 @@ def test_places() -> None:
     assert places.executed({6}) == [0, 6, 8] and places.executed(()) == [0, 3, 4, 5, 8]
 
 
-def test_what_cannot_stand_for_a_group_is_left_out() -> None:
+def test_optional_ops_that_cannot_replace_their_ops_are_rejected() -> None:
     graph = in_chunks(head(), 2, 5.0)
     op = graph.ops[-1]
     assert may_replace(graph, op)
@@ -148,7 +148,7 @@ def test_options_that_cannot_be_used_make_no_difference() -> None:
             assert solved(offered, budget_bytes).time_s == solved(head(), budget_bytes).time_s
 
 
-def test_other_solvers_refuse_them() -> None:
+def test_other_solvers_refuse_optional_ops() -> None:
     graph = in_chunks(head(), 2, 5.0)
     copied = with_options(graph, ("offload",), Surroundings(Link.even(1.0)))
     for name in SOLVERS:

@@ -61,7 +61,7 @@ def test_values_replace_defaults(tmp_path: Path) -> None:
         ("[bound", "is not TOML: "),
     ],
 )
-def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_parameters_raise_with_their_name(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"params\.toml:? " + re.escape(message)):
         read(text, tmp_path)
 

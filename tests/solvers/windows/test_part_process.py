@@ -83,7 +83,7 @@ def task_of(seed: int, task: Callable[[Search, Inbox], None]) -> PartTask:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) if seed == LONG else seed for seed in SEEDS])
-def test_it_finds_what_is_found_here(seed: int) -> None:
+def test_search_in_a_process_equals_the_local_search(seed: int) -> None:
     here = Search.of(Request(*instance(seed), TOLERANCE, WallClock(120)))
     run(here)
     *found, end = received_from(PartProcess(task_of(seed, partial(_run_in_process, function=run))))
@@ -123,7 +123,7 @@ def test_a_process_that_dies_is_told_of(command: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", DYING)
-def test_what_a_process_that_dies_was_to_do_is_done_here(
+def test_work_of_a_dead_process_is_done_locally(
     command: str, started: list["subprocess.Popen[bytes]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_process, "_COMMAND", command)
@@ -141,7 +141,7 @@ def test_where_none_can_be_started_there_are_threads(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_what_orders_commit_to_is_solved_there() -> None:
+def test_commitments_are_solved_in_the_process() -> None:
     graph, budget = instance(LONG)
     search = Search.of(Request(graph, budget, TOLERANCE, WallClock(120)))
     order = in_place(search.problem, frozenset())
@@ -159,13 +159,13 @@ def test_what_orders_commit_to_is_solved_there() -> None:
     assert (judged.time_s, judged.peak_bytes) == (pytest.approx(found[-1].time_s), found[-1].peak_bytes)
 
 
-def test_a_failure_is_told() -> None:
+def test_failure_in_the_process_is_reported() -> None:
     (end,) = received_from(PartProcess(task_of(SEEDS[0], operator.add)))
     assert isinstance(end, SearchEnd) and not end.died
     assert end.failure.startswith("TypeError: unsupported operand type(s) for +: 'Search' and 'Inbox'")
 
 
-def test_what_is_known_to_be_better_ends_it() -> None:
+def test_better_known_time_ends_the_process() -> None:
     graph, _ = instance(SEEDS[0])
     with PartProcess(task_of(SEEDS[0], _until_stopped)) as process:
         assert process.receive(0.5) is None
@@ -175,7 +175,7 @@ def test_what_is_known_to_be_better_ends_it() -> None:
         assert process.receive(60.0) == SearchEnd()
 
 
-def test_nothing_is_left_of_it(started: list["subprocess.Popen[bytes]"]) -> None:
+def test_process_ends_with_its_parent(started: list["subprocess.Popen[bytes]"]) -> None:
     with pytest.raises(KeyboardInterrupt), PartProcess(task_of(SEEDS[0], _until_stopped)):
         raise KeyboardInterrupt
     assert started[0].returncode == -9
@@ -186,7 +186,7 @@ def test_nothing_is_left_of_it(started: list["subprocess.Popen[bytes]"]) -> None
 
 
 @pytest.mark.parametrize("may", [True, False])
-def test_it_starts_others_where_it_may_and_they_end_with_it(may: bool, tmp_path: Path) -> None:
+def test_processes_started_by_a_process_end_with_it(may: bool, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with PartProcess(replace(task_of(LONG, partial(_start_another, file=file)), starts_others=may)) as process:
         while not file.exists():

@@ -112,7 +112,7 @@ def lossy_and_faithful() -> tuple[Graph, Graph]:
 
 
 @pytest.mark.slow
-def test_what_is_lossy_makes_what_is_not_no_slower() -> None:
+def test_lossy_options_never_slow_down_the_schedule() -> None:
     lossy, faithful = lossy_and_faithful()
     budget = budget_at(without_options(lossy), 0.25)
     for smaller, larger in ((faithful, lossy), (offloading(faithful), offloading(lossy))):
@@ -122,7 +122,7 @@ def test_what_is_lossy_makes_what_is_not_no_slower() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux alone")
-def test_where_time_is_counted_what_is_lossy_goes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_with_lossy_options_run_at_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
     bounded_at, init = [], Branches.__init__
 
@@ -153,7 +153,7 @@ def searched_beside(graph: Graph, part: Graph, budget_bytes: int, monkeypatch: p
     return search, searches[0]
 
 
-def test_a_part_is_searched_as_it_is_alone_and_its_bound_is_none_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_search_equals_a_solve_alone_and_keeps_its_bound_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = peak_bytes(TRANSFORMER) // 2
     search, part = searched_beside(offloading(TRANSFORMER), TRANSFORMER, budget, monkeypatch)
     alone = solved(TRANSFORMER, budget, 2.0)

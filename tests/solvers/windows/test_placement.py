@@ -77,7 +77,7 @@ def test_the_other_memory_is_of_use_to_a_budget() -> None:
 
 
 @pytest.mark.slow
-def test_it_comes_to_no_more_than_the_reference() -> None:
+def test_windows_is_never_slower_than_xengine() -> None:
     compared = 0
     for seed in range(100, 108):
         graph, budget = random_placement(seed, 3)
@@ -113,7 +113,7 @@ def test_steps_too_large_for_the_reference_are_planned_within_their_budget() -> 
         check_by_both_judges(graph, result)
 
 
-def test_what_the_forward_pass_returns_is_there_as_it_ends() -> None:
+def test_forward_results_are_on_the_device_at_the_end_of_the_pass() -> None:
     """So the passes of a step need no more memory than its plan."""
     draft = Draft()
     (a,) = draft.op("a", [], [4], time_s=9.0)
@@ -126,7 +126,7 @@ def test_what_the_forward_pass_returns_is_there_as_it_ends() -> None:
 
 
 @pytest.mark.slow
-def test_other_options_go_with_it() -> None:
+def test_placement_combines_with_other_options() -> None:
     better = 0
     for seed in range(3):
         step = random_options(seed, 5)

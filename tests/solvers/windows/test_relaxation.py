@@ -80,7 +80,7 @@ def test_splitting_windows_never_weakens_the_linear_relaxation() -> None:
             bound = finer
 
 
-def test_what_is_split_and_what_was_halved_is_remembered() -> None:
+def test_split_windows_remember_their_spans() -> None:
     detail = Discretization((1, 5, 9)).split([3]).split([7])
     assert detail.ends == (1, 3, 5, 7, 9)
     assert detail.spans == {(2, 5), (6, 9), (2, 9)}

@@ -73,7 +73,7 @@ def test_without_memory_to_grow_there_is_still_a_schedule() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not say")
-def test_resident_memory_is_known() -> None:
+def test_resident_bytes_follow_allocations() -> None:
     before = resident_bytes()
     block = np.ones(10_000_000)
     assert 60_000_000 < resident_bytes() - before < 200_000_000

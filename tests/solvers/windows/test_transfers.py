@@ -104,7 +104,7 @@ def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: r
     assert copied > len(seeds) / 3
 
 
-def test_what_is_to_go_first_goes_out_first() -> None:
+def test_queued_offloads_are_ordered_by_last_read() -> None:
     """The channel is busy with z when a and b are made; b is read for the last time before a, and goes before it."""
     z, a, b = range(3)
     reads = ((), (), (), (b,), (z, a), (), (b,), (a,), (z,))

@@ -28,7 +28,7 @@ from tests.support.solvers.answers import KNOWN_OPTIMA, ask
         (training_chain(12), 3, 24 + 11 * 10 // 2),
     ],
 )
-def test_known_optima(graph: Graph, budget: int, optimum_s: float) -> None:
+def test_windows_finds_known_optima(graph: Graph, budget: int, optimum_s: float) -> None:
     result = solve(ask(graph, budget, tolerance=1e-6))
     assert result.status is Status.OPTIMAL
     assert result.time_s == pytest.approx(optimum_s)
@@ -40,7 +40,7 @@ def test_known_optima(graph: Graph, budget: int, optimum_s: float) -> None:
 @pytest.mark.parametrize(
     ("graph", "budget"), [(chain(5), 1), (training_chain(8), 2), (diamond(), 6), (two_outputs(), 6), (kept_output(), 5)]
 )
-def test_infeasible_says_why(graph: Graph, budget: int) -> None:
+def test_infeasible_result_names_the_least_budget(graph: Graph, budget: int) -> None:
     result = solve(ask(graph, budget))
     assert result.status is Status.INFEASIBLE
     assert result.schedule is None
@@ -74,7 +74,7 @@ def test_infeasible_though_every_op_fits() -> None:
     assert solve(ask(graph, 9)).time_s == 5
 
 
-def test_everything_fits() -> None:
+def test_budget_at_the_peak_keeps_everything() -> None:
     graph = skips(4)
     result = solve(ask(graph, peak_bytes(graph)))
     assert result.status is Status.OPTIMAL
@@ -99,7 +99,7 @@ def test_lower_budgets_take_no_less_time(seed: int) -> None:
 
 
 @pytest.mark.parametrize("percent", [80, 60, 45])
-def test_a_transformer(percent: int) -> None:
+def test_transformer_is_solved_to_optimality(percent: int) -> None:
     graph = transformer(TransformerSize(layers=4))
     result = solve(ask(graph, peak_bytes(graph) * percent // 100, time_limit_s=300))
     assert result.status is Status.OPTIMAL
@@ -132,7 +132,7 @@ def test_nothing_is_made_again_after_its_source_is_written_over() -> None:
     assert solve(ask(graph, 9)).status is Status.INFEASIBLE
 
 
-def test_zero_times() -> None:
+def test_ops_of_zero_time_are_recomputed() -> None:
     draft = Draft()
     (a,) = draft.op("a", [], [2], time_s=0.0)
     (b,) = draft.op("b", [a], [2], time_s=0.0)
@@ -158,7 +158,7 @@ def test_bytes_matter_in_large_budgets() -> None:
     assert solve(ask(graph, 3 * giga - 1)).time_s == 5
 
 
-def test_what_the_result_says() -> None:
+def test_result_records_solver_settings_and_versions() -> None:
     result = solve(ask(training_chain(5), 4, tolerance=0.01, time_limit_s=60))
     assert result.solver == "windows"
     assert dict(result.settings) == {"tolerance": 0.01, "time_limit_s": 60, "params": WindowsParams().recorded()}

@@ -45,13 +45,13 @@ def pairs(after: Callable[[Tensor], Tensor]) -> list[tuple[str, str, str]]:
     return [(op.target, names[o], names[t]) for op, call in calls if call.launches for o, t, _ in call.over]
 
 
-def test_an_element_is_written_where_it_was_read() -> None:
+def test_elementwise_kernel_may_overwrite_its_input() -> None:
     # The product is read again, which is for a schedule to look at.
     found = [over for name, _, over in pairs(lambda h: torch.sin(h) @ h) if name.startswith("cpp_fused_sin")]
     assert found == ["extern_kernels.mm[0]"]
 
 
-def test_a_row_is_read_before_it_is_written() -> None:
+def test_softmax_kernel_may_overwrite_its_input() -> None:
     assert [name for name, _, _ in pairs(lambda h: F.softmax(h, 1) @ h) if "softmax" in name]
 
 
@@ -93,11 +93,11 @@ def node(*sizes: int, backend: object = None) -> Any:
         (ONE_PER_ROW, [node(8, 1), node(32, 1)], True),
     ],
 )
-def test_what_several_threads_of_a_gpu_read_is_not_written_over(read: MemoryDep, kernel: list[Any], shared: bool) -> None:
+def test_inputs_shared_by_gpu_threads_are_not_overwritten(read: MemoryDep, kernel: list[Any], shared: bool) -> None:
     """Inductor emits a barrier where it writes over such an input; a kernel that two pointers are given of has none."""
     assert _shared_by_threads(read, kernel) is shared
 
 
-def test_on_the_cpu_one_thread_reads_a_row_and_writes_over_it() -> None:
+def test_rows_on_the_cpu_are_not_shared_by_threads() -> None:
     backend = CppScheduling.__new__(CppScheduling)
     assert not _shared_by_threads(ONE_PER_ROW, [node(8, 4, backend=backend)])

@@ -26,7 +26,7 @@ def test_launches_that_write_values_of_their_own_stay_apart() -> None:
     assert not any(group.once or group.follows for group in groups)
 
 
-def test_zeros_and_what_is_added_to_them_are_one_op() -> None:
+def test_zeros_and_their_accumulation_merge_into_one_op() -> None:
     # 1: what is added; 2: zeros, 3: another kernel in between.
     groups, found = parts([launch(1), launch(2), launch(3, reads="1"), launch(reads="12", writes="2"), launch(4, reads="2")])
     assert found == [[0], [2], [1, 3], [4]]
@@ -61,7 +61,7 @@ def test_random_ops_stay_in_order() -> None:
     assert groups[2].follows == {0}
 
 
-def test_what_is_needed_in_between_is_not_moved() -> None:
+def test_launches_needed_in_between_are_not_merged() -> None:
     # What made 1 also made 2, which is read before 1 is written to again.
     both = Launch("kernel", Phase.FORWARD, [], makes=[1, 2])
     groups, found = parts([both, launch(3, reads="2"), launch(reads="13", writes="1"), launch(4, reads="1")])
@@ -70,7 +70,7 @@ def test_what_is_needed_in_between_is_not_moved() -> None:
     assert [group.follows for group in groups] == [set(), set(), {0}, {2}]
 
 
-def test_what_reads_a_buffer_stays_before_its_update() -> None:
+def test_readers_of_a_buffer_stay_before_its_update() -> None:
     # 0 is static: 1 is made of it, then it is overwritten, then 1 is written to again.
     groups, found = parts([launch(1, reads="0"), launch(reads="0", writes="0"), launch(reads="1", writes="1")], static=(0,))
     assert found == [[0], [1], [2]]
@@ -104,7 +104,7 @@ def test_readers_between_two_writers_follow_the_first() -> None:
     assert [group.follows for group in groups] == [set(), set(), {0, 1}, {2}, {2, 3}]
 
 
-def test_an_op_writes_over_what_one_launch_of_it_reads() -> None:
+def test_only_ops_of_one_launch_may_overwrite_their_inputs() -> None:
     first, second = launch(2, reads="1"), launch(reads="12", writes="2")
     first.over = [(2, 1, WRITTEN)]
     (group,), _ = parts([first, second], static=(1,))

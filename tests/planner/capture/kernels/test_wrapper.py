@@ -72,7 +72,7 @@ def read_and_executed(body: str, *inputs: Tensor) -> Wrapper:
 X, Y = torch.arange(4.0), torch.arange(4.0) + 10
 
 
-def test_a_kernel_makes_the_buffer_that_it_writes_first() -> None:
+def test_kernel_makes_the_buffer_it_is_first_to_write() -> None:
     body = """
 primals_1, primals_2 = args
 args.clear()
@@ -122,7 +122,7 @@ return (buf0, buf2)
     assert (second.makes, second.reads, second.writes) == ([3], {2}, set())
 
 
-def test_a_second_kernel_writes_to_what_is_there() -> None:
+def test_second_kernel_writes_to_an_existing_buffer() -> None:
     body = """
 primals_1, = args
 buf0 = empty_strided_cpu((8, ), (1, ), torch.float32)
@@ -146,7 +146,7 @@ return (buf0, )
     assert (launch.target, launch.makes, launch.reads) == ("extern_kernels.mm", [2], {0, 1})
 
 
-def test_a_call_that_allocates_makes_what_it_returns() -> None:
+def test_allocating_call_makes_its_result() -> None:
     body = """
 primals_1, = args
 buf0 = torch.ops.aten.relu.default(primals_1)
@@ -176,7 +176,7 @@ return (buf2, buf1)
     assert lines(wrapper, 1)[1:] == ["t1 = made[0]", "t2 = made[1]", "del made"]
 
 
-def test_views_are_part_of_what_reads_them() -> None:
+def test_views_are_inlined_into_their_readers() -> None:
     body = """
 primals_1, = args
 buf0 = empty_strided_cpu((8, ), (1, ), torch.float32)
@@ -210,7 +210,7 @@ return (buf2, )
     assert (scaled.reads, scaled.writes) == ({1, 2}, {2})
 
 
-def test_what_draws_is_random() -> None:
+def test_random_call_is_marked_random() -> None:
     body = """
 primals_1, = args
 buf0 = empty_strided_cpu((1, ), (1, ), torch.int64)
@@ -223,7 +223,7 @@ return (buf1, )
     assert not plain.random
 
 
-def test_code_for_a_device() -> None:
+def test_cuda_wrapper_code_is_read() -> None:
     body = """
 primals_1, primals_2 = args
 args.clear()
@@ -353,7 +353,7 @@ return (buf0, )
         ("buf1 = torch.relu(buf0)", "calls torch.relu, and it is not known"),
     ],
 )
-def test_what_a_static_graph_cannot_hold_is_refused(statement: str, said: str) -> None:
+def test_unsupported_statements_raise(statement: str, said: str) -> None:
     body = f"primals_1, = args\nbuf0 = torch.ops.aten.relu.default(primals_1)\n{statement}\nreturn (buf0, )"
     with pytest.raises(TraceError, match=f"^Inductor's code (has )?{re.escape(said)}.* plan with kernels='eager'"):
         read(module(body, KERNELS), NAMES, 1)

@@ -45,7 +45,7 @@ def called(call: str, kernels: dict[str, str] = KERNELS, **names: Any) -> tuple[
         ("aten.index_put_(a, [b], c, True)", "aten.index_put_", Writes(frozenset({0}), frozenset({"self"}), returns=0)),
     ],
 )
-def test_what_is_written_to(call: str, target: str, writes: Writes) -> None:
+def test_written_arguments_of_calls_are_found(call: str, target: str, writes: Writes) -> None:
     assert called(call) == (target, writes)
 
 
@@ -53,7 +53,7 @@ def test_what_is_written_to(call: str, target: str, writes: Writes) -> None:
     "call",
     ["somebodys_kernel(a, b)", "torch.relu(a)", "torch.ops.aten.no_such_op(a)", "aten.add(a, b)", "relu(a).add_(b)"],
 )
-def test_what_is_not_known_is_refused(call: str) -> None:
+def test_unknown_calls_raise_without_being_evaluated(call: str) -> None:
     """Nothing of what is called is evaluated."""
     name = call.rpartition("(")[0]
     said = f"Inductor's code calls {re.escape(name)}, and it is not known what that writes to: plan with kernels='eager'"
@@ -61,7 +61,7 @@ def test_what_is_not_known_is_refused(call: str) -> None:
         called(call, somebodys_kernel=lambda *_: None, relu=lambda _: pytest.fail("it is called"))
 
 
-def test_a_kernel_that_scans_comes_with_what_combines_two_elements() -> None:
+def test_writes_of_scan_kernels_with_a_combine_function_are_found() -> None:
     combine = "@triton.jit\ndef _triton_helper_fn_add0(arg0_0, arg1_0):\n    return arg0_0 + arg1_0\n"
     scan = triton("in_ptr0", "out_ptr0", "ws_ptr", "xnumel", before=combine)
     writes = Writes(positions=frozenset({1, 2}))

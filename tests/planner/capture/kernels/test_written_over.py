@@ -23,7 +23,7 @@ def over(*pairs: tuple[str, str]) -> str:
     return "".join(f"{('may be written over', *pair)!r}\n" for pair in pairs)
 
 
-def test_what_may_be_written_over_is_said_of_the_launch() -> None:
+def test_launch_lists_the_inputs_it_may_overwrite() -> None:
     body = f"""
 primals_1, primals_2 = args
 buf0 = empty_strided_cpu((1, 4), (4, 1), torch.float32)
@@ -51,7 +51,7 @@ return (buf0, )
         "cpp_add(primals_2, primals_2, buf0)",
     ],
 )
-def test_what_a_kernel_is_given_otherwise_is_not_written_over(kernel: str) -> None:
+def test_inputs_passed_in_another_form_are_not_overwritten(kernel: str) -> None:
     body = f"""
 primals_1, primals_2 = args
 buf0 = empty_strided_cpu((4, ), (1, ), torch.float32)

@@ -121,12 +121,12 @@ class Normalising(Classifier):
 @pytest.mark.parametrize(
     ("model", "loss"), [(Returning, None), (Dropping, nn.CrossEntropyLoss()), (Normalising, nn.CrossEntropyLoss())]
 )
-def test_what_is_not_row_by_row_is_left_alone(model: Callable[[int], nn.Module], loss: nn.Module | None) -> None:
+def test_losses_not_computed_row_by_row_are_not_chunked(model: Callable[[int], nn.Module], loss: nn.Module | None) -> None:
     batch = (torch.randn(24, 12), torch.randint(CLASSES, (24,)))
     assert targets(chunked(Workload(model(CLASSES), loss, batch)), "forward") == []
 
 
-def test_rows_are_found_again_behind_what_comes_before_them() -> None:
+def test_rows_behind_finds_row_dimensions_after_leading_ones() -> None:
     assert rows_behind((32, 7), 1, 32) == RowDimensions(0, 0)
     assert rows_behind((4, 8, 7), 1, 32) == RowDimensions(0, 1)
     assert rows_behind((4, 8, 7), 1, 4) == rows_behind((32, 7), 1, 4) == RowDimensions(0, 0)
@@ -138,7 +138,7 @@ def test_rows_are_found_again_behind_what_comes_before_them() -> None:
     assert RowDimensions(0, 0).chunk((32, 7), 1, 4) == [8, 7]
 
 
-def test_a_graph_holds_what_it_was_traced_with_and_gives_up_what_is_not_named() -> None:
+def test_graph_keeps_named_options_and_drops_others() -> None:
     found = chunked(make("smoothed")).graph
     plain = capture(*make("smoothed")).graph
     assert with_options(found, ["chunks"]) is found

@@ -53,7 +53,7 @@ def test_rounding_is_unbiased_with_the_variance_of_its_steps(bits: int) -> None:
     assert (errors.abs() <= length * (1 + 1e-4) + 1e-6).all()
 
 
-def test_each_group_keeps_its_least_and_largest_number_and_what_is_constant() -> None:
+def test_compression_keeps_group_extremes_and_constant_groups() -> None:
     value = torch.cat([normal(3 * GROUP), torch.full((GROUP,), 0.1), torch.full((5,), -7.3)])
     for form in ("1", "2", "4", "8"):
         made = restored(value, form)
@@ -63,7 +63,7 @@ def test_each_group_keeps_its_least_and_largest_number_and_what_is_constant() ->
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_not_finite_spoils_its_group_only(form: str) -> None:
+def test_nonfinite_values_affect_their_own_group_only(form: str) -> None:
     for bad in (float("nan"), float("inf"), float("-inf")):
         value = normal(3 * GROUP)
         value[GROUP + 7] = bad
@@ -115,7 +115,7 @@ def small() -> Graph:
     return model_times(with_traced(capture(*workload), ["compress"]), get_device("cpu"))
 
 
-def test_names_with_bits() -> None:
+def test_compression_bits_are_parsed_from_option_names() -> None:
     check_traced(["compress"])
     check_traced(["compress:4"])
     for names, said in (
@@ -173,6 +173,6 @@ def test_variances_that_cannot_be_are_refused(variance: float) -> None:
     assert without_options(graph).ops == graph.program
 
 
-def test_nothing_is_found_where_nothing_is_worth_it() -> None:
+def test_small_models_have_no_compressed_tensors() -> None:
     found = with_traced(capture(*build("mlp", layers=2, width=8, batch=4, classes=10)), ["compress"])
     assert kept_tensors(found) == [] and len(found.graph.ops) == len(found.graph.program)

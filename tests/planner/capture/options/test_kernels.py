@@ -43,7 +43,7 @@ def image_step(layer: nn.Module) -> Workload:
     return Workload(nn.Sequential(layer, nn.Tanh()), nn.MSELoss(), (torch.randn(2, 4, 9, 9), torch.randn(2, 8, 7, 7)))
 
 
-def test_a_convolution_is_offered_by_each_kernel_that_can_compute_it() -> None:
+def test_convolution_has_an_optional_op_per_supported_kernel() -> None:
     found = with_kernels(image_step(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3))))
     assert ways(found, "convolution_1") == ["native", "onednn", "channels_last", "in_place"]
     assert ways(found, "convolution_backward") == ["weight", "native", "channels_last"]
@@ -96,7 +96,7 @@ class Reading(nn.Module):
         (lambda y: (y + y) * 2.0, [["add", "mul"]]),  # read twice
     ],
 )
-def test_what_is_read_elsewhere_is_not_written_over(function: Callable[[torch.Tensor], torch.Tensor], forward: list[str]) -> None:
+def test_tensors_read_elsewhere_are_not_overwritten(function: Callable[[torch.Tensor], torch.Tensor], forward: list[str]) -> None:
     found = with_kernels(Workload(Reading(function), None, (torch.randn(5, 6),)))
     graph = found.graph
     kinds = [row for row in rows(found) if row[0] in ("addmm", "_log_softmax", "add")]
@@ -137,7 +137,7 @@ def test_attention_is_written_out_or_by_the_other_fused_kernel_of_cuda() -> None
     assert not [op for op in dropping.graph.ops if op.target in ("kernels.math", "kernels.efficient")]
 
 
-def test_a_roofline_keeps_what_it_says_is_smaller() -> None:
+def test_roofline_keeps_kernels_with_less_memory() -> None:
     with FakeTensorMode():
         workload = build("gpt2", layers=1, width=64, heads=2, vocab=5000, seq=64, batch=8, dropout=0.0)
     graph = tracing.trace(*workload, roofline="h200", options=["kernels"])
@@ -146,7 +146,7 @@ def test_a_roofline_keeps_what_it_says_is_smaller() -> None:
     assert graph.provenance["left_out"]
 
 
-def test_a_graph_gives_up_what_is_not_named() -> None:
+def test_unnamed_options_are_dropped_from_the_graph() -> None:
     workload = make("smoothed")
     found = tracing.trace(*workload, roofline="cpu", options=["chunks", "kernels"])
     plain = capture(*workload).graph
@@ -158,7 +158,7 @@ def test_a_graph_gives_up_what_is_not_named() -> None:
         with_options(plain, ["kernels"])
 
 
-def test_the_same_step_offers_the_same_when_it_is_captured_again() -> None:
+def test_recaptured_step_has_the_same_optional_ops() -> None:
     workload = image_step(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3)))
     measured = tracing.trace(*workload, passes=1, options=["kernels"])
     again = tracing.as_recorded(tracing.capture_step(workload, TraceSettings()), measured.provenance, ["kernels"])

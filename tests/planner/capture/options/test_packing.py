@@ -93,7 +93,7 @@ def test_gradients_from_bits_are_those_of_the_kernels(dtype: torch.dtype) -> Non
         (aten.leaky_relu_backward, aten.leaky_relu, (0.01,), (False,)),
     ],
 )
-def test_gradients_from_a_result_are_those_from_what_it_is_of(
+def test_gradients_from_the_result_equal_gradients_from_the_input(
     backward: object, forward: object, arguments: tuple, also: tuple
 ) -> None:
     torch.manual_seed(0)
@@ -148,7 +148,9 @@ def test_windows_whose_places_a_byte_does_not_tell_apart_are_left_alone() -> Non
     ],
 )
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_pooling_without_what_it_pools(target: Callable[..., torch.Tensor], arguments: Any, layout: torch.memory_format) -> None:
+def test_pooling_gradient_from_shape_alone_is_exact(
+    target: Callable[..., torch.Tensor], arguments: Any, layout: torch.memory_format
+) -> None:
     torch.manual_seed(0)
     x = torch.full((3, 4, 8, 9), NAN).to(memory_format=layout)
     pooled = aten.avg_pool2d(x, *arguments) if arguments else aten._adaptive_avg_pool2d(x, [3, 2])
@@ -174,7 +176,7 @@ def offers(graph: Graph) -> Counter[str]:
     return Counter(op.target.removeprefix("pack.") for op in graph.ops if op.optional)
 
 
-def test_each_kind_is_found() -> None:
+def test_each_kind_of_packing_is_found() -> None:
     graph = packed(mixed())
     assert offers(graph) == {
         "to_bits": 5,  # dropout, where, ReLU, leaky ReLU, hardsigmoid
@@ -212,7 +214,7 @@ class Chained(nn.Module):
         return made.square().mean()
 
 
-def test_what_is_needed_anyway_is_not_packed() -> None:
+def test_tensors_needed_elsewhere_are_not_packed() -> None:
     """The gradient of the next weight needs the result of the activation: signs would only come on top of it.
 
     No number of float32 is 0.1, so that the clamp might round to it in another way than its gradient.

@@ -81,5 +81,5 @@ def test_commands_accept_exact(graph: Graph, tmp_path: Path, capsys: pytest.Capt
         capsys, "solve", model, "--budget", "100%", "--options", "chunks", "--exact", "--tolerance", "50%", "--quiet", "-o", plan
     )
     assert done.code == 0 and len(read_plan(plan).settings["exact"]) == 4
-    refused(call(capsys, "solve", model, "--budget", "100%", "--exact"), 1, "exact is given", "--options chunks")
+    refused(call(capsys, "solve", model, "--budget", "100%", "--exact"), 2, "exact is given", "--options chunks")
     refused(call(capsys, "info", plan, "--exact"), 2, "--exact selects optional ops of a graph")

@@ -59,4 +59,4 @@ def test_other_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_reserved_memory_of_the_cpu_is_refused_before_anything_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
-    refused(call(capsys, "advise", MLP, "--roofline", "cpu", "--memory", "reserved", *QUICK), 2, "runs on the CPU")
+    refused(call(capsys, "advise", MLP, "--roofline", "cpu", "--memory", "reserved", *QUICK), 2, "a model on the CPU")

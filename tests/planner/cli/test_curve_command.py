@@ -62,7 +62,7 @@ def test_options_are_drawn_and_written_beside(graph_file: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("arguments", "code", "word"),
     [
-        (["--link", "1GB/s"], 1, "link given, but no option that transfers tensors"),
+        (["--link", "1GB/s"], 2, "link given, but no option that transfers tensors"),
         (["--options", "offload", "--solver", "dtr"], 1, "the solver 'dtr' recomputes only"),
         (["--budgets", "8"], 0, "least feasible"),
         (["--budgets", "0"], 2, "'0' is not a whole number"),

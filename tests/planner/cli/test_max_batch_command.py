@@ -56,7 +56,7 @@ def test_the_command_varies_another_size_with_options(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "code", "word"),
     [
-        (["zoo:mlp", "--budget", "8GB", "--link", "50GB/s"], 1, "link given, but no option that transfers tensors"),
+        (["zoo:mlp", "--budget", "8GB", "--link", "50GB/s"], 2, "link given, but no option that transfers tensors"),
         (["zoo:mlp", "--budget", "8GB", "--options", "shrink"], 2, "there is no option 'shrink'"),
         (["zoo:mlp", "--budget", "8GB", "--vary", "seq"], 2, "name another with --vary"),
         (["zoo:mlp", "--budget", "8GB", "--multiple-of", "8", "--limit", "7"], 2, "--limit 7 is below --multiple-of 8"),
@@ -87,4 +87,4 @@ def test_invalid_max_batch_arguments_print_one_line(
 
 def test_reserved_memory_of_the_cpu_is_refused_before_anything_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["max-batch", MLP, "--budget", "8GB", "--memory", "device", "--roofline", "cpu"]) == 2
-    assert capsys.readouterr().err.endswith("take memory='allocated'\n")
+    assert capsys.readouterr().err.endswith("give memory='allocated'\n")

@@ -1088,7 +1088,7 @@ def test_the_report_before_the_block_raises() -> None:
 
 
 def test_budgets_of_reserved_memory_need_a_cuda_device() -> None:
-    with pytest.raises(UsageError, match="memory is 'reserved', and the step runs on the CPU"):
+    with pytest.raises(UsageError, match="memory='reserved' does not go with a model on the CPU"):
         planner.rematerialize("1GB", memory="reserved")
 
 

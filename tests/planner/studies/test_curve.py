@@ -92,7 +92,7 @@ def test_counted_memory_defaults_by_device() -> None:
     here, there = curve(chain_of_six(), ["100%"]), curve(on_a_gpu(), ["100%"])
     assert (here.memory, there.memory) == (CountedMemory.ALLOCATED, CountedMemory.RESERVED)
     assert "reserved" not in curve_text(here) and "budgets count" not in curve_text(here)
-    with pytest.raises(UsageError, match="runs on the CPU"):
+    with pytest.raises(UsageError, match="a model on the CPU"):
         curve(chain_of_six(), ["100%"], StudySettings(memory=CountedMemory.RESERVED))
 
 

@@ -84,7 +84,6 @@ class PortfolioParams:
     """Parameters of the portfolio and of the strategies in it.
 
     Attributes:
-        first_slice: for the whole model with all rows; doubled in each further round.
         runs: evictions at a time;
         idle_runs: without improvement before random keys pause;
         idle_gain: relative improvement that counts as none.
@@ -96,7 +95,6 @@ class PortfolioParams:
             than by default.
     """
 
-    first_slice: float = 2.0
     runs: int = 20
     idle_runs: int = 200
     idle_gain: float = 2e-5

@@ -1,8 +1,6 @@
 """A solve ends when its time is up, however large the graph: what takes long looks at the clock."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from solvers.problem import Problem, problem_of
 from solvers.windows import driver
 from solvers.windows.decoding.decode import Order
 from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.relaxation.models import build_ordered, build_relaxation
+from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import Search
 from solvers.windows.strategies import eviction
 from solvers.windows.strategies.eviction import evicted
@@ -41,22 +39,21 @@ class Clock:
         return self.left < 0
 
 
-@pytest.mark.parametrize("build", [build_relaxation, build_ordered])
-def test_building_a_large_model_stops_on_request(build: Callable[..., Any]) -> None:
+def test_building_a_large_model_stops_on_request() -> None:
     problem = problem_of(untimed(40), 20)
     detail = Discretization(tuple(range(problem.ops)))
-    whole = build(problem, detail, should_stop=Clock(10**9)).program
+    whole = build_relaxation(problem, detail, should_stop=Clock(10**9)).program
     assert whole.matrix.nnz > 20_000
     clock = Clock(3)
     with pytest.raises(BuildStoppedError):
-        build(problem, detail, should_stop=clock)
+        build_relaxation(problem, detail, should_stop=clock)
     assert clock.left == -1
 
 
 def test_a_model_that_was_given_up_ends_the_refinement() -> None:
     search = Search.of(ask(untimed(40), 20, tolerance=1e-3, time_limit_s=3600.0, should_stop=Clock(3)))
     detail = Discretization(tuple(range(search.problem.ops)))
-    assert refine(search, detail, 3600.0, is_relaxation=True) == (detail, False)
+    assert refine(search, detail, 3600.0) == (detail, False)
     assert search.stopping.halted
 
 

@@ -24,7 +24,6 @@ from solvers.windows.relaxation.devices import add_kept, add_makespan, add_memor
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.draft import Family, ModelDraft, WindowFamily
 from solvers.windows.relaxation.executed import add_executed_at_all
-from solvers.windows.relaxation.in_stage import add_memory_in_order
 from solvers.windows.relaxation.memory import add_memory_at_end, add_memory_inside, add_memory_of_repeats
 from solvers.windows.relaxation.resources import add_resources
 from solvers.windows.relaxation.spans import add_spans
@@ -52,24 +51,6 @@ def build_relaxation(problem: Problem, detail: Discretization, should_stop: Call
         add_resources,
         add_makespan,
         add_conflicts,
-    )
-
-
-def build_ordered(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
-    """Build a restriction: rows 1 to 8 and those of `detail.ordered`, to find schedules.
-
-    Raises:
-        BuildStoppedError: `should_stop`, which is polled, returned True.
-    """
-    return compose(
-        ModelDraft(problem, detail, should_stop=should_stop),
-        variables(every_op),
-        window_rows,
-        add_spans,
-        add_memory_inside,
-        add_memory_of_repeats,
-        add_memory_in_order,
-        add_makespan,
     )
 
 

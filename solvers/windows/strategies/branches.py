@@ -102,7 +102,6 @@ class Branches(Strategy):
             search,
             branch.detail,
             search.clock.part(limit or branch.limit),
-            is_relaxation=True,
             from_best=not branch.detail.decided,
             prove=lambda overhead: self._prove(branch, overhead),
             should_stop=self._is_of_no_use(branch),

@@ -334,7 +334,7 @@ class FixAndOptimizeOptions(Strategy):
         self.near = NarrowModel(search, Discretization.whole(search.problem))
         # Alternatives are varied first, recomputations of the program once that gains nothing more.
         self.near.choose_from(i for i, sure in enumerate(search.problem.places.sure) if not sure)
-        self._strategies: list[Strategy] = []
+        self._strategies: list[SteppedStrategy] = []
         self._from: Trial | None = None  # the best schedule at the last ``_begin``
         self._none_left = False
 

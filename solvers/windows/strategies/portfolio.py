@@ -1,6 +1,6 @@
 """Portfolios of strategies for plain graphs, which share the time by their gains."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from solvers.problem import Problem
 from solvers.windows.decoding.refinement import even_windows
@@ -8,7 +8,6 @@ from solvers.windows.search import Search
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, NarrowModel, Restarts
 from solvers.windows.strategies.offloading import CoarseVariations, Polishing
 from solvers.windows.strategies.random_keys import RandomKeys
-from solvers.windows.strategies.refinement import refine
 from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, share_time
 
 
@@ -18,7 +17,6 @@ class Portfolio(Strategy):
     def __init__(self, search: Search) -> None:
         super().__init__(search)
         self.params = search.params.portfolio
-        self.detail = search.models.detail
         self.narrow = NarrowModel(search, search.models.coarse)
         self.random_keys = RandomKeys(search)
 
@@ -36,26 +34,16 @@ class Portfolio(Strategy):
         restarts = Restarts(search, self.narrow)
         if search.incumbent.best is None:
             share_time(search, [restarts], params, should_stop=lambda: found_or_enough(search))
-        strategies = self._improving(restarts)
         share_time(
             search,
-            strategies,
+            [FixAndOptimizeWindows(search, self.narrow), FixAndOptimizeOps(search, self.narrow), restarts],
             params,
             should_stop=search.stopping.enough,
             least=params.least_shares,
             spent=(0.0, 0.0, began_with),
         )
         self._repair()
-        slice_, exhausted, detail = params.first_slice, False, self.detail
-        while not (exhausted or search.stopping.enough()):
-            detail, exhausted = refine(search, detail, slice_, is_relaxation=False)
-            slice_ *= 2
         return False
-
-    def _improving(self, restarts: Restarts) -> Sequence[Strategy]:
-        """Return the strategies that improve a schedule, in the order of ``PortfolioParams.least_shares``."""
-        search, narrow = self.search, self.narrow
-        return [FixAndOptimizeWindows(search, narrow), FixAndOptimizeOps(search, narrow), restarts]
 
     def _repair(self) -> None:
         """Evict with random keys until that gains nothing more."""
@@ -97,7 +85,7 @@ class OffloadingPortfolio(Strategy):
         # Not before: with a good schedule without offloading as the incumbent, rough ones with offloading, which may become
         # better, would be given up.
         search.incumbent.release()
-        strategies: list[Strategy] = [evicting, varying, restarts]
+        strategies: list[SteppedStrategy] = [evicting, varying, restarts]
         if search.incumbent.best is None:
             narrow.begin()
             share_time(search, strategies, params.portfolio, should_stop=lambda: found_or_enough(search))

@@ -15,9 +15,9 @@ from solvers.problem import OBJECTIVE_SCALE
 from solvers.windows.decoding.decode import Trial, decoded, late_writers, read_solution
 from solvers.windows.decoding.encode import solution_of_trial, start_values
 from solvers.windows.decoding.expand import Solution
-from solvers.windows.decoding.refinement import halved, refined, where_it_waits, with_stages_in_order
+from solvers.windows.decoding.refinement import halved, refined, where_it_waits
 from solvers.windows.relaxation.discretization import Discretization, Model
-from solvers.windows.relaxation.models import build_ordered, build_relaxation
+from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import Search
 from solvers.windows.strategies.strategy import Strategy
 
@@ -79,7 +79,7 @@ class Relaxation(Strategy):
     def step(self, limit: float) -> bool:
         """Refine for about `limit`; return False once it is exhausted. Stopped models start from scratch."""
         search, first, self._begun = self.search, not self._begun, True
-        detail, exhausted = refine(search, search.models.detail, limit, is_relaxation=True, from_best=not first)
+        detail, exhausted = refine(search, search.models.detail, limit, from_best=not first)
         is_last = len(detail.ends) == search.problem.ops or search.problem.ops <= search.params.bound.small_ops
         search.models.detail = halved(detail) if exhausted and not (first or is_last) else detail
         return first or not (exhausted and is_last)
@@ -100,30 +100,26 @@ class Look:
     trial: Trial | None
 
 
-def refine(
-    search: Search, detail: Discretization, limit: float, *, is_relaxation: bool, from_best: bool = True
-) -> tuple[Discretization, bool]:
+def refine(search: Search, detail: Discretization, limit: float, *, from_best: bool = True) -> tuple[Discretization, bool]:
     """Solve and refine in turn; return the last discretization, and False if the limit came before nothing was left to refine.
 
     Args:
         from_best: start from the best schedule, if its values in the model are known.
     """
     clock = search.clock.part(limit)
-    done = search.stopping.solved if is_relaxation else search.stopping.satisfied
-    while not (done() or search.stopping.stopped()):
-        look = look_at(search, detail, clock, is_relaxation=is_relaxation, from_best=from_best)
+    while not (search.stopping.solved() or search.stopping.stopped()):
+        look = look_at(search, detail, clock, from_best=from_best)
         if look is None:
             return detail, False
         in_time = clock.now < limit
         if search.stopping.solved():
             more = search.clock.part(search.stopping.extra(search.clock.now))
-            look_at(search, detail, more, is_relaxation=is_relaxation, from_best=from_best)
+            look_at(search, detail, more, from_best=from_best)
             return detail, False
         if look.outcome is not Outcome.OPTIMAL:
             # The bound of a finer model would lag behind for long: this one gets more time.
             # If memory ended it, more time is useless.
-            again = is_relaxation and not in_time
-            return (detail if again else look.closer), look.outcome is Outcome.INFEASIBLE
+            return (look.closer if in_time else detail), look.outcome is Outcome.INFEASIBLE
         if look.closer == detail:
             return detail, True
         detail = look.closer
@@ -135,7 +131,6 @@ def look_at(
     detail: Discretization,
     clock: Clock,
     *,
-    is_relaxation: bool,
     from_best: bool = True,
     prove: Callable[[float], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -143,22 +138,21 @@ def look_at(
     """Build a model, solve it and offer its solutions; return None if it was stopped before there was a model.
 
     Args:
-        prove: gets the bounds of a relaxation; by default, ``Incumbent.prove``.
+        prove: gets the bounds; by default, ``Incumbent.prove``.
         should_stop: ends it, besides the search's own rule.
     """
     try:
-        model = _build(search, detail, is_relaxation=is_relaxation)
+        model = _build(search, detail)
     except BuildStoppedError:
         return None
-    prove = (prove or search.incumbent.prove) if is_relaxation else lambda _: None
-    look = _solve_model(search, model, clock, from_best=from_best, prove=prove, should_stop=should_stop or (lambda: False))
-    return replace(look, closer=replace(look.closer, ordered=detail.ordered)) if is_relaxation else look
+    prove, should_stop = prove or search.incumbent.prove, should_stop or (lambda: False)
+    return _solve_model(search, model, clock, from_best=from_best, prove=prove, should_stop=should_stop)
 
 
 def look_at_fractions(search: Search, detail: Discretization) -> tuple[float, dict[int, float]]:
     """Return the bound of the linear relaxation, as for ``Incumbent.prove``, and its values of z."""
     try:
-        model = _build(search, detail, is_relaxation=True)
+        model = _build(search, detail)
     except BuildStoppedError:
         return -np.inf, {}
     program = replace(model.program, integer=np.zeros_like(model.program.integer))
@@ -168,13 +162,10 @@ def look_at_fractions(search: Search, detail: Discretization) -> tuple[float, di
     return answer.bound, {} if values is None else {b: float(values[column]) for b, column in model.instead.items()}
 
 
-def _build(search: Search, detail: Discretization, *, is_relaxation: bool) -> Model:
+def _build(search: Search, detail: Discretization) -> Model:
+    search.progress.tell(f"bounding with {len(detail.ends)} windows")
     stopped = search.stopping.polled(_WORK_PER_ENTRY * POLL_EVERY, search.stopping.stopped)
-    if is_relaxation:
-        search.progress.tell(f"bounding with {len(detail.ends)} windows")
-        return build_relaxation(search.problem, detail, stopped)
-    search.progress.tell(f"searching in {len(detail.ends)} windows")
-    return build_ordered(search.problem, detail, should_stop=stopped)
+    return build_relaxation(search.problem, detail, stopped)
 
 
 def _solve_model(
@@ -239,5 +230,4 @@ def _offer(search: Search, model: Model, solution: Solution) -> tuple[Discretiza
     if trial.peak_bytes <= search.budget_bytes:
         ends = ends_of(search.problem.conflicts, search.problem.whole, trial.schedule)
         return (detail.split(ends) if ends else where_it_waits(detail, trial, params)), trial
-    closer = refined(detail, trial, search.budget_bytes, params)
-    return with_stages_in_order(closer, trial, search.budget_bytes, params), trial
+    return refined(detail, trial, search.budget_bytes, params), trial

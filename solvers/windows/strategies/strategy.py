@@ -46,7 +46,7 @@ class SteppedStrategy(Strategy):
 
 def share_time(
     search: Search,
-    strategies: Sequence[Strategy],
+    strategies: Sequence[SteppedStrategy],
     params: PortfolioParams,
     *,
     should_stop: Callable[[], bool],
@@ -68,7 +68,7 @@ def share_time(
         shares = [few + gain / (max(gained) + params.slow) for few, gain in zip(shares_of_idle, gained, strict=True)]
         chosen = min(range(len(strategies)), key=lambda i: took_so_far[i] / shares[i])
         before_s, began = incumbent.best_s, clock.now
-        is_open = strategies[chosen].step(params.first_slice)
+        is_open = strategies[chosen].step()
         took = clock.now - began
         gain = (before_s - incumbent.best_s) / before_s if before_s > 0 else 0.0
         fading = params.memory**took

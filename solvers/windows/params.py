@@ -84,9 +84,7 @@ class PortfolioParams:
     """Parameters of the portfolio and of the strategies in it.
 
     Attributes:
-        runs: evictions at a time;
-        idle_runs: without improvement before random keys pause;
-        idle_gain: relative improvement that counts as none.
+        idle_runs: evictions without improvement before random keys end.
         least_shares: of the time, for strategies that gain nothing: windows, ops, restarts;
         even_share: for any other.
         slow: relative gain in a unit of time below which all strategies get about the same time.
@@ -95,9 +93,7 @@ class PortfolioParams:
             than by default.
     """
 
-    runs: int = 20
     idle_runs: int = 200
-    idle_gain: float = 2e-5
     least_shares: tuple[float, float, float] = (0.25, 0.25, 0.05)
     even_share: float = 0.25
     slow: float = 1e-4

@@ -18,7 +18,6 @@ class Portfolio(Strategy):
         super().__init__(search)
         self.params = search.params.portfolio
         self.narrow = NarrowModel(search, search.models.coarse)
-        self.random_keys = RandomKeys(search)
 
     @staticmethod
     def applies(problem: Problem) -> bool:
@@ -42,19 +41,7 @@ class Portfolio(Strategy):
             least=params.least_shares,
             spent=(0.0, 0.0, began_with),
         )
-        self._repair()
         return False
-
-    def _repair(self) -> None:
-        """Evict with random keys until that gains nothing more."""
-        search, params = self.search, self.params
-        search.progress.tell("trying rules of eviction")
-        idle = 0
-        while idle < params.idle_runs and not search.stopping.enough():
-            before_s = search.incumbent.best_s
-            self.random_keys.guided(search.stopping.enough)
-            self.random_keys.varied(params.runs, search.stopping.enough)
-            idle = 0 if search.incumbent.best_s < before_s * (1 - params.idle_gain) else idle + params.runs
 
 
 class OffloadingPortfolio(Strategy):

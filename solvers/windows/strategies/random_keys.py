@@ -1,4 +1,4 @@
-"""Schedules by eviction with random keys.
+"""Schedules with transfers to the host, by eviction with random keys.
 
 An eviction rule takes milliseconds and never exceeds the budget, but does not look ahead; a solution of the relaxation considers
 the whole step, but its order exceeds the budget in places. So evict with a solution as guide: tensors that it hands over are
@@ -80,9 +80,7 @@ class RandomKeys:
         cost, size, distance = (float(e) for e in self._draw.choice(self.params.exponents, 3))
         exact = self._draw.random() < self.params.whole_share
         factor = 1.0 if exact else float(self._draw.uniform(*self.params.budget_factors))
-        rule = EvictionRule(cost, size, distance)
-        if self.problem.offloads:
-            rule = replace(rule, channel=float(self._draw.choice(self.params.prices)))
+        rule = EvictionRule(cost, size, distance, channel=float(self._draw.choice(self.params.prices)))
         return EvictionKeys(rule, factor, None, self._even)
 
     def variation(self, keys: EvictionKeys) -> EvictionKeys:
@@ -94,9 +92,7 @@ class RandomKeys:
         if draw.random() < params.rule_share:
             exponents = (keys.rule.cost, keys.rule.size, keys.rule.distance)
             cost, size, distance = (max(0.0, e + params.rule_step * float(draw.normal())) for e in exponents)
-            channel = keys.rule.channel
-            if self.problem.offloads:
-                channel *= math.exp(params.price_step * float(draw.normal()))
+            channel = keys.rule.channel * math.exp(params.price_step * float(draw.normal()))
             keys = replace(keys, rule=EvictionRule(cost, size, distance, channel=channel))
         if draw.random() < params.budget_share:
             keys = replace(keys, factor=keys.factor * math.exp(params.budget_step * float(draw.normal())))

@@ -120,12 +120,16 @@ def verdict(before: Row, now: Row) -> str:
     losses = (
         RANK.index(now.status) - RANK.index(before.status),
         _loss(now.time_s, before.time_s, math.inf),
-        _loss(before.bound_s, now.bound_s, -math.inf),
+        _loss(_bound(before), _bound(now), -math.inf),
     )
     close = CLOSE * (1.0 if before.time_s is None else before.time_s)
     if any(loss > close for loss in losses):
         return "worse"
     return "equal" if before == now else "better" if any(loss < -close for loss in losses) else "other"
+
+
+def _bound(row: Row) -> float | None:
+    return math.inf if row.status == "infeasible" else row.bound_s
 
 
 def _loss(one: float | None, other: float | None, unknown: float) -> float:

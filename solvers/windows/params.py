@@ -85,8 +85,8 @@ class PortfolioParams:
 
     Attributes:
         idle_runs: evictions without improvement before random keys end.
-        least_shares: of the time, for strategies that gain nothing: windows, ops, restarts;
-        even_share: for any other.
+        even_share: share of the time for a strategy that gains nothing, relative to 1 for the one that gains most;
+        restarts_share: for restarts, in graphs without transfers to the host.
         slow: relative gain in a unit of time below which all strategies get about the same time.
         memory: factor to past gains and durations per unit of time.
         pscost_minreliable: HiGHS's option: searches for schedules need many nodes rather than a bound, so less strong branching
@@ -94,8 +94,8 @@ class PortfolioParams:
     """
 
     idle_runs: int = 200
-    least_shares: tuple[float, float, float] = (0.25, 0.25, 0.05)
     even_share: float = 0.25
+    restarts_share: float = 0.05
     slow: float = 1e-4
     memory: float = 0.95
     pscost_minreliable: int = 1

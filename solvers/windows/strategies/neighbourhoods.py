@@ -23,7 +23,7 @@ from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import Search
 from solvers.windows.strategies.refinement import solve_part
 from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, tight_windows
-from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, share_time
+from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, even_shares, share_time
 
 Columns = list[int]
 
@@ -353,7 +353,7 @@ class FixAndOptimizeOptions(Strategy):
         while not (stop() or self._none_left):
             if not self._strategies:
                 self._begin()
-            share_time(search, self._strategies, search.params.portfolio, should_stop=stop)
+            share_time(search, even_shares(self._strategies, search.params.portfolio), search.params.portfolio, should_stop=stop)
             if not stop():  # all has been chosen again together
                 self._strategies = []
                 self._none_left = search.incumbent.best is self._from and not self.near.more_candidates()

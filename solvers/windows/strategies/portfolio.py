@@ -8,7 +8,7 @@ from solvers.windows.search import Search
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, NarrowModel, Restarts
 from solvers.windows.strategies.offloading import CoarseVariations, Polishing
 from solvers.windows.strategies.random_keys import RandomKeys
-from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, share_time
+from solvers.windows.strategies.strategy import Share, SteppedStrategy, Strategy, even_shares, share_time
 
 
 class Portfolio(Strategy):
@@ -32,15 +32,13 @@ class Portfolio(Strategy):
         began_with = search.clock.now - began
         restarts = Restarts(search, self.narrow)
         if search.incumbent.best is None:
-            share_time(search, [restarts], params, should_stop=lambda: found_or_enough(search))
-        share_time(
-            search,
-            [FixAndOptimizeWindows(search, self.narrow), FixAndOptimizeOps(search, self.narrow), restarts],
-            params,
-            should_stop=search.stopping.enough,
-            least=params.least_shares,
-            spent=(0.0, 0.0, began_with),
+            share_time(search, [Share(restarts, 1.0)], params, should_stop=lambda: found_or_enough(search))
+        shares = (
+            Share(FixAndOptimizeWindows(search, self.narrow), params.even_share),
+            Share(FixAndOptimizeOps(search, self.narrow), params.even_share),
+            Share(restarts, params.restarts_share, spent=began_with),
         )
+        share_time(search, shares, params, should_stop=search.stopping.enough)
         return False
 
 
@@ -75,10 +73,11 @@ class OffloadingPortfolio(Strategy):
         strategies: list[SteppedStrategy] = [evicting, varying, restarts]
         if search.incumbent.best is None:
             narrow.begin()
-            share_time(search, strategies, params.portfolio, should_stop=lambda: found_or_enough(search))
+            shares = even_shares(strategies, params.portfolio)
+            share_time(search, shares, params.portfolio, should_stop=lambda: found_or_enough(search))
         if search.incumbent.best is not None:
             strategies += [Polishing(search), FixAndOptimizeWindows(search, narrow), FixAndOptimizeOps(search, narrow)]
-            share_time(search, strategies, params.portfolio, should_stop=search.stopping.enough)
+            share_time(search, even_shares(strategies, params.portfolio), params.portfolio, should_stop=search.stopping.enough)
         return False
 
 

@@ -1,7 +1,8 @@
 """The interface of strategies, and the sharing of time between several."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -44,37 +45,45 @@ class SteppedStrategy(Strategy):
         return next(self._steps, _END) is not _END
 
 
-def share_time(
-    search: Search,
-    strategies: Sequence[SteppedStrategy],
-    params: PortfolioParams,
-    *,
-    should_stop: Callable[[], bool],
-    least: Sequence[float] | None = None,
-    spent: Sequence[float] | None = None,
-) -> None:
+@dataclass(slots=True, eq=False)
+class Share:
+    """A strategy and its share of the time of a portfolio.
+
+    Attributes:
+        idle: its share while it gains nothing, relative to 1 for the strategy that gains most.
+        spent: its time so far; earlier time counts less.
+        gained: its relative gain in the objective per unit of time; earlier gains count less.
+    """
+
+    strategy: SteppedStrategy
+    idle: float
+    spent: float = 0.0
+    gained: float = 0.0
+
+
+def even_shares(strategies: Iterable[SteppedStrategy], params: PortfolioParams) -> list[Share]:
+    """Return a share for each strategy, equal while none of them gains anything."""
+    return [Share(strategy, params.even_share) for strategy in strategies]
+
+
+def share_time(search: Search, shares: Iterable[Share], params: PortfolioParams, *, should_stop: Callable[[], bool]) -> None:
     """Take steps of several strategies until all have ended; those with larger recent gains get more of the time.
 
     The principle is that of adaptive large-neighbourhood search (Ropke and Pisinger, Transportation Science 2006).
-
-    Args:
-        least: for each strategy its share if it gains nothing, relative to 1 for the one that gains most; by default even.
-        spent: initial time of each; by default none.
     """
-    incumbent, clock = search.incumbent, search.clock
-    strategies, shares_of_idle = list(strategies), list(least or [params.even_share] * len(strategies))
-    gained, took_so_far = [0.0] * len(strategies), list(spent or [0.0] * len(strategies))
-    while strategies and not should_stop():
-        shares = [few + gain / (max(gained) + params.slow) for few, gain in zip(shares_of_idle, gained, strict=True)]
-        chosen = min(range(len(strategies)), key=lambda i: took_so_far[i] / shares[i])
+    incumbent, clock, active = search.incumbent, search.clock, list(shares)
+    while active and not should_stop():
+        most = max(share.gained for share in active) + params.slow
+        chosen = min(active, key=lambda share: share.spent / (share.idle + share.gained / most))
         before_s, began = incumbent.best_s, clock.now
-        is_open = strategies[chosen].step()
+        is_open = chosen.strategy.step()
         took = clock.now - began
         gain = (before_s - incumbent.best_s) / before_s if before_s > 0 else 0.0
         fading = params.memory**took
-        gained = [fading * g for g in gained]
-        took_so_far = [fading * s for s in took_so_far]
-        gained[chosen] += gain / took if np.isfinite(gain) and took > 0 else 0.0
-        took_so_far[chosen] += took
+        for share in active:
+            share.gained *= fading
+            share.spent *= fading
+        chosen.gained += gain / took if np.isfinite(gain) and took > 0 else 0.0
+        chosen.spent += took
         if not is_open:
-            del strategies[chosen], shares_of_idle[chosen], gained[chosen], took_so_far[chosen]
+            active.remove(chosen)

@@ -230,8 +230,8 @@ def test_with_copies_to_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_options_of_the_step_are_traced_and_measured(tmp_path: Path) -> None:
-    asked = ("--options", "in-place", "--methods", "windows", "--budgets", "90%", "--repeats", "1", "--passes", "1", "--jobs", "1")
-    assert main(["compare", SPEC, "--measure", *asked, "--quiet", "-o", str(tmp_path)]) == 0
+    asked = ("--options", "in-place", "--methods", "windows", "--budgets", "90%", "--repeats", "1", "--passes", "1")
+    assert main(["compare", SPEC, "--measure", *asked, "--jobs", "1", "--quiet", "-o", str(tmp_path)]) == 0
     rows = {row.key: row for row in read_rows(tmp_path / "rows.csv", ComparisonRow)}
     assert rows[RunBy.EXECUTOR, "windows", "90%"].exactness == "identical"
 

@@ -27,7 +27,7 @@ from solvers.windows.relaxation.models import compose
 from solvers.windows.search import Search
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, NarrowModel, Restarts
 from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, restricted_families, tight_windows
-from solvers.windows.strategies.strategy import SteppedStrategy, share_time
+from solvers.windows.strategies.strategy import SteppedStrategy, even_shares, share_time
 from tests.support.budgets import peak_bytes
 from tests.support.solvers.answers import ask
 
@@ -199,14 +199,16 @@ def search_for_faster() -> Any:
 def test_strategies_that_improve_get_more_time() -> None:
     search = search_for_faster()
     good, idle = Gaining(search, 1.0, 200), Gaining(search, 0.0, 200)
-    share_time(search, [good, idle], PARAMS.portfolio, should_stop=lambda: good.taken + idle.taken >= 120)
+    share_time(
+        search, even_shares([good, idle], PARAMS.portfolio), PARAMS.portfolio, should_stop=lambda: good.taken + idle.taken >= 120
+    )
     assert good.taken > idle.taken > 0
 
 
 def test_sharing_time_ends_when_all_strategies_have() -> None:
     search = search_for_faster()
     strategies = [Gaining(search, 0.0, count) for count in (1, 3, 0)]
-    share_time(search, strategies, PARAMS.portfolio, should_stop=lambda: False)
+    share_time(search, even_shares(strategies, PARAMS.portfolio), PARAMS.portfolio, should_stop=lambda: False)
     assert [strategy.taken for strategy in strategies] == [1, 3, 0]
 
 

@@ -29,15 +29,15 @@ def test_values_replace_defaults(tmp_path: Path) -> None:
         [first_schedule]
         rules = [{size = 0.5, gradients_stay = true}, {}]
         imitated = ["dtr"]
-        [portfolio]
-        least_shares = [0.1, 0.2, 0.3]
+        [random_keys]
+        budget_factors = [0.8, 1]
     """
     rules = (EvictionRule(size=0.5, gradients_stay=True), EvictionRule())
     expected = replace(
         DEFAULTS,
         bound=replace(DEFAULTS.bound, first_slice=3.0, most_bytes=1000),
         first_schedule=replace(DEFAULTS.first_schedule, rules=rules, imitated=("dtr",)),
-        portfolio=replace(DEFAULTS.portfolio, least_shares=(0.1, 0.2, 0.3)),
+        random_keys=replace(DEFAULTS.random_keys, budget_factors=(0.8, 1.0)),
     )
     assert read(text, tmp_path) == expected
     assert read("", tmp_path) == DEFAULTS
@@ -54,7 +54,7 @@ def test_values_replace_defaults(tmp_path: Path) -> None:
         ("[bound]\nfirst_slice = nan", "bound.first_slice is nan: must be a number, 0 or more"),
         ("[bound]\nfirst_slice = true", "bound.first_slice is True: must be a number, 0 or more"),
         ("[bound]\nsmall_ops = 30.0", "bound.small_ops is 30.0: must be a whole number, 0 or more"),
-        ("[portfolio]\nleast_shares = [0.1]", "portfolio.least_shares is [0.1]: must be an array of 3 values"),
+        ("[random_keys]\nbudget_factors = [0.1]", "random_keys.budget_factors is [0.1]: must be an array of 2 values"),
         ("[random_keys]\nexponents = 1", "random_keys.exponents is 1: must be an array"),
         ("[first_schedule]\nrules = [{price = 1}]", "there is no 'price' in first_schedule.rules[0]: choose from cost, size,"),
         ("[first_schedule]\nimitated = ['none']", "first_schedule.imitated has 'none': choose from keep-everything,"),
@@ -76,8 +76,8 @@ def test_invalid_parameters_raise_with_their_name(text: str, message: str, tmp_p
         (lambda: WindowsParams(bound=BoundParams(max_states="many")), "bound.max_states is 'many': must be a whole number"),
         (lambda: WindowsParams(bound={}), "bound is {}: must be BoundParams"),
         (
-            lambda: WindowsParams(portfolio=replace(DEFAULTS.portfolio, least_shares=[1.0])),
-            "least_shares is [1.0]: must be a tuple",
+            lambda: WindowsParams(random_keys=replace(DEFAULTS.random_keys, budget_factors=[1.0])),
+            "budget_factors is [1.0]: must be a tuple",
         ),
         (
             lambda: WindowsParams(first_schedule=replace(DEFAULTS.first_schedule, imitated=("windows",))),

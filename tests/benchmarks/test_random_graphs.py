@@ -29,6 +29,13 @@ def test_verdict_compares_rows_before_and_after(now: Row, expected: str) -> None
     assert verdict(ROW, now) == expected
 
 
+def test_a_proof_that_nothing_fits_is_better_than_a_bound() -> None:
+    unsolved = replace(ROW, status="limit", time_s=None, peak_bytes=None, steps=0)
+    infeasible = replace(unsolved, status="infeasible", bound_s=None)
+    assert verdict(unsolved, infeasible) == "better"
+    assert verdict(infeasible, unsolved) == "worse"
+
+
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(650, marks=pytest.mark.slow), 769])
 def test_results_of_the_forward_pass_are_waited_for(seed: int) -> None:
     (row,) = solved(("devices", seed))

@@ -64,7 +64,7 @@ def test_a_time_limit_that_has_passed() -> None:
 
 
 def test_without_memory_to_grow_there_is_still_a_schedule() -> None:
-    params = WindowsParams(bound=BoundParams(most_bytes=-1))
+    params = WindowsParams(bound=BoundParams(most_bytes=0))
     graph = transformer(TransformerSize(layers=2))
     budget = int(0.7 * peak_bytes(graph))
     result = solve(ask(graph, budget, time_limit_s=3, params=params))

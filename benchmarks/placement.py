@@ -21,7 +21,7 @@ from benchmarks.models.parts import Residual
 from benchmarks.solves import TOLERANCE
 from graphs.ir import Graph
 from graphs.options.passes import in_passes
-from graphs.options.surroundings import Link, OtherDevice, Surroundings
+from graphs.options.surroundings import OtherDevice, Surroundings
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
@@ -157,7 +157,7 @@ class Pair:
     def both(self, capacity_bytes: int | None) -> Graph:
         """Return the step with placement, and this capacity of the other memory, None for no limit."""
         second = replace(self.second, capacity_bytes=capacity_bytes)
-        return with_options(self.main, ("placement",), Surroundings(Link.even(1.0), others=(second,)))
+        return with_options(self.main, ("placement",), Surroundings(others=(second,)))
 
 
 def pair_of(step: Workload, pair: str) -> Pair:

@@ -121,7 +121,8 @@ class OptionSettings:
         """
         around = None
         if self.offloads or self.places:
-            around = Surroundings(self.link(graph.provenance).link, self.host_bytes, self._devices(graph.provenance))
+            link = self.link(graph.provenance).link if self.offloads else None
+            around = Surroundings(link, self.host_bytes, self._devices(graph.provenance))
         return with_options(graph, self.names, around, exact_ops(graph) if self.exact else None)
 
     def recorded(self, graph: Graph) -> dict[str, object]:
@@ -234,7 +235,7 @@ def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
     names, only = recorded_options(settings), _recorded_exact(settings)
     known, others = recorded_link(settings), decode_devices(settings)
     if known is None:
-        return with_options(graph, names, Surroundings(Link.even(1.0), others=others) if others else None, only)
+        return with_options(graph, names, Surroundings(others=others) if others else None, only)
     host_bytes = settings.get("host_budget_bytes")
     if not isinstance(host_bytes, int):
         raise _edited(f"the options {names!r} with {host_bytes!r} bytes of host memory")

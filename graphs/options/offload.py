@@ -65,7 +65,9 @@ class Offloads:
 NO_OFFLOADS = Offloads(MappingProxyType({}))
 
 
-def _why_not(graph: Graph, _surroundings: Surroundings) -> str:
+def _why_not(graph: Graph, surroundings: Surroundings) -> str:
+    if surroundings.link is None:
+        return "offload needs the link to the host: Surroundings(link=...)"
     if on_devices_alone(graph):
         return ""
     return "offload cannot be added to a graph that already has other pools or streams: add it once, and after placement"
@@ -82,13 +84,14 @@ def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
     # An op that draws from a state first writes it, and would have to wait for its transfer.
     made = [t for t in made if t.kind is not Kind.RANDOM_STATE and _is_read(graph, t)]
     large = [t for t in made if t.size_bytes >= LEAST_BYTES]
-    builder = OptionBuilder(graph)
+    builder, link = OptionBuilder(graph), surroundings.link
+    assert link is not None  # else the graph is not accepted
     for t in large or made:
         copy = builder.add_copy(t, HOST)
-        builder.add_transfer(t, t.id, copy, surroundings.link.out)
-        builder.add_transfer(t, copy, t.id, surroundings.link.back)
+        builder.add_transfer(t, t.id, copy, link.out)
+        builder.add_transfer(t, copy, t.id, link.back)
     # The host computes nothing: only the channel that fills its pool waits for space.
-    builder.pools.append(Pool(HOST, surroundings.link.out.stream, surroundings.host_bytes))
+    builder.pools.append(Pool(HOST, link.out.stream, surroundings.host_bytes))
     return builder.graph()
 
 

@@ -116,13 +116,13 @@ class GraphOption(Option):
     """An option that can be applied to any graph when it is solved.
 
     Attributes:
-        need: knowledge about the machine that it needs.
+        need: knowledge about the machine that it needs; None for an option of the device alone.
         last: True if its ops come after those of all other options.
         accepts: returns why a graph cannot have it; "" if it can.
         apply: the rewrite of an accepted graph.
     """
 
-    need: Need
+    need: Need | None = None
     last: bool = False
     accepts: Callable[[Graph, Surroundings], str]
     apply: Callable[[Graph, Surroundings], Graph]

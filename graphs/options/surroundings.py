@@ -106,7 +106,7 @@ class Surroundings:
     """The host, the link to it, and other devices.
 
     Attributes:
-        link: between the device and the host.
+        link: between the device and the host; None if nothing is transferred there.
         host_bytes: pinned memory on the host that a step may use; None for no limit.
         others: devices that ops may be placed on (``graphs.options.placement``).
 
@@ -114,7 +114,7 @@ class Surroundings:
         GraphError: an impossible value.
     """
 
-    link: Link
+    link: Link | None = None
     host_bytes: int | None = None
     others: tuple[OtherDevice, ...] = ()
 

@@ -207,8 +207,7 @@ def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
     offered = movable(graph, device)
     proved_bytes, found_bytes = None, None
     if offered:
-        around = Surroundings(Link.even(1.0), others=(device,))
-        proved_bytes, found_bytes = _least_with(PLACEMENT.added_to(graph, around))
+        proved_bytes, found_bytes = _least_with(PLACEMENT.added_to(graph, Surroundings(others=(device,))))
     return DeviceFacts(
         ops=len(offered),
         inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),

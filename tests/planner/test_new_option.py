@@ -14,9 +14,14 @@ import torch
 from torch import nn
 
 import planner
-from graphs.errors import UsageError
+from graphs.errors import PlannerError, UsageError
 from graphs.io.formats import read_graph, write_graph
+from graphs.ir import Graph
+from graphs.options.option import GraphOption
+from graphs.options.surroundings import Surroundings
+from graphs.options.transfers import OptionBuilder
 from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_training_step
 from planner import running
 from planner.capture import options
 from planner.capture.options import OPTIONS, register, with_options
@@ -83,6 +88,31 @@ def test_it_trains() -> None:
     loss_fn(reference(batch[0]), batch[1]).backward()
     for ours, eager in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, eager.grad, rtol=0.05, atol=1e-3)
+
+
+def _with_faster_ops(graph: Graph, _surroundings: Surroundings) -> Graph:
+    builder = OptionBuilder(graph)
+    for op in graph.program:
+        faster = replace(op, name=f"{op.name}_fast", target="fast", time_s=op.time_s / 2, optional=True, replaces=(op.id,))
+        builder.add_op(replace(faster, overwrites=(), workspace_bytes=op.workspace_bytes + 1_000_000))
+    return builder.graph()
+
+
+FAST = GraphOption(name="fast", description="ops may be faster", accepts=lambda graph, surroundings: "", apply=_with_faster_ops)
+
+
+def test_an_option_of_the_device_alone_needs_no_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(options._registered, FAST.name, FAST)
+    graph = random_training_step(3, 12)
+    alone, offloading = (planner.solve(graph, "75%", options=named, work_limit=2.0) for named in (["fast"], ["fast", "offload"]))
+    assert alone.time_s < planner.solve(graph, "75%", work_limit=2.0).time_s
+    assert offloading.time_s <= alone.time_s * 1.01
+    assert "link" not in alone.settings and "link" in offloading.settings
+    assert planner.solve(graph, "100%", options=["fast"], solver="monet", time_limit_s=20).time_s < graph.time_s
+    with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
+        planner.solve(graph, "75%", options=["fast"], solver="dtr")
+    with pytest.raises(UsageError, match="the option 'offload' needs to know the link to the host"):
+        with_options(graph, ["fast", "offload"])
 
 
 @pytest.mark.usefixtures("_registered")

@@ -85,7 +85,8 @@ def needs(names: Sequence[str]) -> frozenset[Need]:
     Raises:
         UsageError: there is no such option.
     """
-    return frozenset(option.need for option in map(option_called, names) if isinstance(option, GraphOption))
+    options = map(option_called, names)
+    return frozenset(option.need for option in options if isinstance(option, GraphOption) and option.need is not None)
 
 
 def needing(need: Need) -> tuple[str, ...]:
@@ -166,9 +167,9 @@ def with_options(
         graph = holding_ops(graph, only)
     added = [option for option in map(option_called, names) if isinstance(option, GraphOption)]
     for option in sorted(added, key=lambda option: option.last):
-        if surroundings is None:
+        if surroundings is None and option.need is not None:
             raise UsageError(f"the option {option.name!r} needs to know {option.need}")
-        graph = option.added_to(graph, surroundings)
+        graph = option.added_to(graph, surroundings or Surroundings())
     for name, number in map(parsed, names):
         if number is not None and (argument := OPTIONS[name].argument) is not None:
             graph = argument.limited(graph, number)

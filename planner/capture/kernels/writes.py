@@ -14,7 +14,6 @@ from planner.torch_private.core import OpOverload, OpOverloadPacket
 
 # Arguments of Triton kernels that Inductor generates: results, in-place results, workspaces.
 _WRITTEN = re.compile(r"(out_ptr|in_out_ptr|ws_ptr|sem_ptr)\d*$")
-_MUTATED = re.compile(r"'mutated_arg_names': (\[[^\]]*\])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +87,11 @@ def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
             signature: list[str] = ast.literal_eval(types)
             written = (i for i, declared in enumerate(signature) if "*" in declared and not declared.startswith("const "))
         # Triton kernels of the model itself do not declare their writes, and are refused.
-        case "triton", [ast.Constant(value=kernel), ast.Constant(value=str(source)), *_] if mutated := _MUTATED.search(source):
-            names = set(ast.literal_eval(mutated[1]))
+        case "triton", [ast.Constant(value=kernel), ast.Constant(value=str(source)), *_] if (
+            names := _mutated_names(module := ast.parse(source))
+        ) is not None:
             # Kernels with scans have further functions: those that combine two elements.
-            function = next(f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef) and f.name == kernel)
+            function = next(f for f in module.body if isinstance(f, ast.FunctionDef) and f.name == kernel)
             parameters = [parameter.arg for parameter in function.args.args]
             written = (i for i, p in enumerate(parameters) if p in names or _WRITTEN.match(p))
         case _:
@@ -100,6 +100,16 @@ def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
                 "kernels='eager'"
             )
     return Writes(positions=frozenset(written))
+
+
+def _mutated_names(module: ast.Module) -> frozenset[str] | None:
+    """Return the arguments that a Triton kernel of Inductor's declares as mutated; None if it declares none."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == "mutated_arg_names":
+                    return frozenset(ast.literal_eval(value))
+    return None
 
 
 def _drops_nothing(op: OpOverload, call: ast.Call) -> bool:

@@ -70,6 +70,11 @@ class Branches(Strategy):
         if self.ways:
             self._look_at_fractions(self.all[0])
 
+    @staticmethod
+    def applies(problem: Problem) -> bool:
+        """Return True if the problem has optional ops other than transfers to the host."""
+        return not problem.places.plain
+
     @property
     def closed(self) -> bool:
         """True if no branch can raise the bound."""

@@ -19,7 +19,7 @@ import torch
 import planner
 from benchmarks.command import Setting, benchmark, one_thread
 from graphs.units import format_bytes
-from planner import options
+from planner import argument_types
 from planner.capture.options.traced import with_graph
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -179,7 +179,9 @@ STUDY = Study(
     order=listed(model=MODELS, budget=BUDGETS, library=_VARIABLES),
     pages={"table.md": partial(markdown, columns=TABLE)},
 )
-main = benchmark(STUDY, __doc__, models=MODELS, out="results/arena", repeats=Setting(20, "steps timed of each", options.count))
+main = benchmark(
+    STUDY, __doc__, models=MODELS, out="results/arena", repeats=Setting(20, "steps timed of each", argument_types.count)
+)
 
 
 if __name__ == "__main__":

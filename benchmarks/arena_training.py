@@ -23,7 +23,7 @@ from benchmarks.arena import given_bytes
 from benchmarks.command import Setting, benchmark, one_thread
 from benchmarks.process_memory import resident_bytes
 from graphs.units import format_bytes
-from planner import options
+from planner import argument_types
 from planner.models import build
 from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import idle_pages_stay
@@ -250,7 +250,7 @@ main = benchmark(
     __doc__,
     models=MODELS,
     out="results/arena_training",
-    repeats=Setting(20, "steps timed of each", options.count),
+    repeats=Setting(20, "steps timed of each", argument_types.count),
 )
 
 

@@ -19,7 +19,7 @@ from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.compiled_case import ATEN, IN_ARENA, OURS, REFERENCE, CompiledRow, Settings, compare_compiled
 from benchmarks.models import huggingface_models as hf
 from graphs.units import format_bytes, format_seconds
-from planner import options
+from planner import argument_types
 from planner.models import Workload, build
 from planner.studies.experiment import Study
 from planner.studies.rows import listed
@@ -220,7 +220,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__, CompiledRow, models=MODELS, out="results/compiled")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=best, help="where to train (default here: %(default)s)")
-    parser.add_argument("--repeats", type=options.count, default=31, help="turns that are timed (default: %(default)s)")
+    parser.add_argument("--repeats", type=argument_types.count, default=31, help="turns that are timed (default: %(default)s)")
     arguments = parser.parse_args(words)
     one_thread()
     models = list(arguments.models)

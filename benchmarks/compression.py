@@ -26,7 +26,7 @@ from graphs.options.compress import VARIANCE
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio
-from planner import options, tracing
+from planner import argument_types, tracing
 from planner.attributes import attributes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
@@ -283,7 +283,7 @@ main = benchmark(
     __doc__,
     models=CASES,
     out="results/compression",
-    steps=Setting(300, "of each curve", options.count),
+    steps=Setting(300, "of each curve", argument_types.count),
     seed=Setting(0, "of weights, data and random state"),
 )
 

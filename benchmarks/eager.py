@@ -24,7 +24,7 @@ from benchmarks.command import add_names, carry_out, command_line, one_thread
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from graphs.units import format_seconds
-from planner import options
+from planner import argument_types
 from planner.attributes import attributes
 from planner.eager.session import rematerialize
 from planner.models import build
@@ -301,7 +301,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure the missing models; write rows and table."""
     parser = command_line(__doc__, EagerRow, out="results/eager")
     add_names(parser, "--models", MODELS, ",".join(ON_CPU))
-    parser.add_argument("--steps", type=options.count, default=3, help="steps timed of each (default: %(default)s)")
+    parser.add_argument("--steps", type=argument_types.count, default=3, help="steps timed of each (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     add_names(parser, "--ways", WAYS)
     arguments = parser.parse_args(words)

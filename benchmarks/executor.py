@@ -17,7 +17,7 @@ import torch
 from benchmarks.command import Setting, benchmark
 from graphs.schedule import keep_everything
 from graphs.units import format_seconds
-from planner import options
+from planner import argument_types
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
@@ -113,7 +113,9 @@ TABLE = (
 
 
 STUDY = Study(ExecutorRow, measure, order=listed(model=MODELS), pages={"table.md": partial(markdown, columns=TABLE)})
-main = benchmark(STUDY, __doc__, models=MODELS, out="results/executor", repeats=Setting(40, "steps timed of each", options.count))
+main = benchmark(
+    STUDY, __doc__, models=MODELS, out="results/executor", repeats=Setting(40, "steps timed of each", argument_types.count)
+)
 
 
 if __name__ == "__main__":

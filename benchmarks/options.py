@@ -20,7 +20,7 @@ from benchmarks.solves import modelled, solved
 from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.simulate import simulate
-from planner import options
+from planner import argument_types
 from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.capture.options import OPTIONS, check_options, holding, needs, traced_options
@@ -147,9 +147,13 @@ OFFERS = Study(
 def main(words: Sequence[str] | None = None) -> int:
     """Make the missing rows; write rows and tables."""
     parser = command_line(__doc__, OptionsRow, models=(*MODELS, *MEASURED), out="results/options")
-    parser.add_argument("--options", type=options.names, default=",".join(NAMES), help="with commas (default: %(default)s)")
-    parser.add_argument("--seconds", type=options.duration, default=LIMIT_S, help="for each solve (default: %(default)g)")
-    parser.add_argument("--work", type=options.work, help="instead of seconds, units of work: a busy machine changes no row")
+    parser.add_argument(
+        "--options", type=argument_types.names, default=",".join(NAMES), help="with commas (default: %(default)s)"
+    )
+    parser.add_argument("--seconds", type=argument_types.duration, default=LIMIT_S, help="for each solve (default: %(default)g)")
+    parser.add_argument(
+        "--work", type=argument_types.work, help="instead of seconds, units of work: a busy machine changes no row"
+    )
     arguments = parser.parse_args(words)
     names = arguments.options
     check_options(names)

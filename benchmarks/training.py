@@ -23,7 +23,7 @@ from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.solves import least_bytes
 from benchmarks.training_loop import Loop, Recipe, batches
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner import options, tracing
+from planner import argument_types, tracing
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.models import Workload, build
@@ -270,7 +270,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__, TrainingRow, models=RECIPES["cpu"], out="results/training")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=tuple(RECIPES), default=best, help="where to train (default here: %(default)s)")
-    parser.add_argument("--steps", type=options.count, default=50, help="of each loop (default: %(default)s)")
+    parser.add_argument("--steps", type=argument_types.count, default=50, help="of each loop (default: %(default)s)")
     arguments = parser.parse_args(words)
     one_thread()
     if arguments.device == "cuda":

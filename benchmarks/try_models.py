@@ -22,7 +22,7 @@ from benchmarks.runner import SEED, Runner, take_turns, whole_step
 from benchmarks.solves import least_bytes
 from graphs.errors import PlannerError, first_line, typed_line
 from graphs.units import format_bytes
-from planner import options, tracing
+from planner import argument_types, tracing
 from planner.models import Workload
 from planner.plans.summary import summarize
 from planner.runtime.machine import ROOT
@@ -392,7 +392,9 @@ def trying(
     def main(words: Sequence[str] | None = None) -> int:
         names = [f"{source}/{model}" for source, models in sources().items() for model in models]
         parser = command_line(description, study.row, models=names, out=out)
-        parser.add_argument("--repeats", type=options.count, default=9, help="steps timed of each way (default: %(default)s)")
+        parser.add_argument(
+            "--repeats", type=argument_types.count, default=9, help="steps timed of each way (default: %(default)s)"
+        )
         arguments = parser.parse_args(words)
         one_thread()
         tried = replace(

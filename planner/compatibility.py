@@ -12,7 +12,7 @@ from planner.capture.options import OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
-class Conflict:
+class Incompatibility:
     """Two things that exclude each other.
 
     Attributes:
@@ -30,79 +30,81 @@ class Conflict:
 
 
 _OF_FEATURES = (
-    Conflict(
+    Incompatibility(
         Feature.CUDA_GRAPH,
         Feature.VARYING_SIZES,
         "a CUDA graph keeps its memory, and there would be one for each size: leave out cuda_graph=True, or dynamic=True and pad "
         "the batches",
     ),
-    Conflict(
+    Incompatibility(
         Feature.CUDA_GRAPH,
         Feature.REPLAN,
         "a CUDA graph keeps its memory, and there would be one for each plan: leave out replan=True",
     ),
-    Conflict(
+    Incompatibility(
         Feature.CUDA_GRAPH, Feature.SEVERAL_PROCESSES, "CUDA graphs work in a single process only: leave out cuda_graph=True"
     ),
-    Conflict(Feature.CUDA_GRAPH, Feature.ON_CPU, "a CUDA graph needs a model on a CUDA device: leave out cuda_graph=True"),
-    Conflict(
+    Incompatibility(Feature.CUDA_GRAPH, Feature.ON_CPU, "a CUDA graph needs a model on a CUDA device: leave out cuda_graph=True"),
+    Incompatibility(
         Feature.VARYING_SIZES,
         Feature.SEVERAL_PROCESSES,
         "plans for several sizes work in a single process only: leave out dynamic=True, and pad the batches",
     ),
-    Conflict(
+    Incompatibility(
         Feature.REPLAN,
         Feature.SEVERAL_PROCESSES,
         "one process cannot replan while the others wait for it: leave out replan=True",
     ),
-    Conflict(Feature.ARENA, Feature.CUDA_GRAPH, "a CUDA graph has memory of its own, at fixed addresses: leave out arena=True"),
-    Conflict(
+    Incompatibility(
+        Feature.ARENA, Feature.CUDA_GRAPH, "a CUDA graph has memory of its own, at fixed addresses: leave out arena=True"
+    ),
+    Incompatibility(
         Feature.ARENA,
         Feature.SHARED_GPU,
         "an arena there works with PyTorch's CPU allocator only: leave it out, and set "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     ),
-    Conflict(
+    Incompatibility(
         Feature.ARENA,
         Feature.MAX_OVERHEAD,
         "the search for the least memory plans no addresses: give budget= instead of max_overhead=",
     ),
-    Conflict(
+    Incompatibility(
         Feature.MAX_OVERHEAD,
         Feature.INDUCTOR,
         "steps of Inductor's kernels are compiled for a budget: give budget= instead of max_overhead=",
     ),
-    Conflict(
+    Incompatibility(
         Feature.RESERVED,
         Feature.MAX_OVERHEAD,
         "the search for the least memory counts allocated bytes: leave out memory=; the plan says how much is reserved",
     ),
-    Conflict(
+    Incompatibility(
         Feature.RESERVED,
         Feature.ON_CPU,
         "PyTorch's CPU allocator reserves no memory in advance: leave it out, or give memory='allocated'",
     ),
-    Conflict(
+    Incompatibility(
         Feature.VARYING_SIZES,
         Feature.TORCH_COMPILE,
         "each size gets a plan of its own, for fixed sizes: leave out dynamic=True and mark_dynamic",
     ),
-    Conflict(
+    Incompatibility(
         Feature.HOST_SHARE,
         Feature.SEVERAL_PROCESSES,
         "each process would take this share of the same free memory: give an amount for each, such as host_budget='8GB'",
     ),
-    Conflict(
+    Incompatibility(
         Feature.ROOFLINE,
         Feature.INDUCTOR,
         "a roofline models ATen's ops, and Inductor's kernels must be measured: leave out roofline=",
     ),
-    Conflict(
+    Incompatibility(
         Feature.ROOFLINE,
         Feature.OTHER_DEVICES,
         "with a roofline nothing is run, so ops cannot be measured on other devices: leave one of them out",
     ),
-    Conflict(
+    Incompatibility(
         Feature.ROOFLINE,
         Feature.MEASURED_LINK,
         "with a roofline nothing is run, so the link cannot be measured: leave one of them out; without a link, the published "
@@ -111,10 +113,10 @@ _OF_FEATURES = (
 )
 
 
-def conflicts() -> tuple[Conflict, ...]:
+def conflicts() -> tuple[Incompatibility, ...]:
     """Return the table: conflicts of each graph option, then those between features."""
     refused = (
-        Conflict(option.name, feature, option.refused[feature])
+        Incompatibility(option.name, feature, option.refused[feature])
         for feature in Feature
         for option in OPTIONS.values()
         if feature in option.refused

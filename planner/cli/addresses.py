@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import BudgetError
 from graphs.units import format_bytes, format_ratio, format_seconds, parse_budget
-from planner import options
+from planner import argument_types
 from planner.attributes import attributes
 from planner.cli.arguments import (
     DONE,
@@ -48,13 +48,13 @@ def add(commands: Commands) -> None:
         metavar="SIZE",
         help="bytes of the arena: 1048576, 8GB (10^9) or 7.5GiB (2^30) (default: find the smallest)",
     )
-    parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="the addresses to write (.csv)")
+    parser.add_argument("-o", "--output", type=argument_types.output, metavar="FILE", help="the addresses to write (.csv)")
     limits = parser.add_mutually_exclusive_group()
     add_time_limit(
         limits, said="stop after this time with the best found so far: 90, 90s, 10m or 1.5h (default: 1m)", default=60.0
     )
     add_work_limit(limits, said="the same addresses on every run and machine")
-    parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="seed of random choices (default: 0)")
+    parser.add_argument("--seed", type=argument_types.seed, default=0, metavar="N", help="seed of random choices (default: 0)")
 
 
 def run(arguments: argparse.Namespace) -> int:

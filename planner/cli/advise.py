@@ -2,7 +2,7 @@
 
 import argparse
 
-from planner import options
+from planner import argument_types
 from planner.attributes import attributes
 from planner.cli.arguments import (
     DONE,
@@ -32,11 +32,11 @@ def add(commands: Commands) -> None:
         "  planner advise examples/own_model.py:build,batch=64 --device cuda --optimizer adamw\n"
         "  planner advise zoo:gpt2,batch=8 --roofline h100 --options offload,chunks --link 50GB/s --host-budget 64GB",
     )
-    parser.add_argument("model", metavar="MODEL", type=options.model, help=MODEL_HELP)
+    parser.add_argument("model", metavar="MODEL", type=argument_types.model, help=MODEL_HELP)
     add_how_to_trace(parser)
     parser.add_argument(
         "--options",
-        type=options.names,
+        type=argument_types.names,
         metavar="NAMES",
         help="options to try, each alone (default: offload and all that are found in the step; compress with --roofline only)",
     )

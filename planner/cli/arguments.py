@@ -12,7 +12,7 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from graphs.optimizers import OPTIMIZERS
-from planner import options
+from planner import argument_types
 from planner.attributes import attributes
 from planner.capture.options import OPTIONS, traced_options
 from planner.memory import CountedMemory
@@ -89,7 +89,7 @@ def add_solver(parser: Parser) -> None:
     """Add the option for the solver."""
     parser.add_argument(
         "--solver",
-        type=options.solver,
+        type=argument_types.solver,
         default="windows",
         metavar="NAME",
         help="windows (the fastest schedule, with a proof), or a baseline: keep-everything, checkpoint-blocks, sac, "
@@ -100,7 +100,7 @@ def add_solver(parser: Parser) -> None:
 def add_workers(parser: Parser, *, said: str) -> None:
     """Add the options for the number of parallel solves, or for a cluster; `said` describes the solves."""
     workers = parser.add_mutually_exclusive_group()
-    workers.add_argument("--jobs", type=options.count, metavar="N", help=f"{said} at a time (default: {JOBS})")
+    workers.add_argument("--jobs", type=argument_types.count, metavar="N", help=f"{said} at a time (default: {JOBS})")
     workers.add_argument(
         "--cluster",
         metavar="ADDRESS",
@@ -110,14 +110,14 @@ def add_workers(parser: Parser, *, said: str) -> None:
 
 def add_time_limit(parser: "argparse._ActionsContainer", *, said: str, default: float | None = None) -> None:
     """Add a time limit; `said` is the help on it."""
-    parser.add_argument("--time-limit", type=options.duration, default=default, metavar="TIME", help=said)
+    parser.add_argument("--time-limit", type=argument_types.duration, default=default, metavar="TIME", help=said)
 
 
 def add_total_time_limit(parser: Parser, *, said: str, default: float) -> None:
     """Add the time limit of several solves, which by default holds if there is none for each; `said` is the help on it."""
     parser.add_argument(
         "--total-time-limit",
-        type=options.duration,
+        type=argument_types.duration,
         metavar="TIME",
         help=f"{said} (default: {default:.0f}s, and none with --time-limit)",
     )
@@ -146,7 +146,7 @@ def study_settings(arguments: argparse.Namespace, *, time_limit_s: float, total_
 def add_work_limit(parser: "argparse._ActionsContainer", *, said: str) -> None:
     """Add a limit of work in place of time; `said` is the help on what it is for."""
     help_text = f"count work instead of time, about a second each: {said}"
-    parser.add_argument("--work-limit", type=options.work, metavar="WORK", help=help_text)
+    parser.add_argument("--work-limit", type=argument_types.work, metavar="WORK", help=help_text)
 
 
 def add_memory(parser: Parser) -> None:
@@ -174,7 +174,7 @@ def counted_memory(arguments: argparse.Namespace) -> CountedMemory:
 
 def add_tolerance(parser: Parser, *, said: str = "0.1%% or 0.001 (default: 0.1%%)", default: float | Tolerance = 1e-3) -> None:
     """Add the tolerance on the gap of a schedule; `said` is the help on it."""
-    parser.add_argument("--tolerance", type=options.fraction, default=default, metavar="GAP", help=said)
+    parser.add_argument("--tolerance", type=argument_types.fraction, default=default, metavar="GAP", help=said)
 
 
 def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
@@ -211,7 +211,7 @@ def graph_options(arguments: argparse.Namespace) -> OptionSettings:
 def _add_options(parser: Parser, offered: Sequence[str], said: str) -> None:
     parser.add_argument(
         "--options",
-        type=options.names,
+        type=argument_types.names,
         default=(),
         metavar="NAMES",
         help=f"{said}: {', '.join(offered)}; planner options describes each",
@@ -227,14 +227,14 @@ def add_copying(parser: Parser) -> None:
     """Add the options that describe the machine for transfers."""
     parser.add_argument(
         "--link",
-        type=options.rate,
+        type=argument_types.rate,
         metavar="RATE",
         help="bytes a second of transfers to host memory, and at the same time back (default: as measured, or published for "
         f"the device, else {LINK})",
     )
     parser.add_argument(
         "--host-budget",
-        type=options.budget,
+        type=argument_types.budget,
         metavar="SIZE",
         help="host memory for offloaded tensors: 64GB, or 50%% of what is free (default: 50%%)",
     )
@@ -252,8 +252,10 @@ def add_how_to_trace(parser: Parser) -> None:
         help="count its state in memory (default: none)",
     )
     parser.add_argument("--accumulate", action="store_true", help="count gradients of earlier batches too")
-    parser.add_argument("--passes", type=options.count, default=5, metavar="N", help="times each op is measured (default: 5)")
-    parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="for weights and batch (default: 0)")
+    parser.add_argument(
+        "--passes", type=argument_types.count, default=5, metavar="N", help="times each op is measured (default: 5)"
+    )
+    parser.add_argument("--seed", type=argument_types.seed, default=0, metavar="N", help="for weights and batch (default: 0)")
 
 
 def tracing(arguments: argparse.Namespace, **changes: Any) -> Tracing:

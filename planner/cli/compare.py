@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
-from planner import options
+from planner import argument_types
 from planner.cli.arguments import (
     DONE,
     INTERRUPTED,
@@ -62,7 +62,7 @@ def add(commands: Commands) -> None:
     budgets = ("90%", "70%", "50%", "30%")
     parser.add_argument(
         "--budgets",
-        type=options.budget_list,
+        type=argument_types.budget_list,
         default=budgets,
         metavar="LIST",
         help="amounts, or shares of what plain eager PyTorch takes (default: 90%%,70%%,50%%,30%%)",
@@ -77,7 +77,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--measure", action="store_true", help="run the schedules of MODEL, and PyTorch's own methods, and measure all of them"
     )
-    parser.add_argument("--repeats", type=options.count, default=5, metavar="N", help="steps timed with --measure (default: 5)")
+    parser.add_argument(
+        "--repeats", type=argument_types.count, default=5, metavar="N", help="steps timed with --measure (default: 5)"
+    )
     add_workers(parser, said="rows computed")
     add_time_limit(parser, said=f"for each row: 90, 90s, 10m (default: {_ROW_S:.0f}s)")
     add_total_time_limit(

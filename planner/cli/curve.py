@@ -4,7 +4,7 @@ import argparse
 import math
 from pathlib import Path
 
-from planner import options
+from planner import argument_types
 from planner.cli.arguments import (
     DONE,
     INFEASIBLE,
@@ -46,13 +46,13 @@ def add(commands: Commands) -> None:
     parser.add_argument("graph", metavar="GRAPH", help="what planner trace wrote")
     parser.add_argument(
         "--budgets",
-        type=options.budgets,
+        type=argument_types.budgets,
         default=10,
         metavar="N|LIST",
         help="how many, from the least feasible to what plain eager PyTorch takes, or a list of amounts and shares of the "
         "latter (default: 10)",
     )
-    parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="CSV to write")
+    parser.add_argument("-o", "--output", type=argument_types.output, metavar="FILE", help="CSV to write")
     parser.add_argument("--plot", metavar="FILE", help="figure to write (.png, .pdf, .svg)")
     add_workers(parser, said="budgets solved")
     add_solver(parser)

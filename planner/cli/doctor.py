@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict
 
-from planner import options
+from planner import argument_types
 from planner.cli.arguments import DONE, FAILED, MODEL_HELP, Commands, add_command, print_result
 
 
@@ -15,7 +15,7 @@ def add(commands: Commands) -> None:
         "check versions, packages, devices, memory and the link, and whether a model can be captured",
         "exit codes: 0 nothing is wrong, 1 something is\n\nexamples:\n  planner doctor\n  planner doctor my_model.py:build",
     )
-    parser.add_argument("model", metavar="MODEL", type=options.model, nargs="?", help=MODEL_HELP)
+    parser.add_argument("model", metavar="MODEL", type=argument_types.model, nargs="?", help=MODEL_HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from planner import options
+from planner import argument_types
 from planner.cli.arguments import DONE, Commands, add_command, add_quiet, print_written
 
 
@@ -19,7 +19,7 @@ def add(commands: Commands) -> None:
         "example:\n  planner import resnet32.log.gz -o model.json",
     )
     parser.add_argument("file", metavar="FILE", help="the graph to read")
-    parser.add_argument("-o", "--output", type=options.output, metavar="FILE", required=True, help="the graph to write")
+    parser.add_argument("-o", "--output", type=argument_types.output, metavar="FILE", required=True, help="the graph to write")
     add_quiet(parser)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
-from planner import options
+from planner import argument_types
 from planner.cli.arguments import (
     DONE,
     MODEL_HELP,
@@ -52,14 +52,14 @@ def add(commands: Commands) -> None:
         "      --roofline h200 --options offload --link 50GB/s --host-budget 256GB\n"
         "  planner max-batch examples/own_model.py:build --budget 100MB",
     )
-    parser.add_argument("model", metavar="MODEL", type=options.model, help=MODEL_HELP)
+    parser.add_argument("model", metavar="MODEL", type=argument_types.model, help=MODEL_HELP)
     parser.add_argument(
         "--budget",
-        type=options.size,
+        type=argument_types.size,
         required=True,
         help="memory of the whole step, parameters and optimizer state included: 80GB (10^9) or 79GiB (2^30)",
     )
-    parser.add_argument("--max-overhead", type=options.fraction, metavar="PART", help="20%% or 0.2 (default: any)")
+    parser.add_argument("--max-overhead", type=argument_types.fraction, metavar="PART", help="20%% or 0.2 (default: any)")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
         "--batch-option", default="batch", metavar="NAME", help="the option of MODEL that is the batch size (default: batch)"
@@ -70,8 +70,12 @@ def add(commands: Commands) -> None:
         help="another option of MODEL to find the largest value of, such as a sequence length; the search begins at its value "
         "in MODEL",
     )
-    parser.add_argument("--multiple-of", type=options.count, default=1, metavar="N", help="try multiples of N only (default: 1)")
-    parser.add_argument("--limit", type=options.count, metavar="N", help="largest to try (default: 4096 times --multiple-of)")
+    parser.add_argument(
+        "--multiple-of", type=argument_types.count, default=1, metavar="N", help="try multiples of N only (default: 1)"
+    )
+    parser.add_argument(
+        "--limit", type=argument_types.count, metavar="N", help="largest to try (default: 4096 times --multiple-of)"
+    )
     add_memory(parser)
     add_how_to_trace(parser)
     add_time_limit(parser, said="for each solve: 90, 90s, 10m (default: 15s)", default=15.0)

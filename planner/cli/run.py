@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from graphs.errors import ModelError, UsageError
-from planner import options
+from planner import argument_types
 from planner.cli.arguments import (
     DIFFERENT,
     DONE,
@@ -37,11 +37,16 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("plan", metavar="PLAN", help="what planner solve wrote")
     parser.add_argument(
-        "--model", metavar="MODEL", type=options.model, help=f"{MODEL_HELP} (default: the model that the plan was traced from)"
+        "--model",
+        metavar="MODEL",
+        type=argument_types.model,
+        help=f"{MODEL_HELP} (default: the model that the plan was traced from)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
-    parser.add_argument("--repeats", type=options.count, default=5, metavar="N", help="steps to measure (default: 5)")
-    parser.add_argument("--seed", type=options.seed, default=0, metavar="N", help="for weights, batch and dropout (default: 0)")
+    parser.add_argument("--repeats", type=argument_types.count, default=5, metavar="N", help="steps to measure (default: 5)")
+    parser.add_argument(
+        "--seed", type=argument_types.seed, default=0, metavar="N", help="for weights, batch and dropout (default: 0)"
+    )
     parser.add_argument("--arena", action="store_true", help="run the plan in one block of memory, at planned addresses")
     add_quiet(parser)
 

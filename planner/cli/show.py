@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
-from planner import options
+from planner import argument_types
 from planner.cli.arguments import DONE, Commands, add_command, print_result
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("plan", metavar="PLAN", help="what planner solve wrote")
     parser.add_argument("--graph", metavar="GRAPH", help="what it was solved for (default: the file that the plan names)")
-    parser.add_argument("-o", "--output", type=options.output, metavar="FILE", help="the page to write (.html)")
+    parser.add_argument("-o", "--output", type=argument_types.output, metavar="FILE", help="the page to write (.html)")
     parser.add_argument("--curve", metavar="FILE", help="what planner curve -o wrote: the page shows it with the plan's budget")
-    parser.add_argument("--trace", type=options.output, metavar="FILE", help="the Chrome trace to write (.json)")
+    parser.add_argument("--trace", type=argument_types.output, metavar="FILE", help="the Chrome trace to write (.json)")
 
 
 def run(arguments: argparse.Namespace) -> int:

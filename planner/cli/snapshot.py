@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from planner import options
+from planner import argument_types
 from planner.cli.arguments import DONE, Commands, add_command, print_result
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="the snapshot")
     parser.add_argument("--plan", metavar="PLAN", help="what planner solve wrote, to compare the peak with")
-    parser.add_argument("--top", type=options.count, default=_LISTED, metavar="N", help=f"lines listed (default: {_LISTED})")
+    parser.add_argument(
+        "--top", type=argument_types.count, default=_LISTED, metavar="N", help=f"lines listed (default: {_LISTED})"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

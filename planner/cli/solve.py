@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
-from planner import options
+from planner import argument_types
 from planner.attributes import attributes
 from planner.cli.arguments import (
     DONE,
@@ -49,18 +49,18 @@ def add(commands: Commands) -> None:
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument(
         "--budget",
-        type=options.budget,
+        type=argument_types.budget,
         help="memory of the whole step, parameters and optimizer state included: 8GB (10^9), 7.5GiB (2^30), "
         "or 60%% of the predicted peak of plain eager PyTorch",
     )
     wanted.add_argument(
         "--max-overhead",
-        type=options.fraction,
+        type=argument_types.fraction,
         metavar="SHARE",
         help="find the least memory at which the step takes at most this much longer: 10%% or 0.1",
     )
     parser.add_argument(
-        "-o", "--output", type=options.output, metavar="FILE", help="the plan to write (default: only print what is found)"
+        "-o", "--output", type=argument_types.output, metavar="FILE", help="the plan to write (default: only print what is found)"
     )
     add_solver(parser)
     _add_limits(parser)

@@ -14,7 +14,7 @@ from graphs.errors import UsageError
 from graphs.options.option import Feature, Need
 from planner.capture.options import OPTIONS, needs
 from planner.cli.main import main
-from planner.compatibility import Conflict, check_compatible, conflicts, table
+from planner.compatibility import Incompatibility, check_compatible, conflicts, table
 
 X, Y = torch.ones(2, 4), torch.zeros(2, 3)
 
@@ -50,7 +50,7 @@ def test_no_step_is_made_with_an_option_that_the_table_refuses(name: str, featur
 
 
 @pytest.mark.parametrize("conflict", conflicts(), ids=lambda one: f"{one.one}-{one.other}")
-def test_each_conflict_of_the_table_is_one_clear_error(conflict: Conflict) -> None:
+def test_each_conflict_of_the_table_is_one_clear_error(conflict: Incompatibility) -> None:
     with pytest.raises(UsageError, match=re.escape(str(conflict))):
         check_compatible({conflict.one, conflict.other})
     check_compatible({conflict.one})

@@ -18,7 +18,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
-from planner import options
+from planner import argument_types
 from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.profiling.other_devices import DEVICES_KEY, encode_devices
@@ -299,5 +299,5 @@ def test_invalid_budgets_raise(budgets: Any, error: type[PlannerError]) -> None:
 
 
 def test_the_option_is_a_number_or_a_list() -> None:
-    assert options.budgets("10") == 10
-    assert options.budgets("90%, 8GB") == ("90%", "8GB")
+    assert argument_types.budgets("10") == 10
+    assert argument_types.budgets("90%, 8GB") == ("90%", "8GB")

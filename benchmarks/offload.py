@@ -43,7 +43,7 @@ _ALL = ("gpt2-medium", "llama-8b-4k", "llama-8b-16k", "llama-8b-64k", "vit-l", "
 
 RECOMPUTE, OFFLOAD, BOTH = "recompute only", "offload only", "both"
 OURS = (RECOMPUTE, OFFLOAD, BOTH)
-METHODS = (*OURS, *(name for name, entry in SOLVERS.items() if entry.offloads))
+METHODS = (*OURS, *(name for name, entry in SOLVERS.items() if entry.only_transfers))
 HOST = "256GB"
 LIMIT_S, LEAST_S = 60.0, 15.0  # of a solve, and of the search for the least budget
 GAP = 0.01  # the target in four cases of five

@@ -110,7 +110,7 @@ class OptionSettings:
             PlannerError: it does not, or there is no such solver.
         """
         if self.names:
-            check_takes(solver, copies=self.offloads, places=self.places, named=self.named)
+            check_takes(solver, transfers=self.offloads, devices=self.places, named=self.named)
 
     def apply(self, graph: Graph) -> Graph:
         """Return `graph` with these options, and without others that it was traced with.
@@ -163,7 +163,7 @@ RECOMPUTATION = OptionSettings()  # nothing but recomputation
 
 def default_options(solver: str) -> tuple[str, ...]:
     """Return the options that are on by default, if `solver` takes them."""
-    return DEFAULTS if check_solver(solver).choices else ()
+    return DEFAULTS if check_solver(solver).alternatives else ()
 
 
 def option_settings(

@@ -15,31 +15,31 @@ Solver = Callable[[Request], Result]  # returns a schedule within the budget, or
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A solver's module (imported on demand), a line about it, and options for its `solve`.
+    """A solver's module (imported on demand), a line about it, and arguments of its `solve`.
 
     `params` is the class of its parameters, as ``module:class``.
 
-    Flags state the graphs that it accepts: with `copies`, those with transfers to the host; with `choices`, those with optional
-    ops of the program's device; with `places`, those with other devices. Others accept plain graphs only. With `offloads` it
-    requires transfers to the host; with `only_places` it requires other devices and accepts no other options. With
-    `large_programs` it solves integer or linear programs of the whole graph, and may take its whole time limit.
+    Flags state the graphs that it accepts: with `transfers`, those with transfers to the host; with `alternatives`, those with
+    optional ops of the program's device; with `devices`, those with other devices. Others accept plain graphs only. With
+    `only_transfers` it requires transfers to the host; with `only_devices` it requires other devices and accepts no other
+    options. With `large_programs` it solves integer or linear programs of the whole graph, and may take its whole time limit.
     """
 
     module: str
     description: str
-    options: Mapping[str, object] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     params: str = ""
-    copies: bool = False
-    choices: bool = False
-    offloads: bool = False
-    places: bool = False
-    only_places: bool = False
+    transfers: bool = False
+    alternatives: bool = False
+    only_transfers: bool = False
+    devices: bool = False
+    only_devices: bool = False
     large_programs: bool = False
 
 
 def _baseline(module: str, description: str, rule: str = "", *, params: str = "", large_programs: bool = False) -> Entry:
-    module, options = f"solvers.baselines.{module}", {"rule": rule} if rule else {}
-    return Entry(module, description, options, f"{module}:{params}" if params else "", large_programs=large_programs)
+    module, arguments = f"solvers.baselines.{module}", {"rule": rule} if rule else {}
+    return Entry(module, description, arguments, f"{module}:{params}" if params else "", large_programs=large_programs)
 
 
 def _dtr(description: str, rule: str = "") -> Entry:
@@ -48,12 +48,12 @@ def _dtr(description: str, rule: str = "") -> Entry:
 
 def _offloading(module: str, description: str, *, params: str = "", large_programs: bool = False) -> Entry:
     baseline = _baseline(module, description, params=params, large_programs=large_programs)
-    return replace(baseline, copies=True, offloads=True)
+    return replace(baseline, transfers=True, only_transfers=True)
 
 
 def _xengine(description: str, rule: str = "") -> Entry:
     baseline = _baseline("xengine", description, rule, params="XEngineParams", large_programs=True)
-    return replace(baseline, places=True, only_places=True)
+    return replace(baseline, devices=True, only_devices=True)
 
 
 SOLVERS: dict[str, Entry] = {
@@ -61,9 +61,9 @@ SOLVERS: dict[str, Entry] = {
         "solvers.windows",
         "optimal schedule with a proof: a MILP of windows, refined where memory is tight (HiGHS)",
         params="solvers.windows.params:WindowsParams",
-        copies=True,
-        choices=True,
-        places=True,
+        transfers=True,
+        alternatives=True,
+        devices=True,
     ),
     "keep-everything": _baseline("keep_everything", "keep everything: no recomputation"),
     "checkmate": _baseline(
@@ -153,7 +153,7 @@ SOLVERS: dict[str, Entry] = {
         _baseline(
             "monet", "MONeT's program: recompute the forward pass, choose kernels; small graphs (HiGHS)", large_programs=True
         ),
-        choices=True,
+        alternatives=True,
     ),
     "xengine": _xengine("XEngine's program for several devices: least sum of times; small graphs (HiGHS)"),
     "xengine-overlapped": _xengine(
@@ -189,23 +189,23 @@ def check_params(name: str, params: object) -> None:
         raise UsageError(f"params is {params!r}: must be {kind} ({module}), or None for its defaults")
 
 
-def check_takes(name: str, *, copies: bool, places: bool, named: str) -> None:
+def check_takes(name: str, *, transfers: bool, devices: bool, named: str) -> None:
     """Raise an error if the solver `name` does not support some options of a graph.
 
     Args:
-        copies: True if one of them offloads to the host.
-        places: True if one of them runs ops on other devices.
+        transfers: True if one of them offloads to the host.
+        devices: True if one of them runs ops on other devices.
         named: all of them, for the message.
 
     Raises:
         PlannerError: the solver accepts no graph with these options.
     """
     entry = check_solver(name)
-    if places != entry.places and (places or entry.only_places):
-        does = "does not place ops on other devices" if places else "only places ops on other devices"
+    if devices != entry.devices and (devices or entry.only_devices):
+        does = "does not place ops on other devices" if devices else "only places ops on other devices"
         raise PlannerError(f"the solver {name!r} {does}: use the solver 'windows', or other options than {named}")
-    if not entry.only_places and not entry.copies and not (entry.choices and not copies):
-        does = "copies nothing" if entry.choices else "recomputes only"
+    if not entry.only_devices and not entry.transfers and not (entry.alternatives and not transfers):
+        does = "transfers nothing" if entry.alternatives else "recomputes only"
         raise PlannerError(f"the solver {name!r} {does}: leave the options out, or use the solver 'windows'")
 
 
@@ -220,9 +220,9 @@ def get_solver(name: str) -> Solver:
 
     def solve(request: Request) -> Result:
         check_params(name, request.params)
-        if not entry.choices and not entry.places:
-            check_plain(without_offload(request.graph)[0] if entry.copies else request.graph)
-        result: Result = function(request, **entry.options)
+        if not entry.alternatives and not entry.devices:
+            check_plain(without_offload(request.graph)[0] if entry.transfers else request.graph)
+        result: Result = function(request, **entry.arguments)
         return result
 
     return solve

@@ -36,8 +36,8 @@ def _text() -> str:
 
 def _kind(entry: Entry) -> str:
     """Return the group of a method in the list, by the decisions that it plans."""
-    if entry.only_places:
+    if entry.only_devices:
         return "devices"
-    if entry.offloads:
+    if entry.only_transfers:
         return "offload"
-    return "all of it, with a proof" if entry.choices and entry.copies else "recomputation"
+    return "all of it, with a proof" if entry.alternatives and entry.transfers else "recomputation"

@@ -84,7 +84,7 @@ class SolveRow:
         row = replace(self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error"), time_limit_s=limit_s)
         try:
             # Methods that only recompute solve the program alone; its schedules are also schedules with options.
-            graph = self.graph if SOLVERS[task.method].copies else without_options(self.graph)
+            graph = self.graph if SOLVERS[task.method].transfers else without_options(self.graph)
             asked = in_program_order(graph), task.budget_bytes, self.memory, WallClock(limit_s), task.method
             result = result_in(*asked, tolerance=self.settings.tolerance, must_stop=should_stop)
         except PlannerError as error:
@@ -155,7 +155,7 @@ def methods_named(text: str, *, offload: bool = False) -> tuple[str, ...]:
     Raises:
         UsageError: no such method.
     """
-    every = tuple(name for name, entry in SOLVERS.items() if (offload or not entry.offloads) and not entry.only_places)
+    every = tuple(name for name, entry in SOLVERS.items() if (offload or not entry.only_transfers) and not entry.only_devices)
     names = every if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in SOLVERS:

@@ -190,7 +190,7 @@ class _Comparison:
         if schedule is None:
             return row
         self.say(f"running {row.name}")
-        if self.channels is not None and SOLVERS[row.method].copies:
+        if self.channels is not None and SOLVERS[row.method].transfers:
             method = Method(row.name, lambda model, loss_fn: Executor(self.offered, schedule, model, loss_fn, self.channels))
         else:
             method = Method(row.name, lambda model, loss_fn: Executor(self.captured, schedule, model, loss_fn))

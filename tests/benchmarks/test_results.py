@@ -86,7 +86,7 @@ def test_every_method_was_tried_at_every_budget_and_given_time() -> None:
         rows = read_rows(path, ComparisonRow)
         there, budgets = {(row.method, row.budget) for row in rows}, {row.budget for row in rows}
         assert budgets >= set(BUDGETS)
-        tried = {name for name, entry in SOLVERS.items() if not entry.offloads} - FOR_SMALL_GRAPHS
+        tried = {name for name, entry in SOLVERS.items() if not entry.only_transfers} - FOR_SMALL_GRAPHS
         assert {(method, budget) for method in tried for budget in budgets} <= there
         assert not [row.key for row in rows if row.reason == Reason.TIME and row.method not in FOR_SMALL_GRAPHS]
 

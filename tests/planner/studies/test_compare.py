@@ -99,7 +99,7 @@ def test_all_methods_can_be_compared(tmp_path: Path) -> None:
     found = compare(training_chain(6), ["80%"], methods_named("all"), tmp_path, StudySettings(time_limit_s=20))
     assert found[0].method == OPTIMUM
     assert {row.method for row in found} == {
-        name for name, entry in SOLVERS.items() if not entry.offloads and not entry.only_places
+        name for name, entry in SOLVERS.items() if not entry.only_transfers and not entry.only_devices
     }
     assert all(row.status in {"optimal", "feasible", "infeasible", "limit", "error"} for row in found)
 
@@ -150,7 +150,7 @@ def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path
 
 
 def test_all_methods_run_on_graphs_with_offload(tmp_path: Path) -> None:
-    everywhere = {name for name, entry in SOLVERS.items() if not entry.only_places}
+    everywhere = {name for name, entry in SOLVERS.items() if not entry.only_devices}
     assert set(methods_named("all", offload=True)) == everywhere
     options = option_settings(["offload"], 1.0, 10**6)
     found = compare(

@@ -109,7 +109,7 @@ def test_monet_accepts_kernels_and_refuses_offload() -> None:
     graph = Graph(renamed, graph.tensors, graph.kept, provenance)
     plan = solve(graph, peak_bytes(plain), solver="monet", options=["kernels"])
     assert len(plain.ops) in plan.schedule.computed
-    with pytest.raises(PlannerError, match="the solver 'monet' copies nothing"):
+    with pytest.raises(PlannerError, match="the solver 'monet' transfers nothing"):
         solve(graph, peak_bytes(plain), solver="monet", options=["kernels", "offload"])
 
 

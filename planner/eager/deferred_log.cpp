@@ -199,7 +199,7 @@ struct KeyHash {
 };
 
 // State that the recorder reads and sets without a call.
-struct Shared {
+struct LogState {
   int64_t open = 0; // ops are logged here
   int64_t openings = 0; // how often it was opened
   int64_t must_close = 0; // the recorder must read the log before the next op
@@ -213,7 +213,7 @@ struct Shared {
 };
 
 // What the log and the recorder tell each other about an op, in the thread of the op.
-struct Call {
+struct OpExchange {
   int64_t noted = 0; // the opening of the log that has noted the arguments, and logs the op when it was executed; 0 if none
   int64_t stays_open = 0; // the recorder has executed the op, and the log does not close before it is logged
   int64_t known_bytes = -1; // of the outputs; -1 if unknown, or if the op is to be measured
@@ -223,7 +223,7 @@ struct Call {
   int64_t failed = 0; // the op has raised an error, which `raise_error` raises again
   double seconds = -1; // as measured now
 };
-thread_local Call call;
+thread_local OpExchange call;
 thread_local std::exception_ptr error_of_op;
 
 // The number of requests of this thread that the allocator had no memory for, by index of the device.
@@ -397,7 +397,7 @@ class Log : public c10::DebugInfoBase {
   Log(int64_t budget_bytes, c10::Device device, int64_t measurements, void (*describe)(const char*, const char*, int64_t*))
       : budget_bytes_(budget_bytes), device_(device), measurements_(measurements), describe_(describe) {}
 
-  Shared shared;
+  LogState shared;
   std::list<LoggedTensor*> saved; // in order; guarded by Python's global interpreter lock
   std::recursive_mutex mutex;
   bool left = false;
@@ -425,7 +425,7 @@ class Log : public c10::DebugInfoBase {
 
   // Executes an op and logs it, or lets the recorder do so.
   void execute(const c10::OperatorHandle& handle, Operator& facts, c10::DispatchKeySet below, Stack* stack) {
-    call = Call();
+    call = OpExchange();
     std::shared_lock<std::shared_mutex> until_logged(unlogged_);
     if (!shared.open) { // another thread has closed it meanwhile
       until_logged.unlock();
@@ -1118,7 +1118,7 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack
   if (log->shared.open) {
     log->execute(handle, facts, below, stack);
   } else {
-    call = Call();
+    call = OpExchange();
     log->by_recorder(handle, stack);
   }
 }
@@ -1304,7 +1304,7 @@ void* deferred_shared(int64_t log) {
   return &of(log)->shared;
 }
 
-// Returns the `Call` of this thread.
+// Returns the `OpExchange` of this thread.
 void* deferred_call() {
   return &call;
 }

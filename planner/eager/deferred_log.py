@@ -32,8 +32,8 @@ _UNCOMPILED = SharedContext(lambda: torch.compiler.set_stance("force_eager"))
 _VIEW, _HERE, _BY_RECORDER, _CLOSED = range(4)
 
 
-class Shared(ctypes.Structure):
-    """State that Python and C++ read and set without calls; the fields are those of ``Shared`` in deferred_log.cpp."""
+class LogState(ctypes.Structure):
+    """State that Python and C++ read and set without calls; the fields are those of ``LogState`` in deferred_log.cpp."""
 
     open: int
     openings: int
@@ -54,8 +54,8 @@ class Shared(ctypes.Structure):
     )
 
 
-class Call(ctypes.Structure):
-    """The data about one op that log and recorder exchange; the fields are those of ``Call`` in deferred_log.cpp."""
+class OpExchange(ctypes.Structure):
+    """The data about one op that log and recorder exchange; the fields are those of ``OpExchange`` in deferred_log.cpp."""
 
     noted: int
     stays_open: int
@@ -129,7 +129,7 @@ class DeferredLog:
         cuda_device = device.index if device.type == "cuda" else -1
         self._handle = library.deferred_new(budget_bytes, cuda_device, measurements, self._describe)
         weakref.finalize(self, library.deferred_drop, self._handle)
-        self.shared = Shared.from_address(library.deferred_shared(self._handle))
+        self.shared = LogState.from_address(library.deferred_shared(self._handle))
 
     @staticmethod
     def available() -> bool:
@@ -150,11 +150,11 @@ class DeferredLog:
                 self._library.deferred_leave(self._handle)
 
     @property
-    def call(self) -> Call:
+    def call(self) -> OpExchange:
         """The op of this thread."""
-        found: Call | None = getattr(self._threads, "call", None)
+        found: OpExchange | None = getattr(self._threads, "call", None)
         if found is None:
-            found = self._threads.call = Call.from_address(self._library.deferred_call())
+            found = self._threads.call = OpExchange.from_address(self._library.deferred_call())
         return found
 
     def error(self) -> Exception:

@@ -2,7 +2,7 @@
 
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from planner.eager.step_log import RecordedStep
+from planner.eager.step_log import StepGraph
 from solvers.baselines.common.online import OnlineFailedError, OnlineRun
 from solvers.bounds import least_budget_bound
 from solvers.online.heuristics import heuristic_of
@@ -10,7 +10,7 @@ from solvers.online.heuristics import heuristic_of
 _HALVINGS = 5
 
 
-def enough_bytes(step: RecordedStep, heuristic: str, max_recomputation: float) -> int:
+def enough_bytes(step: StepGraph, heuristic: str, max_recomputation: float) -> int:
     """Return the least of a few budgets within which a replay of a step succeeds.
 
     The first budget tried is a lower bound for every schedule of the recorded graph. From there to the peak without evictions,

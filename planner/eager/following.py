@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from planner.eager.memory import Memory
 from planner.eager.sizes import KnownOp
-from planner.eager.step_log import LoggedOp, RecordedStep, StepLog, recorded_step
+from planner.eager.step_log import LoggedOp, StepGraph, StepLog, recorded_step
 from planner.eager.step_plans import StepPlans
 from planner.eager.storages import RecordedOp, TrackedStorage
 from planner.torch_private.core import current_autograd_node
@@ -107,7 +107,7 @@ class StepFollower:
         if self.log is not None and storage.step == self.number:
             self.log.release(storage.number, only_saved=only_saved)
 
-    def enough_bytes(self, enough_for: Callable[[RecordedStep], int]) -> int:
+    def enough_bytes(self, enough_for: Callable[[StepGraph], int]) -> int:
         """Return a budget for the current step, from that of the largest earlier step that began like it; 0 if there is none."""
         if self.log is None or (earlier := self.plans.earlier) is None:
             return 0

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from planner.eager.deferred_log import Call, DeferredLog, UnreadOp
+from planner.eager.deferred_log import DeferredLog, OpExchange, UnreadOp
 from planner.eager.device_costs import MEASUREMENTS
 from planner.eager.draws import lock_of_draws, random_state_before
 from planner.eager.recording import Recorder
@@ -107,7 +107,7 @@ class LogReader:
         self.log.open(resident, self._other_bytes, memory.peak_bytes)
         return True
 
-    def _run(self, op: RecordedOp, call: Call) -> Any:
+    def _run(self, op: RecordedOp, call: OpExchange) -> Any:
         """Execute an op that the open log leaves to Python; if the log cannot log it, or it does not fit, read the log first."""
         recorder, log, costs = self._recorder, self.log, self._recorder.device_costs
         operator, args, kwargs = op.operator, op.args, op.kwargs
@@ -141,7 +141,7 @@ class LogReader:
         log.stay_open()
         return outputs
 
-    def _fits(self, op: RecordedOp, call: Call) -> bool:
+    def _fits(self, op: RecordedOp, call: OpExchange) -> bool:
         """Return True if an op of a new signature, or with sizes that depend on data, fits the budget."""
         log, sizes = self.log, self._recorder.sizes
         function, args, kwargs = op.operator.function, op.args, op.kwargs

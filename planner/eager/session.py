@@ -26,7 +26,7 @@ from planner.eager.recompute import Recomputation
 from planner.eager.recording import Recorder
 from planner.eager.saved_tensors import unpack
 from planner.eager.sizes import OutputSizes
-from planner.eager.step_log import RecordedStep
+from planner.eager.step_log import StepGraph
 from planner.eager.step_plans import StepPlans
 from planner.facts.timeline import Timeline
 from planner.memory import CountedMemory
@@ -278,7 +278,7 @@ class Rematerialization:
             plan = solve(step.graph, self.budget_bytes, solver=self._heuristic, params=params, memory="allocated")
         write_pages(Timeline(step.graph, plan), path, trace)
 
-    def _enough_bytes(self, step: RecordedStep) -> int:
+    def _enough_bytes(self, step: StepGraph) -> int:
         return enough_bytes(step, self._heuristic, self._max_recomputation)
 
     def _advice(self) -> str:
@@ -291,7 +291,7 @@ class Rematerialization:
             "and session.least_budget() returns a budget that is enough for it"
         )
 
-    def _longest_step(self) -> RecordedStep:
+    def _longest_step(self) -> StepGraph:
         step = self.plans.longest_step
         if step is None:
             raise UsageError("no step has ended yet: run a forward and a backward pass inside the block first")

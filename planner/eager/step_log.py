@@ -115,7 +115,7 @@ class StepLog:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedStep:
+class StepGraph:
     """A step as a graph.
 
     Attributes:
@@ -129,7 +129,7 @@ class RecordedStep:
     released: Mapping[int, int]
 
 
-def recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> RecordedStep:
+def recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> StepGraph:
     """Return the graph of a step that has ended.
 
     All memory that was in use when the step began is static. A storage that autograd has unpacked for a node counts as read by
@@ -213,7 +213,7 @@ class _Draft:
             )
         )
 
-    def step(self, provenance: dict[str, object]) -> RecordedStep:
+    def step(self, provenance: dict[str, object]) -> StepGraph:
         """Return the recorded step."""
         log = self.log
         static_bytes = sum(t.size_bytes for t in self.tensors if t.static)
@@ -221,9 +221,7 @@ class _Draft:
             self.tensors.append(Tensor(len(self.tensors), "not read in the step", others, (), Kind.CONSTANT))
             self.storages.append(-1)
         kept = frozenset(t for storage, t in self.current.items() if storage in self.made and storage not in log.released)
-        return RecordedStep(
-            Graph(tuple(self.ops), tuple(self.tensors), kept, provenance), tuple(self.storages), dict(log.released)
-        )
+        return StepGraph(Graph(tuple(self.ops), tuple(self.tensors), kept, provenance), tuple(self.storages), dict(log.released))
 
     def _tensor(self, storage: int) -> int:
         """Return the tensor with the current contents of a storage; it is static if no op has made it."""

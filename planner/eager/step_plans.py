@@ -23,7 +23,7 @@ from operator import itemgetter
 from graphs.errors import PlannerError
 from graphs.schedule import Compute, Schedule
 from planner.background import BackgroundSolve, SolveJob
-from planner.eager.step_log import LoggedOp, RecordedStep, StepLog, recorded_step
+from planner.eager.step_log import LoggedOp, StepGraph, StepLog, recorded_step
 from planner.plans.plan import Plan
 from planner.settings import SolveSettings
 
@@ -51,11 +51,11 @@ class StepPlan:
     """
 
     plan: Plan
-    step: RecordedStep
+    step: StepGraph
     actions: tuple[tuple[Action, ...], ...]
 
 
-def actions(step: RecordedStep, schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+def actions(step: StepGraph, schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Return the actions before each op of the step, and at its end, with which it follows a schedule.
 
     Storages that the program has released are not evicted, unless they were recomputed after that. Contents that were overwritten
@@ -180,7 +180,7 @@ class StepPlans:
         self.log = StepLog(0)
         self.borrows = False
         self._seen: dict[int, _Seen] = {}  # by the hash of all ops; the latest step is the last
-        self._solving: tuple[int, RecordedStep, BackgroundSolve] | None = None
+        self._solving: tuple[int, StepGraph, BackgroundSolve] | None = None
         self._following: _Seen | None = None
         self._progress: _Progress | None = None  # of the followed or borrowed plan
         self._left = False
@@ -253,7 +253,7 @@ class StepPlans:
         return tuple(seen.failure for seen in self._seen.values() if seen.failure)
 
     @property
-    def longest_step(self) -> RecordedStep | None:
+    def longest_step(self) -> StepGraph | None:
         """The ended step with the most ops; None if no step has ended."""
         longest = self._longest()
         return None if longest is None else recorded_step(longest.log)

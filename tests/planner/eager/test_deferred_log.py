@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from planner.eager import deferred_log
-from planner.eager.deferred_log import Call, DeferredLog
+from planner.eager.deferred_log import DeferredLog, OpExchange
 from planner.eager.log_reading import LogReader
 from planner.eager.recording import Recorder
 from planner.eager.saved_tensors import SavedTensor
@@ -436,7 +436,7 @@ def test_new_sizes_need_no_python_far_below_the_budget(monkeypatch: pytest.Monke
     in_python: list[str] = []
     run = LogReader._run
 
-    def noting(self: LogReader, op: RecordedOp, call: Call) -> Any:
+    def noting(self: LogReader, op: RecordedOp, call: OpExchange) -> Any:
         in_python.append(op.operator.name)
         return run(self, op, call)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from planner.eager import deferred_log, device_costs
-from planner.eager.deferred_log import Call, DeferredLog, UnreadOp
+from planner.eager.deferred_log import DeferredLog, OpExchange, UnreadOp
 from planner.eager.log_reading import LogReader
 from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.storages import RecordedOp
@@ -256,7 +256,7 @@ def test_an_interrupt_behind_an_op_does_not_keep_the_log_open(monkeypatch: pytes
     model, x = chain(), torch.randn(8, 64)
     run = LogReader._run
 
-    def interrupted(self: LogReader, op: RecordedOp, call: Call) -> Any:
+    def interrupted(self: LogReader, op: RecordedOp, call: OpExchange) -> Any:
         run(self, op, call)
         raise KeyboardInterrupt
 

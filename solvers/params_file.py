@@ -37,11 +37,10 @@ def _check(kind: Any, value: Any, name: str) -> None:
             raise UsageError(f"{name} is {value!r}: must be a tuple")
         for i, (of_item, item) in enumerate(_items(get_args(kind), value, name)):
             _check(of_item, item, f"{name}[{i}]")
-    elif kind is not float or type(value) is not int:
-        if type(value) is not kind or (kind in (int, float) and not (value >= 0 and math.isfinite(value))):
+    else:
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if not fits or (kind in (int, float) and not (value >= 0 and math.isfinite(value))):
             raise UsageError(f"{name} is {value!r}: must be {_WANTED[kind]}")
-    elif value < 0:
-        raise UsageError(f"{name} is {value!r}: must be {_WANTED[float]}")
 
 
 def _items(kinds: tuple[Any, ...], values: Any, name: str) -> list[tuple[Any, Any]]:
@@ -81,9 +80,8 @@ def _made(kind: Any, value: Any, name: str) -> Any:
         return tuple(
             _made(of_item, item, f"{name}[{i}]") for i, (of_item, item) in enumerate(_items(get_args(kind), value, name))
         )
-    made = float(value) if kind is float and type(value) is int else value
-    _check(kind, made, name)
-    return made
+    _check(kind, value, name)
+    return float(value) if kind is float else value
 
 
 def _of_table(kind: Any, table: Any, name: str) -> Any:

@@ -36,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the requested files; return the exit code."""
     from graphs.io.files import check_writable, write_text
     from graphs.io.formats import read_graph
+    from planner.facts.addresses import reserved_addresses
+    from planner.facts.step import StepFacts
     from planner.facts.timeline import Timeline
     from planner.plan_check import planned_graph
     from planner.plans.plan import read_plan
@@ -44,8 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.studies.curve import read_curve
 
     curve = () if arguments.curve is None else read_curve(Path(arguments.curve))
-    makers = ((arguments.output, lambda timeline: page(timeline, curve)), (arguments.trace, chrome_trace))
-    wanted = [(path, make) for path, make in makers if path is not None]
+    wanted = [path for path in (arguments.output, arguments.trace) if path is not None]
     if not wanted:
         raise UsageError("nothing to write: name a page (-o report.html), a trace (--trace trace.json), or both")
     plan = read_plan(arguments.plan)
@@ -55,16 +56,18 @@ def run(arguments: argparse.Namespace) -> int:
             f"the curve with planner curve --memory {plan.memory}"
         )
     graph_path = _graph_of(plan, arguments.plan) if arguments.graph is None else Path(arguments.graph)
-    for path, _ in wanted:
+    for path in wanted:
         check_writable(path, *(source for source in (arguments.plan, graph_path, arguments.curve) if source is not None))
     graph = read_graph(graph_path)
     timeline = Timeline(planned_graph(graph, plan), plan)
-    for path, make in wanted:
-        write_text(path, make(timeline))
+    if arguments.output is not None:
+        write_text(arguments.output, page(StepFacts.of(timeline), curve))
+    if arguments.trace is not None:
+        write_text(arguments.trace, chrome_trace(timeline, reserved_addresses(timeline)))
     print_result(
         arguments,
         lambda: {"output": arguments.output, "trace": arguments.trace},
-        lambda: "\n".join((str(plan), *(f"written to {path}" for path, _ in wanted))),
+        lambda: "\n".join((str(plan), *(f"written to {path}" for path in wanted))),
         written=(arguments.output, arguments.trace),
     )
     return DONE

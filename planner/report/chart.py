@@ -15,11 +15,12 @@ from graphs.ir import Op
 from graphs.pools import Pool
 from graphs.schedule import Compute
 from graphs.units import format_bytes, format_seconds
-from planner.facts.addresses import StepAddresses, planned_addresses, reserved_addresses
-from planner.facts.baselines import Baseline, baselines
+from planner.facts.addresses import StepAddresses
+from planner.facts.baselines import Baseline
 from planner.facts.columns import COLUMNS, memory_columns
-from planner.facts.lifetimes import Life, Lifetimes, lives_of
-from planner.facts.timeline import Timeline, block
+from planner.facts.lifetimes import Life
+from planner.facts.step import StepFacts
+from planner.facts.timeline import block
 from planner.report.describe import capacity_text, spaced
 from planner.report.lanes import Bar, bars, lanes
 from planner.report.module_groups import grouped
@@ -77,8 +78,8 @@ class Charts:
     addresses: tuple[str, ...]
 
 
-def charts(timeline: Timeline, curve: Sequence[CurveRow] = ()) -> Charts:
-    """Return the figures of `timeline`, with the trade-off `curve` if there is one.
+def charts(facts: StepFacts, curve: Sequence[CurveRow] = ()) -> Charts:
+    """Return the figures of a step, with the trade-off `curve` if there is one.
 
     The roots of the document are named ``memory``, ``lanes``, ``pool0`` and so on, ``addresses0`` and so on, and ``curve``.
 
@@ -91,14 +92,11 @@ def charts(timeline: Timeline, curve: Sequence[CurveRow] = ()) -> Charts:
         from bokeh.models import CustomJS
     except ImportError as error:
         raise PlannerError("the report page needs Bokeh: pip install 'remat-planner[plots]'") from error
-    reserved = reserved_addresses(timeline)
-    drawing = _Drawing(timeline)
-    others = baselines(timeline.graph, timeline.plan)
-    drawing.draw_memory(others, () if reserved is None else reserved.by_step)
+    drawing = _Drawing(facts)
+    drawing.draw_memory()
     drawing.draw_lanes()
     pools = drawing.draw_pools()
-    in_arena = reserved is not None and not reserved.borders
-    addresses = drawing.draw_addresses(reserved, None if in_arena else planned_addresses(timeline))
+    addresses = drawing.draw_addresses()
     if curve:
         drawing.draw_curve(curve)
     document = Document()
@@ -112,8 +110,11 @@ def charts(timeline: Timeline, curve: Sequence[CurveRow] = ()) -> Charts:
         Key("var(--workspace)", "workspace"),
         Key("var(--backward)", "backward pass"),
         Key("var(--budget)", "budget", kind="line"),
-        *(() if reserved is None or in_arena else [Key("var(--reserved)", _reserved_text(reserved.total_bytes), kind="dots")]),
-        *(Key(f"var(--{c})", _baseline_text(one), kind="line") for c, one in zip(_BASELINE_COLORS, others, strict=False)),
+        *_reserved_keys(facts.reserved),
+        *(
+            Key(f"var(--{c})", _baseline_text(one), kind="line")
+            for c, one in zip(_BASELINE_COLORS, facts.baselines, strict=False)
+        ),
     )
     return Charts(document, keys, pools, addresses)
 
@@ -122,14 +123,14 @@ def charts(timeline: Timeline, curve: Sequence[CurveRow] = ()) -> Charts:
 class _Drawing:
     """Builder of the figures; collects what ``page.js`` needs of them."""
 
-    timeline: Timeline
+    facts: StepFacts
     roots: "list[figure]" = field(default_factory=list)
     themed: "list[Model]" = field(default_factory=list)
     handles: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        timeline = self.timeline
-        self.lives: Lifetimes = lives_of(timeline)
+        self.timeline = timeline = self.facts.timeline
+        self.lives = self.facts.lives
         self.bars: tuple[Bar, ...] = bars(timeline)
         self.lanes = lanes(timeline, self.bars)
         homes = (self._home(life) for life in self.lives.lives)
@@ -144,11 +145,12 @@ class _Drawing:
         self.span = span_s / self.time_scale
         self.starts = [m.start_s / self.time_scale if self.timed else float(i) for i, m in enumerate(self.lives.moments)]
 
-    def draw_memory(self, others: Sequence[Baseline], reserved: Sequence[int]) -> None:
-        """Draw memory by module, baselines, and the bytes `reserved` after each step of the schedule, if known."""
+    def draw_memory(self) -> None:
+        """Draw memory by module, baselines, and the bytes reserved after each step of the schedule, if known."""
         from bokeh.models import BoxAnnotation, ColumnDataSource, Range1d, Span
 
-        plan = self.timeline.plan
+        plan, others = self.timeline.plan, self.facts.baselines
+        reserved = () if self.facts.reserved is None else self.facts.reserved.by_step
         near_budget = plan.budget_bytes if plan.budget_bytes < _FAR * plan.peak_bytes else 0
         own_bytes = max(near_budget, plan.peak_bytes, *reserved[-1:], 1)
         top_bytes = _HEADROOM * max(own_bytes, min(max(one.peak_bytes for one in others), _FAR * own_bytes))
@@ -227,8 +229,9 @@ class _Drawing:
             captions.append(_pool_text(pool, peak_bytes))
         return tuple(captions)
 
-    def draw_addresses(self, reserved: StepAddresses | None, planned: StepAddresses | None) -> tuple[str, ...]:
+    def draw_addresses(self) -> tuple[str, ...]:
         """Draw where tensors lie over the step, as the allocator puts them and as planned; return a caption for each."""
+        reserved, planned = self.facts.reserved, self.facts.planned
         drawn = [] if planned is None else [(planned, _planned_text(planned))]
         if reserved is not None:
             drawn.insert(0, (reserved, _places_text(reserved)))
@@ -451,8 +454,13 @@ def _baseline_text(one: Baseline) -> str:
     return f"{one.name}: {format_bytes(one.peak_bytes)}, {format_seconds(one.time_s)}"
 
 
-def _reserved_text(size_bytes: int) -> str:
-    return f"reserved by PyTorch's caching allocator in the third step, by a model of it: {format_bytes(size_bytes)}"
+def _reserved_keys(addresses: StepAddresses | None) -> tuple[Key, ...]:
+    """Return the entry for the bytes that the caching allocator reserves; none on the CPU and in an arena."""
+    if addresses is None or not addresses.by_step:
+        return ()
+    size = format_bytes(addresses.total_bytes)
+    text = f"reserved by PyTorch's caching allocator in the third step, by a model of it: {size}"
+    return (Key("var(--reserved)", text, kind="dots"),)
 
 
 def _places_text(addresses: StepAddresses) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from graphs.ir import Graph, Phase
 from graphs.pools import COMPUTE, DEVICE, Pool
-from planner.facts.addresses import reserved_addresses
+from planner.facts.addresses import StepAddresses
 from planner.facts.columns import left_bytes, stretches
 from planner.facts.streams import IdleTime, waits
 from planner.facts.timeline import Execution, Timeline
@@ -17,12 +17,12 @@ _AGAIN_ROW = 4
 _WAITING_ROW = 5
 
 
-def chrome_trace(timeline: Timeline) -> str:
+def chrome_trace(timeline: Timeline, reserved: StepAddresses | None) -> str:
     """Return the trace as JSON in the Trace Event Format: complete events (X), counters (C), buffers (b, e) and names (M), in
     microseconds.
 
     The computation has a row for each phase, one for recomputed ops and one for waits; each other stream has a row, and each pool
-    a counter.
+    a counter. `reserved` addresses (``planner.facts.addresses``) are shown on CUDA.
     """
     graph = timeline.graph
     rows = _rows(graph)
@@ -34,7 +34,8 @@ def chrome_trace(timeline: Timeline) -> str:
     ]
     for pool in graph.pools:
         events += _memory(timeline, pool)
-    events += _reserved(timeline)
+    if reserved is not None:
+        events += _reserved(timeline, reserved)
     plan = timeline.plan
     budget = {
         "budget_bytes": plan.budget_bytes,
@@ -90,11 +91,8 @@ def _wait(wait: IdleTime) -> dict[str, object]:
     }
 
 
-def _reserved(timeline: Timeline) -> Iterator[dict[str, object]]:
-    """Yield on CUDA the bytes that PyTorch reserves, and each buffer as an asynchronous event with its address."""
-    addresses = reserved_addresses(timeline)
-    if addresses is None:
-        return
+def _reserved(timeline: Timeline, addresses: StepAddresses) -> Iterator[dict[str, object]]:
+    """Yield the bytes that PyTorch reserves, and each buffer as an asynchronous event with its address."""
     times_s = (*timeline.reached_s, timeline.time_s)
     for time_s, size_bytes in zip(times_s, addresses.by_step, strict=False):
         yield {"ph": "C", "pid": _PROCESS, "name": "reserved", "ts": time_s * 1e6, "args": {"bytes": size_bytes}}

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from graphs.io.files import check_writable, write_text
 from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.facts.step import StepFacts
 from planner.facts.timeline import Burst, Execution, ModuleCost, PeakTensor, Timeline, module_of
 from planner.plans.eager import EagerComparison
 from planner.report.chart import charts
@@ -29,21 +30,24 @@ def write_pages(timeline: Timeline, path: str | os.PathLike[str], trace: str | o
         OutputError: a file cannot be written.
         PlannerError: Bokeh is not installed.
     """
-    makers = {path: page} if trace is None else {path: page, trace: chrome_trace}
-    for target in makers:
-        check_writable(target)
-    for target, make in makers.items():
-        write_text(target, make(timeline))
+    for target in (path, trace):
+        if target is not None:
+            check_writable(target)
+    facts = StepFacts.of(timeline)
+    write_text(path, page(facts))
+    if trace is not None:
+        write_text(trace, chrome_trace(timeline, facts.reserved))
 
 
-def page(timeline: Timeline, curve: Sequence[CurveRow] = ()) -> str:
-    """Return the whole page, with the trade-off `curve` if there is one.
+def page(facts: StepFacts, curve: Sequence[CurveRow] = ()) -> str:
+    """Return the whole page of a step, with the trade-off `curve` if there is one.
 
     Raises:
         PlannerError: Bokeh is not installed.
     """
+    timeline = facts.timeline
     plan, graph, peak, held = timeline.plan, timeline.graph, timeline.peak, timeline.held
-    drawn = charts(timeline, curve)
+    drawn = charts(facts, curve)
     from bokeh.embed import file_html
     from bokeh.resources import INLINE
 
@@ -56,7 +60,7 @@ def page(timeline: Timeline, curve: Sequence[CurveRow] = ()) -> str:
     # Names come from files: they are escaped for HTML, and control characters are made visible.
     made = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_shown)
     model = visible(graph.provenance.get("model", "a model"))
-    facts = {
+    values = {
         "style": Markup(_resource("page.css")),
         "model": model,
         "peak": format_bytes(plan.peak_bytes),
@@ -94,7 +98,7 @@ def page(timeline: Timeline, curve: Sequence[CurveRow] = ()) -> str:
         "fingerprint": plan.graph.fingerprint,
     }
     template = made.from_string(_resource("page.html"))
-    text: str = file_html(drawn.document, INLINE, f"Plan for {model}", template=template, template_variables=facts)
+    text: str = file_html(drawn.document, INLINE, f"Plan for {model}", template=template, template_variables=values)
     return text
 
 

@@ -16,6 +16,7 @@ from graphs.pools import HOST
 from graphs.simulate import simulate
 from planner import search
 from planner.facts.graph import graph_facts
+from planner.facts.step import StepFacts
 from planner.facts.timeline import Timeline
 from planner.option_settings import option_settings
 from planner.plan_check import check_plan
@@ -88,7 +89,7 @@ def test_written_plan_with_placement_and_options_runs_exactly(seed: int, tmp_pat
     assert list(plan.pool_peaks_bytes) == [SECOND, HOST]
     text = plan_text(plan)
     assert f"{SECOND} memory" in text and f"{HOST} memory" in text and f"{plan.copied} optional ops" in text
-    assert "compute@cpu:1" in page(Timeline(offered, plan))
+    assert "compute@cpu:1" in page(StepFacts.of(Timeline(offered, plan)))
     report = run(plan, model, loss_fn, batch, repeats=1)
     assert report.identical and not report.eager_differences
     assert report.measured_pools_bytes == report.predicted_pools_bytes == {SECOND: plan.pool_peaks_bytes[SECOND]}

@@ -14,6 +14,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.small import training_chain
 from planner.capture.options import with_options
 from planner.facts.lifetimes import lives_of
+from planner.facts.step import StepFacts
 from planner.facts.timeline import Timeline
 from planner.report.page import page
 from planner.solving import solve
@@ -112,7 +113,7 @@ def timeline() -> Timeline:
 
 @pytest.fixture(scope="module")
 def driver(timeline: Timeline, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with opened(written(page(timeline, CURVE), tmp_path_factory.mktemp("page"))) as browser:
+    with opened(written(page(StepFacts.of(timeline), CURVE), tmp_path_factory.mktemp("page"))) as browser:
         yield browser
 
 
@@ -207,7 +208,9 @@ def test_searching_lists_and_zooms(driver: Any) -> None:
 def test_page_elements_do_not_overlap_at_any_width(width: int, dark: bool, tmp_path: Path) -> None:
     graph, plan = solved(["offload"])
     offered = with_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12))
-    with opened(written(page(Timeline(offered, plan), CURVE), tmp_path), width=width, dark=dark, touch=width < 500) as browser:
+    with opened(
+        written(page(StepFacts.of(Timeline(offered, plan)), CURVE), tmp_path), width=width, dark=dark, touch=width < 500
+    ) as browser:
         assert browser.execute_script(_WIDE) <= width
         assert browser.execute_script(_OVERLAPS) == []
         assert browser.execute_script(_SIDES) == 0
@@ -217,7 +220,7 @@ def test_page_elements_do_not_overlap_at_any_width(width: int, dark: bool, tmp_p
 
 
 def test_names_from_files_are_text(tmp_path: Path) -> None:
-    with opened(written(page(timeline_of(blocks(model=HOSTILE, module=HOSTILE))), tmp_path), width=820) as browser:
+    with opened(written(page(StepFacts.of(timeline_of(blocks(model=HOSTILE, module=HOSTILE)))), tmp_path), width=820) as browser:
         assert browser.execute_script("return document.documentElement.dataset.hit ?? null") is None
         assert "</title>" in browser.execute_script("return document.querySelector('h1').textContent")
         assert browser.execute_script(_WIDE) <= 820

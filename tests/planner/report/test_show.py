@@ -20,6 +20,7 @@ from planner.cli.main import main
 from planner.facts.addresses import planned_addresses, reserved_addresses
 from planner.facts.columns import memory_columns
 from planner.facts.lifetimes import lives_of
+from planner.facts.step import StepFacts
 from planner.facts.timeline import Timeline, block
 from planner.models import build
 from planner.plans.document import write_plan
@@ -72,7 +73,7 @@ def test_a_graph_without_times_is_drawn_evenly() -> None:
     untimed = Graph(tuple(replace(op, time_s=0.0) for op in timed.ops), timed.tensors, timed.kept)
     timeline = Timeline(untimed, solve(untimed, "60%"))
     assert max(memory_columns(timeline, timeline.graph.pools[0])) == timeline.plan.peak_bytes
-    assert_needs_nothing_else(page(timeline))
+    assert_needs_nothing_else(page(StepFacts.of(timeline)))
 
 
 def test_moments_and_lives_add_up_to_the_simulated_memory(timeline: Timeline) -> None:
@@ -102,7 +103,7 @@ def test_page_shows_reserved_memory_for_cuda_devices() -> None:
     assert addresses is not None
     assert all(held <= now for held, now in zip(timeline.simulation.memory_bytes, addresses.by_step, strict=True))
     assert addresses.by_step[-1] == addresses.total_bytes == timeline.plan.reserved_bytes == timeline.plan.peak_bytes
-    text = without_scripts(page(timeline)).replace("&#39;", "'")
+    text = without_scripts(page(StepFacts.of(timeline))).replace("&#39;", "'")
     assert "reserved by PyTorch's caching allocator in the third step" in text
     assert "Budget, reserved" in text and "Reserved, predicted" in text
     assert "as PyTorch's caching allocator puts them" in text and "as they could be planned in one arena" in text
@@ -132,10 +133,11 @@ def test_the_arena_of_a_plan_on_cuda_is_shown() -> None:
     assert found is not None
     assert (found.total_bytes, found.borders, found.by_step) == (timeline.plan.arena_bytes, (), ())
     assert {stay.tensor for stay in found.stays} == {tensor.name for tensor in shown.tensors}
-    text = without_scripts(page(timeline))
+    text = without_scripts(page(StepFacts.of(timeline)))
     assert "as they are planned in the arena of the step" in text and "as they could be planned" not in text
     assert "reserved by PyTorch" not in text
-    begins = [event for event in json.loads(chrome_trace(timeline))["traceEvents"] if event["ph"] == "b"]
+    events = json.loads(chrome_trace(timeline, found))["traceEvents"]
+    begins = [event for event in events if event["ph"] == "b"]
     assert len(begins) == len(found.stays)
 
 
@@ -144,7 +146,7 @@ def test_the_trace_has_the_address_of_each_buffer_on_cuda() -> None:
     timeline = Timeline(shown, plan(shown))
     addresses = reserved_addresses(timeline)
     assert addresses is not None
-    events = json.loads(chrome_trace(timeline))["traceEvents"]
+    events = json.loads(chrome_trace(timeline, reserved_addresses(timeline)))["traceEvents"]
     begins = [event for event in events if event["ph"] == "b"]
     assert [event["args"]["address"] for event in begins] == [stay.address for stay in addresses.stays]
     assert len([event for event in events if event["ph"] == "e"]) == len(begins)
@@ -177,18 +179,18 @@ def test_modules_belong_to_blocks(module: str, name: str) -> None:
 @pytest.mark.parametrize("model", ["chain", HOSTILE])
 def test_the_page_is_whole_and_needs_nothing_else(model: str) -> None:
     shown = graph(module=model, model=model)
-    text = page(Timeline(shown, plan(shown)))
+    text = page(StepFacts.of(Timeline(shown, plan(shown))))
     assert_needs_nothing_else(text)
     assert escape(model.replace("\x1b", "\\x1b")) in text
 
 
 def test_page_states_recomputations_peak_and_fingerprint(timeline: Timeline) -> None:
-    text = re.sub(r"<[^>]*>", " ", without_scripts(page(timeline)))
+    text = re.sub(r"<[^>]*>", " ", without_scripts(page(StepFacts.of(timeline))))
     assert f"{len(timeline.executions) - len(timeline.graph.ops)} of {len(timeline.executions)} executions" in text
     assert timeline.peak.op.name in text
     assert timeline.graph.fingerprint in text
     keeping = Timeline(timeline.graph, solve(timeline.graph, "100%"))
-    assert "None: all saved tensors stay in memory" in page(keeping)
+    assert "None: all saved tensors stay in memory" in page(StepFacts.of(keeping))
 
 
 def test_missing_bokeh_prints_the_install_command(
@@ -214,7 +216,7 @@ def test_a_curve_is_shown_with_the_budget_of_the_plan(
 
 
 def test_the_trace_holds_every_execution(timeline: Timeline) -> None:
-    trace = json.loads(chrome_trace(timeline))
+    trace = json.loads(chrome_trace(timeline, reserved_addresses(timeline)))
     runs = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [event["name"] for event in runs] == [execution.op.name for execution in timeline.executions]
     assert math.isclose(sum(event["dur"] for event in runs), 1e6 * timeline.plan.time_s)

@@ -22,9 +22,11 @@ from graphs.synthetic.small import training_chain
 from planner.capture.options import with_options
 from planner.cli.main import main
 from planner.facts import timeline as timeline_module
+from planner.facts.addresses import reserved_addresses
 from planner.facts.baselines import baselines
 from planner.facts.columns import COLUMNS, left_bytes, memory_columns, stretches
 from planner.facts.lifetimes import lives_of
+from planner.facts.step import StepFacts
 from planner.facts.streams import offloads, streams, waits
 from planner.facts.timeline import Timeline
 from planner.plans.document import write_plan
@@ -70,7 +72,7 @@ def test_the_computation_waits_for_the_last_copy() -> None:
     timeline = chain(f"{ROUND_TRIP} >g2")
     last = waits(timeline, COMPUTE)[-1]
     assert (last.start_s, last.end_s, last.awaited.op.name, last.following) == (10, 11, "copy_g2_device_to_host", None)
-    assert ["10 s", "1 s", "copy_g2_device_to_host", "the end of the step"] in parsed(page(timeline)).rows
+    assert ["10 s", "1 s", "copy_g2_device_to_host", "the end of the step"] in parsed(page(StepFacts.of(timeline))).rows
 
 
 def test_a_copy_that_is_made_anew_is_another_trip() -> None:
@@ -78,8 +80,8 @@ def test_a_copy_that_is_made_anew_is_another_trip() -> None:
     assert [(offload.out.start_s, [e.end_s for e in offload.back]) for offload in offloads(timeline)] == [(1, []), (3, [10, 12])]
     # Copies are made again, and nothing is computed again.
     assert not any(execution.again for execution in timeline.executions)
-    assert "0 of 8 executions are recomputations. 4 more are on other streams" in page(timeline)
-    assert ["1 B", "f1", "synthetic", "host", "3 s", "10 s, 12 s"] in parsed(page(timeline)).rows
+    assert "0 of 8 executions are recomputations. 4 more are on other streams" in page(StepFacts.of(timeline))
+    assert ["1 B", "f1", "synthetic", "host", "3 s", "10 s, 12 s"] in parsed(page(StepFacts.of(timeline))).rows
 
 
 def test_streams_report_executions_busy_time_and_bytes(timeline: Timeline) -> None:
@@ -115,9 +117,9 @@ def test_tensors_at_the_peak_are_held_since_their_allocation() -> None:
     assert timeline.peak.op.name == "g3" and timeline.plan.peak_bytes == 5
     assert {one.tensor.name: one.since_s for one in timeline.held} == {"f1": 7, "f2": 7, "g4": 6, "g3": 11}
     assert "5 B at 11 s, while <b>g3</b> runs: 0 B static memory, 4 B in 4 tensors of the step, 1 B of workspace" in page(
-        timeline
+        StepFacts.of(timeline)
     )
-    issued = page(chain(script.format("<f1 <f2 -f3 -f4")))
+    issued = page(StepFacts.of(chain(script.format("<f1 <f2 -f3 -f4"))))
     assert (
         "5 B at 7 s, while <b>copy_f2_host_to_device</b> is issued: 0 B static memory, 5 B in 5 tensors of the step, 0 B of work"
         in issued
@@ -136,7 +138,7 @@ def test_bars_are_where_the_clocks_have_them(timeline: Timeline) -> None:
 
 
 def test_the_page_has_the_sums(timeline: Timeline) -> None:
-    text = page(timeline)
+    text = page(StepFacts.of(timeline))
     rows = parsed(text).rows
     assert ["device to host", "1", "1 B", "2 s", "20.00%", ""] in rows
     assert ["host to device", "1", "1 B", "2 s", "20.00%", ""] in rows
@@ -146,23 +148,23 @@ def test_the_page_has_the_sums(timeline: Timeline) -> None:
     assert "0 of 8 executions are recomputations. 2 more are on other streams, and the computation waits 2 s (20.00% of" in text
     assert "The computation waits 2 s (20.00% of the step), at 2 places. Host memory: at most 1 B, of 2 B." in text
     assert "all saved tensors stay in memory or are reloaded" in text
-    assert "host memory: at most 1 B, without a limit" in page(chain(host_bytes=None))
+    assert "host memory: at most 1 B, without a limit" in page(StepFacts.of(chain(host_bytes=None)))
 
 
 def test_a_capacity_that_is_near_is_drawn() -> None:
-    drawn = [charts(chain(host_bytes=size)).document.get_model_by_name("pool0") for size in (4, 5)]
+    drawn = [charts(StepFacts.of(chain(host_bytes=size))).document.get_model_by_name("pool0") for size in (4, 5)]
     assert [len(plot.select(type=Span)) for plot in drawn] == [1, 0]
 
 
 @pytest.mark.parametrize("name", ["f1", HOSTILE])
 def test_the_page_is_whole_and_needs_nothing_else(name: str) -> None:
-    assert_needs_nothing_else(page(chain(name=name)))
+    assert_needs_nothing_else(page(StepFacts.of(chain(name=name))))
 
 
 def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() -> None:
     plain = training_chain(4)
     offered = with_options(plain, ["offload"], Surroundings(Link.even(1.0), 10))
-    text, as_ever = (page(Timeline(graph, plan_of(graph, keep_everything(plain)))) for graph in (offered, plain))
+    text, as_ever = (page(StepFacts.of(Timeline(graph, plan_of(graph, keep_everything(plain))))) for graph in (offered, plain))
     assert "Other streams" not in as_ever
     shown, plainly = (_IDS.sub("", without_scripts(one)) for one in (text, as_ever))
     assert shown.replace(offered.fingerprint, plain.fingerprint) == plainly
@@ -171,7 +173,7 @@ def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() ->
 def test_held_tensors_report_their_offload() -> None:
     graph, plan = solved(["offload"])
     timeline = Timeline(with_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12)), plan)
-    rows = parsed(page(timeline)).rows
+    rows = parsed(page(StepFacts.of(timeline))).rows
     header = next(row for row in rows if row[-1] == "elsewhere")
     held = rows[rows.index(header) + 1 :]
     gone = {offload.tensor.name for offload in offloads(timeline)}
@@ -181,7 +183,7 @@ def test_held_tensors_report_their_offload() -> None:
 
 
 def test_the_trace_has_a_row_for_each_stream_and_a_counter_for_each_memory(timeline: Timeline) -> None:
-    events = json.loads(chrome_trace(timeline))["traceEvents"]
+    events = json.loads(chrome_trace(timeline, reserved_addresses(timeline)))["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert list(rows.values())[-3:] == ["compute: waiting", DEVICE_TO_HOST, HOST_TO_DEVICE]
     assert len(set(rows)) == len(rows) == 7
@@ -260,10 +262,13 @@ def test_timeline_matches_the_judge_on_random_streams_and_pools(monkeypatch: pyt
         made_bytes = sum(graph.tensors[t].size_bytes for t in at_peak.op.outputs if graph.tensors[t].pool == DEVICE)
         if seen > 60:  # a page takes a third of a second
             continue
-        text = page(timeline)
+        text = page(StepFacts.of(timeline))
         assert f" {timeline.simulation.peak_bytes - held_bytes - made_bytes} B of workspace" in text
         assert_needs_nothing_else(text)
-        assert {e["name"] for e in json.loads(chrome_trace(timeline))["traceEvents"]} >= {"memory", "memory of host"}
+        assert {e["name"] for e in json.loads(chrome_trace(timeline, reserved_addresses(timeline)))["traceEvents"]} >= {
+            "memory",
+            "memory of host",
+        }
     assert seen > 100
 
 

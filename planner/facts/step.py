@@ -1,0 +1,41 @@
+"""All that the report page shows of a plan, computed once."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from planner.facts.addresses import StepAddresses, planned_addresses, reserved_addresses
+from planner.facts.baselines import Baseline, baselines
+from planner.facts.lifetimes import Lifetimes, lives_of
+from planner.facts.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """The facts of a step that follows a plan.
+
+    Attributes:
+        timeline: its executions.
+        lives: its tensors.
+        baselines: the same step by other schedules.
+        reserved: addresses where PyTorch's caching allocator puts tensors; None on the CPU.
+        planned: addresses in one arena, by a short search; None if the step runs in an arena, whose addresses are `reserved`.
+    """
+
+    timeline: Timeline
+    lives: Lifetimes
+    baselines: tuple[Baseline, ...]
+    reserved: StepAddresses | None
+    planned: StepAddresses | None
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Self:
+        """Return the facts of `timeline`."""
+        reserved = reserved_addresses(timeline)
+        in_arena = reserved is not None and not reserved.borders
+        return cls(
+            timeline=timeline,
+            lives=lives_of(timeline),
+            baselines=baselines(timeline.graph, timeline.plan),
+            reserved=reserved,
+            planned=None if in_arena else planned_addresses(timeline),
+        )

@@ -20,7 +20,7 @@ from graphs.ir import Graph
 from graphs.simulate import simulate
 from planner.budgets import is_share
 from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
-from planner.capture.guards.messages import readable
+from planner.capture.guards.names import readable
 from planner.capture.lowering.lower import Capture
 from planner.plans.summary import summarize
 from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device

@@ -16,7 +16,7 @@ from unittest import mock
 from graphs.errors import TraceError
 from planner.capture.frontend.python_state import restoring_items
 from planner.capture.frontend.source_lines import is_our_code
-from planner.capture.guards.messages import Scope, readable
+from planner.capture.guards.names import Scope, accessor, readable
 from planner.torch_private.capture import SideEffects, source_name
 
 _Change = Literal["never", "once", "always"]
@@ -230,7 +230,7 @@ def _found(effect: Effect, local: Scope, scope: Scope) -> object:
 def _owner(effect: Effect, local: Scope, scope: Scope) -> Any:
     if effect.owner == f"G['{effect.attribute}']":  # a global is an attribute of no object
         return _GlobalVariables(scope)
-    return eval(effect.owner, {"L": local, "G": scope})
+    return accessor(effect.owner)(local, scope)
 
 
 class _GlobalVariables:

@@ -24,7 +24,7 @@ from planner.capture.frontend.preserved_state import preserve_state
 from planner.capture.frontend.source_lines import location, traced_line
 from planner.capture.guards.branches import DataBranches, asks_for_values
 from planner.capture.guards.data_guards import DataGuards
-from planner.capture.guards.messages import readable
+from planner.capture.guards.names import readable
 from planner.capture.guards.python_guards import PythonGuards, build_guards, guarded_names
 from planner.capture.guards.python_random import forbid_python_random
 from planner.capture.guards.replaced_names import Frames, record_frames

@@ -1,40 +1,11 @@
 """Messages for guards of Dynamo that fail: what changed since a step was captured, from what to what."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-Scope = Mapping[str, object]
-
-_PATHS = (
-    (r"L\['self'\]\._modules\['(model|loss_fn)'\]", r"\1"),
-    (r"L\['self'\]\.(model|loss_fn)", r"\1"),
-    (r"L\['self'\]", "the step"),
-    (r"L\['args'\]\[(\d+)\]", r"input \1"),
-    (r"L\['kwargs'\]\['([^']+)'\]", r"input '\1'"),
-    (r"\.__dict__\['(\w+)'\]", r".\1"),
-    (r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1"),
-    (r"(?<![\w.])G\['__import_([^']+)'\]", lambda found: found[1].replace("_dot_", ".").replace("__main__.", "")),
-    (r"(?<![\w.])G\['([^']+)'\]", r"\1"),
-    (r"__main__\.", ""),
-)
-
-
-def readable(text: str, local: Scope, scope: Scope) -> str:
-    """Replace Dynamo's names in `text` by those that a person would write: ``model.bn.momentum``, ``config.alpha``."""
-    closure = re.compile(r"((?:L|G)\[[^ ]*?)\.__closure__\[(\d+)\]\.cell_contents")
-    while found := closure.search(text):
-        try:
-            variable = eval(found[1], {"L": local, "G": scope}).__code__.co_freevars[int(found[2])]
-        except Exception:  # noqa: BLE001  # a name that cannot be resolved is shown as it is
-            break
-        text = text[: found.start()] + variable + text[found.end() :]
-    for pattern, path in _PATHS:
-        text = re.sub(pattern, path, text)
-    return text
-
+from planner.capture.guards.names import Scope, accessor, readable
 
 _PATTERNS = (
     (r"(?P<source>.+) == (?P<planned>.+)", "{name} was {planned} when the step was planned, and is {now} now"),
@@ -108,7 +79,7 @@ def _length(value: Any) -> object:
 
 def _value(name: str, local: Scope, scope: Scope) -> Any:
     try:
-        return eval(name, {"L": local, "G": scope})
+        return accessor(name)(local, scope)
     except Exception:  # noqa: BLE001  # it was removed
         return None
 
@@ -126,6 +97,6 @@ def is_mode(part: str) -> bool:
 def fails(part: str, local: Scope, scope: Scope) -> bool:
     """Return True if the guard `part` fails, or cannot be evaluated: guards that are checked together are listed together."""
     try:
-        return not eval(code_of(part), {"L": local, "G": scope})
+        return not accessor(code_of(part))(local, scope)
     except Exception:  # noqa: BLE001  # not every guard is an expression
         return True

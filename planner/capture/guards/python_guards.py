@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from graphs.errors import MismatchError
-from planner.capture.guards.messages import Scope, code_of, explain, fails, is_mode, readable
+from planner.capture.guards.messages import code_of, explain, fails, is_mode
+from planner.capture.guards.names import Scope, accessor, readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, asks_for_layout, replaceable
 from planner.capture.rewrites.sparse_products import is_sparse, part_addresses
 from planner.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase, source_name
@@ -221,7 +222,7 @@ def _external_values(sources: Iterable[str], step: nn.Module, local: Scope, scop
         if source.startswith(("L['args']", "L['kwargs']")):
             continue
         name = source.removeprefix("___from_numpy(").removesuffix(")") if source.startswith("___from_numpy(") else source
-        find = eval(f"lambda L, G: {name}", {})
+        find = accessor(name)
         value = find(local, scope)
         if isinstance(value, torch.Tensor) and is_sparse(value):
             yield ExternalValue(name, partial(_part_addresses, find), part_addresses(value))

@@ -26,13 +26,13 @@ class Models:
 
     Attributes:
         coarse: two windows, split at the peak of keeping everything; one window before that is known.
-        detail: the windows of the relaxation so far.
+        refined: the discretization of the relaxation so far.
         largest: rows and columns of the largest program.
         solutions: the latest solutions, newest last.
     """
 
     coarse: Discretization
-    detail: Discretization
+    refined: Discretization
     largest: tuple[int, int] = (0, 0)
     solutions: deque[tuple[Discretization, Solution]] = field(default_factory=lambda: deque(maxlen=_KEPT_SOLUTIONS))
 
@@ -79,16 +79,16 @@ class Search:
         """The budget, including static bytes."""
         return self.request.budget_bytes
 
-    def offer(self, order: Order, detail: Discretization | None = None) -> Trial:
+    def offer(self, order: Order, discretization: Discretization | None = None) -> Trial:
         """Simulate an order and keep it if it fits and is the fastest so far, as it is or after pruning.
 
         Args:
-            detail: windows of the pruned order; None: one.
+            discretization: windows of the pruned order; None: one.
         """
         trial, incumbent = self._simulated(order), self.incumbent
         incumbent.compare_peak(trial)
         if incumbent.fits(trial) and (incumbent.take(trial) or self._is_near(trial)):
-            incumbent.take(self._pruned(trial, detail))
+            incumbent.take(self._pruned(trial, discretization))
         return trial
 
     def improve_order(self, order: Order, limit_s: float) -> Trial | None:
@@ -109,7 +109,7 @@ class Search:
         """Return True if a schedule that offloads may become the best after pruning."""
         return bool(self.problem.offloads) and trial.time_s <= self.params.offloading.near * self.incumbent.best_s
 
-    def _pruned(self, trial: Trial, detail: Discretization | None = None) -> Trial:
+    def _pruned(self, trial: Trial, discretization: Discretization | None = None) -> Trial:
         """Return `trial` without unnecessary recomputations."""
         should_stop = self.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), self.stopping.stopped)
-        return prune(self.problem, trial, detail, self.budget_bytes, should_stop, self.params.refinement.passes)
+        return prune(self.problem, trial, discretization, self.budget_bytes, should_stop, self.params.refinement.passes)

@@ -83,9 +83,9 @@ def test_relaxation_never_exceeds_the_brute_force_optimum(seed: int, ops: int, s
     optimum = fastest(graph, budget)
     for ends in (tuple(range(ops)), (ops // 2, ops - 1) if ops > 1 else (0,), (ops - 1,)):
         pairs = frozenset((end, x) for end in ends for x in range(end))
-        chains = frozenset((end, x, z) for end in ends for z in range(end) for x in range(z))
-        detail = Discretization(tuple(sorted(set(ends))), frozenset(range(ops)), pairs, chains)
-        model = build_relaxation(problem_of(graph, budget), detail)
+        precedences = frozenset((end, x, z) for end in ends for z in range(end) for x in range(z))
+        discretization = Discretization(tuple(sorted(set(ends))), frozenset(range(ops)), pairs, precedences)
+        model = build_relaxation(problem_of(graph, budget), discretization)
         answer = solve_program(model.program, clock=WallClock(60))
         if optimum is not None:
             assert answer.outcome is Outcome.OPTIMAL

@@ -108,10 +108,10 @@ def test_relaxation_with_offload_never_exceeds_the_brute_force_optimum(seeds: ra
         problem, n = problem_of(one.graph, one.budget_bytes), len(one.program.ops)
         for ends in {tuple(range(n)), tuple(sorted({n // 2, n - 1})), (n - 1,)}:
             pairs = frozenset((end, x) for end in ends for x in range(end))
-            chains = frozenset((end, x, z) for end, z in pairs for x in range(z))
-            spans = frozenset((first, last) for last in ends for first in range(last))
-            detail = Discretization(ends, frozenset(range(n)), pairs, chains, spans=spans)
-            answer = solve_program(build_relaxation(problem, detail).program, clock=WallClock(60))
+            precedences = frozenset((end, x, z) for end, z in pairs for x in range(z))
+            merged = frozenset((first, last) for last in ends for first in range(last))
+            discretization = Discretization(ends, frozenset(range(n)), pairs, precedences, merged=merged)
+            answer = solve_program(build_relaxation(problem, discretization).program, clock=WallClock(60))
             if one.optimum is not None:
                 assert answer.outcome in (Outcome.OPTIMAL, Outcome.FAILED), (one.seed, ends)
                 failed += answer.outcome is Outcome.FAILED

@@ -69,9 +69,9 @@ def test_relaxation_never_exceeds_the_brute_force_optimum(seed: int, ops: int, s
         return
     for ends in (tuple(range(ops)), (ops // 2, ops - 1), (ops - 1,)):
         pairs = frozenset((end, x) for end in ends for x in range(end))
-        chains = frozenset((end, x, z) for end in ends for z in range(end) for x in range(z))
-        detail = Discretization(tuple(sorted(set(ends))), frozenset(range(ops)), pairs, chains)
-        answer = solve_program(build_relaxation(problem_of(graph, budget), detail).program, clock=WallClock(60))
+        precedences = frozenset((end, x, z) for end in ends for z in range(end) for x in range(z))
+        discretization = Discretization(tuple(sorted(set(ends))), frozenset(range(ops)), pairs, precedences)
+        answer = solve_program(build_relaxation(problem_of(graph, budget), discretization).program, clock=WallClock(60))
         assert answer.outcome is Outcome.OPTIMAL
         assert graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE) <= optimum * (1 + SLACK) + SLACK
 

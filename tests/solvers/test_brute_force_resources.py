@@ -92,8 +92,8 @@ def test_unbinding_resource_limits_leave_the_program_unchanged() -> None:
         programs = []
         for one in (bare, free, wide):
             problem = problem_of(one, budget)
-            detail = Discretization(tuple(sorted(set(problem.places.last))), places=problem.places.last)
-            programs.append(build_relaxation(problem, detail).program)
+            discretization = Discretization(tuple(sorted(set(problem.places.last))), places=problem.places.last)
+            programs.append(build_relaxation(problem, discretization).program)
         for other in programs[1:]:
             assert (programs[0].matrix != other.matrix).nnz == 0
             for name in ("cost", "lower", "upper", "row_lower", "row_upper", "integer"):

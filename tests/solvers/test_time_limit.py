@@ -41,19 +41,19 @@ class Clock:
 
 def test_building_a_large_model_stops_on_request() -> None:
     problem = problem_of(untimed(40), 20)
-    detail = Discretization(tuple(range(problem.ops)))
-    whole = build_relaxation(problem, detail, should_stop=Clock(10**9)).program
+    discretization = Discretization(tuple(range(problem.ops)))
+    whole = build_relaxation(problem, discretization, should_stop=Clock(10**9)).program
     assert whole.matrix.nnz > 20_000
     clock = Clock(3)
     with pytest.raises(BuildStoppedError):
-        build_relaxation(problem, detail, should_stop=clock)
+        build_relaxation(problem, discretization, should_stop=clock)
     assert clock.left == -1
 
 
 def test_a_model_that_was_given_up_ends_the_refinement() -> None:
     search = Search.of(ask(untimed(40), 20, tolerance=1e-3, time_limit_s=3600.0, should_stop=Clock(3)))
-    detail = Discretization(tuple(range(search.problem.ops)))
-    assert refine(search, detail, 3600.0) == (detail, False)
+    discretization = Discretization(tuple(range(search.problem.ops)))
+    assert refine(search, discretization, 3600.0) == (discretization, False)
     assert search.stopping.halted
 
 

@@ -56,7 +56,7 @@ class Trial:
 
 def read_solution(model: Model, values: Floats) -> Solution:
     """Return the binaries of a solution, rounded at one half (HiGHS has checked that they are integer)."""
-    windows = len(model.detail.ends)
+    windows = len(model.discretization.ends)
 
     def chosen(columns: dict[tuple[int, int], int], count: int) -> tuple[frozenset[int], ...]:
         found: list[set[int]] = [set() for _ in range(count)]
@@ -164,29 +164,29 @@ def order_of(
     reloads: frozenset[tuple[int, int]] = frozenset(),
     instead: frozenset[int] = frozenset(),
     *,
-    detail: Discretization | None = None,
+    discretization: Discretization | None = None,
 ) -> Order:
-    """Return `computed` with the windows of `detail` (None: one window); first executions are in program order.
+    """Return `computed` with the windows of `discretization` (None: one window); first executions are in program order.
 
     Args:
         reloads, instead: as in ``Order``.
     """
     windows: list[int] = []
     first: list[bool] = []
-    detail = detail or Discretization.whole(problem)
+    discretization = discretization or Discretization.whole(problem)
     expected = None if problem.places.plain else [*problem.places.executed(instead), problem.ops]
     done = 0
     for op in computed:
         following = done if expected is None else expected[done]
         first.append(op == following)
-        windows.append(detail.window_of(following))
+        windows.append(discretization.window_of(following))
         done += op == following
     return Order(tuple(computed), tuple(windows), tuple(first), reloads, instead)
 
 
-def decoded(problem: Problem, detail: Discretization, solution: Solution) -> Order:
+def decoded(problem: Problem, discretization: Discretization, solution: Solution) -> Order:
     """Return the order of a model's solution, with the reloads of offloaded tensors."""
-    order = order_of(problem, expand(problem, detail, solution), instead=solution.instead, detail=detail)
+    order = order_of(problem, expand(problem, discretization, solution), instead=solution.instead, discretization=discretization)
     return replace(order, reloads=_reloads_of(problem, solution, order)) if problem.offloads and solution.taken else order
 
 

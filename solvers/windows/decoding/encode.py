@@ -13,12 +13,12 @@ from solvers.windows.relaxation.discretization import Discretization, Model
 
 
 def solution_of(
-    problem: Problem, detail: Discretization, computed: Sequence[int], instead: frozenset[int] = frozenset()
+    problem: Problem, discretization: Discretization, computed: Sequence[int], instead: frozenset[int] = frozenset()
 ) -> Solution:
     """Return the values of R, Q, S and z for an order of execution: the inverse of ``expand``."""
-    order = order_of(problem, computed, instead=instead, detail=detail)
-    again: list[set[int]] = [set() for _ in detail.ends]
-    handed: list[set[int]] = [set() for _ in range(len(detail.ends) + 1)]
+    order = order_of(problem, computed, instead=instead, discretization=discretization)
+    again: list[set[int]] = [set() for _ in discretization.ends]
+    handed: list[set[int]] = [set() for _ in range(len(discretization.ends) + 1)]
     twice: set[tuple[int, int]] = set()
     live: set[int] = set()
     position = -1
@@ -28,7 +28,7 @@ def solution_of(
             live.discard(step.tensor)
             continue
         for k in boundaries:
-            handed[k] = {t for t in live if not problem.kept[t] or problem.settled[t] >= detail.start_of(k)}
+            handed[k] = {t for t in live if not problem.kept[t] or problem.settled[t] >= discretization.start_of(k)}
         position += 1
         op, window = computed[position], order.windows[position]
         live.update(problem.outputs[op])
@@ -41,12 +41,12 @@ def solution_of(
     return Solution(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), frozenset(twice), instead=instead)
 
 
-def solution_of_trial(problem: Problem, detail: Discretization, trial: Trial) -> Solution:
+def solution_of_trial(problem: Problem, discretization: Discretization, trial: Trial) -> Solution:
     """Return the values of R, Q, S and A for a trial."""
     if not problem.offloads:
-        return solution_of(problem, detail, trial.order.computed, trial.order.instead)
-    order = order_of(problem, trial.order.computed, detail=detail)
-    again, handed, taken = ([set[int]() for _ in range(len(detail.ends) + 1)] for _ in range(3))
+        return solution_of(problem, discretization, trial.order.computed, trial.order.instead)
+    order = order_of(problem, trial.order.computed, discretization=discretization)
+    again, handed, taken = ([set[int]() for _ in range(len(discretization.ends) + 1)] for _ in range(3))
     twice: set[tuple[int, int]] = set()
     executed = {end: place for place, end in enumerate(trial.ends)}
     back = {transfers.reload_op: t for t, transfers in problem.offloads.by_tensor.items()}
@@ -68,7 +68,7 @@ def solution_of_trial(problem: Problem, detail: Discretization, trial: Trial) ->
             if op in again[window]:
                 twice.add((window, op))
             again[window].add(op)
-        elif op == detail.ends[window]:
+        elif op == discretization.ends[window]:
             window += 1
             handed[window] = {t for t in live if not problem.kept[t]}
     freeze = tuple(map(frozenset, handed))

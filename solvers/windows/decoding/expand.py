@@ -30,14 +30,14 @@ class Solution:
     instead: frozenset[int] = frozenset()
 
 
-def expand(problem: Problem, detail: Discretization, solution: Solution) -> tuple[int, ...]:
+def expand(problem: Problem, discretization: Discretization, solution: Solution) -> tuple[int, ...]:
     """Return ops in order of execution.
 
     Window by window: the missing inputs of a new op are recomputed just before it, in program order. Before the last op of a
     window, missing tensors that are handed over are recomputed too, except by optional ops with ready inputs: these run as soon
     as their inputs have no other reader in the window.
     """
-    return _Expansion(problem, detail, solution).run()
+    return _Expansion(problem, discretization, solution).run()
 
 
 class _Expansion:
@@ -49,10 +49,10 @@ class _Expansion:
         pending: recomputations and optional ops of the solution that have not been executed yet.
     """
 
-    def __init__(self, problem: Problem, detail: Discretization, solution: Solution) -> None:
+    def __init__(self, problem: Problem, discretization: Discretization, solution: Solution) -> None:
         self.problem = problem
         self.places = problem.places
-        self.detail = detail
+        self.discretization = discretization
         self.solution = solution
         self.computed: list[int] = []
         self.there: set[int] = set()
@@ -63,12 +63,12 @@ class _Expansion:
         self.in_place = list(range(problem.ops)) if plain else problem.places.executed(solution.instead)
 
     def run(self) -> tuple[int, ...]:
-        for k in range(len(self.detail.ends)):
+        for k in range(len(self.discretization.ends)):
             self.window(k)
         return tuple(self.computed)
 
     def window(self, k: int) -> None:
-        start, end = self.detail.start_of(k), self.detail.ends[k]
+        start, end = self.discretization.start_of(k), self.discretization.ends[k]
         ops = self.in_place[start : end + 1] if self.places.plain else self._between(start, end)
         if not ops:
             # All ops are replaced by one in a later window, at which this one ends.
@@ -192,7 +192,7 @@ class _Expansion:
 
         It is freed for the longest interval of window k without a reader.
         """
-        start, end = self.detail.start_of(k), self.detail.ends[k]
+        start, end = self.discretization.start_of(k), self.discretization.ends[k]
         gone: dict[int, list[int]] = {}
         for i in self.pending:
             for t in self.problem.outputs[i]:

@@ -13,19 +13,29 @@ Reloads = frozenset[tuple[int, int]]
 
 
 def prune(
-    problem: Problem, trial: Trial, detail: Discretization | None, budget_bytes: int, should_stop: Callable[[], bool], passes: int
+    problem: Problem,
+    trial: Trial,
+    discretization: Discretization | None,
+    budget_bytes: int,
+    should_stop: Callable[[], bool],
+    passes: int,
 ) -> Trial:
     """Return `trial`, which fits, without recomputations that the budget does not require.
 
     With optional ops and transfers to the host nothing is removed: that is done in its plain graph.
     """
     if not problem.offloads:
-        return _prune_recomputations(problem, trial, detail, budget_bytes, should_stop, passes)
+        return _prune_recomputations(problem, trial, discretization, budget_bytes, should_stop, passes)
     return prune_with_transfers(problem, trial, budget_bytes, should_stop, passes) if problem.places.plain else trial
 
 
 def _prune_recomputations(
-    problem: Problem, trial: Trial, detail: Discretization | None, budget_bytes: int, should_stop: Callable[[], bool], passes: int
+    problem: Problem,
+    trial: Trial,
+    discretization: Discretization | None,
+    budget_bytes: int,
+    should_stop: Callable[[], bool],
+    passes: int,
 ) -> Trial:
     """Remove recomputations, the longest first: the outputs stay in memory since the previous execution."""
     for _ in range(passes):
@@ -35,7 +45,7 @@ def _prune_recomputations(
         if not unnecessary:
             break
         computed = [op for position, op in enumerate(trial.order.computed) if position not in unnecessary]
-        trial = try_out(problem, order_of(problem, computed, instead=trial.order.instead, detail=detail))
+        trial = try_out(problem, order_of(problem, computed, instead=trial.order.instead, discretization=discretization))
     return trial
 
 

@@ -28,18 +28,19 @@ def worst_of_runs(trial: Trial, budget_bytes: int, params: RefinementParams) -> 
 
 
 def refined(
-    detail: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams, *, ahead: int = 1
+    discretization: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams, *, ahead: int = 1
 ) -> Discretization:
-    """Return `detail`, refined at every place where `trial` exceeds the budget.
+    """Return `discretization`, refined at every place where `trial` exceeds the budget.
 
     At a first execution of v: row 6; if it is there, a window ends at v. At a recomputation of x before v: a window of its own
-    for v; if it has one, rows 7 and 9. If nothing is left to add, `detail` is returned.
+    for v; if it has one, rows 7 and 9. If nothing is left to add, `discretization` is returned.
 
     Args:
         ahead: refine the last so many ops up to v as if the schedule exceeded the budget at each: the next solution would often
             recompute x before an earlier one.
     """
-    ends, firsts, repeats, chains = set(detail.ends), set(detail.firsts), set(detail.repeats), set(detail.chains)
+    ends, firsts = set(discretization.ends), set(discretization.firsts)
+    repeats, precedences = set(discretization.repeats), set(discretization.precedences)
     for step in worst_of_runs(trial, budget_bytes, params):
         op = trial.order.computed[step]
         if trial.order.first[step]:
@@ -47,23 +48,23 @@ def refined(
             continue
         before = next(trial.order.computed[s] for s in range(step, len(trial.order.first)) if trial.order.first[s])
         for v in _up_to(before, ahead):
-            single = detail.is_single(detail.window_of(v))
+            single = discretization.is_single(discretization.window_of(v))
             if not single:
-                first, last = detail.place_of(v)
+                first, last = discretization.place_of(v)
                 ends.update((first - 1, last) if first > 0 else (last,))
             if single or ahead > 1:
                 repeats.add((v, op))
-                chains.update((v, x, op) for x in _executed_again_before(trial, step))
-    closer = replace(detail, firsts=frozenset(firsts), repeats=frozenset(repeats), chains=frozenset(chains))
+                precedences.update((v, x, op) for x in _executed_again_before(trial, step))
+    closer = replace(discretization, firsts=frozenset(firsts), repeats=frozenset(repeats), precedences=frozenset(precedences))
     return closer.split(ends)
 
 
-def where_it_waits(detail: Discretization, trial: Trial, params: RefinementParams) -> Discretization:
-    """Return `detail` with windows that end at the first executions with the longest waits of `trial`."""
+def where_it_waits(discretization: Discretization, trial: Trial, params: RefinementParams) -> Discretization:
+    """Return `discretization` with windows that end at the first executions with the longest waits of `trial`."""
     new = [op for op, first in zip(trial.order.computed, trial.order.first, strict=True) if first]
     done = list(accumulate(trial.order.first, initial=0))
     waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
-    return detail.split({new[done[place]] for _, place in waits[: params.most_waits]}) if waits else detail
+    return discretization.split({new[done[place]] for _, place in waits[: params.most_waits]}) if waits else discretization
 
 
 def _executed_again_before(trial: Trial, step: int) -> list[int]:
@@ -79,15 +80,15 @@ def _up_to(op: int, count: int) -> range:
 
 
 def with_stages_in_order(
-    detail: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams, *, ahead: int = 1
+    discretization: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams, *, ahead: int = 1
 ) -> Discretization:
-    """Return `detail` with Checkmate's memory rows for the recomputations in stages where `trial` exceeds the budget.
+    """Return `discretization` with Checkmate's memory rows for the recomputations in stages where `trial` exceeds the budget.
 
     Args:
         ahead: as in ``refined``.
     """
     order = trial.order
-    ordered = set(detail.ordered)
+    ordered = set(discretization.ordered)
     done = -1
     again: list[tuple[int, int]] = []
     for op, first, taken in zip(order.computed, order.first, trial.memory_bytes, strict=True):
@@ -96,24 +97,24 @@ def with_stages_in_order(
             continue
         done = op
         if any(taken > budget_bytes for _, taken in again):
-            stages = [v for v in _up_to(done, ahead) if detail.is_single(detail.window_of(v))]
+            stages = [v for v in _up_to(done, ahead) if discretization.is_single(discretization.window_of(v))]
             ordered.update((v, x) for v in stages for x, taken in again if taken > params.nearly * budget_bytes)
         again = []
-    return replace(detail, ordered=frozenset(ordered))
+    return replace(discretization, ordered=frozenset(ordered))
 
 
-def halved(detail: Discretization) -> Discretization:
-    """Return `detail` with every window of several ops split in the middle."""
-    ends = set(detail.ends)
-    for window, end in enumerate(detail.ends):
-        start = detail.start_of(window)
+def halved(discretization: Discretization) -> Discretization:
+    """Return `discretization` with every window of several ops split in the middle."""
+    ends = set(discretization.ends)
+    for window, end in enumerate(discretization.ends):
+        start = discretization.start_of(window)
         if start < end:
             ends.add((start + end) // 2)
-    return detail.split(ends)
+    return discretization.split(ends)
 
 
-def even_windows(detail: Discretization, time_s: Sequence[float], parts: int) -> Discretization:
-    """Return `detail` with windows that split the step into `parts` of equal time."""
+def even_windows(discretization: Discretization, time_s: Sequence[float], parts: int) -> Discretization:
+    """Return `discretization` with windows that split the step into `parts` of equal time."""
     done_s = np.cumsum(time_s)
     places = np.searchsorted(done_s, np.linspace(0.0, done_s[-1], parts + 1)[1:-1])
-    return detail.ending_at(int(op) for op in places if op < len(time_s) - 1)
+    return discretization.ending_at(int(op) for op in places if op < len(time_s) - 1)

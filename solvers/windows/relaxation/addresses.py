@@ -26,12 +26,12 @@ def _breaks(draft: ModelDraft, stay: Stay) -> Literals | None:
     executed again, R[k,p(t)] = 0 or Q; in the last one also if a new op there that is not before the last op reads it. Where the
     window ends with the first op it is enough that it is there at the end.
     """
-    problem, detail, t = draft.problem, draft.detail, stay.tensor
+    problem, discretization, t = draft.problem, draft.discretization, stay.tensor
     if problem.kept[t]:
         return set()
     found: Literals = set()
-    for k in range(detail.window_of(stay.first), detail.window_of(stay.last) + 1):
-        end = detail.ends[k]
+    for k in range(discretization.window_of(stay.first), discretization.window_of(stay.last) + 1):
+        end = discretization.ends[k]
         begins_at_end = end == stay.first
         if not begins_at_end and (k, problem.producer[t]) in draft.again:
             found.add((draft.again[k, problem.producer[t]], True))

@@ -11,7 +11,7 @@ def add_inputs_of_new(draft: ModelDraft, k: int) -> None:
     """
     problem, places = draft.problem, draft.problem.places
     readers: dict[int, list[int]] = {}
-    for v in range(draft.starts[k], draft.detail.ends[k] + 1):
+    for v in range(draft.starts[k], draft.discretization.ends[k] + 1):
         if not places.optional[v]:
             for t in problem.inputs[v]:
                 readers.setdefault(t, []).append(v)
@@ -33,7 +33,7 @@ def add_inputs_of_new(draft: ModelDraft, k: int) -> None:
 
 def add_inputs_of_repeated(draft: ModelDraft, k: int) -> None:
     """Add row 2: R[k,i] <= S[k,t] + R[k,p(t)] for old t in in(i) that are not kept; Q[k,i] likewise."""
-    end = draft.detail.ends[k]
+    end = draft.discretization.ends[k]
     for i in range(end + 1):
         column = draft.again.get((k, i))
         if column is None:
@@ -60,14 +60,14 @@ def add_beginnings_of_circles(draft: ModelDraft, k: int) -> None:
         outside = sorted({p for t in inside for p in problem.producers[t]}.difference(circle))
         sources = [column for t in sorted(inside) for column in draft.held(k, t)]
         sources += [draft.again[k, p] for p in outside if (k, p) in draft.again]
-        also = draft.executions(p for p in outside if draft.starts[k] <= p <= draft.detail.ends[k])
+        also = draft.executions(p for p in outside if draft.starts[k] <= p <= draft.discretization.ends[k])
         for column in repeats:
             draft.add_only_with(column, sources, also)
 
 
 def add_hand_over(draft: ModelDraft, k: int) -> None:
     """Add rows 3 and 4: S[k+1,t] <= S[k,t] + R[k,p(t)] for old t. Kept tensors stay in memory once they are produced."""
-    end = draft.detail.ends[k]
+    end = draft.discretization.ends[k]
     for i in range(end + 1):
         for t in draft.problem.outputs[i]:
             column = draft.handed.get((k + 1, t))

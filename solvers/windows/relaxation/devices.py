@@ -39,7 +39,7 @@ def add_kept(draft: ModelDraft, k: int) -> None:
         for column in (*([] if before in {None, after} else [before]), *draft.repeat(k, t)):
             assert column is not None
             draft.add_row([after, column], [1.0, -1.0], 0.0, np.inf)
-        constant, columns, values = draft.makes(k, t, draft.detail.ends[k] + 1)
+        constant, columns, values = draft.makes(k, t, draft.discretization.ends[k] + 1)
         if constant or columns:
             draft.add_row([after, *columns], [1.0, *(-value for value in values)], constant, np.inf)
 
@@ -49,7 +49,7 @@ def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
 
     own(v) first_v + sum over t outside io(v) of b_t S[k+1,t] <= its capacity, for each op v that may be executed in the place.
     """
-    problem, end = draft.problem, draft.detail.ends[k]
+    problem, end = draft.problem, draft.discretization.ends[k]
     for pool in problem.graph.pools[1:]:
         if pool.capacity_bytes is None:
             continue

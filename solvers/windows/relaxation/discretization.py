@@ -19,9 +19,9 @@ class Discretization:
         ends: e_1 < ... < e_K, the last is the last op.
         firsts: ops v with row 6 (their first execution inside a window).
         repeats: pairs (e_k, x) with row 7 (x recomputed in the window that ends at e_k).
-        chains: triples (e_k, x, z): row 9 of z includes the outputs of x, see ``chains.py``.
+        precedences: triples (e_k, x, z): row 9 of z includes the outputs of x, see ``precedence.py``.
         ordered: pairs (v, x) with Checkmate's memory row of x in the stage {v}: not a relaxation, see ``in_stage.py``.
-        spans: first and last op of runs of windows with row 8: windows that have been split, and halves.
+        merged: first and last op of consecutive windows that row 8 takes as one: windows that have been split, and halves.
         places: for each op the last one of its place, where windows end; () if each op has its own place.
         decided: (ops, True if one of them is executed in its place): a restriction to such schedules, see ``branches.py``.
     """
@@ -29,9 +29,9 @@ class Discretization:
     ends: tuple[int, ...]
     firsts: frozenset[int] = frozenset()
     repeats: frozenset[tuple[int, int]] = frozenset()
-    chains: frozenset[tuple[int, int, int]] = frozenset()
+    precedences: frozenset[tuple[int, int, int]] = frozenset()
     ordered: frozenset[tuple[int, int]] = frozenset()
-    spans: frozenset[tuple[int, int]] = frozenset()
+    merged: frozenset[tuple[int, int]] = frozenset()
     places: tuple[int, ...] = ()
     decided: frozenset[Decision] = frozenset()
 
@@ -66,12 +66,12 @@ class Discretization:
         return replace(self, ends=tuple(sorted({*self.ends, *ends})))
 
     def split(self, ends: Iterable[int]) -> "Discretization":
-        """Return the result of ``ending_at``, with split windows as spans, so that their rows remain."""
+        """Return the result of ``ending_at``, with split windows as merged ones, so that their rows remain."""
         finer = self.ending_at(ends)
         windows = [(self.start_of(k), end) for k, end in enumerate(self.ends)]
-        spans = {(start, end) for start, end in windows if finer.window_of(start) < finer.window_of(end)}
-        spans |= {(self.start_of(first), self.ends[last]) for first, last in halves(1, len(self.ends) - 1)}
-        return replace(finer, spans=self.spans | spans)
+        merged = {(start, end) for start, end in windows if finer.window_of(start) < finer.window_of(end)}
+        merged |= {(self.start_of(first), self.ends[last]) for first, last in halves(1, len(self.ends) - 1)}
+        return replace(finer, merged=self.merged | merged)
 
 
 @dataclass(slots=True)
@@ -79,17 +79,17 @@ class Model:
     """A 0-1 program and the meaning of its columns: (window, op) or (window, tensor) -> column."""
 
     problem: Problem
-    detail: Discretization
+    discretization: Discretization
     again: dict[tuple[int, int], int]  # R and Q, which exclude each other in a window
     handed: dict[tuple[int, int], int]  # S
-    twice: dict[tuple[int, int], int]  # D, see ``chains.py``
+    twice: dict[tuple[int, int], int]  # D, see ``precedence.py``
     program: Milp
     taken: dict[tuple[int, int], int] = field(default_factory=dict)  # A, see ``transfers.py``
     instead: dict[int, int] = field(default_factory=dict)  # z, by op
 
 
 def halves(first: int, last: int) -> list[tuple[int, int]]:
-    """Return the spans first..last, its two halves, their halves, ... down to two windows."""
+    """Return the runs first..last, its two halves, their halves, ... down to two windows."""
     if first >= last:
         return []
     middle = (first + last) // 2

@@ -29,7 +29,7 @@ def _found(columns: Mapping[tuple[int, int], int], key: tuple[int, int]) -> list
 
 
 class ModelDraft(ProgramBuilder):
-    """The columns and rows of a program of `problem` with the windows of `detail`; families of rows add to it.
+    """The columns and rows of a program of `problem` with the windows of `discretization`; families of rows add to it.
 
     Attributes:
         starts: for each window its first op.
@@ -43,16 +43,16 @@ class ModelDraft(ProgramBuilder):
     def __init__(
         self,
         problem: Problem,
-        detail: Discretization,
+        discretization: Discretization,
         *,
         should_stop: Callable[[], bool] | None = None,
         wording: Wording = dense,
     ) -> None:
         super().__init__(should_stop)
         self.problem = problem
-        self.detail = detail
-        self.windows = len(detail.ends)
-        self.starts = [detail.start_of(k) for k in range(self.windows)]
+        self.discretization = discretization
+        self.windows = len(discretization.ends)
+        self.starts = [discretization.start_of(k) for k in range(self.windows)]
         self.instead: dict[int, int] = {}
         self.again: dict[tuple[int, int], int] = {}
         self.handed: dict[tuple[int, int], int] = {}
@@ -153,4 +153,6 @@ class ModelDraft(ProgramBuilder):
 
     def model(self) -> Model:
         """Return the finished model."""
-        return Model(self.problem, self.detail, self.again, self.handed, self.twice, self.milp(), self.taken, self.instead)
+        return Model(
+            self.problem, self.discretization, self.again, self.handed, self.twice, self.milp(), self.taken, self.instead
+        )

@@ -11,14 +11,14 @@ from solvers.windows.relaxation.draft import ModelDraft
 
 
 def add_memory_in_order(draft: ModelDraft) -> None:
-    """Add for `detail.ordered`: again(x) R[k,x] + sum over old t outside held(x) of b_t live(t, x) <= M, window k = {v}.
+    """Add for `discretization.ordered`: again(x) R[k,x] + sum over old t outside held(x) of b_t live(t, x) <= M, window k = {v}.
 
     live(t, x) = S[k,t] if p(t) > x, else 1 if t is needed after x: by v, by a recomputed consumer between x and v, or to be
     handed over (Checkmate, equations 5 to 8).
     """
     stages = _Stages(draft)
-    for v, x in sorted(draft.detail.ordered):
-        stages.add_memory(draft.detail.window_of(v), v, x)
+    for v, x in sorted(draft.discretization.ordered):
+        stages.add_memory(draft.discretization.window_of(v), v, x)
 
 
 class _Stages:

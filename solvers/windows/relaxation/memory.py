@@ -18,7 +18,7 @@ def add_memory_at_end(draft: ModelDraft, k: int) -> None:
 
     There is a row for each op that may be executed in the place at the end of window k.
     """
-    problem, end = draft.problem, draft.detail.ends[k]
+    problem, end = draft.problem, draft.discretization.ends[k]
     for v in problem.places.alternatives(end):
         columns: list[int] = []
         values: list[float] = []
@@ -37,7 +37,7 @@ def add_memory_at_end(draft: ModelDraft, k: int) -> None:
 
 
 def add_memory_inside(draft: ModelDraft) -> None:
-    """Add row 6 for `detail.firsts`: own(v) + sum over other t, p(t) < v, of b_t h_t <= M for v inside window k.
+    """Add row 6 for `discretization.firsts`: own(v) + sum over other t, p(t) < v, of b_t h_t <= M for v inside window k.
 
     h_t = 1                                t is kept
         = 1 - R[k,p(t)], or 1 - Q[k,p(t)]  t has a consumer c, v < c <= e_k: it is in memory unless it is recomputed;
@@ -47,9 +47,9 @@ def add_memory_inside(draft: ModelDraft) -> None:
     If v or c need not be executed, the row is that of a place, and h_t is smaller accordingly.
     """
     places = draft.problem.places
-    for v in sorted(draft.detail.firsts):
-        k = draft.detail.window_of(v)
-        last, end = places.last[v], draft.detail.ends[k]
+    for v in sorted(draft.discretization.firsts):
+        k = draft.discretization.window_of(v)
+        last, end = places.last[v], draft.discretization.ends[k]
         if last != end:  # at the end of a window row 5 is exact
             read = _wanted(draft, range(last + 1, end + 1))
             beside = _made_only_before(draft, _other_tensors(draft, v, range(last + 1)), range(last + 1, end + 1))
@@ -74,9 +74,9 @@ def _add_memory_of_place(draft: ModelDraft, k: int, v: int, terms: Total, tensor
 
 
 def add_memory_of_repeats(draft: ModelDraft) -> None:
-    """Add row 7 for `detail.repeats`, see ``memory_of_repeat``."""
-    for end, x in sorted(draft.detail.repeats):
-        k = draft.detail.window_of(end)
+    """Add row 7 for `discretization.repeats`, see ``memory_of_repeat``."""
+    for end, x in sorted(draft.discretization.repeats):
+        k = draft.discretization.window_of(end)
         if (k, x) in draft.again:
             draft.add_memory(k, *memory_of_repeat(draft, k, x))
 
@@ -92,8 +92,8 @@ def memory_of_repeat(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list
         = H[k,t]           otherwise, if t can be handed over
     """
     problem, places, start = draft.problem, draft.problem.places, draft.starts[k]
-    window = range(start, draft.detail.ends[k] + 1)
-    read = _wanted(draft, window) if draft.detail.is_single(k) else {}
+    window = range(start, draft.discretization.ends[k] + 1)
+    read = _wanted(draft, window) if draft.discretization.is_single(k) else {}
     beside = _made_only_before(draft, _other_tensors(draft, x, range(start)), window)
     (taken, columns, values), _ = _certain(draft, k, beside, read, start - 1)
     # Kept outputs are in memory twice, if they have certainly been produced.

@@ -19,33 +19,33 @@ from solvers.windows.relaxation.availability import (
     add_inputs_of_new,
     add_inputs_of_repeated,
 )
-from solvers.windows.relaxation.chains import add_memory_of_chains
 from solvers.windows.relaxation.devices import add_kept, add_makespan, add_memory_elsewhere
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.draft import Family, ModelDraft, WindowFamily
 from solvers.windows.relaxation.executed import add_executed_at_all
 from solvers.windows.relaxation.memory import add_memory_at_end, add_memory_inside, add_memory_of_repeats
+from solvers.windows.relaxation.merged_windows import add_merged_windows
+from solvers.windows.relaxation.precedence import add_precedence_cuts
 from solvers.windows.relaxation.resources import add_resources
-from solvers.windows.relaxation.spans import add_spans
 from solvers.windows.relaxation.transfers import add_channels, add_offloads
 from solvers.windows.relaxation.variables import every_op, variables
 
 
-def build_relaxation(problem: Problem, detail: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
-    """Build the relaxation of all schedules of `problem`: rows 1 to 21, as far as `detail` requests them.
+def build_relaxation(problem: Problem, discretization: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
+    """Build the relaxation of all schedules of `problem`: rows 1 to 21, as far as `discretization` requests them.
 
     Raises:
         BuildStoppedError: `should_stop`, which is polled, returned True.
     """
     return compose(
-        ModelDraft(problem, detail, should_stop=should_stop),
+        ModelDraft(problem, discretization, should_stop=should_stop),
         variables(every_op),
         add_offloads,
         window_rows,
-        add_spans,
+        add_merged_windows,
         add_memory_inside,
         add_memory_of_repeats,
-        add_memory_of_chains,
+        add_precedence_cuts,
         add_channels,
         add_executed_at_all,
         add_resources,

@@ -41,7 +41,7 @@ def add_offloads(draft: ModelDraft) -> None:
 def _add_variables(draft: ModelDraft, k: int, t: int) -> None:
     """Add X[k,t] while t may be read later; A and Y if it may also have been freed before; V and W if it is old."""
     problem = draft.problem
-    producer, start, end = problem.producer[t], draft.starts[k], draft.detail.ends[k]
+    producer, start, end = problem.producer[t], draft.starts[k], draft.discretization.ends[k]
     if producer > end or problem.last_use[t] < start:
         return
     draft.stored[k, t] = draft.column()
@@ -74,7 +74,7 @@ def add_reload(draft: ModelDraft, offloads: Offloads, k: int, t: int) -> None:
         draft.add_only_with(draft.valid[k, t], [draft.handed[k, t]])
     if (k + 1, t) in draft.valid:
         valid, anew = draft.valid[k + 1, t], [fetched, *draft.repeat(k, t)]
-        makes = draft.makes(k, t, draft.detail.ends[k] + 1)
+        makes = draft.makes(k, t, draft.discretization.ends[k] + 1)
         if old:
             draft.add_only_with(valid, [draft.valid.get((k, t), draft.handed[k, t]), *anew], makes)
         # A tensor that an op certainly produces in its place is produced before it can be offloaded.
@@ -87,7 +87,7 @@ def add_offload(draft: ModelDraft, k: int, t: int) -> None:
     """Add row 11: X[k,t] <= S[k,t] + R[k,p(t)] for old t, and W[k+1,t] <= W[k,t] + X[k,t]."""
     old = (k, t) in draft.hosted
     if old:
-        makes = draft.makes(k, t, draft.detail.ends[k] + 1)
+        makes = draft.makes(k, t, draft.discretization.ends[k] + 1)
         draft.add_only_with(draft.stored[k, t], [draft.handed[k, t], *draft.repeat(k, t)], makes)
     if (k + 1, t) in draft.hosted:
         earlier = [draft.hosted[k, t]] if old else []
@@ -137,7 +137,7 @@ class _Channels:
             self.again[k].append((column, draft.cost[column]))
 
     def add_window(self, k: int) -> None:
-        draft, ops = self.draft, range(self.draft.starts[k], self.draft.detail.ends[k] + 1)
+        draft, ops = self.draft, range(self.draft.starts[k], self.draft.discretization.ends[k] + 1)
         clock = [*self.again[k], (draft.column(1.0, upper=self.most), 1.0)]
         # Optional executions count anywhere in the window.
         self.unsure = 0.0
@@ -168,7 +168,7 @@ class _Channels:
 
         The result is empty in the last window, and if e_k is so short that the rows gain nothing.
         """
-        draft, end = self.draft, self.draft.detail.ends[k]
+        draft, end = self.draft, self.draft.discretization.ends[k]
         if k + 1 == draft.windows or self.new[end] < _LONG * OBJECTIVE_SCALE:  # 0 where e_k need not be executed
             return {}
         own = {*draft.problem.inputs[end], *draft.problem.outputs[end]}

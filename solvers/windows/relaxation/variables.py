@@ -8,8 +8,8 @@
     S[k,t]  tensor t, produced before window k, is handed over: it is in memory when e_(k-1) executes
             and stays until window k begins; kept tensors have S = 1 and no variable
 
-Families of rows add their own: H (``memory.py``), U (``spans.py``), D, P and G (``chains.py``), W (``in_stage.py``); A, Y, V, X
-and another W (``transfers.py``).
+Families of rows add their own: H (``memory.py``), U (``merged_windows.py``), D, P and G (``precedence.py``), W (``in_stage.py``);
+A, Y, V, X and another W (``transfers.py``).
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ RepeatableOps = Callable[[ModelDraft, int], Iterable[int]]  # ops that may be re
 
 def every_op(draft: ModelDraft, k: int) -> Iterable[int]:
     """Return all ops that are old or new in window k."""
-    return range(draft.detail.ends[k] + 1)
+    return range(draft.discretization.ends[k] + 1)
 
 
 def variables(repeatable: RepeatableOps) -> Family:
@@ -48,7 +48,7 @@ def _add_alternatives(draft: ModelDraft) -> None:
             draft.instead[b] = draft.column(integer=True, cost=problem.units(seconds), upper=float(fits))
     for group in sorted({of_op for of_op in places.replaced_by if len(of_op) > 1}):
         draft.add_row([draft.instead[b] for b in group], [1.0] * len(group), -np.inf, 1.0)
-    for ways, is_executed in sorted(draft.detail.decided):
+    for ways, is_executed in sorted(draft.discretization.decided):
         draft.add_row([draft.instead[b] for b in ways], [1.0] * len(ways), float(is_executed), float(is_executed))
 
 
@@ -64,9 +64,9 @@ def _add_repeats(draft: ModelDraft, k: int, repeatable: Iterable[int]) -> None:
             worth = problem.last_worth[i] >= start
         elif places.sure[i]:
             # A second execution of a new op is useful only for the ops in between.
-            worth = places.last[i] < draft.detail.ends[k] and problem.last_worth[i] >= i + 2
+            worth = places.last[i] < draft.discretization.ends[k] and problem.last_worth[i] >= i + 2
         else:
-            worth = not places.replaces[i] or places.last[i] < draft.detail.ends[k]
+            worth = not places.replaces[i] or places.last[i] < draft.discretization.ends[k]
         if worth and problem.recomputable[i] and problem.last_again[i] >= start:
             draft.again[k, i] = draft.column(integer=True, cost=problem.units(problem.time_s[i]))
             if places.optional[i] and not problem.graph.ops[places.ids[i]].recomputable:
@@ -95,7 +95,7 @@ def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
         return False
     if k <= 0 or draft.repeat(k, t):
         return False
-    start, end = draft.starts[k], draft.detail.ends[k]
+    start, end = draft.starts[k], draft.discretization.ends[k]
     if any(start <= p <= end for p in draft.problem.producers[t]):
         return False
     return not any(start <= c <= end or (k, c) in draft.again for c in draft.problem.consumers[t])

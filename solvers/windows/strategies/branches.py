@@ -36,7 +36,7 @@ class Branch:
     """A set of schedules with some decisions.
 
     Attributes:
-        detail: the discretization of its program, with the decisions.
+        discretization: the discretization of its program, with the decisions.
         bound: on their overhead, in units of the objective; inf if there are none.
         limit: of the next solve of its program.
         undecided: alternatives of which one is to be decided before its program is solved.
@@ -44,7 +44,7 @@ class Branch:
         closed: True if it cannot be refined further.
     """
 
-    detail: Discretization
+    discretization: Discretization
     bound: float
     limit: float
     undecided: Ways = ()
@@ -93,7 +93,7 @@ class Branches(Strategy):
         return True
 
     def _next(self) -> Branch:
-        return min(self.all, key=lambda branch: (branch.bound, branch.closed, -len(branch.detail.decided)))
+        return min(self.all, key=lambda branch: (branch.bound, branch.closed, -len(branch.discretization.decided)))
 
     def _look(self, branch: Branch, limit: float | None = None) -> None:
         search = self.search
@@ -105,9 +105,9 @@ class Branches(Strategy):
             branch.order = None
         look = look_at(
             search,
-            branch.detail,
+            branch.discretization,
             search.clock.part(limit or branch.limit),
-            from_best=not branch.detail.decided,
+            from_best=not branch.discretization.decided,
             prove=lambda overhead: self._prove(branch, overhead),
             should_stop=self._is_of_no_use(branch),
         )
@@ -119,11 +119,11 @@ class Branches(Strategy):
             branch.limit *= self.params.longer
             # Another try would neither free memory nor improve HiGHS's arithmetic.
             branch.closed = look.outcome is Outcome.FAILED or search.stopping.out_of_memory()
-        elif look.closer == branch.detail:
-            branch.detail = halved(look.closer)
-            branch.closed = branch.detail == look.closer
+        elif look.closer == branch.discretization:
+            branch.discretization = halved(look.closer)
+            branch.closed = branch.discretization == look.closer
         else:
-            branch.detail = look.closer
+            branch.discretization = look.closer
 
     def _prove(self, branch: Branch, overhead: float) -> None:
         branch.bound = max(branch.bound, overhead)
@@ -136,7 +136,7 @@ class Branches(Strategy):
         def is_above() -> bool:
             return is_within(search.incumbent.best_s, base_s * (1 + branch.bound / OBJECTIVE_SCALE), search.stopping.tolerance)
 
-        return is_above if branch.detail.decided else lambda: False
+        return is_above if branch.discretization.decided else lambda: False
 
     def _to_decide(self, branch: Branch, look: Look) -> Ways:
         """Return the alternatives of the heavy place at which the solution exceeds the budget most, unless decided."""
@@ -146,7 +146,7 @@ class Branches(Strategy):
         over = [
             (taken, -op)
             for op, first, taken in zip(trial.order.computed, trial.order.first, trial.memory_bytes, strict=True)
-            if first and taken > budget and self._is_open(branch.detail.decided, self.ways.get(op, ()))
+            if first and taken > budget and self._is_open(branch.discretization.decided, self.ways.get(op, ()))
         ]
         return self.ways[-max(over)[1]] if over else ()
 
@@ -155,7 +155,7 @@ class Branches(Strategy):
 
     def _split(self, branch: Branch, ways: Ways) -> None:
         """Replace a branch by one for each undecided alternative, without conflicting and earlier ones, and one without all."""
-        decided, groups = branch.detail.decided, self.search.problem.places.replaces
+        decided, groups = branch.discretization.decided, self.search.problem.places.replaces
         ways = tuple(way for way in ways if self._is_open(decided, (way,)))
         parts = [decided.union((way, False) for way in ways)]
         for n, way in enumerate(ways):
@@ -169,10 +169,11 @@ class Branches(Strategy):
             self._look_at_fractions(part)
 
     def _look_at_fractions(self, branch: Branch) -> None:
-        bound, instead = look_at_fractions(self.search, branch.detail)
+        bound, instead = look_at_fractions(self.search, branch.discretization)
         self._prove(branch, bound)
         for ways in sorted(set(self.ways.values())):
-            shares = [sum(instead.get(b, 0.0) for b in way) for way in ways if self._is_open(branch.detail.decided, (way,))]
+            decided = branch.discretization.decided
+            shares = [sum(instead.get(b, 0.0) for b in way) for way in ways if self._is_open(decided, (way,))]
             if not branch.undecided and any(_WHOLE < share < 1 - _WHOLE for share in shares):
                 branch.undecided = ways
 
@@ -188,8 +189,8 @@ class Branches(Strategy):
         peak = order.computed[int(np.argmax(memory))]
         ways = self.ways.get(peak, ())
         is_open = max(memory) > self.search.budget_bytes and self._is_open(decided, ways)
-        detail = replace(self.whole.split({peak}), decided=decided)
-        return Branch(detail, bound, self.params.first_slice, ways if is_open else (), own_order)
+        discretization = replace(self.whole.split({peak}), decided=decided)
+        return Branch(discretization, bound, self.params.first_slice, ways if is_open else (), own_order)
 
     def _in_place(self, decided: Decided) -> Order | None:
         """Return the order that executes each op once, with the op of least memory of each decided alternative."""

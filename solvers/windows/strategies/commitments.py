@@ -166,8 +166,8 @@ class Commitments:
         """Yield the orders of the relaxation's solutions and the orders that have arrived, each once."""
         search = self.search
         while search.models.solutions:
-            detail, solution = search.models.solutions.popleft()
-            order = decoded(search.problem, detail, solution)
+            discretization, solution = search.models.solutions.popleft()
+            order = decoded(search.problem, discretization, solution)
             if is_possible(search.problem, order):
                 yield order
         while orders.orders:

@@ -23,7 +23,7 @@ class KeepEverything(Strategy):
         ops = self.search.problem.ops
         trial = self.search.offer(order_of(self.search.problem, range(ops)))
         peak = int(np.argmax(trial.memory_bytes))
-        self.search.models.coarse = self.search.models.detail = Discretization(tuple(sorted({peak, ops - 1})))
+        self.search.models.coarse = self.search.models.refined = Discretization(tuple(sorted({peak, ops - 1})))
         return False
 
 

@@ -1,6 +1,6 @@
-"""Fix-and-optimize in one narrow model.
+"""Fix-and-optimize in one restricted model.
 
-The decoded solution of a narrow model exceeds the budget in few places. So its choices elsewhere are fixed, those places are
+The decoded solution of a restricted model exceeds the budget in few places. So its choices elsewhere are fixed, those places are
 refined, and the model is solved again, which takes a moment; and so on until the schedule fits. Then a few variables of the
 schedule at a time are opened and the others fixed (large-neighbourhood search, Shaw, CP 1998): all variables in some windows; or
 those of some ops in all windows, so that another tensor may be kept over much of the step.
@@ -45,8 +45,8 @@ class EncodedTrial:
                 yield (k, problem.producer[t]), problem.units(problem.offloads.by_tensor[t].reload_s)
 
 
-class NarrowModel:
-    """The narrow model of a solve, with the candidates for its variables."""
+class RestrictedModel:
+    """The restricted model of a solve, with the candidates for its variables."""
 
     def __init__(self, search: Search, coarse: Discretization) -> None:
         self.search = search
@@ -56,28 +56,28 @@ class NarrowModel:
         plain = search.problem.places.plain
         self.small = without_small(search.problem, self.params.small_share) if plain else search.problem
         self.known = CandidateSet()
-        self.detail = coarse
+        self.discretization = coarse
         self._best: EncodedTrial | None = None
         self.draw = np.random.default_rng(0)
 
     def begin(self) -> None:
         """Choose windows and candidates from coarse solutions, and find a first schedule."""
         trials = self.coarse_trials()
-        self.detail = self.coarse
+        self.discretization = self.coarse
         self.look_closer(trials)
-        fresh, before_s = self.detail, self.search.incumbent.best_s
+        fresh, before_s = self.discretization, self.search.incumbent.best_s
         self.restart(self.params.whole_limit)
         # The solution for the least capacity is slower, but nearly fits.
         if trials and trials[-1].time_s < before_s <= self.search.incumbent.best_s:
             self.search.progress.tell("repairing a coarse solution")
-            self.detail = fresh
+            self.discretization = fresh
             self.settle(trials[-1])
 
     def look_closer(self, trials: Iterable[Trial]) -> None:
         """Add windows wherever `trials` need much memory."""
         windows = max(self.params.windows, self.params.size // self.search.problem.ops)
-        detail = tight_windows(self.search.problem, trials, self.params.tight_share * self.search.budget_bytes, windows)
-        self.detail = self.detail.ending_at(detail.ends)
+        discretization = tight_windows(self.search.problem, trials, self.params.tight_share * self.search.budget_bytes, windows)
+        self.discretization = self.discretization.ending_at(discretization.ends)
 
     def choose_from(self, ops: Iterable[int]) -> None:
         """Add `ops` to the candidates for recomputation."""
@@ -116,7 +116,7 @@ class NarrowModel:
         if search.stopping.enough():
             return True
         model = self.model()
-        search.progress.tell(f"searching in {len(self.detail.ends)} windows")
+        search.progress.tell(f"searching in {len(self.discretization.ends)} windows")
 
         def try_solution(values: Floats, objective: float) -> bool:
             # A schedule far from the best is found quickly, and better than none.
@@ -133,19 +133,20 @@ class NarrowModel:
         trial = self.look(model, read_solution(model, answer.values))
         if trial is not None:
             self.settle(trial)
-        return answer.outcome is Outcome.OPTIMAL and model.detail == self.detail
+        return answer.outcome is Outcome.OPTIMAL and model.discretization == self.discretization
 
     def best_in_model(self) -> EncodedTrial:
-        """Return the best schedule as a solution of the narrow model."""
+        """Return the best schedule as a solution of the restricted model."""
         trial = self.search.incumbent.best_trial
-        if self._best is None or self._best.trial is not trial or self._best.model.detail != self.detail:
+        if self._best is None or self._best.trial is not trial or self._best.model.discretization != self.discretization:
             self.known.learn_order(trial.order)
             self._best = self.encoded(self.model(), trial)
         return self._best
 
     def encoded(self, model: Model, trial: Trial) -> EncodedTrial:
         """Return `trial` as a solution of `model`."""
-        return EncodedTrial(trial, model, start_values(model, solution_of_trial(self.search.problem, model.detail, trial)))
+        solution = solution_of_trial(self.search.problem, model.discretization, trial)
+        return EncodedTrial(trial, model, start_values(model, solution))
 
     def settle(self, trial: Trial) -> bool:
         """Refine where `trial` exceeds the budget, and solve again there, until it fits; return True if it does.
@@ -159,15 +160,15 @@ class NarrowModel:
             if fits and not any(trial.waits_s):
                 return True
             if fits:
-                closer = where_it_waits(self.detail, trial, search.params.refinement)
+                closer = where_it_waits(self.discretization, trial, search.params.refinement)
             else:
-                closer = refined(self.detail, trial, budget_bytes, search.params.refinement, ahead=ahead)
+                closer = refined(self.discretization, trial, budget_bytes, search.params.refinement, ahead=ahead)
             if not fits and search.problem.places.plain:
                 closer = with_stages_in_order(closer, trial, budget_bytes, search.params.refinement, ahead=ahead)
-            closer = replace(closer, chains=frozenset())
-            if closer == self.detail or search.stopping.enough():
+            closer = replace(closer, precedences=frozenset())
+            if closer == self.discretization or search.stopping.enough():
                 return fits
-            self.detail = closer
+            self.discretization = closer
             self.known.learn_order(trial.order)
             model = self.model()
             solution = self.around(model, trial)
@@ -184,12 +185,12 @@ class NarrowModel:
     def around(self, model: Model, trial: Trial) -> Solution | None:
         """Return a solution of `model` that equals `trial` except in the windows around those that exceed the budget."""
         search, problem = self.search, self.search.problem
-        order = order_of(problem, trial.order.computed, instead=trial.order.instead, detail=model.detail)
+        order = order_of(problem, trial.order.computed, instead=trial.order.instead, discretization=model.discretization)
         over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
         over.update(w for w, wait_s in zip(order.windows, trial.waits_s, strict=False) if wait_s)
         encoded = self.encoded(model, trial)
         much = problem.units(trial.time_s - problem.base_s * (1 - self.params.much))
-        windows = len(model.detail.ends)
+        windows = len(model.discretization.ends)
         radius = self.params.radius
         best: Floats | None = None
         least = np.inf
@@ -206,31 +207,31 @@ class NarrowModel:
 
     def look(self, model: Model, solution: Solution) -> Trial | None:
         """Return the trial of a solution; None if it would read an overwritten tensor or exceeds a resource."""
-        order = decoded(model.problem, model.detail, solution)
+        order = decoded(model.problem, model.discretization, solution)
         if writers := late_writers(self.search.problem, order):
-            self.detail = model.detail.ending_at(writers)
+            self.discretization = model.discretization.ending_at(writers)
             return None
         if not self.search.problem.allows(order.computed):
             return None
-        return self.search.offer(order, model.detail)
+        return self.search.offer(order, model.discretization)
 
     def model(self) -> Model:
-        """Return the narrow model in its current state."""
-        return build_restricted(self.small, self.detail, self.known, self.params)
+        """Return the restricted model in its current state."""
+        return build_restricted(self.small, self.discretization, self.known, self.params)
 
 
 class Restarts(SteppedStrategy):
-    """Solves of the whole narrow model, with longer and longer limits, until it is solved to optimality."""
+    """Solves of the whole restricted model, with longer and longer limits, until it is solved to optimality."""
 
-    def __init__(self, search: Search, narrow: NarrowModel) -> None:
+    def __init__(self, search: Search, restricted: RestrictedModel) -> None:
         super().__init__(search)
-        self.narrow = narrow
+        self.restricted = restricted
 
     def steps(self) -> Iterator[None]:
         """Solve the model once per step."""
         params = self.search.params.neighbourhoods
         limit = params.whole_limit
-        while not self.narrow.restart(limit):
+        while not self.restricted.restart(limit):
             limit *= params.longer
             yield
 
@@ -243,9 +244,9 @@ class FixAndOptimize(SteppedStrategy):
 
     opened: str  # name of the elements, for progress messages
 
-    def __init__(self, search: Search, narrow: NarrowModel) -> None:
+    def __init__(self, search: Search, restricted: RestrictedModel) -> None:
         super().__init__(search)
-        self.narrow = narrow
+        self.restricted = restricted
 
     @abstractmethod
     def count(self, model: Model) -> int:
@@ -257,12 +258,12 @@ class FixAndOptimize(SteppedStrategy):
 
     def steps(self) -> Iterator[None]:
         """Open some elements per step; more of them if the last solve was fast."""
-        search, narrow, params = self.search, self.narrow, self.search.params.neighbourhoods
+        search, restricted, params = self.search, self.restricted, self.search.params.neighbourhoods
         if search.incumbent.best is None:
             return
-        size = max(4, self.count(narrow.best_in_model().model) // params.first_part)
+        size = max(4, self.count(restricted.best_in_model().model) // params.first_part)
         while True:
-            best = narrow.best_in_model()
+            best = restricted.best_in_model()
             whole = self.count(best.model)
             search.progress.tell(f"improving {min(size, whole)} of {whole} {self.opened}")
             began = search.clock.now
@@ -272,11 +273,12 @@ class FixAndOptimize(SteppedStrategy):
             before = search.problem.units(best.trial.time_s - search.problem.base_s)
             enough = before - params.open_gap * OBJECTIVE_SCALE
             if answer.values is not None and answer.objective is not None and answer.objective < enough:
-                trial = narrow.look(best.model, read_solution(best.model, answer.values))
+                trial = restricted.look(best.model, read_solution(best.model, answer.values))
                 if trial is not None:
-                    narrow.settle(trial)
+                    restricted.settle(trial)
             done = answer.outcome in {Outcome.OPTIMAL, Outcome.INFEASIBLE}
-            if done and size >= 2 * whole and search.incumbent.best is best.trial and narrow.detail == best.model.detail:
+            same = search.incumbent.best is best.trial and restricted.discretization == best.model.discretization
+            if done and size >= 2 * whole and same:
                 return
             if not done:
                 size = max(2, int(params.shrink * size))
@@ -292,14 +294,14 @@ class FixAndOptimizeWindows(FixAndOptimize):
 
     def count(self, model: Model) -> int:
         """Return the number of windows."""
-        return len(model.detail.ends)
+        return len(model.discretization.ends)
 
     def columns(self, best: EncodedTrial, size: int) -> Columns:
         """Return the columns of `size` consecutive windows around a random one."""
-        costs = np.zeros(len(best.model.detail.ends))
+        costs = np.zeros(len(best.model.discretization.ends))
         for (k, _), cost in best.repeated():
             costs[k] += cost
-        middle = int(self.narrow.draw.choice(len(costs), p=_shares(costs)))
+        middle = int(self.restricted.draw.choice(len(costs), p=_shares(costs)))
         return columns_in(best.model, range(middle - size // 2, middle + size // 2 + 1))
 
 
@@ -318,7 +320,7 @@ class FixAndOptimizeOps(FixAndOptimize):
         for (_, i), cost in best.repeated():
             costs[i] += cost
         half = size // 4
-        middles = self.narrow.draw.choice(len(costs), 2, p=_shares(costs))
+        middles = self.restricted.draw.choice(len(costs), 2, p=_shares(costs))
         return columns_of(best.model, {i for middle in middles for i in range(middle - half, middle + half + 1)})
 
 
@@ -331,7 +333,7 @@ class FixAndOptimizeOptions(Strategy):
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
-        self.near = NarrowModel(search, Discretization.whole(search.problem))
+        self.near = RestrictedModel(search, Discretization.whole(search.problem))
         # Alternatives are varied first, recomputations of the program once that gains nothing more.
         self.near.choose_from(i for i, sure in enumerate(search.problem.places.sure) if not sure)
         self._strategies: list[SteppedStrategy] = []
@@ -391,7 +393,7 @@ def fixed_but_for(encoded: EncodedTrial, opened: Columns) -> Milp:
 
 def columns_in(model: Model, windows: Container[int]) -> Columns:
     """Return the columns of variables in these windows, and at their ends."""
-    window, replaces = model.detail.window_of, model.problem.places.replaces
+    window, replaces = model.discretization.window_of, model.problem.places.replaces
     return [
         *(column for (k, _), column in model.again.items() if k in windows),
         *(column for (k, _), column in model.handed.items() if k in windows or k - 1 in windows),

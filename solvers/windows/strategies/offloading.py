@@ -52,15 +52,15 @@ class CoarseVariations(SteppedStrategy):
 
 def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
     """Offer the solutions of `model` that may be the best, as they are and with recomputation in place of waits."""
-    problem, params, detail = search.problem, search.params.offloading, model.detail
+    problem, params, discretization = search.problem, search.params.offloading, model.discretization
     below = problem.units(search.incumbent.best_s - problem.base_s)
 
     def try_solution(values: Floats, objective: float) -> bool:
         solution = read_solution(model, values)
         known.learn(solution)
-        order = decoded(problem, detail, solution)
+        order = decoded(problem, discretization, solution)
         if objective < below and not late_writers(problem, order):
-            offer_without_waits(search, search.offer(order, detail))
+            offer_without_waits(search, search.offer(order, discretization))
         return False
 
     answer = solve_part(search, model.program, params.limit, gap=params.gap, below=below, on_incumbent=try_solution)

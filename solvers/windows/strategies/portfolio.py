@@ -5,19 +5,19 @@ from collections.abc import Iterator
 from solvers.problem import Problem
 from solvers.windows.decoding.refinement import even_windows
 from solvers.windows.search import Search
-from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, NarrowModel, Restarts
+from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, Restarts, RestrictedModel
 from solvers.windows.strategies.offloading import CoarseVariations, Polishing
 from solvers.windows.strategies.random_keys import RandomKeys
 from solvers.windows.strategies.strategy import Share, SteppedStrategy, Strategy, even_shares, share_time
 
 
 class Portfolio(Strategy):
-    """The portfolio for graphs without transfers to the host; it ends when the narrow model is solved."""
+    """The portfolio for graphs without transfers to the host; it ends when the restricted model is solved."""
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
         self.params = search.params.portfolio
-        self.narrow = NarrowModel(search, search.models.coarse)
+        self.restricted = RestrictedModel(search, search.models.coarse)
 
     @staticmethod
     def applies(problem: Problem) -> bool:
@@ -28,14 +28,14 @@ class Portfolio(Strategy):
         """Run the portfolio to its end; return False."""
         search, params = self.search, self.params
         began = search.clock.now
-        self.narrow.begin()  # the first of the restarts
+        self.restricted.begin()  # the first of the restarts
         began_with = search.clock.now - began
-        restarts = Restarts(search, self.narrow)
+        restarts = Restarts(search, self.restricted)
         if search.incumbent.best is None:
             share_time(search, [Share(restarts, 1.0)], params, should_stop=lambda: found_or_enough(search))
         shares = (
-            Share(FixAndOptimizeWindows(search, self.narrow), params.even_share),
-            Share(FixAndOptimizeOps(search, self.narrow), params.even_share),
+            Share(FixAndOptimizeWindows(search, self.restricted), params.even_share),
+            Share(FixAndOptimizeOps(search, self.restricted), params.even_share),
             Share(restarts, params.restarts_share, spent=began_with),
         )
         share_time(search, shares, params, should_stop=search.stopping.enough)
@@ -47,7 +47,7 @@ class OffloadingPortfolio(Strategy):
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
-        self.narrow = NarrowModel(search, search.models.coarse)
+        self.restricted = RestrictedModel(search, search.models.coarse)
 
     @staticmethod
     def applies(problem: Problem) -> bool:
@@ -56,10 +56,11 @@ class OffloadingPortfolio(Strategy):
 
     def step(self, limit: float) -> bool:
         """Run the portfolio to its end; return False."""
-        search, narrow, params = self.search, self.narrow, self.search.params
+        search, restricted, params = self.search, self.restricted, self.search.params
         # Transfers overlap with computation in windows of equal time.
-        narrow.detail = even_windows(search.models.coarse, search.problem.time_s, params.neighbourhoods.even_windows)
-        evicting, varying, restarts = RandomEviction(search), CoarseVariations(search, narrow.known), Restarts(search, narrow)
+        restricted.discretization = even_windows(search.models.coarse, search.problem.time_s, params.neighbourhoods.even_windows)
+        evicting, varying = RandomEviction(search), CoarseVariations(search, restricted.known)
+        restarts = Restarts(search, restricted)
         stop = search.stopping.enough_after(params.offloading.rules_limit)
         while evicting.step() and not stop():
             pass
@@ -72,11 +73,11 @@ class OffloadingPortfolio(Strategy):
         search.incumbent.release()
         strategies: list[SteppedStrategy] = [evicting, varying, restarts]
         if search.incumbent.best is None:
-            narrow.begin()
+            restricted.begin()
             shares = even_shares(strategies, params.portfolio)
             share_time(search, shares, params.portfolio, should_stop=lambda: found_or_enough(search))
         if search.incumbent.best is not None:
-            strategies += [Polishing(search), FixAndOptimizeWindows(search, narrow), FixAndOptimizeOps(search, narrow)]
+            strategies += [Polishing(search), FixAndOptimizeWindows(search, restricted), FixAndOptimizeOps(search, restricted)]
             share_time(search, even_shares(strategies, params.portfolio), params.portfolio, should_stop=search.stopping.enough)
         return False
 

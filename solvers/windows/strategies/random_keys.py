@@ -48,14 +48,14 @@ class RandomKeys:
     def guided(self, should_stop: Callable[[], bool]) -> None:
         """Repair the new solutions of models."""
         while self.search.models.solutions:
-            detail, solution = self.search.models.solutions.pop()
+            discretization, solution = self.search.models.solutions.pop()
             if solution in self._seen:
                 continue
             self._seen.add(solution)
-            handed = np.zeros((len(detail.ends), len(self.problem.sizes)), dtype=bool)
+            handed = np.zeros((len(discretization.ends), len(self.problem.sizes)), dtype=bool)
             for k, tensors in enumerate(solution.handed[1:]):
                 handed[k, list(tensors)] = True
-            guide = Guide(detail.ends, handed)
+            guide = Guide(discretization.ends, handed)
             prices = self.search.params.offloading.prices
             for rule in with_prices(self.problem, self.params.guided_rules, prices):
                 for factor in self.params.factors:

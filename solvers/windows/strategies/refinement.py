@@ -79,9 +79,9 @@ class Relaxation(Strategy):
     def step(self, limit: float) -> bool:
         """Refine for about `limit`; return False once it is exhausted. Stopped models start from scratch."""
         search, first, self._begun = self.search, not self._begun, True
-        detail, exhausted = refine(search, search.models.detail, limit, from_best=not first)
-        is_last = len(detail.ends) == search.problem.ops or search.problem.ops <= search.params.bound.small_ops
-        search.models.detail = halved(detail) if exhausted and not (first or is_last) else detail
+        discretization, exhausted = refine(search, search.models.refined, limit, from_best=not first)
+        is_last = len(discretization.ends) == search.problem.ops or search.problem.ops <= search.params.bound.small_ops
+        search.models.refined = halved(discretization) if exhausted and not (first or is_last) else discretization
         return first or not (exhausted and is_last)
 
 
@@ -100,7 +100,9 @@ class Look:
     trial: Trial | None
 
 
-def refine(search: Search, detail: Discretization, limit: float, *, from_best: bool = True) -> tuple[Discretization, bool]:
+def refine(
+    search: Search, discretization: Discretization, limit: float, *, from_best: bool = True
+) -> tuple[Discretization, bool]:
     """Solve and refine in turn; return the last discretization, and False if the limit came before nothing was left to refine.
 
     Args:
@@ -108,27 +110,27 @@ def refine(search: Search, detail: Discretization, limit: float, *, from_best: b
     """
     clock = search.clock.part(limit)
     while not (search.stopping.solved() or search.stopping.stopped()):
-        look = look_at(search, detail, clock, from_best=from_best)
+        look = look_at(search, discretization, clock, from_best=from_best)
         if look is None:
-            return detail, False
+            return discretization, False
         in_time = clock.now < limit
         if search.stopping.solved():
             more = search.clock.part(search.stopping.extra(search.clock.now))
-            look_at(search, detail, more, from_best=from_best)
-            return detail, False
+            look_at(search, discretization, more, from_best=from_best)
+            return discretization, False
         if look.outcome is not Outcome.OPTIMAL:
             # The bound of a finer model would lag behind for long: this one gets more time.
             # If memory ended it, more time is useless.
-            return (look.closer if in_time else detail), look.outcome is Outcome.INFEASIBLE
-        if look.closer == detail:
-            return detail, True
-        detail = look.closer
-    return detail, False
+            return (look.closer if in_time else discretization), look.outcome is Outcome.INFEASIBLE
+        if look.closer == discretization:
+            return discretization, True
+        discretization = look.closer
+    return discretization, False
 
 
 def look_at(
     search: Search,
-    detail: Discretization,
+    discretization: Discretization,
     clock: Clock,
     *,
     from_best: bool = True,
@@ -142,17 +144,17 @@ def look_at(
         should_stop: ends it, besides the search's own rule.
     """
     try:
-        model = _build(search, detail)
+        model = _build(search, discretization)
     except BuildStoppedError:
         return None
     prove, should_stop = prove or search.incumbent.prove, should_stop or (lambda: False)
     return _solve_model(search, model, clock, from_best=from_best, prove=prove, should_stop=should_stop)
 
 
-def look_at_fractions(search: Search, detail: Discretization) -> tuple[float, dict[int, float]]:
+def look_at_fractions(search: Search, discretization: Discretization) -> tuple[float, dict[int, float]]:
     """Return the bound of the linear relaxation, as for ``Incumbent.prove``, and its values of z."""
     try:
-        model = _build(search, detail)
+        model = _build(search, discretization)
     except BuildStoppedError:
         return -np.inf, {}
     program = replace(model.program, integer=np.zeros_like(model.program.integer))
@@ -162,10 +164,10 @@ def look_at_fractions(search: Search, detail: Discretization) -> tuple[float, di
     return answer.bound, {} if values is None else {b: float(values[column]) for b, column in model.instead.items()}
 
 
-def _build(search: Search, detail: Discretization) -> Model:
-    search.progress.tell(f"bounding with {len(detail.ends)} windows")
+def _build(search: Search, discretization: Discretization) -> Model:
+    search.progress.tell(f"bounding with {len(discretization.ends)} windows")
     stopped = search.stopping.polled(_WORK_PER_ENTRY * POLL_EVERY, search.stopping.stopped)
-    return build_relaxation(search.problem, detail, stopped)
+    return build_relaxation(search.problem, discretization, stopped)
 
 
 def _solve_model(
@@ -177,12 +179,12 @@ def _solve_model(
     prove: Callable[[float], None],
     should_stop: Callable[[], bool],
 ) -> Look:
-    looks: list[tuple[Discretization, Trial | None]] = [(model.detail, None)]
+    looks: list[tuple[Discretization, Trial | None]] = [(model.discretization, None)]
     search.models.note_size(model.program.matrix.shape)
 
     def try_solution(values: Floats, objective: float) -> bool:
         solution = read_solution(model, values)
-        search.models.solutions.append((model.detail, solution))
+        search.models.solutions.append((model.discretization, solution))
         looks[0] = _offer(search, model, solution)
         return search.stopping.satisfied()
 
@@ -194,7 +196,7 @@ def _solve_model(
     start = None
     # A schedule with both optional ops and offloading has values only in the model of its plain graph.
     if from_best and search.incumbent.best is not None and (search.problem.places.plain or not search.problem.offloads):
-        start = start_values(model, solution_of_trial(search.problem, model.detail, search.incumbent.best))
+        start = start_values(model, solution_of_trial(search.problem, model.discretization, search.incumbent.best))
     params = search.params.bound
     answer = solve_program(
         model.program,
@@ -220,14 +222,14 @@ def _solve_model(
 
 def _offer(search: Search, model: Model, solution: Solution) -> tuple[Discretization, Trial | None]:
     """Decode a solution and offer it; return the discretization, refined where it exceeds the budget, and the trial."""
-    detail, params = model.detail, search.params.refinement
-    order = decoded(model.problem, detail, solution)
+    discretization, params = model.discretization, search.params.refinement
+    order = decoded(model.problem, discretization, solution)
     if writers := late_writers(search.problem, order):
-        return detail.split(writers), None
+        return discretization.split(writers), None
     if not search.problem.allows(order.computed):
-        return detail, None  # it needs ops that the solution does not execute
-    trial = search.offer(order, detail)
+        return discretization, None  # it needs ops that the solution does not execute
+    trial = search.offer(order, discretization)
     if trial.peak_bytes <= search.budget_bytes:
         ends = ends_of(search.problem.conflicts, search.problem.whole, trial.schedule)
-        return (detail.split(ends) if ends else where_it_waits(detail, trial, params)), trial
-    return refined(detail, trial, search.budget_bytes, params), trial
+        return (discretization.split(ends) if ends else where_it_waits(discretization, trial, params)), trial
+    return refined(discretization, trial, search.budget_bytes, params), trial

@@ -1,4 +1,4 @@
-"""The narrow model, which finds schedules: a window wherever memory is tight, few variables in each.
+"""The restricted model, which finds schedules: a window wherever memory is tight, few variables in each.
 
 With a window for every tight op the full model has millions of variables, nearly all of them idle: an op is recomputed near its
 readers, or not at all. So candidates are taken from solutions of coarse models, which show which recomputations are useful at
@@ -62,14 +62,14 @@ class CandidateSet:
                 again.append(op)
 
 
-def build_restricted(problem: Problem, detail: Discretization, known: CandidateSet, params: NeighbourhoodParams) -> Model:
-    """Build the narrow model, with the candidates `known`."""
+def build_restricted(problem: Problem, discretization: Discretization, known: CandidateSet, params: NeighbourhoodParams) -> Model:
+    """Build the restricted model, with the candidates `known`."""
     problem = replace(problem, offloads=problem.offloads.only(known.tensors.__contains__))
-    return compose(ModelDraft(problem, detail, wording=_RunningTotals()), *restricted_families(known, params))
+    return compose(ModelDraft(problem, discretization, wording=_RunningTotals()), *restricted_families(known, params))
 
 
 def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tuple[Family, ...]:
-    """Return the families of its rows, without spans of windows, which serve bounds and enlarge the model."""
+    """Return the families of its rows, without merged windows, which serve bounds and enlarge the model."""
     return (
         *(variables(_Near(known, params)), add_offloads, window_rows, add_memory_inside, add_memory_of_repeats),
         *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_makespan),
@@ -87,7 +87,7 @@ class _Near:
             self.again_before.setdefault(v, []).append(x)
 
     def __call__(self, draft: ModelDraft, k: int) -> Iterable[int]:
-        start, end = draft.starts[k], draft.detail.ends[k]
+        start, end = draft.starts[k], draft.discretization.ends[k]
         near: set[int] = set()
         for v in range(start, end + 1):
             near |= self.lacking(draft, v, start)

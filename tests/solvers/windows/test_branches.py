@@ -80,7 +80,7 @@ def test_each_choice_of_stand_ins_is_in_one_branch() -> None:
             inside = [
                 branch
                 for branch in branches.all
-                if all(is_executed == bool(chosen.intersection(ways)) for ways, is_executed in branch.detail.decided)
+                if all(is_executed == bool(chosen.intersection(ways)) for ways, is_executed in branch.discretization.decided)
             ]
             assert len(inside) == 1, (seed, chosen)
             checked += 1
@@ -96,7 +96,9 @@ def test_split_branches_decide_execution_in_their_programs() -> None:
         branch.undecided = ways
         branches._look(branch)
         assert len(branches.all) == len(ways) + 1
-        assert all(any(not is_executed for _, is_executed in part.detail.decided) or len(ways) == 1 for part in branches.all)
+        assert all(
+            any(not is_executed for _, is_executed in part.discretization.decided) or len(ways) == 1 for part in branches.all
+        )
         bound = min(part.bound for part in branches.all)
         assert search.incumbent.failure == ""
         assert bound >= branch.bound - 1e-6

@@ -37,9 +37,9 @@ def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(make: 
     trial = try_out(roomy, order_of(roomy, computed))
     problem = problem_of(graph, trial.peak_bytes)
     some = tuple(sorted({*draw.sample(range(n), n // 2), n - 1}))
-    for detail in (everything((n - 1,)), everything(some), everything(some).split(range(n))):
-        model = build_relaxation(problem, detail)
-        solution = solution_of(problem, detail, computed)
+    for discretization in (everything((n - 1,)), everything(some), everything(some).split(range(n))):
+        model = build_relaxation(problem, discretization)
+        solution = solution_of(problem, discretization, computed)
         # What the schedule does has a variable; R, Q, S and D are fixed to it, and there are H, U, P and G that fit.
         assert {(k, i) for k, ops in enumerate(solution.again) for i in ops} <= model.again.keys()
         assert {(k, t) for k, handed in enumerate(solution.handed) for t in handed} <= model.handed.keys()

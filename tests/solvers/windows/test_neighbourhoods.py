@@ -1,4 +1,4 @@
-"""Narrow models: what they allow, that what they find fits, and how ways to look for schedules take turns."""
+"""Restricted models: what they allow, that what they find fits, and how ways to look for schedules take turns."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +25,7 @@ from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.draft import ModelDraft
 from solvers.windows.relaxation.models import compose
 from solvers.windows.search import Search
-from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, NarrowModel, Restarts
+from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, Restarts, RestrictedModel
 from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, restricted_families, tight_windows
 from solvers.windows.strategies.strategy import SteppedStrategy, even_shares, share_time
 from tests.support.budgets import peak_bytes
@@ -49,31 +49,34 @@ def test_refinement_ahead_adds_windows_of_earlier_ops() -> None:
     problem = problem_of(training_chain(6), 100)
     v, x = 9, 2
     ops = list(range(problem.ops))
-    detail = Discretization((3, problem.ops - 1))
-    order = order_of(problem, [*ops[:v], x, *ops[v:]], detail=detail)
+    discretization = Discretization((3, problem.ops - 1))
+    order = order_of(problem, [*ops[:v], x, *ops[v:]], discretization=discretization)
     trial = replace(try_out(problem, order), memory_bytes=tuple(5 + (step == v) for step in range(problem.ops + 1)))
     budget_bytes = 5
 
-    near = refined(detail, trial, budget_bytes, PARAMS.refinement)
+    near = refined(discretization, trial, budget_bytes, PARAMS.refinement)
     assert near.ends == (3, 8, 9, problem.ops - 1)
     assert not near.repeats
-    ahead = refined(detail, trial, budget_bytes, PARAMS.refinement, ahead=3)
+    ahead = refined(discretization, trial, budget_bytes, PARAMS.refinement, ahead=3)
     assert ahead.ends == (3, 6, 7, 8, 9, problem.ops - 1)
     assert ahead.repeats == {(7, x), (8, x), (9, x)}
     assert with_stages_in_order(ahead, trial, budget_bytes, PARAMS.refinement, ahead=3).ordered == {(7, x), (8, x), (9, x)}
     assert with_stages_in_order(near, trial, budget_bytes, PARAMS.refinement).ordered == {(9, x)}
-    assert refined(detail, trial, budget_bytes, PARAMS.refinement, ahead=100).ends[:9] == tuple(range(9))
+    assert refined(discretization, trial, budget_bytes, PARAMS.refinement, ahead=100).ends[:9] == tuple(range(9))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_running_totals_say_the_same_as_dense_rows(seed: int) -> None:
     graph = random_training_step(seed, 8)
     problem = problem_of(graph, int(0.8 * peak_bytes(graph)))
-    detail = Discretization(tuple(range(problem.ops)))
+    discretization = Discretization(tuple(range(problem.ops)))
     known = knows_all(problem)
 
     families = restricted_families(known, PARAMS.neighbourhoods)
-    models = build_restricted(problem, detail, known, PARAMS.neighbourhoods), compose(ModelDraft(problem, detail), *families)
+    models = (
+        build_restricted(problem, discretization, known, PARAMS.neighbourhoods),
+        compose(ModelDraft(problem, discretization), *families),
+    )
     told, dense = (solve_program(model.program, clock=WallClock(60)) for model in models)
     assert told.outcome is dense.outcome
     assert told.outcome is Outcome.INFEASIBLE or told.objective == pytest.approx(dense.objective, abs=1e-3)
@@ -82,10 +85,10 @@ def test_running_totals_say_the_same_as_dense_rows(seed: int) -> None:
 def test_restricted_model_recomputes_candidate_ops_only() -> None:
     graph = training_chain(6)
     problem = problem_of(graph, 7)
-    detail = Discretization(tuple(range(problem.ops)))
+    discretization = Discretization(tuple(range(problem.ops)))
     known = CandidateSet()
     known.ops.update((1, 2))
-    model = build_restricted(problem, detail, known, PARAMS.neighbourhoods)
+    model = build_restricted(problem, discretization, known, PARAMS.neighbourhoods)
     assert {i for _, i in model.again} == {1, 2}
 
 
@@ -94,11 +97,11 @@ def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
     problem = problem_of(graph, 5)
     found = least_budget(graph).schedule
     computed = [step.op for step in found.steps if hasattr(step, "op")]
-    detail = Discretization(tuple(range(problem.ops)))
+    discretization = Discretization(tuple(range(problem.ops)))
     known = CandidateSet()
-    order = order_of(problem, computed, detail=detail)
+    order = order_of(problem, computed, discretization=discretization)
     known.learn_order(order)
-    answer = solve_program(build_restricted(problem, detail, known, PARAMS.neighbourhoods).program, clock=WallClock(60))
+    answer = solve_program(build_restricted(problem, discretization, known, PARAMS.neighbourhoods).program, clock=WallClock(60))
     assert answer.outcome is Outcome.OPTIMAL
     assert answer.objective is not None
     assert answer.objective <= problem.units(try_out(problem, order).time_s - problem.base_s) + 1e-3
@@ -118,12 +121,12 @@ def test_tight_windows_cover_all_tight_ops() -> None:
     trial = whole_trial(problem)
     tight = [op for op, taken in enumerate(trial.memory_bytes) if taken > 0.85 * 10]
     for limit in (4, 10, 30):
-        detail = tight_windows(problem, [trial], 0.85 * 10, limit)
-        assert len(detail.ends) <= limit + 3
+        discretization = tight_windows(problem, [trial], 0.85 * 10, limit)
+        assert len(discretization.ends) <= limit + 3
         # No stretch of tight ops is much longer than another without a window.
-        ends = [tight[0], *(e for e in detail.ends if tight[0] <= e <= tight[-1]), tight[-1]]
+        ends = [tight[0], *(e for e in discretization.ends if tight[0] <= e <= tight[-1]), tight[-1]]
         assert max(np.diff(ends)) <= 3 * len(tight) / (limit / 2)
-    assert detail.ends[-1] == problem.ops - 1
+    assert discretization.ends[-1] == problem.ops - 1
 
 
 @pytest.mark.parametrize("share", [0.8, 0.65, 0.5])
@@ -133,7 +136,7 @@ def test_fix_and_optimize_schedules_fit_and_never_get_slower(share: float) -> No
     search = Search.of(ask(graph, budget, tolerance=1e-3, time_limit_s=60.0))
     trial = whole_trial(search.problem)
     peak = int(np.argmax(trial.memory_bytes))
-    neighbourhoods = NarrowModel(search, Discretization((peak, search.problem.ops - 1)))
+    neighbourhoods = RestrictedModel(search, Discretization((peak, search.problem.ops - 1)))
     neighbourhoods.begin()
     assert search.incumbent.best is not None
     assert search.incumbent.best.peak_bytes <= budget
@@ -149,7 +152,7 @@ def test_reopening_ends_where_nothing_is_gained() -> None:
     graph = training_chain(10)
     search = Search.of(ask(graph, 6, tolerance=1e-3, time_limit_s=60.0))
     trial = whole_trial(search.problem)
-    neighbourhoods = NarrowModel(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
+    neighbourhoods = RestrictedModel(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
     neighbourhoods.begin()
     search = neighbourhoods.search
     # The bound is that of nothing executed again, so that the search is never satisfied.
@@ -168,10 +171,13 @@ def test_an_exchange_keeps_one_tensor_instead_of_another() -> None:
     (small,) = draft.op("small", [large], [1])
     kept = draft.op("last", [dear, cheap, small], [1])
     search = Search.of(ask(draft.graph(kept), 10, tolerance=0.0, time_limit_s=60.0))
-    neighbourhoods = NarrowModel(search, Discretization((3, 5)))
-    neighbourhoods.detail = Discretization(tuple(range(6)))
+    neighbourhoods = RestrictedModel(search, Discretization((3, 5)))
+    neighbourhoods.discretization = Discretization(tuple(range(6)))
     neighbourhoods.known.ops = {0, 1}
-    search.offer(order_of(search.problem, (0, 1, 2, 3, 4, 0, 5), detail=neighbourhoods.detail), neighbourhoods.detail)
+    search.offer(
+        order_of(search.problem, (0, 1, 2, 3, 4, 0, 5), discretization=neighbourhoods.discretization),
+        neighbourhoods.discretization,
+    )
     assert search.incumbent.best_trial.time_s == 11.0
     FixAndOptimizeOps(search, neighbourhoods).step()
     assert search.incumbent.best_trial.time_s == 9.0
@@ -215,7 +221,7 @@ def test_sharing_time_ends_when_all_strategies_have() -> None:
 def test_a_problem_without_room_ends() -> None:
     search = Search.of(ask(training_chain(8), 3, tolerance=1e-3, time_limit_s=60.0))
     trial = whole_trial(search.problem)
-    neighbourhoods = NarrowModel(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
+    neighbourhoods = RestrictedModel(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
     neighbourhoods.small = replace(neighbourhoods.small, capacity_bytes=2)
     neighbourhoods.begin()
     assert sum(1 for _ in Restarts(search, neighbourhoods).steps()) < 100

@@ -26,11 +26,11 @@ def test_order_and_choice_are_inverse() -> None:
     result = solve(ask(graph, 4))
     assert result.schedule is not None
     # An op per window, and further executions in program order: nothing is left open.
-    detail = Discretization(tuple(range(len(graph.ops))))
-    solution = solution_of(problem, detail, result.schedule.computed)
-    order = order_of(problem, expand(problem, detail, solution), detail=detail)
+    discretization = Discretization(tuple(range(len(graph.ops))))
+    solution = solution_of(problem, discretization, result.schedule.computed)
+    order = order_of(problem, expand(problem, discretization, solution), discretization=discretization)
     assert try_out(problem, order).time_s == result.time_s
-    assert solution_of(problem, detail, order.computed) == solution
+    assert solution_of(problem, discretization, order.computed) == solution
 
 
 def test_a_schedule_that_fits_solves_every_relaxation() -> None:
@@ -41,9 +41,9 @@ def test_a_schedule_that_fits_solves_every_relaxation() -> None:
     problem = problem_of(graph, budget)
     n = len(graph.ops)
     for ends in ((n - 1,), (n // 2, n - 1), tuple(range(n))):
-        detail = Discretization(ends, frozenset(range(n)))
-        model = build_relaxation(problem, detail)
-        solution = solution_of(problem, detail, result.schedule.computed)
+        discretization = Discretization(ends, frozenset(range(n)))
+        model = build_relaxation(problem, discretization)
+        solution = solution_of(problem, discretization, result.schedule.computed)
         # Its R, Q and S are fixed; what is left are the H and U, for which there must be values.
         program = model.program
         for (k, i), column in model.again.items():
@@ -60,10 +60,10 @@ def test_spans_are_halved_down_to_two_windows() -> None:
 
 
 def test_splitting_windows_never_weakens_the_linear_relaxation() -> None:
-    """Windows that are split stay as spans; without them some of these bounds fall."""
+    """Windows that are split stay as merged ones; without them some of these bounds fall."""
 
-    def linear_bound(problem: Problem, detail: Discretization) -> float:
-        program = build_relaxation(problem, detail).program
+    def linear_bound(problem: Problem, discretization: Discretization) -> float:
+        program = build_relaxation(problem, discretization).program
         answer = solve_program(replace(program, integer=np.zeros(len(program.cost), dtype=bool)), clock=WallClock(60))
         return answer.bound
 
@@ -71,16 +71,16 @@ def test_splitting_windows_never_weakens_the_linear_relaxation() -> None:
         graph = random_training_step(seed, 60)
         problem = problem_of(graph, peak_bytes(graph) * 4 // 10)
         n = len(graph.ops)
-        detail = Discretization((n // 2, n - 1))
-        bound = linear_bound(problem, detail)
+        discretization = Discretization((n // 2, n - 1))
+        bound = linear_bound(problem, discretization)
         for ends in (range(0, n, 9), range(0, n, 4), range(n)):
-            detail = detail.split(ends)
-            finer = linear_bound(problem, detail)
+            discretization = discretization.split(ends)
+            finer = linear_bound(problem, discretization)
             assert finer >= bound - 1e-6
             bound = finer
 
 
 def test_split_windows_remember_their_spans() -> None:
-    detail = Discretization((1, 5, 9)).split([3]).split([7])
-    assert detail.ends == (1, 3, 5, 7, 9)
-    assert detail.spans == {(2, 5), (6, 9), (2, 9)}
+    discretization = Discretization((1, 5, 9)).split([3]).split([7])
+    assert discretization.ends == (1, 3, 5, 7, 9)
+    assert discretization.merged == {(2, 5), (6, 9), (2, 9)}

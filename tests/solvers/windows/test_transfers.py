@@ -83,9 +83,9 @@ def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: r
         problem = problem_of(graph, trial.peak_bytes)
         copied += bool(trial.order.reloads)
         some = tuple(sorted({*draw.sample(range(n), n // 2), n - 1}))
-        for detail in (everything((n - 1,)), everything(some), everything(some).split(range(n))):
-            model = build_relaxation(problem, detail)
-            solution = solution_of_trial(problem, detail, trial)
+        for discretization in (everything((n - 1,)), everything(some), everything(some).split(range(n))):
+            model = build_relaxation(problem, discretization)
+            solution = solution_of_trial(problem, discretization, trial)
             assert {(k, t) for k, taken in enumerate(solution.taken) for t in taken} <= model.taken.keys(), seed
             program = model.program
             for columns, there in (
@@ -98,9 +98,9 @@ def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: r
             for pair, column in model.twice.items():
                 program.lower[column] = program.upper[column] = pair in solution.twice
             answer = solve_program(program, clock=WallClock(60))
-            assert answer.outcome is Outcome.OPTIMAL, (seed, detail.ends)
+            assert answer.outcome is Outcome.OPTIMAL, (seed, discretization.ends)
             assert answer.objective is not None
-            assert answer.objective <= problem.units(trial.time_s - problem.base_s) + 1e-4, (seed, detail.ends)
+            assert answer.objective <= problem.units(trial.time_s - problem.base_s) + 1e-4, (seed, discretization.ends)
     assert copied > len(seeds) / 3
 
 

@@ -98,11 +98,11 @@ def check_models(one: Case) -> bool:
     exact = False
     for ends in {every, tuple(sorted({every[len(every) // 2], every[-1]})), every[-1:]}:
         pairs = frozenset((end, x) for end in ends for x in range(end))
-        chains = frozenset((end, x, z) for end, z in pairs for x in range(z))
-        spans = frozenset((first, last) for last in ends for first in range(last))
+        precedences = frozenset((end, x, z) for end, z in pairs for x in range(z))
+        merged = frozenset((first, last) for last in ends for first in range(last))
         firsts = frozenset(range(problem.ops))
-        detail = Discretization(ends, firsts, pairs, chains, spans=spans, places=problem.places.last)
-        answer = solve_program(build_relaxation(problem, detail).program, clock=WallClock(60))
+        discretization = Discretization(ends, firsts, pairs, precedences, merged=merged, places=problem.places.last)
+        answer = solve_program(build_relaxation(problem, discretization).program, clock=WallClock(60))
         if one.optimum is not None:
             assert answer.outcome is Outcome.OPTIMAL, (one.seed, ends)
             bound_s = one.graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE)

@@ -1,4 +1,4 @@
-"""Row 9: memory that a chain of recomputations leaves occupied. A relaxation.
+"""Row 9: precedence cuts: memory that recomputations before another one leave occupied. A relaxation.
 
 Row 7 considers each recomputation by itself. But if x is recomputed so that z can be, and an output t of x is to stay, then t is
 in memory while z executes, unless x is recomputed once more. With
@@ -20,17 +20,17 @@ from solvers.windows.relaxation.draft import ModelDraft
 from solvers.windows.relaxation.memory import memory_of_repeat
 
 
-def add_memory_of_chains(draft: ModelDraft) -> None:
-    """Add row 9 for `detail.chains`: row 7 of z, with b_t G[k,t,z] for the outputs t of its x that may be needed."""
+def add_precedence_cuts(draft: ModelDraft) -> None:
+    """Add row 9 for `discretization.precedences`: row 7 of z, with b_t G[k,t,z] for the outputs t of its x that may be needed."""
     sources: dict[tuple[int, int], list[int]] = {}
-    for end, x, z in sorted(draft.detail.chains):
+    for end, x, z in sorted(draft.discretization.precedences):
         sources.setdefault((end, z), []).append(x)
-    chains = _Chains(draft)
+    cuts = _PrecedenceCuts(draft)
     for (end, z), ops in sources.items():
-        chains.add_memory(draft.detail.window_of(end), z, ops)
+        cuts.add_memory(draft.discretization.window_of(end), z, ops)
 
 
-class _Chains:
+class _PrecedenceCuts:
     def __init__(self, draft: ModelDraft) -> None:
         self.draft = draft
         self.follows: dict[tuple[int, int, int], int | None] = {}
@@ -55,7 +55,7 @@ class _Chains:
         draft = self.draft
         after = self.comes_after(k, x, z)
         start = draft.starts[k]
-        read = draft.detail.is_single(k) and draft.problem.places.sure[start] and t in draft.problem.inputs[start]
+        read = draft.discretization.is_single(k) and draft.problem.places.sure[start] and t in draft.problem.inputs[start]
         handed = draft.handed.get((k + 1, t))
         if after is None or (not read and handed is None):
             return None

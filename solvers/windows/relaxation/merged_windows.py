@@ -1,8 +1,8 @@
-"""Row 8: rows 1 to 3 for spans of windows. A relaxation.
+"""Row 8: rows 1 to 3 for merged windows: consecutive ones, taken as one. A relaxation.
 
-    U[w,i]  op i, old in the first window of the span w (consecutive windows), is recomputed in it
-    E[w,t]  memory for t is allocated in the span, to be filled from the host
-    F[w,t]  the part of a reload of t that is done in the span
+    U[w,i]  op i, old in the first window of the merged window w, is recomputed in it
+    E[w,t]  memory for t is allocated in it, to be filled from the host
+    F[w,t]  the part of a reload of t that is done in it
 
 For integers it follows from rows 1 to 3, but not for fractions, where half a tensor could be used again in every window.
 """
@@ -11,26 +11,26 @@ from solvers.windows.relaxation.discretization import halves
 from solvers.windows.relaxation.draft import NONE, ModelDraft
 
 
-def add_spans(draft: ModelDraft) -> None:
-    """Add row 8 for spans of half the windows, a quarter of them, and so on, and for windows that have been split.
+def add_merged_windows(draft: ModelDraft) -> None:
+    """Add row 8 for half of all windows, a quarter of them, and so on, and for windows that have been split.
 
     Without the latter the linear relaxation of a finer model may be the weaker one.
     """
-    detail = draft.detail
-    split = {(detail.window_of(start), detail.window_of(end)) for start, end in detail.spans}
+    discretization = draft.discretization
+    split = {(discretization.window_of(start), discretization.window_of(end)) for start, end in discretization.merged}
     for first, last in sorted({*split, *halves(1, draft.windows - 1)}):
         if first >= 1:
-            _Span(draft, first, last).add()
+            _MergedWindows(draft, first, last).add()
 
 
-class _Span:
+class _MergedWindows:
     """Windows first..last as one window: "old" means old in the first, "new" means new in any."""
 
     def __init__(self, draft: ModelDraft, first: int, last: int) -> None:
         self.draft = draft
         self.first = first
         self.last = last
-        self.start, self.end = draft.starts[first], draft.detail.ends[last]
+        self.start, self.end = draft.starts[first], draft.discretization.ends[last]
         self.columns: dict[int, int | None] = {}
         self.copied: dict[tuple[bool, int], list[int]] = {}
 
@@ -50,7 +50,7 @@ class _Span:
         """Add U[i] <= S[first,t] + U[p(t)] for old t in in(i) that are not kept; Q of a new i likewise."""
         draft = self.draft
         for i in range(self.end + 1):
-            column = self.again(i) if i < self.start else draft.again.get((draft.detail.window_of(i), i))
+            column = self.again(i) if i < self.start else draft.again.get((draft.discretization.window_of(i), i))
             if column is None:
                 continue
             for t in draft.problem.inputs[i]:
@@ -72,7 +72,7 @@ class _Span:
                 draft.add_only_with(draft.valid[self.last + 1, t], self.sources(t))
 
     def sources(self, t: int) -> list[int]:
-        """Return the columns of S[first,t] or V[first,t] and, if they exist in the span, of U[p(t)] and F[t]."""
+        """Return the columns of S[first,t] or V[first,t] and, if they exist, of U[p(t)] and F[t]."""
         draft = self.draft
         handed = draft.valid.get((self.first, t), draft.handed[self.first, t])
         return [handed, *self.repeat(t), *(self.copy(t, whole=True) if draft.fetched else ())]
@@ -82,13 +82,13 @@ class _Span:
         return [column for p in self.draft.problem.producers[t] if (column := self.again(p)) is not None]
 
     def is_old(self, t: int) -> bool:
-        """Return True if t is old and not settled, and no op first produces it in the span."""
+        """Return True if t is old and not settled, and no op first produces it in these windows."""
         return self.draft.is_handed(self.first, t) and self.draft.problem.producers[t][-1] < self.start
 
     def copy(self, t: int, *, whole: bool) -> list[int]:
         """Return the column of F[t] (`whole`) or E[t] for old t; an empty list if t is not reloaded.
 
-        F <= sum of Y, E <= sum of A, both over the span; E and, if the host's capacity is unlimited, F <= W[first,t] + sum of X.
+        F <= sum of Y, E <= sum of A, over these windows; E and, if the host's capacity is unlimited, F <= W[first,t] + sum of X.
         """
         key = (whole, t)
         draft, windows = self.draft, range(self.first, self.last + 1)
@@ -106,7 +106,7 @@ class _Span:
         return self.copied[key]
 
     def again(self, i: int) -> int | None:
-        """Return the column of U[i] <= sum of R[k,i] over the span, None if i cannot be recomputed there."""
+        """Return the column of U[i] <= sum of R[k,i] over these windows, None if i cannot be recomputed there."""
         if i not in self.columns:
             draft = self.draft
             repeats = [draft.again[k, i] for k in range(self.first, self.last + 1) if (k, i) in draft.again]

@@ -46,7 +46,7 @@ def page(facts: StepFacts, curve: Sequence[CurveRow] = ()) -> str:
         PlannerError: Bokeh is not installed.
     """
     timeline = facts.timeline
-    plan, graph, peak, held = timeline.plan, timeline.graph, timeline.peak, timeline.held
+    plan, graph, held = timeline.plan, timeline.graph, timeline.held
     drawn = charts(facts, curve)
     from bokeh.embed import file_html
     from bokeh.resources import INLINE
@@ -79,13 +79,7 @@ def page(facts: StepFacts, curve: Sequence[CurveRow] = ()) -> str:
         "costs_left_out": len(costs) - _LISTED,
         "bursts": [_burst_row(burst) for burst in longest],
         "bursts_in_all": len(bursts),
-        "at_peak": format_bytes(peak.memory_bytes),
-        "peak_at": format_seconds(timeline.reached_s[peak.step]),
-        "peak_op": peak.op,
-        "peak_runs": _runs(peak),
-        "static": format_bytes(graph.static_bytes),
-        "in_tensors": format_bytes(math.fsum(one.tensor.size_bytes for one in held)),
-        "workspace": format_bytes(peak.op.workspace_bytes if peak.op.stream == COMPUTE else 0),
+        **_peak_values(timeline),
         "held": [[*_held_row(one), *where] for one, where in zip(listed, elsewhere, strict=True)],
         "travels": any(places),
         "held_in_all": len(held),
@@ -137,6 +131,20 @@ def _proof(gap: float | None) -> str:
         return ""
     within = "" if gap < 5e-5 else f"more than {format_ratio(gap)} "
     return f" Proof: no schedule within the budget is {within}faster, if first executions keep this order."
+
+
+def _peak_values(timeline: Timeline) -> dict[str, object]:
+    """Return the values of the template about the execution at the peak."""
+    peak = timeline.peak
+    return {
+        "at_peak": format_bytes(peak.memory_bytes),
+        "peak_at": format_seconds(timeline.reached_s[peak.step]),
+        "peak_op": peak.op,
+        "peak_runs": _runs(peak),
+        "static": format_bytes(timeline.graph.static_bytes),
+        "in_tensors": format_bytes(math.fsum(one.tensor.size_bytes for one in timeline.held)),
+        "workspace": format_bytes(peak.op.workspace_bytes if peak.op.stream == COMPUTE else 0),
+    }
 
 
 def _runs(peak: Execution) -> str:

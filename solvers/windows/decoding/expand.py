@@ -1,6 +1,6 @@
 """Expansion of the binaries of a solution to an order of executions."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -47,6 +47,7 @@ class _Expansion:
         there: tensors in memory according to the solution.
         made: all tensors that have been produced, which may be held instead.
         pending: recomputations and optional ops of the solution that have not been executed yet.
+        in_place: the ops that are executed in their places, in order.
     """
 
     def __init__(self, problem: Problem, discretization: Discretization, solution: Solution) -> None:
@@ -59,8 +60,8 @@ class _Expansion:
         self.made: set[int] = set()
         self.pending: set[int] = set()
         self.kept = [t for outputs in problem.outputs for t in outputs if problem.kept[t]]
-        plain = problem.places.plain
-        self.in_place = list(range(problem.ops)) if plain else problem.places.executed(solution.instead)
+        self.in_place = problem.places.executed(solution.instead)
+        self.optional = {i for i, optional in enumerate(problem.places.optional) if optional}
 
     def run(self) -> tuple[int, ...]:
         for k in range(len(self.discretization.ends)):
@@ -69,7 +70,7 @@ class _Expansion:
 
     def window(self, k: int) -> None:
         start, end = self.discretization.start_of(k), self.discretization.ends[k]
-        ops = self.in_place[start : end + 1] if self.places.plain else self._between(start, end)
+        ops = self.in_place[bisect_left(self.in_place, start) : bisect_right(self.in_place, end)]
         if not ops:
             # All ops are replaced by one in a later window, at which this one ends.
             self.pending.update(self.solution.again[k])
@@ -77,13 +78,10 @@ class _Expansion:
         handed = {t for t in self.kept if self.problem.settled[t] < start} | self.solution.handed[k]
         if self.solution.taken:
             handed.update(t for t in self.solution.taken[k] if self.problem.producer[t] < start)
-        if self.places.plain:
-            self.there, self.pending = handed, set(self.solution.again[k])
-        else:
-            kept = {t for t in self.kept if t in self.made}
-            self.there, self.pending = (handed & self.made) | kept, {*self.pending, *self.solution.again[k]}
+        self.there = (handed & self.made).union(t for t in self.kept if t in self.made)
+        self.pending.update(self.solution.again[k])
         wanted_on = self.solution.handed[k + 1]
-        gone = self.gaps(k, ops)
+        gone = self.gaps(k, frozenset(ops))
         self.there.difference_update(gone.get(start - 1, ()))
         for v in ops:
             wanted: Iterable[int] = self.problem.inputs[v]
@@ -93,13 +91,8 @@ class _Expansion:
                 self.execute(i)
             self.execute(v)
             self.there.difference_update(gone.get(v, ()))
-            if not self.places.plain:
-                self.make_early(v, ops, wanted_on)
-        if not self.places.plain:
-            self.pending.clear()
-
-    def _between(self, start: int, end: int) -> list[int]:
-        return [v for v in self.in_place if start <= v <= end]
+            self.make_early(v, ops, wanted_on)
+        self.pending.clear()
 
     def execute(self, i: int) -> None:
         self.computed.append(i)
@@ -111,8 +104,8 @@ class _Expansion:
         """Execute pending optional ops whose outputs are handed over, once their inputs have no other use."""
         problem = self.problem
         later: set[int] | None = None  # expensive, and rarely needed
-        for i in sorted(self.pending):
-            if not self.places.optional[i] or not self.there.issuperset(problem.inputs[i]):
+        for i in sorted(self.optional & self.pending):
+            if not self.there.issuperset(problem.inputs[i]):
                 continue
             if any(t in wanted_on and t not in self.there for t in problem.outputs[i]):
                 later = later or {t for c in ops if c > v for t in problem.inputs[c]}.union(wanted_on)
@@ -198,13 +191,12 @@ class _Expansion:
             for t in self.problem.outputs[i]:
                 if self.problem.kept[t]:
                     continue
-                since = self.born(t, i, start, ops)
+                since = self.born(t, start, ops)
                 if since is None:
                     continue
                 readers = self.problem.consumers[t]
-                stops = [since, *readers[bisect_right(readers, since) : bisect_right(readers, end)]]
-                if not self.places.plain:
-                    stops = [since, *(c for c in stops[1:] if c in ops)]
+                later = readers[bisect_right(readers, since) : bisect_right(readers, end)]
+                stops = [since, *(c for c in later if c in ops)]
                 if t in self.solution.handed[k + 1] and stops[-1] != end:
                     stops.append(end)
                 if len(stops) > 1:
@@ -212,10 +204,8 @@ class _Expansion:
                     gone.setdefault(after, []).append(t)
         return gone
 
-    def born(self, t: int, i: int, start: int, ops: Collection[int]) -> int | None:
-        """Return the op after which t, an output of i, is in memory in a window from `start` on; None if it is not."""
-        if self.places.plain:
-            return max(i, start - 1) if i >= start or t in self.there else None
+    def born(self, t: int, start: int, ops: Collection[int]) -> int | None:
+        """Return the op after which t is in memory in a window from `start` on; None if it is not."""
         if t in self.there:
             return start - 1
         return next((p for p in self.problem.producers[t] if p in ops), None)

@@ -1,10 +1,10 @@
 """Facts about the installation, machine and model that show whether a step can be planned."""
 
 import platform
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -69,17 +69,24 @@ def _versions() -> Iterator[Fact]:
 
 
 def _packages() -> Iterator[Fact]:
-    """Yield for each package of the project whether another folder on ``sys.path`` has one with its name."""
+    """Yield for each package of the project whether Python imports another package of its name, from a folder on ``sys.path``."""
     for name in _OURS:
-        found = [Path(entry).resolve() for entry in dict.fromkeys(sys.path)]
-        shadowing = [path for path in found if path != _ROOT and ((path / name).is_dir() or (path / f"{name}.py").is_file())]
+        own, found = _ROOT / name, _found_on_path(name)
         problem = (
-            f"{', '.join(map(str, shadowing))} has a package {name!r} too, and Python imports the first on sys.path: start "
-            "Python in another folder or with -P, or rename that package"
-            if shadowing
-            else ""
+            ""
+            if found is None or found.is_relative_to(own)
+            else f"Python imports {name!r} from {found}, which comes first on sys.path: start Python in another folder or with "
+            "-P, or rename that package"
         )
-        yield Fact("packages", name, str(_ROOT / name), problem)
+        yield Fact("packages", name, str(own), problem)
+
+
+def _found_on_path(name: str) -> Path | None:
+    """Return the file or folder of the package that Python finds on ``sys.path``; None if it finds none there."""
+    spec = PathFinder.find_spec(name)
+    if spec is None:
+        return None
+    return Path(spec.origin or next(iter(spec.submodule_search_locations or ()))).resolve()
 
 
 def _devices() -> Iterator[Fact]:

@@ -10,10 +10,12 @@ from importlib.metadata import version
 from graphs.units import format_bytes, format_enough
 from solvers import highs
 from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
+from solvers.child_process import description
 from solvers.pass_ends import with_pass_ends
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, status_of
 from solvers.windows.driver import run
+from solvers.windows.parts import fail
 from solvers.windows.search import Search
 
 
@@ -34,7 +36,10 @@ def solve(request: Request) -> Result:
     if request.budget_bytes < least.budget_bytes:
         status, message = Status.INFEASIBLE, too_small_message(program, request.budget_bytes, least)
     else:
-        run(search)
+        try:
+            run(search)
+        except Exception as error:  # noqa: BLE001
+            fail(search, description(error))
         search.progress.tell()  # what other threads have found since the last report
         settled = search.stopping.settled_for()
         status, message = _verdict(search, settled, least.budget_bytes)

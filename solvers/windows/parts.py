@@ -49,8 +49,8 @@ def start_in_background(search: Search, function: Callable[[], object], *, nice:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + nice)
         try:
             function()
-        except Exception as error:  # noqa: BLE001 (schedules found so far remain valid)
-            _fail(search, description(error))
+        except Exception as error:  # noqa: BLE001
+            fail(search, description(error))
 
     return search.clock.start(run)
 
@@ -104,10 +104,11 @@ def note_end(search: Search, end: SearchEnd) -> None:
     """Record the end of a search in another process."""
     search.models.note_size(end.largest)
     if end.failure:
-        _fail(search, end.failure)
+        fail(search, end.failure)
 
 
-def _fail(search: Search, failure: str) -> None:
+def fail(search: Search, failure: str) -> None:
+    """End the search because of an internal error; schedules found so far remain valid."""
     search.incumbent.fail(f"looking for schedules failed: {failure}")
 
 

@@ -21,7 +21,9 @@ from solvers.windows import solve
 from solvers.windows.decoding.decode import try_out
 from solvers.windows.search import Search
 from solvers.windows.strategies import refinement
+from solvers.windows.strategies.eviction import TightEviction
 from solvers.windows.strategies.portfolio import Portfolio
+from solvers.windows.strategies.strategy import Strategy
 from tests.support.solvers.answers import ask
 
 GRAPH = random_training_step(2, 40)
@@ -38,12 +40,15 @@ def solved() -> Result:
     return result
 
 
-def fails(self: Portfolio, limit: float) -> None:
+def fails(self: Strategy, limit: float) -> None:
     raise RuntimeError("no such choice")
 
 
-def test_failing_heuristic_ends_the_solve_and_keeps_the_best_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Portfolio, "step", fails)
+@pytest.mark.parametrize("strategy", [Portfolio, TightEviction], ids=["in the background", "in the caller's thread"])
+def test_failing_heuristic_ends_the_solve_and_keeps_the_best_schedule(
+    strategy: type[Strategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategy, "step", fails)
     result = solved()
     assert result.status is Status.FEASIBLE
     assert result.schedule is not None and result.bound_s is not None

@@ -15,7 +15,8 @@ from solvers.highs.program import Floats
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_solution, try_out
 from solvers.windows.decoding.pruning import uses_of, without_executions
-from solvers.windows.decoding.transfers import PoolStay, TransferPlan, with_transfers
+from solvers.windows.decoding.transfer_plan import PoolStay, TransferPlan
+from solvers.windows.decoding.transfers import with_transfers
 from solvers.windows.params import OffloadingParams
 from solvers.windows.relaxation.discretization import Model
 from solvers.windows.relaxation.models import build_relaxation

@@ -19,7 +19,8 @@ from solvers.highs.program import Outcome
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import order_of, try_out
 from solvers.windows.decoding.encode import solution_of_trial
-from solvers.windows.decoding.transfers import TransferPlan, with_transfers
+from solvers.windows.decoding.transfer_plan import TransferPlan
+from solvers.windows.decoding.transfers import with_transfers
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.strategies.placement import DeviceOps, Placing
 from tests.support.graphs.options import on_devices, random_placement

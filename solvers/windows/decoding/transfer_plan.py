@@ -1,0 +1,247 @@
+"""When the transfers of an order are due, and when they are issued at the latest.
+
+The host is a device that computes nothing. A transfer is due when its target is read or the memory of its source is needed. If
+the source is freed before the target is read (an offload, or a copy to another device), the transfer is early: it is issued as
+soon as its channel can carry it. Any other transfer (a reload) is issued as late as it arrives in time, planned backwards over
+its channel, or later if there is no space.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solvers.problem import Problem
+
+Reloads = Collection[tuple[int, int]]  # (tensor, position of the execution that it is reloaded for)
+
+PoolMemory = dict[int, NDArray[np.int64]]  # by pool, the bytes during each execution
+
+_END = 2**62  # position until which kept tensors stay
+
+
+@dataclass(slots=True, eq=False)
+class PoolStay:
+    """A tensor in a pool. Positions count executions, without transfers.
+
+    Attributes:
+        begin: position of the execution that produces it, or before which its transfer is issued.
+        read: position of its first reader; where it is produced, `begin`.
+        ready_s: the time at which it is produced if transfers take no time.
+        by: the transfer that produces it.
+        after: end of the previous stay of the tensor, -1 if there is none.
+        end: position of the last execution that reads or produces it, -1 if only transfers do, ``_END`` if it is kept.
+        copied: position of the last transfer that reads it, -1 if there is none.
+        unsent: transfers that read it and have not been issued.
+    """
+
+    tensor: int
+    begin: int
+    read: int
+    ready_s: float
+    by: "PlannedTransfer | None" = None
+    after: int = -1
+    end: int = -1
+    copied: int = -1
+    unsent: "tuple[PlannedTransfer, ...]" = ()
+
+
+@dataclass(slots=True, eq=False)
+class PlannedTransfer:
+    """A transfer of an order.
+
+    Attributes:
+        op: its id.
+        source: None for a static tensor.
+        place: position before which it is issued at the latest.
+        index: its position in the order with transfers, -1 for one that was added.
+        follows: the transfer that produces the previous stay of its target, if one does.
+        due_s: the time by which it must arrive, if other transfers take no time.
+        begin: position from which it is issued (queued, if it is `early`).
+        early: True if its source is freed before its target is read.
+        urgent: True if the memory of its source is needed before its target is read.
+    """
+
+    op: int
+    source: PoolStay | None
+    target: PoolStay
+    place: int
+    index: int
+    follows: "PlannedTransfer | None" = None
+    due_s: float = math.inf
+    begin: int = 0
+    early: bool = False
+    urgent: bool = False
+    issued: bool = False
+
+    @property
+    def turn(self) -> tuple[float, float, int]:
+        """Its rank among the transfers of its channel."""
+        return self.due_s, 0.0 if self.source is None else self.source.ready_s, self.index
+
+
+class TransferPlan:
+    """The stays of an order, as short as possible, and its transfers.
+
+    Attributes:
+        executed: the order without transfers.
+        index: their positions in the order.
+        starts_s: the start of each execution if transfers take no time.
+        clocks_s: for each stream its time before each execution, likewise.
+    """
+
+    def __init__(self, problem: Problem, computed: Sequence[int], reloads: Reloads) -> None:
+        self.streams = streams = problem.streams
+        self.limits_bytes = [problem.budget_bytes, *streams.limits_bytes[1:]]
+        self.executed: list[int] = []
+        self.index: list[int] = []
+        self.stays: list[PoolStay] = []
+        self.transfers: list[PlannedTransfer] = []
+        self.starts_s: list[float] = []
+        self.clocks_s: list[list[float]] = [[] for _ in range(len(streams.names))]
+        self._last: dict[int, PoolStay] = {}
+        now_s = [0.0] * len(streams.names)
+        produced: dict[int, PoolStay] = {}  # the last time that an execution produced each
+        wanted: dict[int, set[int]] = {}
+        for t, place in reloads:
+            wanted.setdefault(place, set()).add(t)
+        last, executed, kept, stream = self._last, self.executed, streams.kept, streams.stream
+        devices = [(s, self.clocks_s[s]) for d, s in enumerate(streams.owner) if streams.computes[d]]
+        for index, op in enumerate(computed):
+            place = len(executed)
+            if streams.source[op] >= 0:
+                self._transfer(op, last.get(streams.source[op]), place, index)
+                continue
+            for t in streams.inputs[op] if place in wanted else ():
+                transfers = problem.offloads.by_tensor.get(t)
+                if transfers is not None and t in wanted[place]:
+                    if transfers.host_tensor not in last:
+                        self._transfer(transfers.offload_op, produced[t], place, -1)
+                    self._transfer(transfers.reload_op, last[transfers.host_tensor], place, -1)
+            start_s = now_s[stream[op]]
+            for t in streams.inputs[op]:
+                stay = last[t]
+                if stay.end < place:
+                    stay.end = place
+                if stay.read < 0:
+                    stay.read = place
+                if stay.ready_s > start_s:
+                    start_s = stay.ready_s
+            for s, clock_s in devices:
+                clock_s.append(now_s[s])
+            self.starts_s.append(start_s)
+            end_s = now_s[stream[op]] = start_s + streams.time_s[op]
+            for t in streams.outputs[op]:
+                if not kept[t] or t not in last:
+                    last[t] = produced[t] = stay = PoolStay(t, place, place, end_s, end=_END if kept[t] else place)
+                    self.stays.append(stay)
+            executed.append(op)
+            self.index.append(index)
+        self._plan()
+
+    def _transfer(self, op: int, source: PoolStay | None, place: int, index: int) -> None:
+        (t,) = self.streams.outputs[op]
+        before, end = self._last.get(t), _END if self.streams.kept[t] else -1
+        target = self._last[t] = PoolStay(t, place, -1, source.ready_s if source else 0.0, end=end)
+        if before is not None:
+            target.after = max(before.copied if before.end < 0 else before.end, before.begin - 1)
+        self.stays.append(target)
+        target.by = PlannedTransfer(op, source, target, place, index, before.by if before else None)
+        self.transfers.append(target.by)
+        if source is not None:
+            source.copied = place
+            source.unsent = (*source.unsent, target.by)
+            if source.read < 0:
+                source.read = place
+
+    def _plan(self) -> None:
+        """Set the positions from which transfers are issued; their memory is allocated from there on."""
+        memory = self._memory_bytes()
+        self._set_due(memory)
+        self._plan_late()
+        for transfer in self.transfers:
+            target, source = transfer.target, transfer.source
+            begin = max(transfer.begin, target.after + 1)
+            if source is not None:
+                begin = max(begin, source.begin + (source.by is None))
+            begin = min(begin, transfer.place)
+            d, size = self.streams.home[transfer.op], self.streams.sizes[target.tensor]
+            if d in memory:
+                full = np.flatnonzero(memory[d][begin : transfer.place] + size > self.limits_bytes[d])
+                if len(full):
+                    begin += int(full[-1]) + 1
+                memory[d][begin : transfer.place] += size
+            transfer.begin = target.begin = begin
+
+    def _set_due(self, memory: PoolMemory) -> None:
+        """Set the times by which transfers must arrive, and find those whose source is freed before."""
+        starts_s = (*self.starts_s, math.inf)
+        for transfer in reversed(self.transfers):
+            source, read = transfer.source, transfer.target.read
+            if read < 0:
+                read = transfer.place
+            if source is not None:
+                transfer.early = transfer.urgent = 0 <= source.end < read
+                if self.streams.computes[self.streams.home[transfer.op]]:  # tensors leave devices because memory is needed
+                    needed = self._needed(memory, source, read)
+                    transfer.urgent, read = needed < read, needed
+            transfer.due_s = min(transfer.due_s, starts_s[read])
+            if source is not None and source.by is not None:
+                source.by.due_s = min(source.by.due_s, transfer.due_s - self.streams.time_s[transfer.op])
+
+    def _needed(self, memory: PoolMemory, stay: PoolStay, until: int) -> int:
+        """Return the first position after a stay at which its memory is needed, at most `until`."""
+        d, begin, size = self.streams.pool[stay.tensor], max(stay.end, stay.begin) + 1, self.streams.sizes[stay.tensor]
+        if d not in memory or begin >= until:
+            return until
+        beside = memory[d][begin:until]
+        if stay.end < 0:  # counted until it is transferred
+            beside = beside.copy()
+            beside[: stay.copied + 1 - begin] -= size
+        lacking = beside > self.limits_bytes[d] - size
+        first = int(lacking.argmax())
+        return begin + first if lacking[first] else until
+
+    def _plan_late(self) -> None:
+        """Set the latest positions at which transfers arrive in time, from the last that is due to the first."""
+        streams, until_s = self.streams, [math.inf] * len(self.streams.names)
+        shared = {streams.stream[transfer.op] for transfer in self.transfers if not transfer.early}
+        planned = (transfer for transfer in self.transfers if streams.stream[transfer.op] in shared)
+        for transfer in sorted(planned, key=lambda x: x.turn, reverse=True):
+            source, channel = transfer.source, streams.stream[transfer.op]
+            begin_s = until_s[channel] = min(transfer.due_s, until_s[channel]) - streams.time_s[transfer.op]
+            if transfer.early:
+                continue
+            clocks_s = self.clocks_s[streams.owner[streams.home[transfer.op]]]
+            if not clocks_s:
+                transfer.begin = transfer.place
+                continue
+            # The first position at the latest time of the pool's owner before that.
+            latest = bisect_right(clocks_s, begin_s) - 1
+            transfer.begin = bisect_left(clocks_s, clocks_s[latest]) if latest >= 0 else 0
+            if source is not None and source.by is not None:
+                source.by.due_s = min(source.by.due_s, begin_s)
+
+    def _memory_bytes(self) -> PoolMemory:
+        """Return the memory of the devices' pools that have a limit during each execution, with the shortest lifetimes."""
+        streams, n = self.streams, len(self.executed)
+        limited = [d for d, limit in enumerate(self.limits_bytes) if streams.computes[d] and limit < math.inf]
+        self.ending: list[list[PoolStay]] = [[] for _ in self.executed]
+        self.written_over: list[list[PoolStay]] = [[] for _ in self.executed]
+        change = {d: [0] * (n + 2) for d in limited}
+        during = {d: [streams.need_bytes[op] if streams.home[op] == d else 0 for op in self.executed] for d in limited}
+        executed, pool, sizes = self.executed, streams.pool, streams.sizes
+        for stay in self.stays:
+            t, begin, end, over = stay.tensor, stay.begin, stay.end, False
+            if 0 <= end < n:
+                over = stay.copied < 0 and t in streams.overwritable[executed[end]]
+                (self.written_over if over else self.ending)[end].append(stay)
+            if (d := pool[t]) in change:
+                change[d][begin + (stay.by is None)] += sizes[t]
+                change[d][min(max(stay.copied if end < 0 else end, begin), n) + 1] -= sizes[t]
+                if over:
+                    during[d][end] -= sizes[t]
+        return {d: np.cumsum(change[d][:n]) + np.array(during[d], dtype=np.int64) + streams.static_bytes[d] for d in limited}

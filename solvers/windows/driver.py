@@ -186,8 +186,8 @@ def _run_part(part: Part) -> None:
     process = part.start_process(partial(_run_in_process, function=function))
     if process is not None:
         with process:
-            part.follow(process)
-        return
+            if part.follow(process):
+                return
     search = part.search()
     function(search)
     part.close(search)

@@ -211,8 +211,8 @@ class Part:
         params = replace(params, bound=replace(params.bound, most_bytes=params.bound.most_bytes // own.of))
         return start_process(self.whole, self.graph, run, params=params, nice=own.nice, starts_others=own.starts_others)
 
-    def follow(self, process: PartProcess) -> None:
-        """Receive the schedules of its process, until it ends or should end."""
+    def follow(self, process: PartProcess) -> bool:
+        """Receive the schedules of its process, until it ends or should end; return False if the process died."""
         whole = self.whole
         clock, sent_s = whole.clock.part(whole.clock.limit), np.inf
         while not (self._note(self.best, clock) or whole.stopping.stopped() or whole.stopping.solved()):
@@ -222,9 +222,10 @@ class Part:
             news = process.receive(POLL)
             if isinstance(news, SearchEnd):
                 note_end(whole, news)
-                return
+                return not news.died
             if news is not None:
                 self._note(news, clock)
+        return True
 
     def search(self) -> Search:
         """Return the search for this thread."""

@@ -85,7 +85,6 @@ class Commitments:
         """
         self.search = search
         self.all: dict[object, Commitment] = {} if known is None else known
-        self.places = search.problem.places
         self._without_offloading: Trial | None = None  # the best that is known
         self._learned: list[Trial] = []  # the best schedules at the last call of ``learn``
         self._options = FixAndOptimizeOptions(search) if FixAndOptimizeOptions.applies(search.problem) else None

@@ -27,10 +27,10 @@ from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
 from solvers.windows.decoding.decode import Trial
-from solvers.windows.driver import _commit_in_process, _run_in_process, run
+from solvers.windows.driver import _commit_in_process, _in_background, _run_in_process, run
 from solvers.windows.params import WindowsParams
 from solvers.windows.part_process import Inbox, PartProcess, PartTask, SearchEnd
-from solvers.windows.parts import start_process
+from solvers.windows.parts import OwnProcess, Part, start_process
 from solvers.windows.search import Search
 from solvers.windows.strategies.substitution import in_place
 
@@ -130,6 +130,18 @@ def test_work_of_a_dead_process_is_done_locally(
     assert received_from(PartProcess(task_of(SEEDS[0], _until_stopped))) == [SearchEnd(died=True)]
     check_solves()
     assert len(started) > len(SEEDS)
+
+
+@pytest.mark.parametrize("command", DYING)
+def test_a_part_whose_process_dies_is_searched_in_a_thread(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "_COMMAND", command)
+    graph, _ = instance(SEEDS[0])
+    program, found = without_options(graph), list[Trial]()
+    peak_bytes = simulate(program, keep_everything(program)).peak_bytes
+    whole = Search.of(Request(graph, peak_bytes, TOLERANCE, WallClock(120)))
+    with _in_background(Part(whole, program, found.append, process=OwnProcess(0, 1, 0))):
+        pass
+    assert [trial.time_s for trial in found] == [program.time_s]
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def without_offload(graph: Graph) -> tuple[Graph, Offloads]:
             by_tensor[out.inputs[0]] = HostTransfers(out.outputs[0], out.id, back.id, out.time_s, back.time_s)
     only_these = len(copying) == 2 * len(by_tensor) and len(graph.tensors) == made + len(by_tensor)
     if not only_these or (host is not None and (host.owner != DEVICE_TO_HOST or graph.static_bytes_by_pool[HOST])):
-        raise _other_choices(graph)
+        raise _unknown_ops_error(graph)
     if host is not None:
         tensors = tuple(replace(t, producers=tuple(p for p in t.producers if p < rest)) for t in graph.tensors[:made])
         pools = tuple(pool for pool in graph.pools if pool is not host)
@@ -135,7 +135,7 @@ def without_offload(graph: Graph) -> tuple[Graph, Offloads]:
     else:
         left = graph
     if not on_devices_alone(left):
-        raise _other_choices(graph)
+        raise _unknown_ops_error(graph)
     if is_placed(left):
         placement_with_options(left)  # raises an error for other ops
     if host is None:
@@ -150,7 +150,7 @@ def _is_read(graph: Graph, t: Tensor) -> bool:
     return any(not graph.ops[op].is_transfer for op in graph.consumers[t.id])
 
 
-def _other_choices(graph: Graph) -> GraphError:
+def _unknown_ops_error(graph: Graph) -> GraphError:
     return GraphError(
         f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {len(graph.ops) - len(graph.program)} "
         "optional ops. Some are neither transfers of single tensors to or from host memory nor ops on other devices: solve a "

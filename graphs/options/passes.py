@@ -1,4 +1,4 @@
-"""Splitting of a schedule on several devices into a forward pass, which ends with its results, and a backward pass."""
+"""Splitting of a schedule into a forward pass, which ends with its results, and a backward pass."""
 
 from graphs.errors import ScheduleError
 from graphs.ir import TANGENT, Graph, Kind, Phase
@@ -20,7 +20,7 @@ def passes_of(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...], tuple
     the caller receives it. Copies of the gradient of the loss, which is an input of the backward pass, are made at its start.
 
     Args:
-        graph: with placement.
+        graph: any; only transfers between devices are moved.
         schedule: valid on it.
 
     Raises:

@@ -221,7 +221,7 @@ def placement_of(graph: Graph) -> Placement:
     """
     found = placement_with_options(graph)
     if not found.program.plain:
-        raise _other_choices(found.program.ops[-1])
+        raise _unknown_ops_error(found.program.ops[-1])
     return found
 
 
@@ -256,7 +256,7 @@ def placement_with_options(graph: Graph) -> Placement:
             runs[d][replaced.id] = op.id
             known = (_there(places[d], replaced.inputs), _there(places[d], replaced.outputs)) == (op.inputs, op.outputs)
         if not known:
-            raise _other_choices(op)
+            raise _unknown_ops_error(op)
     if {t for here in places for t in here if t is not None} != set(range(len(graph.tensors))):
         raise GraphError(
             "the graph has tensors on other devices that are not copies: only graphs with placement and no other "
@@ -274,7 +274,7 @@ def placement_with_options(graph: Graph) -> Placement:
     )
 
 
-def _other_choices(op: Op) -> GraphError:
+def _unknown_ops_error(op: Op) -> GraphError:
     return GraphError(
         f"op {op.name!r} is optional, and neither transfers a tensor from one device to another nor replaces one op on another "
         "device: only graphs with placement and no other option are supported here"

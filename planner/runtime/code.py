@@ -73,7 +73,7 @@ def compile_schedule(
 
     Args:
         tick: called with the id of each op after its execution.
-        call_before: a call before a step, of passes on one device (``Writer``).
+        call_before: a call before a step, of passes on one device (``PassWriter``).
         static_given_up: the passes empty the lists of static tensors too, and free these after they are read for the last time.
 
     Raises:

@@ -16,7 +16,7 @@ import numpy as np
 
 from graphs.ir import Phase
 from solvers.eviction.channels import NEVER, Channels
-from solvers.eviction.rules import DEFAULT, EvictionRule, EvictionSettings, Guide
+from solvers.eviction.rules import DEFAULT, SLACK_EXECUTIONS, EvictionRule, EvictionSettings, Guide
 from solvers.problem import Problem
 
 _DOOMED_S = 1e9  # cost of a tensor that there will be no room to recompute
@@ -56,7 +56,7 @@ class Eviction:
         self.capacity_bytes = self.free_bytes = problem.capacity_bytes if given_bytes is None else given_bytes
         self.rule = rule
         self.guide = settings.guide
-        self.max_executions = int(settings.max_factor * problem.ops) + 1000
+        self.max_executions = int(settings.max_factor * problem.ops) + SLACK_EXECUTIONS
         self.time_left_s = settings.max_time_s
         self.should_stop = settings.should_stop or (lambda: False)
         self.order: list[int] = []

@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+SLACK_EXECUTIONS = 1000  # for small graphs, where executions are cheap
+
 
 @dataclass(frozen=True, slots=True)
 class EvictionRule:
-    """A ranking of tensors: the one of least cost^a / (bytes^b x distance^c) is evicted first.
+    """A ranking of tensors: the one of least cost^`cost` / (bytes^`size` x distance^`distance`) is evicted first.
 
     The cost is the time to recompute the tensor with its missing ancestors; the distance is the number of ops until its next use
     in the program, also by way of evicted tensors that are computed from it.
 
     Attributes:
+        cost, size, distance: the exponents.
         gradients_stay: True to evict last the tensors that could not be recomputed beside all gradients alive at their next use.
         guided: factor to the rank of tensors that a guide hands over; its inverse for the others.
         rounds: most executions of an op before the next new op; more are a loop.
@@ -53,7 +56,7 @@ class EvictionSettings:
         capacity_bytes: of memory without static tensors; None: that of the problem.
         bias: for each tensor a factor to its rank; None: 1.
         guide: tensors to hand over from window to window if there is room.
-        max_factor: the run fails if it executes more than this many ops per op of the graph.
+        max_factor: the run fails if it executes more than this many ops per op of the graph, and ``SLACK_EXECUTIONS`` more.
         max_time_s: the run fails if its executions take longer than this.
         should_stop: polled; the run fails once it returns True.
     """

@@ -113,8 +113,8 @@ class NeighbourhoodParams:
         windows: about so many at first, or more in small graphs, up to
         size: windows times ops.
         even_windows: windows of equal time in graphs with transfers to the host.
-        choices: recomputations that may be needed before an op, times windows;
-        few_choices: least number of them.
+        candidates: recomputations that may be needed before an op, times windows;
+        few_candidates: least number of them.
         whole_limit: for a model with nothing fixed;
         longer: factor to it for each further one.
         rounds: of fixing and refining;
@@ -137,8 +137,8 @@ class NeighbourhoodParams:
     windows: int = 120
     size: int = 120_000
     even_windows: int = 12
-    choices: int = 2_000
-    few_choices: int = 15
+    candidates: int = 2_000
+    few_candidates: int = 15
     whole_limit: float = 5.0
     longer: float = 1.5
     rounds: int = 20
@@ -228,7 +228,7 @@ class OffloadingParams:
         near: factor to the best time up to which a schedule is improved although it is not the best.
         prices: of channel time, for eviction rules; the last is so high that only tensors that cannot be recomputed are
             offloaded;
-        rules_limit: for all of these while no other strategy searches, and once more for random rules;
+        rules_limit: for eviction rules at all of these, in parallel with the portfolio, and for random rules in it;
         guided_limit, runs: for rules with guides, and the number of others at a time.
     """
 
@@ -289,10 +289,9 @@ class PlacementParams:
         most_memory: at most so many.
         idle: variations without improvement before a restart from the best,
         beginnings: number of restarts.
-        first: duration before other strategies, or this share of the limit if that is less:
-        first_share.
+        first, first_share: duration before other strategies, at most this share of the limit.
         again_share: share of variations that add or remove a recomputation of an op instead of a transfer;
-        sent_share: and that offload a tensor to another pool where it is produced, or undo that;
+        sent_share: that add or remove a transfer of a tensor to another device where it is produced;
         linked_share: of the others, share that move dependent ops instead of consecutive ones;
         few: half of them move as many ops as are drawn with this probability of an end after each.
         slice: duration at a time in parallel with other searches.

@@ -1,9 +1,9 @@
 """Background searches of smaller sets of options: their schedules count for the whole search, their proofs do not.
 
-With fewer options schedules are found faster, and more options should never make a solve slower. So a solve starts with the next
-smaller set of options in the background, which starts the next smaller one in turn: the program alone, options on the compute
-stream, everything. Each runs as if there were no other options, and ends when its gap is within the tolerance, when its bound is
-above the best schedule of the whole, or when it is behind and does not improve. Then it costs nothing.
+With fewer options schedules are found faster, and more options should never make a solve slower. So the sets of
+``option_sets.py`` are searched at the same time. Each search runs as if there were no other options, and ends when its gap is
+within the tolerance, when its bound is above the best schedule of the whole, or when it is behind and does not improve. Then it
+costs nothing.
 
 With a clock of seconds and with optional ops, each has its own process, some with a low priority, since threads share the
 interpreter's lock. With a clock of work they are threads, which take turns.
@@ -113,18 +113,25 @@ def fail(search: Search, failure: str) -> None:
 
 
 def search_of_part(
-    whole: Search, graph: Graph, clock: Clock, tolerance: Tolerance, on_poll: Callable[[Trial | None], bool | None]
+    whole: Search,
+    graph: Graph,
+    clock: Clock,
+    tolerance: Tolerance,
+    on_poll: Callable[[Trial | None], bool | None],
+    *,
+    described: str,
 ) -> Search:
     """Return a search of `graph`, a part, for the calling thread; it stops when it cannot improve the whole.
 
     Args:
         clock: of the part.
         on_poll: gets its best schedule at each poll; True stops it.
+        described: the part, in reports of progress.
     """
 
     def stop() -> bool:
         ended = on_poll(part.incumbent.best)
-        whole.progress.tell(f"in a part of the choices: {part.progress.activity}")
+        whole.progress.tell(f"{described}: {part.progress.activity}")
         if ended or whole.stopping.stopped() or whole.stopping.solved():
             return True
         return part.incumbent.bound_s >= whole.incumbent.best_s
@@ -230,7 +237,10 @@ class Part:
     def search(self) -> Search:
         """Return the search for this thread."""
         clock = self.whole.clock.part(self.whole.clock.limit)
-        return search_of_part(self.whole, self.graph, clock, self.whole.request.tolerance, lambda best: self._note(best, clock))
+        tolerance = self.whole.request.tolerance
+        return search_of_part(
+            self.whole, self.graph, clock, tolerance, lambda best: self._note(best, clock), described="with fewer options"
+        )
 
     def close(self, search: Search) -> None:
         """Record the end of its search."""

@@ -40,9 +40,9 @@ class Trial:
 
     Attributes:
         peak_bytes: of the main device; ``NOWHERE_BYTES`` if another pool is too small.
-        memory_bytes: for each execution the memory during it, including static memory; transfers are no executions.
-        waits_s: for each execution the time that the compute stream waits before it; empty if it never waits.
-        ends: for each execution the number of steps up to the frees after it; empty likewise.
+        memory_bytes: for each op of the order the memory during it, including static memory.
+        waits_s: for each op of the order the time that its stream waits before it; empty without transfers to the host.
+        ends: for each op of the order the number of steps up to the frees after it; empty without transfers to the host.
     """
 
     order: Order

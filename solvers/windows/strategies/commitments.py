@@ -128,12 +128,12 @@ class Commitments:
             self.search.offer(order)
 
     def keep_without_offloading(self, trial: Trial) -> None:
-        """Keep a schedule of the graph without transfers to the host, and commit to its plain graph."""
+        """Keep a schedule of the graph without transfers to the host; ``learn`` commits to its plain graph."""
         self.search.incumbent.take(trial)
         self._without_offloading = trial
 
     def lift_from(self, part: Graph) -> Callable[[Trial], None]:
-        """Return a function that keeps a schedule of `part`, the graph without some ops, and commits to its plain graph."""
+        """Return a function that offers a schedule of `part`, the graph without some ops, as one of the whole graph."""
         problem = self.search.problem
         of_whole = PartOf(problem.whole, part)
         place = {op: i for i, op in enumerate(problem.places.ids)}
@@ -269,7 +269,14 @@ class Commitments:
         params = self.search.params
         tolerance = Tolerance.of(params.commitments.share * self.search.stopping.tolerance)
         clock = self.search.clock.part(params.bound.first_slice * params.bound.longer**commitment.runs)
-        sub = search_of_part(self.search, commitment.plain.graph, clock, tolerance, lambda best: self.take(commitment, best))
+        sub = search_of_part(
+            self.search,
+            commitment.plain.graph,
+            clock,
+            tolerance,
+            lambda best: self.take(commitment, best),
+            described="with all options decided",
+        )
         best = commitment.best
         sub.offer(order_of(sub.problem, commitment.plain.order, commitment.reloads) if best is None else best.order)
         return sub

@@ -205,11 +205,8 @@ class Placements(Strategy):
             if cost <= self._accepted[at] or cost <= self._cost:
                 self._now, self._cost = varied, cost
             self._accepted[at] = self._cost
-            if cost < self._best:
+            if cost < self._best and is_possible(search.problem, order := self.order(varied)):
                 self._best, self._idle, self._fruitless = cost, 0, 0
-                order = self.order(varied)
-                if not is_possible(search.problem, order):
-                    continue
                 if cost[0]:
                     self.lacking = order
                 elif cost[1] <= search.incumbent.best_s:

@@ -98,7 +98,7 @@ class _Near:
     def lacking(self, draft: ModelDraft, v: int, start: int) -> set[int]:
         """Return the nearest ancestors of v, executed before op `start`, that are candidates."""
         problem = draft.problem
-        most = self.known.factor * max(self.params.few_choices, self.params.choices // draft.windows)
+        most = self.known.factor * max(self.params.few_candidates, self.params.candidates // draft.windows)
         found: set[int] = set()
         producers = problem.producers
         nearest_first = [-p for t in problem.inputs[v] for p in producers[t]]

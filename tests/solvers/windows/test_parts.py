@@ -1,4 +1,4 @@
-"""Searches in a part of the choices: nothing gets slower by an option, and what they prove is proved of the part alone."""
+"""Searches with fewer options: no solve gets slower by an option, and proofs hold for the smaller set alone."""
 
 import os
 import random

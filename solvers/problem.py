@@ -39,13 +39,13 @@ class Problem:
         asked: kept tensors for which that op is a pass end, since another device may produce them.
         held: for each op io(i) without inputs that an output may overwrite: the tensors in memory together throughout it.
         own_bytes: bytes(held(i)) + w_i for each op.
-        again_bytes: the same for a recomputation of i, whose kept outputs are in memory twice.
+        recompute_bytes: the same for a recomputation of i, whose kept outputs are in memory twice.
         recomputable: for each op, True if executions other than the one in its place are allowed and may be useful.
         circles: sets of ops that depend on each other, by way of recomputed tensors.
         last_use: for each tensor the last op that can need it, including recomputations of its readers.
         last_worth: for each op the last op for which a recomputation of i may be useful (-1: none).
-        last_again: for each op the op before which it must run at the latest: the next one that writes in place a tensor that it
-            reads (n: no limit).
+        recompute_before: for each op the op before which it must be recomputed at the latest: the next one that writes in place a
+            tensor that it reads (n: no limit).
         conflicts: conflicts that no schedule may have; only of plain graphs, whose ops are numbered as in `graph`.
     """
 
@@ -66,12 +66,12 @@ class Problem:
     asked: frozenset[int]
     held: tuple[frozenset[int], ...]
     own_bytes: tuple[int, ...]
-    again_bytes: tuple[int, ...]
+    recompute_bytes: tuple[int, ...]
     recomputable: tuple[bool, ...]
     circles: tuple[tuple[int, ...], ...]
     last_use: tuple[int, ...]
     last_worth: tuple[int, ...]
-    last_again: tuple[int, ...]
+    recompute_before: tuple[int, ...]
     conflicts: tuple[Conflict, ...] = ()
 
     def allows(self, computed: Iterable[int]) -> bool:
@@ -157,12 +157,12 @@ def problem_of(graph: Graph, budget_bytes: int) -> Problem:
     outputs = tuple(op.outputs for op in ops)
     held = tuple(frozenset((*inputs[i], *outputs[i])).difference(t for _, t in op.overwrites) for i, op in enumerate(ops))
     own = tuple(sum(sizes[t] for t in held[i]) + workspace_bytes_in(graph.pools[0], op) for i, op in enumerate(ops))
-    again = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
+    recompute_bytes = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
     producers = _positions(outputs, len(sizes))
     asked = {t: places.ids.index(op) for t, op in requested_outputs(graph).items()}
     settled = _settled(places, [[p for p in of_t if not ops[p].optional] for of_t in producers], asked)
     last_use, last_worth = _uses(places, inputs, outputs, allowed, [s if kept[t] else len(ops) for t, s in enumerate(settled)])
-    needed = [again[i] if places.sure[i] else own[i] for i in range(len(ops))]
+    needed = [recompute_bytes[i] if places.sure[i] else own[i] for i in range(len(ops))]
     return Problem(
         whole=whole,
         graph=graph,
@@ -181,12 +181,12 @@ def problem_of(graph: Graph, budget_bytes: int) -> Problem:
         asked=frozenset(asked),
         held=held,
         own_bytes=own,
-        again_bytes=again,
+        recompute_bytes=recompute_bytes,
         recomputable=tuple(allowed[i] and last_worth[i] > i and needed[i] <= capacity_bytes for i in range(len(ops))),
         circles=() if places.plain else circles(inputs, outputs),
         last_use=last_use,
         last_worth=last_worth,
-        last_again=_writers_after(graph, places),
+        recompute_before=_writers_after(graph, places),
     )
 
 
@@ -214,8 +214,8 @@ def without_small(problem: Problem, share: float) -> Problem:
         sizes=tuple(0 if t in small else size for t, size in enumerate(problem.sizes)),
         kept=kept,
         recomputable=tuple(
-            again and not all(kept[t] for t in outputs)
-            for again, outputs in zip(problem.recomputable, problem.outputs, strict=True)
+            allowed and not all(kept[t] for t in outputs)
+            for allowed, outputs in zip(problem.recomputable, problem.outputs, strict=True)
         ),
     )
 
@@ -238,7 +238,7 @@ def _settled(places: Places, producers: Sequence[Sequence[int]], asked: Mapping[
 
 
 def _writers_after(graph: Graph, places: Places) -> tuple[int, ...]:
-    """Return ``Problem.last_again``."""
+    """Return ``Problem.recompute_before``."""
     ops = [graph.ops[op] for op in places.ids]
     writers: dict[int, list[int]] = {}
     for i, op in enumerate(ops):

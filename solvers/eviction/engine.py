@@ -74,10 +74,10 @@ class Eviction:
         self.next_use = [readers[0] if readers else NEVER for readers in graph.consumers]
         self.cost: dict[int, float] = {}  # cached costs of recomputation
         self.costs_with: dict[int, set[int]] = {}  # by tensor: those whose costs change when it is evicted or recomputed
-        self.again = [p >= 0 and t not in graph.kept and graph.ops[p].recomputable for t, p in enumerate(self.producer)]
+        self.recomputable = [p >= 0 and t not in graph.kept and graph.ops[p].recomputable for t, p in enumerate(self.producer)]
         self.channels = Channels(problem)
         self.offloads = self.channels.offloads
-        self.evictable = [again or t in self.offloads for t, again in enumerate(self.again)]
+        self.evictable = [recomputable or t in self.offloads for t, recomputable in enumerate(self.recomputable)]
         self.reloads: set[tuple[int, int]] = set()
         self.alone_bytes = [op.workspace_bytes + sum(self.size[t] for t in problem.held[op.id] - graph.kept) for op in graph.ops]
         self.staying_bytes = self._staying_bytes()
@@ -178,7 +178,7 @@ class Eviction:
 
     def _may_go(self, t: int, done: int) -> bool:
         """Return True if t, an input of the new op `done`, may be overwritten: it can be recomputed or is not needed again."""
-        return self.again[t] or self._of_no_use(t, done)
+        return self.recomputable[t] or self._of_no_use(t, done)
 
     # What to evict.
 
@@ -227,7 +227,7 @@ class Eviction:
     def _find_costs(self, tensors: Sequence[int]) -> None:
         for t in tensors:
             if t not in self.cost:
-                self.cost[t] = self._cost(t) if self.again[t] else np.inf
+                self.cost[t] = self._cost(t) if self.recomputable[t] else np.inf
 
     def _evict(self, t: int) -> None:
         """Drop a tensor or, if reloading it costs less, offload it."""
@@ -294,7 +294,7 @@ class Eviction:
     # Next uses of tensors: by a new op, or by the recomputation of a missing tensor.
 
     def _drop(self, t: int) -> None:
-        if t in self.offloads and not (self.again[t] or self._of_no_use(t, self.done)):
+        if t in self.offloads and not (self.recomputable[t] or self._of_no_use(t, self.done)):
             self._offload(t)  # tensors computed from it may be evicted and recomputed later
             return
         self.live.discard(t)

@@ -290,7 +290,7 @@ class PlacementParams:
         idle: variations without improvement before a restart from the best,
         beginnings: number of restarts.
         first, first_share: duration before other strategies, at most this share of the limit.
-        again_share: share of variations that add or remove a recomputation of an op instead of a transfer;
+        recompute_share: share of variations that add or remove a recomputation of an op instead of a transfer;
         sent_share: that add or remove a transfer of a tensor to another device where it is produced;
         linked_share: of the others, share that move dependent ops instead of consecutive ones;
         few: half of them move as many ops as are drawn with this probability of an end after each.
@@ -303,7 +303,7 @@ class PlacementParams:
     beginnings: int = 10
     first: float = 2.0
     first_share: float = 0.2
-    again_share: float = 0.2
+    recompute_share: float = 0.2
     sent_share: float = 0.15
     linked_share: float = 0.5
     few: float = 0.5

@@ -70,7 +70,7 @@ class CheckmateModel:
         self.time_unit = (problem.base_s or 1.0) / _TIME_RANGE
         self.size = [size / self.memory_unit for size in problem.sizes]
         # An op may be executed up to the stage before the one whose op writes its inputs in place.
-        stages = zip(problem.graph.ops, problem.last_again, strict=True)
+        stages = zip(problem.graph.ops, problem.recompute_before, strict=True)
         self.last_stage = [min(last, self.ops - 1) if op.recomputable else op.id for op, last in stages]
         self.program = pulp.LpProblem("checkmate", pulp.LpMinimize)
         self.variable: Callable[..., Any] = self.program.add_variable

@@ -67,7 +67,7 @@ def read_solution(model: Model, values: Floats) -> Solution:
 
     instead = frozenset(b for b, column in model.instead.items() if values[column] > 0.5)
     taken = chosen(model.taken, windows)
-    return Solution(chosen(model.again, windows), chosen(model.handed, windows + 1), taken=taken, instead=instead)
+    return Solution(chosen(model.recomputed, windows), chosen(model.handed, windows + 1), taken=taken, instead=instead)
 
 
 def try_out(problem: Problem, order: Order) -> Trial:
@@ -139,8 +139,8 @@ def late_writers(problem: Problem, order: Order) -> set[int]:
     if not problem.places.plain:
         late = _reads_of_nothing(problem, order)
     for op, first in zip(order.computed, order.first, strict=True):
-        if not first and problem.last_again[op] < done:
-            late.add(problem.last_again[op])
+        if not first and problem.recompute_before[op] < done:
+            late.add(problem.recompute_before[op])
         done = op + 1 if first else done
     return late
 

@@ -17,7 +17,7 @@ def solution_of(
 ) -> Solution:
     """Return the values of R, Q, S and z for an order of execution: the inverse of ``expand``."""
     order = order_of(problem, computed, instead=instead, discretization=discretization)
-    again: list[set[int]] = [set() for _ in discretization.ends]
+    recomputed: list[set[int]] = [set() for _ in discretization.ends]
     handed: list[set[int]] = [set() for _ in range(len(discretization.ends) + 1)]
     twice: set[tuple[int, int]] = set()
     live: set[int] = set()
@@ -33,12 +33,12 @@ def solution_of(
         op, window = computed[position], order.windows[position]
         live.update(problem.outputs[op])
         if not order.first[position]:
-            if op in again[window]:
+            if op in recomputed[window]:
                 twice.add((window, op))
-            again[window].add(op)
+            recomputed[window].add(op)
         following = order.windows[position + 1] if position + 1 < len(computed) else window
         boundaries = range(window + 1, following + 1)
-    return Solution(tuple(map(frozenset, again)), tuple(map(frozenset, handed)), frozenset(twice), instead=instead)
+    return Solution(tuple(map(frozenset, recomputed)), tuple(map(frozenset, handed)), frozenset(twice), instead=instead)
 
 
 def solution_of_trial(problem: Problem, discretization: Discretization, trial: Trial) -> Solution:
@@ -46,7 +46,7 @@ def solution_of_trial(problem: Problem, discretization: Discretization, trial: T
     if not problem.offloads:
         return solution_of(problem, discretization, trial.order.computed, trial.order.instead)
     order = order_of(problem, trial.order.computed, discretization=discretization)
-    again, handed, taken = ([set[int]() for _ in range(len(discretization.ends) + 1)] for _ in range(3))
+    recomputed, handed, taken = ([set[int]() for _ in range(len(discretization.ends) + 1)] for _ in range(3))
     twice: set[tuple[int, int]] = set()
     executed = {end: place for place, end in enumerate(trial.ends)}
     back = {transfers.reload_op: t for t, transfers in problem.offloads.by_tensor.items()}
@@ -65,21 +65,21 @@ def solution_of_trial(problem: Problem, discretization: Discretization, trial: T
             continue
         op, window = order.computed[place], order.windows[place]
         if not order.first[place]:
-            if op in again[window]:
+            if op in recomputed[window]:
                 twice.add((window, op))
-            again[window].add(op)
+            recomputed[window].add(op)
         elif op == discretization.ends[window]:
             window += 1
             handed[window] = {t for t in live if not problem.kept[t]}
     freeze = tuple(map(frozenset, handed))
-    return Solution(tuple(map(frozenset, again[:-1])), freeze, frozenset(twice), tuple(map(frozenset, taken[:-1])))
+    return Solution(tuple(map(frozenset, recomputed[:-1])), freeze, frozenset(twice), tuple(map(frozenset, taken[:-1])))
 
 
 def start_values(model: Model, solution: Solution) -> Floats:
     """Return `solution` as values to start a solve from; NaN for variables that it does not determine."""
     values = np.full(len(model.program.cost), np.nan)
-    for (k, i), column in model.again.items():
-        values[column] = i in solution.again[k]
+    for (k, i), column in model.recomputed.items():
+        values[column] = i in solution.recomputed[k]
     for (k, t), column in model.handed.items():
         values[column] = t in solution.handed[k]
     for pair, column in model.twice.items():

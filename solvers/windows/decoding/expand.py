@@ -15,7 +15,7 @@ class Solution:
     """The binaries of a solution, window by window.
 
     Attributes:
-        again: for each window the ops recomputed in it (R and Q).
+        recomputed: for each window the ops that are recomputed in it (R and Q).
         handed: for each window the tensors handed over into it (S; without kept ones), and after the last one those handed over
             to the following ops.
         twice: (window, op) for ops recomputed more than once (D).
@@ -23,7 +23,7 @@ class Solution:
         instead: ops that are executed in place of those that they replace (z).
     """
 
-    again: tuple[frozenset[int], ...]
+    recomputed: tuple[frozenset[int], ...]
     handed: tuple[frozenset[int], ...]
     twice: frozenset[tuple[int, int]] = frozenset()
     taken: tuple[frozenset[int], ...] = ()
@@ -73,13 +73,13 @@ class _Expansion:
         ops = self.in_place[bisect_left(self.in_place, start) : bisect_right(self.in_place, end)]
         if not ops:
             # All ops are replaced by one in a later window, at which this one ends.
-            self.pending.update(self.solution.again[k])
+            self.pending.update(self.solution.recomputed[k])
             return
         handed = {t for t in self.kept if self.problem.settled[t] < start} | self.solution.handed[k]
         if self.solution.taken:
             handed.update(t for t in self.solution.taken[k] if self.problem.producer[t] < start)
         self.there = (handed & self.made).union(t for t in self.kept if t in self.made)
-        self.pending.update(self.solution.again[k])
+        self.pending.update(self.solution.recomputed[k])
         wanted_on = self.solution.handed[k + 1]
         gone = self.gaps(k, frozenset(ops))
         self.there.difference_update(gone.get(start - 1, ()))

@@ -65,7 +65,7 @@ def plain_graph(problem: Problem, computed: Sequence[int]) -> PlainGraph:
     number: dict[int, int] = {}
     for op in computed:
         if op in number:
-            draft.add_again(number[op])
+            draft.add_recomputation(number[op])
         else:
             number[op] = draft.add(op)
     ops = tuple(number)
@@ -122,12 +122,12 @@ class _PlainGraphBuilder:
         op = graph.ops[self.problem.places.ids[i]]
         inputs, mutates = tuple(self.now[t] for t in op.inputs), tuple(self.now[t] for t in op.mutates)
         outputs = tuple((t, self.new(graph.tensors[t], (number,))) for t in op.outputs)
-        again = all(graph.ops[p].recomputable for p in (*op.replaces, op.id))
+        recomputable = all(graph.ops[p].recomputable for p in (*op.replaces, op.id))
         before = self.ops[-1].phase if self.ops else Phase.FORWARD
         phase = max(before, op.phase, key=lambda phase: phase.place)
         choice = {"optional": False, "replaces": (), "differs": "", "uses": ()}  # executed ops are part of the program
         over = tuple((dict(outputs)[o], self.now[t]) for o, t in op.overwrites)
-        changes = {"mutates": mutates, "recomputable": again, "phase": phase, "overwrites": over, **choice}
+        changes = {"mutates": mutates, "recomputable": recomputable, "phase": phase, "overwrites": over, **choice}
         if op.stream != COMPUTE:
             changes |= {"stream": COMPUTE, "time_s": 0.0, "workspace_bytes": 0}
         self.put(op, inputs, tuple(t for _, t in outputs), **changes)
@@ -137,10 +137,10 @@ class _PlainGraphBuilder:
             if t in graph.kept and t not in self.now:
                 self.kept.add(of_op)
                 self.now[t] = of_op
-        self.add_again(number)
+        self.add_recomputation(number)
         return number
 
-    def add_again(self, number: int) -> None:
+    def add_recomputation(self, number: int) -> None:
         """Record a recomputation; kept tensors stay as first produced."""
         self.now.update((t, of_op) for t, of_op in self.made[number] if t not in self.problem.graph.kept)
 

@@ -123,10 +123,10 @@ def _with_fewer(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequ
     computed = trial.order.computed
     last_use, next_read = uses_of(problem, computed)
     memory = np.array(trial.memory_bytes)
-    again = (place for place, first in enumerate(trial.order.first) if not first)
+    recomputed = (place for place, first in enumerate(trial.order.first) if not first)
     left_out: set[int] = set()
     ops: set[int] = set()
-    for place in sorted(again, key=lambda place: -problem.time_s[computed[place]]):
+    for place in sorted(recomputed, key=lambda place: -problem.time_s[computed[place]]):
         if computed[place] in ops:
             continue
         wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]

@@ -40,7 +40,7 @@ def refined(
             recompute x before an earlier one.
     """
     ends, firsts = set(discretization.ends), set(discretization.firsts)
-    repeats, precedences = set(discretization.repeats), set(discretization.precedences)
+    recomputations, precedences = set(discretization.recomputations), set(discretization.precedences)
     for step in worst_of_runs(trial, budget_bytes, params):
         op = trial.order.computed[step]
         if trial.order.first[step]:
@@ -53,9 +53,14 @@ def refined(
                 first, last = discretization.place_of(v)
                 ends.update((first - 1, last) if first > 0 else (last,))
             if single or ahead > 1:
-                repeats.add((v, op))
-                precedences.update((v, x, op) for x in _executed_again_before(trial, step))
-    closer = replace(discretization, firsts=frozenset(firsts), repeats=frozenset(repeats), precedences=frozenset(precedences))
+                recomputations.add((v, op))
+                precedences.update((v, x, op) for x in _recomputed_before(trial, step))
+    closer = replace(
+        discretization,
+        firsts=frozenset(firsts),
+        recomputations=frozenset(recomputations),
+        precedences=frozenset(precedences),
+    )
     return closer.split(ends)
 
 
@@ -67,7 +72,7 @@ def where_it_waits(discretization: Discretization, trial: Trial, params: Refinem
     return discretization.split({new[done[place]] for _, place in waits[: params.most_waits]}) if waits else discretization
 
 
-def _executed_again_before(trial: Trial, step: int) -> list[int]:
+def _recomputed_before(trial: Trial, step: int) -> list[int]:
     """Return the consecutive recomputations that end before `step`, itself one."""
     begin = step
     while begin and not trial.order.first[begin - 1]:
@@ -90,16 +95,16 @@ def with_stages_in_order(
     order = trial.order
     ordered = set(discretization.ordered)
     done = -1
-    again: list[tuple[int, int]] = []
+    recomputed: list[tuple[int, int]] = []
     for op, first, taken in zip(order.computed, order.first, trial.memory_bytes, strict=True):
         if not first:
-            again.append((op, taken))
+            recomputed.append((op, taken))
             continue
         done = op
-        if any(taken > budget_bytes for _, taken in again):
+        if any(taken > budget_bytes for _, taken in recomputed):
             stages = [v for v in _up_to(done, ahead) if discretization.is_single(discretization.window_of(v))]
-            ordered.update((v, x) for v in stages for x, taken in again if taken > params.nearly * budget_bytes)
-        again = []
+            ordered.update((v, x) for v in stages for x, taken in recomputed if taken > params.nearly * budget_bytes)
+        recomputed = []
     return replace(discretization, ordered=frozenset(ordered))
 
 

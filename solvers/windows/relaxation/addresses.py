@@ -33,8 +33,8 @@ def _breaks(draft: ModelDraft, stay: Stay) -> Literals | None:
     for k in range(discretization.window_of(stay.first), discretization.window_of(stay.last) + 1):
         end = discretization.ends[k]
         begins_at_end = end == stay.first
-        if not begins_at_end and (k, problem.producer[t]) in draft.again:
-            found.add((draft.again[k, problem.producer[t]], True))
+        if not begins_at_end and (k, problem.producer[t]) in draft.recomputed:
+            found.add((draft.recomputed[k, problem.producer[t]], True))
         if stay.last <= end:
             if begins_at_end and t in (*problem.inputs[end], *problem.outputs[end]):
                 continue

@@ -31,11 +31,11 @@ def add_inputs_of_new(draft: ModelDraft, k: int) -> None:
             draft.add_at_most(draft.executions(of_place), sources, draft.makes(k, t, places.first(of_place[0])))
 
 
-def add_inputs_of_repeated(draft: ModelDraft, k: int) -> None:
+def add_inputs_of_recomputed(draft: ModelDraft, k: int) -> None:
     """Add row 2: R[k,i] <= S[k,t] + R[k,p(t)] for old t in in(i) that are not kept; Q[k,i] likewise."""
     end = draft.discretization.ends[k]
     for i in range(end + 1):
-        column = draft.again.get((k, i))
+        column = draft.recomputed.get((k, i))
         if column is None:
             continue
         for t in draft.problem.inputs[i]:
@@ -51,17 +51,17 @@ def add_beginnings_of_circles(draft: ModelDraft, k: int) -> None:
     """
     problem = draft.problem
     for circle in problem.circles:
-        repeats = [draft.again[k, i] for i in circle if (k, i) in draft.again]
-        if not repeats:
+        recomputations = [draft.recomputed[k, i] for i in circle if (k, i) in draft.recomputed]
+        if not recomputations:
             continue
         inside = {t for i in circle for t in problem.inputs[i]} & {t for i in circle for t in problem.outputs[i]}
         if any(draft.is_settled(k, t) for t in inside):
             continue
         outside = sorted({p for t in inside for p in problem.producers[t]}.difference(circle))
         sources = [column for t in sorted(inside) for column in draft.held(k, t)]
-        sources += [draft.again[k, p] for p in outside if (k, p) in draft.again]
+        sources += [draft.recomputed[k, p] for p in outside if (k, p) in draft.recomputed]
         also = draft.executions(p for p in outside if draft.starts[k] <= p <= draft.discretization.ends[k])
-        for column in repeats:
+        for column in recomputations:
             draft.add_only_with(column, sources, also)
 
 

@@ -36,7 +36,7 @@ def add_kept(draft: ModelDraft, k: int) -> None:
         if after is None:
             continue
         before = draft.handed.get((k, t))
-        for column in (*([] if before in {None, after} else [before]), *draft.repeat(k, t)):
+        for column in (*([] if before in {None, after} else [before]), *draft.recomputing(k, t)):
             assert column is not None
             draft.add_row([after, column], [1.0, -1.0], 0.0, np.inf)
         constant, columns, values = draft.makes(k, t, draft.discretization.ends[k] + 1)
@@ -101,16 +101,16 @@ class _Makespan:
     """A builder of the rows.
 
     Attributes:
-        again: for each op the columns of its executions outside its place.
+        recomputed: for each op the columns of its executions outside its place.
         paths: the tensors that each op of the program depends on, whichever alternative is executed.
     """
 
     def __init__(self, draft: ModelDraft) -> None:
         self.draft = draft
         self.problem = draft.problem
-        self.again: list[list[int]] = [[] for _ in range(self.problem.ops)]
-        for (_, i), column in (*draft.again.items(), *draft.twice.items()):
-            self.again[i].append(column)
+        self.recomputed: list[list[int]] = [[] for _ in range(self.problem.ops)]
+        for (_, i), column in (*draft.recomputed.items(), *draft.twice.items()):
+            self.recomputed[i].append(column)
         self.paths = Paths(self.problem)
         seconds = sum(map(self.problem.seconds, range(self.problem.ops)))
         self.longest = self.problem.units(seconds) * (2 * draft.windows + 1)  # all costs of R, Q, D and z, one after the other
@@ -139,7 +139,7 @@ class _Makespan:
         for i in ops:
             if unit := self.units(i):
                 row.add_sum(self.draft.executed(i), unit)
-                for column in self.again[i]:
+                for column in self.recomputed[i]:
                     row.add(column, unit)
         row.add(end, -1.0)
         self.draft.add_row(*row.sides(), -np.inf, -row.constant)
@@ -209,10 +209,10 @@ class _Makespan:
         O[i] <= sum of R[k,i], O[i] <= 1 - first_i
         """
         only: dict[int, int] = {}
-        for i, again in enumerate(self.again):
-            if again and not (self.problem.places.sure[i] or self.problem.places.optional[i]):
+        for i, recomputed in enumerate(self.recomputed):
+            if recomputed and not (self.problem.places.sure[i] or self.problem.places.optional[i]):
                 column = only[i] = self.draft.column()
-                self.draft.add_only_with(column, list(dict.fromkeys(again)))
+                self.draft.add_only_with(column, list(dict.fromkeys(recomputed)))
                 constant, columns, values = self.draft.executed(i)
                 self.draft.add_row([column, *columns], [1.0, *values], -np.inf, 1.0 - constant)
         return only

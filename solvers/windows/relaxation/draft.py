@@ -34,7 +34,7 @@ class ModelDraft(ProgramBuilder):
     Attributes:
         starts: for each window its first op.
         instead: columns of z.
-        again, handed, twice, lasting: columns of R and Q, of S, of D and of H, see ``variables.py``.
+        recomputed, handed, twice, lasting: columns of R and Q, of S, of D and of H, see ``variables.py``.
         used: columns of u, see ``executed.py``.
         taken, fetched, valid, stored, hosted: columns of A, Y, V, X and W, see ``transfers.py``; empty without offloading.
         memory_unit: bytes, the unit of the memory rows.
@@ -54,7 +54,7 @@ class ModelDraft(ProgramBuilder):
         self.windows = len(discretization.ends)
         self.starts = [discretization.start_of(k) for k in range(self.windows)]
         self.instead: dict[int, int] = {}
-        self.again: dict[tuple[int, int], int] = {}
+        self.recomputed: dict[tuple[int, int], int] = {}
         self.handed: dict[tuple[int, int], int] = {}
         self.twice: dict[tuple[int, int], int] = {}
         self.lasting: dict[tuple[int, int], int] = {}
@@ -93,10 +93,9 @@ class ModelDraft(ProgramBuilder):
         producers, start = self.problem.producers[t], self.starts[k]
         return NONE if producers[-1] < start else self.executions(p for p in producers if start <= p < before)
 
-    def repeat(self, k: int, t: int) -> list[int]:
+    def recomputing(self, k: int, t: int) -> list[int]:
         """Return the columns of executions outside their places of producers of t in window k."""
-        producers, again = self.problem.producers[t], self.again
-        return _found(again, (k, producers[0])) if len(producers) == 1 else [again[k, p] for p in producers if (k, p) in again]
+        return [self.recomputed[k, p] for p in self.problem.producers[t] if (k, p) in self.recomputed]
 
     def sources(self, k: int, t: int) -> list[int]:
         """Return the columns that allow reading t in window k: S[k,t] or V[k,t], and R[k,p] and Y[k,t] if they exist."""
@@ -104,7 +103,7 @@ class ModelDraft(ProgramBuilder):
 
     def brought(self, k: int, t: int) -> list[int]:
         """Return the columns of R[k,p] and Y[k,t], if they exist: t becomes readable in window k."""
-        return [*self.repeat(k, t), *_found(self.fetched, (k, t))]
+        return [*self.recomputing(k, t), *_found(self.fetched, (k, t))]
 
     def room(self, k: int, t: int) -> list[int]:
         """Return the columns that give t its memory in window k: S[k,t], and those of ``allocated``."""
@@ -112,7 +111,7 @@ class ModelDraft(ProgramBuilder):
 
     def allocated(self, k: int, t: int) -> list[int]:
         """Return the columns of R[k,p] and A[k,t], if they exist: memory is allocated for t in window k."""
-        return [*self.repeat(k, t), *_found(self.taken, (k, t))]
+        return [*self.recomputing(k, t), *_found(self.taken, (k, t))]
 
     def held(self, k: int, t: int) -> list[int]:
         """Return the columns of S[k,t] and Y[k,t], if they exist: t is readable in window k although no op produces it there."""
@@ -154,5 +153,5 @@ class ModelDraft(ProgramBuilder):
     def model(self) -> Model:
         """Return the finished model."""
         return Model(
-            self.problem, self.discretization, self.again, self.handed, self.twice, self.milp(), self.taken, self.instead
+            self.problem, self.discretization, self.recomputed, self.handed, self.twice, self.milp(), self.taken, self.instead
         )

@@ -20,11 +20,11 @@ def add_executed_at_all(draft: ModelDraft) -> None:
     problem, places = draft.problem, draft.problem.places
     if not (unsure := [i for i, sure in enumerate(places.sure) if not sure]):
         return
-    again: dict[int, list[int]] = {}
-    for (_, i), column in draft.again.items():
-        again.setdefault(i, []).append(column)
+    recomputed: dict[int, list[int]] = {}
+    for (_, i), column in draft.recomputed.items():
+        recomputed.setdefault(i, []).append(column)
     for i in unsure:
-        _add_use(draft, i, again.get(i, []))
+        _add_use(draft, i, recomputed.get(i, []))
     read: set[int] = set()
     for i, inputs in enumerate(problem.inputs):
         for t in inputs:
@@ -38,16 +38,16 @@ def add_executed_at_all(draft: ModelDraft) -> None:
     _add_places(draft, unsure)
 
 
-def _add_use(draft: ModelDraft, i: int, again: Sequence[int]) -> None:
+def _add_use(draft: ModelDraft, i: int, recomputed: Sequence[int]) -> None:
     """Add the column of u[i], between each execution of i and their sum; none if i has no execution."""
     constant, columns, values = draft.executed(i)
-    if not (constant or columns or again):
+    if not (constant or columns or recomputed):
         return
     used = draft.used[i] = draft.column()
-    for column in again:
+    for column in recomputed:
         draft.add_only_with(column, [used])
     draft.add_at_most((constant, columns, values), [used], NONE)
-    draft.add_only_with(used, list(again), (constant, columns, values))
+    draft.add_only_with(used, list(recomputed), (constant, columns, values))
 
 
 def _add_places(draft: ModelDraft, unsure: Sequence[int]) -> None:

@@ -28,12 +28,12 @@ class _Stages:
 
     def add_memory(self, k: int, v: int, x: int) -> None:
         draft, problem = self.draft, self.draft.problem
-        column = draft.again.get((k, x))
+        column = draft.recomputed.get((k, x))
         if column is None:
             return
         own = problem.held[x]
         read = set(problem.inputs[v])
-        columns, values = [column], [float(problem.again_bytes[x])]
+        columns, values = [column], [float(problem.recompute_bytes[x])]
         taken = 0
         for i in range(v):
             for t in problem.outputs[i]:
@@ -52,13 +52,13 @@ class _Stages:
     def wanted_after(self, k: int, t: int, x: int) -> int | None:
         """Return the column of: t, which the new op does not read, is read in window k after x or is handed over."""
         draft = self.draft
-        reader = next((c for c in draft.problem.graph.consumers[t] if c > x and (k, c) in draft.again), None)
+        reader = next((c for c in draft.problem.graph.consumers[t] if c > x and (k, c) in draft.recomputed), None)
         if reader is None:
             return draft.handed.get((k + 1, t))
         key = (k, t, reader)
         if key not in self.wanted:
             column = self.wanted[key] = draft.column()
-            draft.add_row([column, draft.again[k, reader]], [1.0, -1.0], 0.0, float("inf"))
+            draft.add_row([column, draft.recomputed[k, reader]], [1.0, -1.0], 0.0, float("inf"))
             later = self.wanted_after(k, t, reader)
             if later is not None:
                 draft.add_row([column, later], [1.0, -1.0], 0.0, float("inf"))

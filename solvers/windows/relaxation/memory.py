@@ -73,15 +73,15 @@ def _add_memory_of_place(draft: ModelDraft, k: int, v: int, terms: Total, tensor
     draft.add_memory(k, columns, values, taken)
 
 
-def add_memory_of_repeats(draft: ModelDraft) -> None:
-    """Add row 7 for `discretization.repeats`, see ``memory_of_repeat``."""
-    for end, x in sorted(draft.discretization.repeats):
+def add_memory_of_recomputations(draft: ModelDraft) -> None:
+    """Add row 7 for `discretization.recomputations`, see ``memory_of_recomputation``."""
+    for end, x in sorted(draft.discretization.recomputations):
         k = draft.discretization.window_of(end)
-        if (k, x) in draft.again:
-            draft.add_memory(k, *memory_of_repeat(draft, k, x))
+        if (k, x) in draft.recomputed:
+            draft.add_memory(k, *memory_of_recomputation(draft, k, x))
 
 
-def memory_of_repeat(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list[float], int]:
+def memory_of_recomputation(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list[float], int]:
     """Return the columns, their bytes and the constant bytes of row 7.
 
     again(x) R[k,x] + sum over old t outside held(x) of b_t h_t <= M, where again(x) = bytes(held(x)) + w_x, plus the kept outputs
@@ -100,8 +100,8 @@ def memory_of_repeat(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list
     twice = [t for t in problem.outputs[x] if problem.kept[t]]
     if x < start or not places.sure[x]:
         twice = [t for t in twice if problem.settled[t] < start]
-    again_bytes = problem.own_bytes[x] + sum(problem.sizes[t] for t in twice)
-    return [draft.again[k, x], *columns], [float(again_bytes), *values], taken
+    recompute_bytes = problem.own_bytes[x] + sum(problem.sizes[t] for t in twice)
+    return [draft.recomputed[k, x], *columns], [float(recompute_bytes), *values], taken
 
 
 def _wanted(draft: ModelDraft, ops: range) -> dict[int, Sum]:

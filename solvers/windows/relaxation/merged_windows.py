@@ -36,7 +36,7 @@ class _MergedWindows:
 
     def add(self) -> None:
         self.add_inputs_of_new()
-        self.add_inputs_of_repeated()
+        self.add_inputs_of_recomputed()
         self.add_hand_over()
 
     def add_inputs_of_new(self) -> None:
@@ -46,11 +46,11 @@ class _MergedWindows:
             if self.is_old(t):
                 self.draft.add_at_most((1.0, [], []), self.sources(t), NONE)
 
-    def add_inputs_of_repeated(self) -> None:
+    def add_inputs_of_recomputed(self) -> None:
         """Add U[i] <= S[first,t] + U[p(t)] for old t in in(i) that are not kept; Q of a new i likewise."""
         draft = self.draft
         for i in range(self.end + 1):
-            column = self.again(i) if i < self.start else draft.again.get((draft.discretization.window_of(i), i))
+            column = self.recomputed(i) if i < self.start else draft.recomputed.get((draft.discretization.window_of(i), i))
             if column is None:
                 continue
             for t in draft.problem.inputs[i]:
@@ -68,18 +68,18 @@ class _MergedWindows:
                 if (self.first, t) not in draft.taken:
                     draft.add_only_with(column, self.sources(t))
                     continue
-                draft.add_only_with(column, [draft.handed[self.first, t], *self.repeat(t), *self.copy(t, whole=False)])
+                draft.add_only_with(column, [draft.handed[self.first, t], *self.recomputing(t), *self.copy(t, whole=False)])
                 draft.add_only_with(draft.valid[self.last + 1, t], self.sources(t))
 
     def sources(self, t: int) -> list[int]:
         """Return the columns of S[first,t] or V[first,t] and, if they exist, of U[p(t)] and F[t]."""
         draft = self.draft
         handed = draft.valid.get((self.first, t), draft.handed[self.first, t])
-        return [handed, *self.repeat(t), *(self.copy(t, whole=True) if draft.fetched else ())]
+        return [handed, *self.recomputing(t), *(self.copy(t, whole=True) if draft.fetched else ())]
 
-    def repeat(self, t: int) -> list[int]:
+    def recomputing(self, t: int) -> list[int]:
         """Return the columns of U[p], if they exist, for the producers p of old t."""
-        return [column for p in self.draft.problem.producers[t] if (column := self.again(p)) is not None]
+        return [column for p in self.draft.problem.producers[t] if (column := self.recomputed(p)) is not None]
 
     def is_old(self, t: int) -> bool:
         """Return True if t is old and not settled, and no op first produces it in these windows."""
@@ -105,13 +105,13 @@ class _MergedWindows:
                     draft.add_only_with(column, [draft.hosted[self.first, t], *stored])
         return self.copied[key]
 
-    def again(self, i: int) -> int | None:
+    def recomputed(self, i: int) -> int | None:
         """Return the column of U[i] <= sum of R[k,i] over these windows, None if i cannot be recomputed there."""
         if i not in self.columns:
             draft = self.draft
-            repeats = [draft.again[k, i] for k in range(self.first, self.last + 1) if (k, i) in draft.again]
+            recomputations = [draft.recomputed[k, i] for k in range(self.first, self.last + 1) if (k, i) in draft.recomputed]
             self.columns[i] = None
-            if repeats:
+            if recomputations:
                 column = self.columns[i] = draft.column()
-                draft.add_only_with(column, repeats)
+                draft.add_only_with(column, recomputations)
         return self.columns[i]

@@ -17,13 +17,13 @@ from solvers.windows.relaxation.availability import (
     add_beginnings_of_circles,
     add_hand_over,
     add_inputs_of_new,
-    add_inputs_of_repeated,
+    add_inputs_of_recomputed,
 )
 from solvers.windows.relaxation.devices import add_kept, add_makespan, add_memory_elsewhere
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.draft import Family, ModelDraft, WindowFamily
 from solvers.windows.relaxation.executed import add_executed_at_all
-from solvers.windows.relaxation.memory import add_memory_at_end, add_memory_inside, add_memory_of_repeats
+from solvers.windows.relaxation.memory import add_memory_at_end, add_memory_inside, add_memory_of_recomputations
 from solvers.windows.relaxation.merged_windows import add_merged_windows
 from solvers.windows.relaxation.precedence import add_precedence_cuts
 from solvers.windows.relaxation.resources import add_resources
@@ -44,7 +44,7 @@ def build_relaxation(problem: Problem, discretization: Discretization, should_st
         window_rows,
         add_merged_windows,
         add_memory_inside,
-        add_memory_of_repeats,
+        add_memory_of_recomputations,
         add_precedence_cuts,
         add_channels,
         add_executed_at_all,
@@ -74,6 +74,6 @@ def each_window(*families: WindowFamily) -> Family:
 
 # Rows 1 to 5 of every program, and 16 and 17 with other devices.
 window_rows = each_window(
-    *(add_inputs_of_new, add_inputs_of_repeated, add_beginnings_of_circles, add_hand_over, add_kept),
+    *(add_inputs_of_new, add_inputs_of_recomputed, add_beginnings_of_circles, add_hand_over, add_kept),
     *(add_memory_at_end, add_memory_elsewhere),
 )

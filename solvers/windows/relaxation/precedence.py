@@ -17,7 +17,7 @@ With offloading, A[k,t] is added to S[k,t] and A[k,u] to S[k,u] above, and subtr
 """
 
 from solvers.windows.relaxation.draft import ModelDraft
-from solvers.windows.relaxation.memory import memory_of_repeat
+from solvers.windows.relaxation.memory import memory_of_recomputation
 
 
 def add_precedence_cuts(draft: ModelDraft) -> None:
@@ -37,9 +37,9 @@ class _PrecedenceCuts:
 
     def add_memory(self, k: int, z: int, sources: list[int]) -> None:
         draft, problem = self.draft, self.draft.problem
-        if (k, z) not in draft.again or z >= draft.starts[k]:
+        if (k, z) not in draft.recomputed or z >= draft.starts[k]:
             return
-        columns, values, taken = memory_of_repeat(draft, k, z)
+        columns, values, taken = memory_of_recomputation(draft, k, z)
         own = problem.held[z]
         for x in sources:
             for t in problem.outputs[x]:
@@ -73,7 +73,7 @@ class _PrecedenceCuts:
         """Return the column of D[k,x]."""
         draft = self.draft
         if (k, x) not in draft.twice:
-            draft.twice[k, x] = draft.column(integer=True, cost=draft.cost[draft.again[k, x]])
+            draft.twice[k, x] = draft.column(integer=True, cost=draft.cost[draft.recomputed[k, x]])
         return draft.twice[k, x]
 
     def comes_after(self, k: int, x: int, z: int) -> int | None:
@@ -83,10 +83,10 @@ class _PrecedenceCuts:
             return self.follows[key]
         self.follows[key] = None
         draft, problem = self.draft, self.draft.problem
-        if (k, x) not in draft.again or (k, z) not in draft.again:
+        if (k, x) not in draft.recomputed or (k, z) not in draft.recomputed:
             return None
         column: int | None = None
-        repeated = draft.again[k, z]
+        recomputed = draft.recomputed[k, z]
         for u in problem.inputs[z]:
             y = problem.producer[u]
             if y < x or problem.kept[u] or len(problem.producers[u]) > 1:
@@ -98,8 +98,8 @@ class _PrecedenceCuts:
             if column is None:
                 column = draft.column()
             if earlier is None:
-                draft.add_row([column, repeated, *there], [1.0, -1.0] + [1.0] * len(there), 0.0, float("inf"))
+                draft.add_row([column, recomputed, *there], [1.0, -1.0] + [1.0] * len(there), 0.0, float("inf"))
             else:
-                draft.add_row([column, earlier, repeated, *there], [1.0, -1.0, -1.0] + [1.0] * len(there), -1.0, float("inf"))
+                draft.add_row([column, earlier, recomputed, *there], [1.0, -1.0, -1.0] + [1.0] * len(there), -1.0, float("inf"))
         self.follows[key] = column
         return column

@@ -73,7 +73,7 @@ def add_reload(draft: ModelDraft, offloads: Offloads, k: int, t: int) -> None:
     if (k, t) in draft.valid:
         draft.add_only_with(draft.valid[k, t], [draft.handed[k, t]])
     if (k + 1, t) in draft.valid:
-        valid, anew = draft.valid[k + 1, t], [fetched, *draft.repeat(k, t)]
+        valid, anew = draft.valid[k + 1, t], [fetched, *draft.recomputing(k, t)]
         makes = draft.makes(k, t, draft.discretization.ends[k] + 1)
         if old:
             draft.add_only_with(valid, [draft.valid.get((k, t), draft.handed[k, t]), *anew], makes)
@@ -88,7 +88,7 @@ def add_offload(draft: ModelDraft, k: int, t: int) -> None:
     old = (k, t) in draft.hosted
     if old:
         makes = draft.makes(k, t, draft.discretization.ends[k] + 1)
-        draft.add_only_with(draft.stored[k, t], [draft.handed[k, t], *draft.repeat(k, t)], makes)
+        draft.add_only_with(draft.stored[k, t], [draft.handed[k, t], *draft.recomputing(k, t)], makes)
     if (k + 1, t) in draft.hosted:
         earlier = [draft.hosted[k, t]] if old else []
         draft.add_only_with(draft.hosted[k + 1, t], [*earlier, draft.stored[k, t]])
@@ -132,13 +132,13 @@ class _Channels:
         self.out = {t: units(transfers.offload_s) for t, transfers in offloads.by_tensor.items()}
         self.back = {t: units(transfers.reload_s) for t, transfers in offloads.by_tensor.items()}
         self.most = sum(max(self.out[t], self.back[t]) for t in offloads.by_tensor)  # longest wait in a window
-        self.again: list[list[tuple[int, float]]] = [[] for _ in range(draft.windows)]
-        for (k, _), column in (*draft.again.items(), *draft.twice.items()):
-            self.again[k].append((column, draft.cost[column]))
+        self.recomputed: list[list[tuple[int, float]]] = [[] for _ in range(draft.windows)]
+        for (k, _), column in (*draft.recomputed.items(), *draft.twice.items()):
+            self.recomputed[k].append((column, draft.cost[column]))
 
     def add_window(self, k: int) -> None:
         draft, ops = self.draft, range(self.draft.starts[k], self.draft.discretization.ends[k] + 1)
-        clock = [*self.again[k], (draft.column(1.0, upper=self.most), 1.0)]
+        clock = [*self.recomputed[k], (draft.column(1.0, upper=self.most), 1.0)]
         # Optional executions count anywhere in the window.
         self.unsure = 0.0
         for v in ops if not draft.problem.places.plain else ():
@@ -160,7 +160,7 @@ class _Channels:
             sure = [i for i in range(ops.start, v + 1) if draft.problem.places.sure[i]]
             inputs = sorted({t for i in sure for t in draft.problem.inputs[i]})
             read = [t for t in inputs if t in self.back and (k, t) in draft.handed and draft.makes(k, t, v) is NONE]
-            terms = [(column, -self.back[t]) for t in read for column in (self.valid(k, t), *draft.repeat(k, t))]
+            terms = [(column, -self.back[t]) for t in read for column in (self.valid(k, t), *draft.recomputing(k, t))]
             self.add(clock, range(ops.start, v), terms, sum(self.back[t] for t in read))
 
     def gone(self, k: int) -> dict[int, int]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from solvers.windows.relaxation.draft import Family, ModelDraft
 
-RepeatableOps = Callable[[ModelDraft, int], Iterable[int]]  # ops that may be recomputed in a window, in program order
+RecomputableOps = Callable[[ModelDraft, int], Iterable[int]]  # ops that may be recomputed in a window, in program order
 
 
 def every_op(draft: ModelDraft, k: int) -> Iterable[int]:
@@ -26,13 +26,13 @@ def every_op(draft: ModelDraft, k: int) -> Iterable[int]:
     return range(draft.discretization.ends[k] + 1)
 
 
-def variables(repeatable: RepeatableOps) -> Family:
-    """Return the family of z, R, Q and S, with R and Q for the `repeatable` ops."""
+def variables(recomputable: RecomputableOps) -> Family:
+    """Return the family of z, R, Q and S, with R and Q for the `recomputable` ops."""
 
     def add_variables(draft: ModelDraft) -> None:
         _add_alternatives(draft)
         for k in range(draft.windows):
-            _add_repeats(draft, k, repeatable(draft, k))
+            _add_recomputations(draft, k, recomputable(draft, k))
             _add_handed(draft, k)
 
     return add_variables
@@ -52,14 +52,14 @@ def _add_alternatives(draft: ModelDraft) -> None:
         draft.add_row([draft.instead[b] for b in ways], [1.0] * len(ways), float(is_executed), float(is_executed))
 
 
-def _add_repeats(draft: ModelDraft, k: int, repeatable: Iterable[int]) -> None:
+def _add_recomputations(draft: ModelDraft, k: int, recomputable: Iterable[int]) -> None:
     """Add R[k,i] if i is old in k and useful in k or later; Q[k,i] if i is new in k, and not executed at its end.
 
     Neither is added if an input of i has been written in place by then. An optional op that must run only once does so in one
     window.
     """
     problem, places, start = draft.problem, draft.problem.places, draft.starts[k]
-    for i in repeatable:
+    for i in recomputable:
         if i < start:
             worth = problem.last_worth[i] >= start
         elif places.sure[i]:
@@ -67,11 +67,11 @@ def _add_repeats(draft: ModelDraft, k: int, repeatable: Iterable[int]) -> None:
             worth = places.last[i] < draft.discretization.ends[k] and problem.last_worth[i] >= i + 2
         else:
             worth = not places.replaces[i] or places.last[i] < draft.discretization.ends[k]
-        if worth and problem.recomputable[i] and problem.last_again[i] >= start:
-            draft.again[k, i] = draft.column(integer=True, cost=problem.units(problem.time_s[i]))
+        if worth and problem.recomputable[i] and problem.recompute_before[i] >= start:
+            draft.recomputed[k, i] = draft.column(integer=True, cost=problem.units(problem.time_s[i]))
             if places.optional[i] and not problem.graph.ops[places.ids[i]].recomputable:
-                earlier = [draft.again[j, i] for j in range(k) if (j, i) in draft.again]
-                draft.add_row([draft.again[k, i], *earlier], [1.0] * (1 + len(earlier)), -np.inf, 1.0)
+                earlier = [draft.recomputed[j, i] for j in range(k) if (j, i) in draft.recomputed]
+                draft.add_row([draft.recomputed[k, i], *earlier], [1.0] * (1 + len(earlier)), -np.inf, 1.0)
 
 
 def _add_handed(draft: ModelDraft, k: int) -> None:
@@ -93,9 +93,9 @@ def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
     """Return True if old t is neither produced, read nor transferred in window k, so that it is handed over on or was useless."""
     if t in draft.problem.offloads.by_tensor:
         return False
-    if k <= 0 or draft.repeat(k, t):
+    if k <= 0 or draft.recomputing(k, t):
         return False
     start, end = draft.starts[k], draft.discretization.ends[k]
     if any(start <= p <= end for p in draft.problem.producers[t]):
         return False
-    return not any(start <= c <= end or (k, c) in draft.again for c in draft.problem.consumers[t])
+    return not any(start <= c <= end or (k, c) in draft.recomputed for c in draft.problem.consumers[t])

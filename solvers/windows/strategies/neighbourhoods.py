@@ -36,10 +36,10 @@ class EncodedTrial:
     model: Model
     start: Floats
 
-    def repeated(self) -> Iterator[tuple[tuple[int, int], float]]:
+    def recomputed(self) -> Iterator[tuple[tuple[int, int], float]]:
         """Yield (window, op) and the cost of each recomputation, and of each reload, by the producer."""
         model, problem = self.model, self.model.problem
-        yield from ((key, model.program.cost[column]) for key, column in model.again.items() if self.start[column] > 0.5)
+        yield from ((key, model.program.cost[column]) for key, column in model.recomputed.items() if self.start[column] > 0.5)
         for (k, t), column in model.taken.items():
             if self.start[column] > 0.5:
                 yield (k, problem.producer[t]), problem.units(problem.offloads.by_tensor[t].reload_s)
@@ -299,7 +299,7 @@ class FixAndOptimizeWindows(FixAndOptimize):
     def columns(self, best: EncodedTrial, size: int) -> Columns:
         """Return the columns of `size` consecutive windows around a random one."""
         costs = np.zeros(len(best.model.discretization.ends))
-        for (k, _), cost in best.repeated():
+        for (k, _), cost in best.recomputed():
             costs[k] += cost
         middle = int(self.restricted.draw.choice(len(costs), p=_shares(costs)))
         return columns_in(best.model, range(middle - size // 2, middle + size // 2 + 1))
@@ -317,7 +317,7 @@ class FixAndOptimizeOps(FixAndOptimize):
     def columns(self, best: EncodedTrial, size: int) -> Columns:
         """Return the columns of `size` ops, half of them around each of two random ones."""
         costs = np.zeros(best.model.problem.ops)
-        for (_, i), cost in best.repeated():
+        for (_, i), cost in best.recomputed():
             costs[i] += cost
         half = size // 4
         middles = self.restricted.draw.choice(len(costs), 2, p=_shares(costs))
@@ -383,7 +383,7 @@ def fixed_but_for(encoded: EncodedTrial, opened: Columns) -> Milp:
     """Return the program with its variables fixed as in `encoded`, except the columns `opened`."""
     model, start = encoded.model, encoded.start
     fixed = np.zeros(len(start), dtype=bool)
-    fixed[[*model.again.values(), *model.handed.values(), *model.taken.values(), *model.instead.values()]] = True
+    fixed[[*model.recomputed.values(), *model.handed.values(), *model.taken.values(), *model.instead.values()]] = True
     fixed[opened] = False
     fixed &= ~np.isnan(start)
     lower, upper = model.program.lower.copy(), model.program.upper.copy()
@@ -395,7 +395,7 @@ def columns_in(model: Model, windows: Container[int]) -> Columns:
     """Return the columns of variables in these windows, and at their ends."""
     window, replaces = model.discretization.window_of, model.problem.places.replaces
     return [
-        *(column for (k, _), column in model.again.items() if k in windows),
+        *(column for (k, _), column in model.recomputed.items() if k in windows),
         *(column for (k, _), column in model.handed.items() if k in windows or k - 1 in windows),
         *(column for (k, _), column in model.taken.items() if k in windows),
         *(column for b, column in model.instead.items() if any(window(i) in windows for i in (b, *replaces[b]))),
@@ -406,7 +406,7 @@ def columns_of(model: Model, ops: Container[int]) -> Columns:
     """Return the columns of these ops and their outputs in all windows, and of the ops that replace them."""
     producer, replaces = model.problem.producer, model.problem.places.replaces
     return [
-        *(column for (_, i), column in model.again.items() if i in ops),
+        *(column for (_, i), column in model.recomputed.items() if i in ops),
         *(column for (_, t), column in model.handed.items() if producer[t] in ops),
         *(column for (_, t), column in model.taken.items() if producer[t] in ops),
         *(column for b, column in model.instead.items() if any(i in ops for i in (b, *replaces[b]))),

@@ -154,8 +154,8 @@ def _with_reloads(problem: Problem, computed: Sequence[int], sent: frozenset[int
         touched = (*problem.inputs[op], *problem.outputs[op])
         live_bytes += sum(problem.sizes[t] for t in touched if t not in there)
         reloads.update((t, place) for t in problem.inputs[op] if t not in there)
-        again_bytes = problem.again_bytes[op] - problem.own_bytes[op] if op < done else 0
-        over_bytes = live_bytes + graph.ops[op].workspace_bytes + again_bytes - problem.capacity_bytes
+        recompute_bytes = problem.recompute_bytes[op] - problem.own_bytes[op] if op < done else 0
+        over_bytes = live_bytes + graph.ops[op].workspace_bytes + recompute_bytes - problem.capacity_bytes
         if over_bytes > 0:
             for t in sorted(sent & there.keys() - set(touched), key=lambda t: (-there[t], -problem.sizes[t], t)):
                 del there[t]

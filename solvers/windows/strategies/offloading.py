@@ -128,8 +128,8 @@ def simpler(
     computed, reloads = trial.order.computed, trial.order.reloads
     last_use, next_read = uses_of(problem, computed)
     memory = np.array(trial.memory_bytes)
-    again = [place for place, first in enumerate(trial.order.first) if not first]
-    for place in sorted(again, key=lambda place: -problem.time_s[computed[place]]):
+    recomputed = [place for place, first in enumerate(trial.order.first) if not first]
+    for place in sorted(recomputed, key=lambda place: -problem.time_s[computed[place]]):
         if not problem.time_s[computed[place]]:
             break
         if problem.time_s[computed[place]] > below_s:
@@ -208,7 +208,7 @@ def _chain(
         op = problem.producer[t]
         if t in there or op in chain:
             continue
-        if not problem.recomputable[op] or problem.last_again[op] < done or len(chain) == longest:
+        if not problem.recomputable[op] or problem.recompute_before[op] < done or len(chain) == longest:
             return None
         chain.add(op)
         stack += problem.inputs[op]

@@ -33,14 +33,14 @@ class Placing:
 
     Attributes:
         device: for each op its device; without those that others on the main device replace.
-        again: (op, device): the op is recomputed there instead of transferring its outputs.
+        recomputed: (op, device): the op is recomputed there instead of transferring its outputs.
         sent: (tensor, device, other device): the tensor is transferred to the other device when it is produced, and transferred
             back or recomputed for each later reader.
         instead: ops that replace others on the main device.
     """
 
     device: Mapping[int, int]
-    again: frozenset[tuple[int, int]] = frozenset()
+    recomputed: frozenset[tuple[int, int]] = frozenset()
     sent: frozenset[tuple[int, int, int]] = frozenset()
     instead: frozenset[int] = frozenset()
 
@@ -144,9 +144,9 @@ class _OrderBuilder:
             if (t, self.sent[t, device]) not in self.there or (t, 0) in places.static_or_kept:
                 return True
         producer = places.producer.get(t)
-        if producer is not None and (producer, device) in self.placing.again and (producer, device) in places.runs:
-            again = places.runs[producer, device]
-            if places.problem.recomputable[again] and self.execute(again, device):
+        if producer is not None and (producer, device) in self.placing.recomputed and (producer, device) in places.runs:
+            recomputed = places.runs[producer, device]
+            if places.problem.recomputable[recomputed] and self.execute(recomputed, device):
                 return True
             if (t, device) in self.there and (t, device) in places.static_or_kept:
                 return True  # though something else that was made could not be sent: what is kept is there once
@@ -250,10 +250,10 @@ class Placements(Strategy):
         if not movable:
             return placing
         kind = draw.random()
-        if kind < self.params.again_share + self.params.sent_share:
+        if kind < self.params.recompute_share + self.params.sent_share:
             v, device = movable[int(draw.integers(len(movable)))], int(draw.integers(places.count))
-            if kind < self.params.again_share or not places.outputs[v]:
-                return replace(placing, again=placing.again ^ {(v, device)})
+            if kind < self.params.recompute_share or not places.outputs[v]:
+                return replace(placing, recomputed=placing.recomputed ^ {(v, device)})
             t, other = places.outputs[v][int(draw.integers(len(places.outputs[v])))], int(draw.integers(places.count - 1))
             return replace(placing, sent=placing.sent ^ {(t, device, other + (other >= device))})
         device = int(draw.integers(places.count))
@@ -284,7 +284,7 @@ class Placements(Strategy):
         self._from, self._idle = self.search.incumbent.best, 0
         start = self._placing_of(() if self._from is None else self._from.order.instead)
         if self._from is not None:
-            start = replace(start, again=self._again(self._from.order))
+            start = replace(start, recomputed=self._recomputed(self._from.order))
         cost = self.cost_of(start)
         if cost is None:
             start = self._placing_of(())
@@ -300,6 +300,6 @@ class Placements(Strategy):
         executed = [v for v in self.search.problem.places.executed(here) if v not in here]
         return Placing(MappingProxyType({v: away.get(v, 0) for v in executed}), instead=here)
 
-    def _again(self, order: Order) -> frozenset[tuple[int, int]]:
+    def _recomputed(self, order: Order) -> frozenset[tuple[int, int]]:
         pairs = zip(order.computed, order.first, strict=True)
         return frozenset(self.places.spots[i] for i, first in pairs if not first and i in self.places.spots)

@@ -24,7 +24,7 @@ from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.draft import Family, ModelDraft, Terms
 from solvers.windows.relaxation.executed import add_executed_at_all
 from solvers.windows.relaxation.in_stage import add_memory_in_order
-from solvers.windows.relaxation.memory import add_memory_inside, add_memory_of_repeats
+from solvers.windows.relaxation.memory import add_memory_inside, add_memory_of_recomputations
 from solvers.windows.relaxation.models import compose, window_rows
 from solvers.windows.relaxation.resources import add_resources
 from solvers.windows.relaxation.transfers import add_channels, add_offloads
@@ -47,19 +47,19 @@ class CandidateSet:
 
     def learn(self, solution: Solution) -> None:
         """Add the candidates of a solution."""
-        self.ops.update(*solution.again)
+        self.ops.update(*solution.recomputed)
         self.tensors.update(*solution.taken)
 
     def learn_order(self, order: Order) -> None:
         """Add the candidates of a schedule."""
         self.tensors.update(t for t, _ in order.reloads)
-        again: list[int] = []
+        recomputed: list[int] = []
         for op, first in zip(order.computed, order.first, strict=True):
             if first:
-                self.pairs.update((op, x) for x in again)
-                again = []
+                self.pairs.update((op, x) for x in recomputed)
+                recomputed = []
             else:
-                again.append(op)
+                recomputed.append(op)
 
 
 def build_restricted(problem: Problem, discretization: Discretization, known: CandidateSet, params: NeighbourhoodParams) -> Model:
@@ -71,7 +71,7 @@ def build_restricted(problem: Problem, discretization: Discretization, known: Ca
 def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tuple[Family, ...]:
     """Return the families of its rows, without merged windows, which serve bounds and enlarge the model."""
     return (
-        *(variables(_Near(known, params)), add_offloads, window_rows, add_memory_inside, add_memory_of_repeats),
+        *(variables(_Near(known, params)), add_offloads, window_rows, add_memory_inside, add_memory_of_recomputations),
         *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_makespan),
     )
 
@@ -82,16 +82,16 @@ class _Near:
     def __init__(self, known: CandidateSet, params: NeighbourhoodParams) -> None:
         self.known = known
         self.params = params
-        self.again_before: dict[int, list[int]] = {}
+        self.recomputed_before: dict[int, list[int]] = {}
         for v, x in known.pairs:
-            self.again_before.setdefault(v, []).append(x)
+            self.recomputed_before.setdefault(v, []).append(x)
 
     def __call__(self, draft: ModelDraft, k: int) -> Iterable[int]:
         start, end = draft.starts[k], draft.discretization.ends[k]
         near: set[int] = set()
         for v in range(start, end + 1):
             near |= self.lacking(draft, v, start)
-            near.update(self.again_before.get(v, ()))
+            near.update(self.recomputed_before.get(v, ()))
         near.update(i for i in range(start, end) if i in self.known.ops)
         return sorted(near)
 

@@ -118,12 +118,12 @@ class _Moves:
         """Yield the seconds of each move from `state`, where it leads, the bytes in memory there, and the op (-1: none)."""
         problem, watch, (done, live, marks) = self._problem, self.watch, state
         for i in range(done + 1):
-            again = i < done
-            if again and (not problem.recomputable[i] or problem.last_worth[i] < done or problem.last_again[i] < done):
+            recomputes = i < done
+            if recomputes and (not problem.recomputable[i] or problem.last_worth[i] < done or problem.recompute_before[i] < done):
                 continue
             if self._inputs[i] & ~live:
                 continue
-            reached, there = done if again else done + 1, live | self._outputs[i]
+            reached, there = done if recomputes else done + 1, live | self._outputs[i]
             marked = watch.during(marks, i, done, live, there)
             if marked is None:
                 continue
@@ -132,7 +132,7 @@ class _Moves:
                     after = there & self._may_serve[reached] & ~over
                     following = reached, after, watch.after(marked, reached, after)
                     if following != state:
-                        yield again * problem.time_s[i], following, sum(problem.sizes[t] for t in _members(after)), i
+                        yield recomputes * problem.time_s[i], following, sum(problem.sizes[t] for t in _members(after)), i
         for t in _members(live):
             if not problem.kept[t]:
                 rest = live - (1 << t)

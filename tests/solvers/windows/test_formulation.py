@@ -41,11 +41,11 @@ def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(make: 
         model = build_relaxation(problem, discretization)
         solution = solution_of(problem, discretization, computed)
         # What the schedule does has a variable; R, Q, S and D are fixed to it, and there are H, U, P and G that fit.
-        assert {(k, i) for k, ops in enumerate(solution.again) for i in ops} <= model.again.keys()
+        assert {(k, i) for k, ops in enumerate(solution.recomputed) for i in ops} <= model.recomputed.keys()
         assert {(k, t) for k, handed in enumerate(solution.handed) for t in handed} <= model.handed.keys()
         program = model.program
-        for (k, i), column in model.again.items():
-            program.lower[column] = program.upper[column] = i in solution.again[k]
+        for (k, i), column in model.recomputed.items():
+            program.lower[column] = program.upper[column] = i in solution.recomputed[k]
         for (k, t), column in model.handed.items():
             program.lower[column] = program.upper[column] = t in solution.handed[k]
         for pair, column in model.twice.items():

@@ -56,10 +56,10 @@ def test_refinement_ahead_adds_windows_of_earlier_ops() -> None:
 
     near = refined(discretization, trial, budget_bytes, PARAMS.refinement)
     assert near.ends == (3, 8, 9, problem.ops - 1)
-    assert not near.repeats
+    assert not near.recomputations
     ahead = refined(discretization, trial, budget_bytes, PARAMS.refinement, ahead=3)
     assert ahead.ends == (3, 6, 7, 8, 9, problem.ops - 1)
-    assert ahead.repeats == {(7, x), (8, x), (9, x)}
+    assert ahead.recomputations == {(7, x), (8, x), (9, x)}
     assert with_stages_in_order(ahead, trial, budget_bytes, PARAMS.refinement, ahead=3).ordered == {(7, x), (8, x), (9, x)}
     assert with_stages_in_order(near, trial, budget_bytes, PARAMS.refinement).ordered == {(9, x)}
     assert refined(discretization, trial, budget_bytes, PARAMS.refinement, ahead=100).ends[:9] == tuple(range(9))
@@ -89,7 +89,7 @@ def test_restricted_model_recomputes_candidate_ops_only() -> None:
     known = CandidateSet()
     known.ops.update((1, 2))
     model = build_restricted(problem, discretization, known, PARAMS.neighbourhoods)
-    assert {i for _, i in model.again} == {1, 2}
+    assert {i for _, i in model.recomputed} == {1, 2}
 
 
 def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:

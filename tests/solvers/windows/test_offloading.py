@@ -66,7 +66,7 @@ def test_simpler_orders_have_one_execution_or_copy_less(seed: int) -> None:
 
 
 def test_executions_there_is_room_for_are_left_out_together() -> None:
-    left_out, none_again = [], 0
+    left_out, none_recomputed = [], 0
     for seed in range(8):
         draw = random.Random(seed)
         problem = problem_of(offering(seed, 20e9), 100 * GB)
@@ -76,7 +76,7 @@ def test_executions_there_is_room_for_are_left_out_together() -> None:
         left_out.append(len(trial.order.computed) - len(found.order.computed))
         # Where memory is no limit, nothing is executed again, unless copies take as long anyway.
         roomy = prune_with_transfers(problem, trial, 100 * GB, lambda: False, 8)
-        none_again += roomy.order.computed == tuple(range(problem.ops))
+        none_recomputed += roomy.order.computed == tuple(range(problem.ops))
         assert prune_with_transfers(problem, trial, 100 * GB, lambda: True, 8) is trial
     assert all(number >= 0 for number in left_out) and max(left_out) > 2
-    assert none_again > 4
+    assert none_recomputed > 4

@@ -46,8 +46,8 @@ def test_a_schedule_that_fits_solves_every_relaxation() -> None:
         solution = solution_of(problem, discretization, result.schedule.computed)
         # Its R, Q and S are fixed; what is left are the H and U, for which there must be values.
         program = model.program
-        for (k, i), column in model.again.items():
-            program.lower[column] = program.upper[column] = i in solution.again[k]
+        for (k, i), column in model.recomputed.items():
+            program.lower[column] = program.upper[column] = i in solution.recomputed[k]
         for (k, t), column in model.handed.items():
             program.lower[column] = program.upper[column] = t in solution.handed[k]
         assert solve_program(program, clock=WallClock(60)).outcome is Outcome.OPTIMAL

@@ -90,7 +90,7 @@ def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: r
             assert {(k, t) for k, taken in enumerate(solution.taken) for t in taken} <= model.taken.keys(), seed
             program = model.program
             for columns, there in (
-                (model.again, solution.again),
+                (model.recomputed, solution.recomputed),
                 (model.handed, solution.handed),
                 (model.taken, solution.taken),
             ):
@@ -184,8 +184,8 @@ def test_the_judge_says_the_same_of_devices(seeds: range) -> None:
         where = DeviceOps(problem)
         device = {v: draw.choice([d for w, d in where.runs if w == v]) for v, d in where.runs if d == 0}
         away = [(t, d, (d + 1) % where.count) for v in device for t in where.outputs[v] for d in range(where.count)]
-        again = frozenset((v, draw.randrange(where.count)) for v in device if draw.random() < 0.1)
-        computed = where.computed(Placing(device, again, frozenset(x for x in away if draw.random() < 0.2)))
+        recomputed = frozenset((v, draw.randrange(where.count)) for v in device if draw.random() < 0.1)
+        computed = where.computed(Placing(device, recomputed, frozenset(x for x in away if draw.random() < 0.2)))
         if computed is None:
             continue
         found = with_transfers(problem, [problem.places.ids[i] for i in computed])

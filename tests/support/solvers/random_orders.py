@@ -11,10 +11,10 @@ def random_order(draw: random.Random, problem: Problem) -> list[int]:
     """Program order, with executions of earlier ops thrown in that may run again."""
     computed: list[int] = []
     for v in range(problem.ops):
-        again = [i for i in range(v) if problem.graph.ops[i].recomputable and problem.last_again[i] >= v]
-        chosen = [i for i in again if draw.random() < 0.5]
+        recomputable = [i for i in range(v) if problem.graph.ops[i].recomputable and problem.recompute_before[i] >= v]
+        chosen = [i for i in recomputable if draw.random() < 0.5]
         if draw.random() < 0.3:
-            chosen += draw.choices(again, k=min(2, len(again)))
+            chosen += draw.choices(recomputable, k=min(2, len(recomputable)))
             draw.shuffle(chosen)
         computed += [*chosen, v]
     return computed
@@ -44,6 +44,6 @@ def unnecessary(graph: Graph, computed: list[int]) -> int | None:
 def everything(ends: tuple[int, ...]) -> Discretization:
     """Windows with all the rows there are."""
     ops = ends[-1] + 1
-    repeats = frozenset((end, x) for end in ends for x in range(end))
-    chains = frozenset((end, x, z) for end, z in repeats for x in range(z))
-    return Discretization(ends, frozenset(range(ops)), repeats, chains)
+    recomputations = frozenset((end, x) for end in ends for x in range(end))
+    precedences = frozenset((end, x, z) for end, z in recomputations for x in range(z))
+    return Discretization(ends, frozenset(range(ops)), recomputations, precedences)

@@ -9,7 +9,7 @@ from tests.support.budgets import budget_at
 from tests.support.solvers.answers import ask
 
 
-class RelaxedError(Exception):
+class RelaxedError(BaseException):
     """Ends the solve where the relaxation would begin."""
 
 

@@ -7,7 +7,7 @@ from typing import Self
 from solvers.clock import Clock
 from solvers.problem import Problem, problem_of
 from solvers.request import Request
-from solvers.windows.decoding.decode import Order, Trial, try_out
+from solvers.windows.decoding.decode import Order, Trial, is_possible, try_out
 from solvers.windows.decoding.expand import Solution
 from solvers.windows.decoding.pruning import prune
 from solvers.windows.incumbent import Incumbent
@@ -79,12 +79,16 @@ class Search:
         """The budget, including static bytes."""
         return self.request.budget_bytes
 
-    def offer(self, order: Order, discretization: Discretization | None = None) -> Trial:
+    def offer(self, order: Order, discretization: Discretization | None = None) -> Trial | None:
         """Simulate an order and keep it if it fits and is the fastest so far, as it is or after pruning.
+
+        Return its trial; None if it is impossible (``is_possible``).
 
         Args:
             discretization: windows of the pruned order; None: one.
         """
+        if not is_possible(self.problem, order):
+            return None
         trial, incumbent = self._simulated(order), self.incumbent
         incumbent.compare_peak(trial)
         if incumbent.fits(trial) and (incumbent.take(trial) or self._is_near(trial)):
@@ -92,7 +96,9 @@ class Search:
         return trial
 
     def improve_order(self, order: Order, limit_s: float) -> Trial | None:
-        """Return the trial of an order after pruning; None if it does not fit or takes longer than `limit_s`."""
+        """Return the trial of an order after pruning; None if it is impossible, does not fit or takes longer than `limit_s`."""
+        if not is_possible(self.problem, order):
+            return None
         trial, incumbent = self._simulated(order), self.incumbent
         if not incumbent.fits(trial) or trial.time_s > limit_s:
             return None

@@ -11,6 +11,7 @@ from solvers.highs.program import Floats
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.expand import Solution, expand
 from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
+from solvers.windows.decoding.transfer_plan import Reloads
 from solvers.windows.decoding.transfers import with_transfers
 from solvers.windows.relaxation.discretization import Discretization, Model
 
@@ -30,7 +31,7 @@ class Order:
     computed: tuple[int, ...]
     windows: tuple[int, ...]
     first: tuple[bool, ...]
-    reloads: frozenset[tuple[int, int]] = frozenset()
+    reloads: Reloads = frozenset()
     instead: frozenset[int] = frozenset()
 
 
@@ -128,6 +129,11 @@ def trial_of_whole(problem: Problem, plain: PlainGraph, order: Order, trial: Tri
     return replace(trial, order=order, schedule=schedule, time_s=simulation.time_s, peak_bytes=simulation.peak_bytes, ends=())
 
 
+def is_possible(problem: Problem, order: Order) -> bool:
+    """Return True if each op finds its inputs unchanged, and the order respects the graph's limits on resources."""
+    return not late_writers(problem, order) and problem.allows(order.computed)
+
+
 def late_writers(problem: Problem, order: Order) -> set[int]:
     """Return the ops that write in place a tensor that another op, recomputed after them, reads.
 
@@ -161,7 +167,7 @@ def _reads_of_nothing(problem: Problem, order: Order) -> set[int]:
 def order_of(
     problem: Problem,
     computed: Sequence[int],
-    reloads: frozenset[tuple[int, int]] = frozenset(),
+    reloads: Reloads = frozenset(),
     instead: frozenset[int] = frozenset(),
     *,
     discretization: Discretization | None = None,
@@ -190,7 +196,7 @@ def decoded(problem: Problem, discretization: Discretization, solution: Solution
     return replace(order, reloads=_reloads_of(problem, solution, order)) if problem.offloads and solution.taken else order
 
 
-def _reloads_of(problem: Problem, solution: Solution, order: Order) -> frozenset[tuple[int, int]]:
+def _reloads_of(problem: Problem, solution: Solution, order: Order) -> Reloads:
     """Return the reloads: before reads of tensors that were not handed over continuously since the last read.
 
     A tensor that is reloaded although it was handed over is offloaded in its longest interval without reads.

@@ -47,7 +47,7 @@ class _Expansion:
         there: tensors in memory according to the solution.
         made: all tensors that have been produced, which may be held instead.
         pending: recomputations and optional ops of the solution that have not been executed yet.
-        in_place: the ops that are executed in their places, in order.
+        in_order: the ops that are executed in their places, in order.
     """
 
     def __init__(self, problem: Problem, discretization: Discretization, solution: Solution) -> None:
@@ -60,7 +60,7 @@ class _Expansion:
         self.made: set[int] = set()
         self.pending: set[int] = set()
         self.kept = [t for outputs in problem.outputs for t in outputs if problem.kept[t]]
-        self.in_place = problem.places.executed(solution.instead)
+        self.in_order = problem.places.executed(solution.instead)
         self.optional = {i for i, optional in enumerate(problem.places.optional) if optional}
 
     def run(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class _Expansion:
 
     def window(self, k: int) -> None:
         start, end = self.discretization.start_of(k), self.discretization.ends[k]
-        ops = self.in_place[bisect_left(self.in_place, start) : bisect_right(self.in_place, end)]
+        ops = self.in_order[bisect_left(self.in_order, start) : bisect_right(self.in_order, end)]
         if not ops:
             # All ops are replaced by one in a later window, at which this one ends.
             self.pending.update(self.solution.recomputed[k])

@@ -7,9 +7,8 @@ import numpy as np
 
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Trial, order_of, try_out
+from solvers.windows.decoding.transfer_plan import Reloads
 from solvers.windows.relaxation.discretization import Discretization
-
-Reloads = frozenset[tuple[int, int]]
 
 
 def prune(

@@ -8,7 +8,7 @@ its channel, or later if there is no space.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from solvers.problem import Problem
 
-Reloads = Collection[tuple[int, int]]  # (tensor, position of the execution that it is reloaded for)
+Reloads = frozenset[tuple[int, int]]  # (tensor, position of the execution that it is reloaded for)
 
 PoolMemory = dict[int, NDArray[np.int64]]  # by pool, the bytes during each execution
 

@@ -21,14 +21,13 @@ from solvers.windows.decoding.transfer_plan import PlannedTransfer, PoolStay, Re
 _EXACT_ATTEMPTS = 16
 
 
-def with_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads = ()) -> "TransferRun":
+def with_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads = frozenset()) -> "TransferRun":
     """Return the run of an order of ops of the whole graph, with its transfers at the right time.
 
     Args:
         computed: with transfers between devices, each before its reader.
         reloads: transfers from the host; tensors that the host has no space for are not offloaded.
     """
-    reloads = frozenset(reloads)
     for attempt in count():
         most = 2 ** max(0, attempt - _EXACT_ATTEMPTS)
         run = TransferRun(TransferPlan(problem, computed, reloads), reloads, most)
@@ -52,7 +51,7 @@ class TransferRun:
         fits_elsewhere: True if the other pools are large enough.
     """
 
-    def __init__(self, lives: TransferPlan, reloads: frozenset[tuple[int, int]], most_refused: int) -> None:
+    def __init__(self, lives: TransferPlan, reloads: Reloads, most_refused: int) -> None:
         self.lives, self.streams, self.reloads, streams = lives, lives.streams, reloads, lives.streams
         self.clock_s, self.done_s = ([0.0] * len(streams.names) for _ in range(2))  # done: the end of the last execution
         self.ready_s, self.busy_s = ([0.0] * len(streams.pool) for _ in range(2))  # busy: until the last transfer ends

@@ -23,7 +23,7 @@ from solvers.windows.relaxation.discretization import Decision, Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.refinement import Look, look_at, look_at_fractions
 from solvers.windows.strategies.strategy import Strategy
-from solvers.windows.strategies.substitution import in_place
+from solvers.windows.strategies.substitution import with_alternatives
 
 Ways = tuple[tuple[int, ...], ...]  # alternatives for one heavy place, each a set of ops of which one is executed
 Decided = frozenset[Decision]
@@ -182,8 +182,8 @@ class Branches(Strategy):
 
         If the peak is at a heavy place that is not decided, that place is decided next.
         """
-        own_order = self._in_place(decided) if decided else None
-        order = own_order or self._in_place(frozenset())
+        own_order = self._least_order(decided) if decided else None
+        order = own_order or self._least_order(frozenset())
         assert order is not None  # the program alone runs
         memory = try_out(self.here, order).memory_bytes
         peak = order.computed[int(np.argmax(memory))]
@@ -192,10 +192,10 @@ class Branches(Strategy):
         discretization = replace(self.whole.split({peak}), decided=decided)
         return Branch(discretization, bound, self.params.first_slice, ways if is_open else (), own_order)
 
-    def _in_place(self, decided: Decided) -> Order | None:
+    def _least_order(self, decided: Decided) -> Order | None:
         """Return the order that executes each op once, with the op of least memory of each decided alternative."""
         own = self.search.problem.own_bytes
-        return in_place(
+        return with_alternatives(
             self.search.problem, frozenset(min(way, key=own.__getitem__) for way, is_executed in decided if is_executed)
         )
 

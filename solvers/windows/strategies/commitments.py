@@ -15,14 +15,15 @@ from graphs.options.selection import PartOf
 from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from solvers.places import places_of
 from solvers.tolerance import Tolerance
-from solvers.windows.decoding.decode import Order, Trial, decoded, order_of, trial_of_whole
+from solvers.windows.decoding.decode import Order, Trial, decoded, is_possible, order_of, trial_of_whole
 from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
+from solvers.windows.decoding.transfer_plan import Reloads
 from solvers.windows.part_process import PartProcess, SearchEnd
 from solvers.windows.parts import POLL, note_end, search_of_part
 from solvers.windows.search import Search
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOptions
 from solvers.windows.strategies.placement import Placements
-from solvers.windows.strategies.substitution import in_place, is_possible, least_instead, simple
+from solvers.windows.strategies.substitution import least_instead, simple, with_alternatives
 
 
 class Orders(Protocol):
@@ -55,7 +56,7 @@ class Commitment:
 
     plain: PlainGraph
     instead: frozenset[int]
-    reloads: frozenset[tuple[int, int]]
+    reloads: Reloads
     best: Trial | None = None
     found_s: float = inf
     promise_s: float = inf
@@ -114,7 +115,7 @@ class Commitments:
 
     def try_instead(self, instead: frozenset[int]) -> Trial | None:
         """Return the trial with `instead` in place of others and only necessary recomputations; None if impossible."""
-        order = in_place(self.search.problem, instead)
+        order = with_alternatives(self.search.problem, instead)
         if order is None:
             return None
         self.add(order)
@@ -304,5 +305,5 @@ class Commitments:
         else:
             found = trial_of_whole(problem, plain, order, trial)
             self.search.incumbent.take(found)
-        if found.peak_bytes <= self.search.budget_bytes:
+        if found is not None and found.peak_bytes <= self.search.budget_bytes:
             commitment.found_s = min(commitment.found_s, found.time_s)

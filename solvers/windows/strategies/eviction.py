@@ -9,7 +9,7 @@ from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.eviction.rules import EvictionRule, EvictionSettings
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import Order, late_writers, order_of
+from solvers.windows.decoding.decode import Order, order_of
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.strategy import Strategy
@@ -22,6 +22,7 @@ class KeepEverything(Strategy):
         """Offer the schedule that keeps everything, and split the windows at its peak; return False."""
         ops = self.search.problem.ops
         trial = self.search.offer(order_of(self.search.problem, range(ops)))
+        assert trial is not None
         peak = int(np.argmax(trial.memory_bytes))
         self.search.models.coarse = self.search.models.refined = Discretization(tuple(sorted({peak, ops - 1})))
         return False
@@ -82,15 +83,12 @@ class TightEviction(Strategy):
 
 
 def evicted(problem: Problem, rule: EvictionRule, settings: EvictionSettings) -> Order | None:
-    """Return the order that `rule` finds.
+    """Return the order that `rule` finds; None if the rule fails.
 
-    Return None if the rule fails, or if a recomputation reads a tensor that was written in place, which eviction ignores.
+    It may be impossible: eviction ignores that tensors may have been written in place since they were first read.
     """
     found = evicting_order(problem, rule, settings)
-    if found is None:
-        return None
-    order = order_of(problem, *found)
-    return None if late_writers(problem, order) else order
+    return None if found is None else order_of(problem, *found)
 
 
 def with_prices(problem: Problem, rules: Sequence[EvictionRule], prices: Sequence[float]) -> Iterator[EvictionRule]:
@@ -100,9 +98,6 @@ def with_prices(problem: Problem, rules: Sequence[EvictionRule], prices: Sequenc
 
 
 def offer_program(search: Search, computed: Sequence[int] | None) -> None:
-    """Offer an order of ops of the program, unless a recomputation reads a tensor that was written in place."""
-    if computed is None:
-        return
-    order = order_of(search.problem, computed)
-    if not late_writers(search.problem, order):
-        search.offer(order)
+    """Offer an order of ops of the program, if there is one."""
+    if computed is not None:
+        search.offer(order_of(search.problem, computed))

@@ -105,9 +105,8 @@ class RestrictedModel:
                 break
             solution = read_solution(model, answer.values)
             self.known.learn(solution)
-            order = decoded(small, coarse, solution)
-            if not late_writers(search.problem, order):
-                trials.append(search.offer(order, coarse))
+            if (trial := search.offer(decoded(small, coarse, solution), coarse)) is not None:
+                trials.append(trial)
         return trials
 
     def restart(self, limit: float) -> bool:
@@ -208,12 +207,10 @@ class RestrictedModel:
     def look(self, model: Model, solution: Solution) -> Trial | None:
         """Return the trial of a solution; None if it would read an overwritten tensor or exceeds a resource."""
         order = decoded(model.problem, model.discretization, solution)
-        if writers := late_writers(self.search.problem, order):
+        trial = self.search.offer(order, model.discretization)
+        if trial is None and (writers := late_writers(self.search.problem, order)):
             self.discretization = model.discretization.ending_at(writers)
-            return None
-        if not self.search.problem.allows(order.computed):
-            return None
-        return self.search.offer(order, model.discretization)
+        return trial
 
     def model(self) -> Model:
         """Return the restricted model in its current state."""

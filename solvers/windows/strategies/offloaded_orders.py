@@ -18,7 +18,7 @@ from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionSettings
 from solvers.problem import Problem, problem_of
-from solvers.windows.decoding.decode import Order, Trial, late_writers, order_of, try_out
+from solvers.windows.decoding.decode import Order, Trial, order_of, try_out
 from solvers.windows.strategies.strategy import Strategy
 
 _INSTANT_S = 1e-12  # of ops that take no time
@@ -48,8 +48,7 @@ class OffloadedOrders(Strategy):
         for order in offloaded_orders(search.problem, should_stop=search.stopping.polled(WORK_PER_EVICTION, ended)):
             if ended():
                 break
-            if not late_writers(search.problem, order):
-                search.offer(order)
+            search.offer(order)
         return False
 
 

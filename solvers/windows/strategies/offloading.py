@@ -13,9 +13,9 @@ import numpy as np
 
 from solvers.highs.program import Floats
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_solution, try_out
+from solvers.windows.decoding.decode import Trial, decoded, order_of, read_solution, try_out
 from solvers.windows.decoding.pruning import uses_of, without_executions
-from solvers.windows.decoding.transfer_plan import PoolStay, TransferPlan
+from solvers.windows.decoding.transfer_plan import PoolStay, Reloads, TransferPlan
 from solvers.windows.decoding.transfers import with_transfers
 from solvers.windows.params import OffloadingParams
 from solvers.windows.relaxation.discretization import Model
@@ -24,8 +24,6 @@ from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.refinement import solve_part
 from solvers.windows.strategies.restricted_model import CandidateSet
 from solvers.windows.strategies.strategy import SteppedStrategy
-
-Reloads = frozenset[tuple[int, int]]
 
 
 class CoarseVariations(SteppedStrategy):
@@ -60,8 +58,8 @@ def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
         solution = read_solution(model, values)
         known.learn(solution)
         order = decoded(problem, discretization, solution)
-        if objective < below and not late_writers(problem, order):
-            offer_without_waits(search, search.offer(order, discretization))
+        if objective < below and (trial := search.offer(order, discretization)) is not None:
+            offer_without_waits(search, trial)
         return False
 
     answer = solve_part(search, model.program, params.limit, gap=params.gap, below=below, on_incumbent=try_solution)

@@ -16,11 +16,10 @@ import numpy as np
 
 from graphs.pools import COMPUTE
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, order_of, try_out
+from solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, is_possible, order_of, try_out
 from solvers.windows.decoding.transfers import with_transfers
 from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.strategy import Strategy
-from solvers.windows.strategies.substitution import is_possible
 
 _MOST_KNOWN = 10_000  # orders whose cost is known
 

@@ -224,11 +224,10 @@ def _offer(search: Search, model: Model, solution: Solution) -> tuple[Discretiza
     """Decode a solution and offer it; return the discretization, refined where it exceeds the budget, and the trial."""
     discretization, params = model.discretization, search.params.refinement
     order = decoded(model.problem, discretization, solution)
-    if writers := late_writers(search.problem, order):
-        return discretization.split(writers), None
-    if not search.problem.allows(order.computed):
-        return discretization, None  # it needs ops that the solution does not execute
     trial = search.offer(order, discretization)
+    if trial is None:
+        writers = late_writers(search.problem, order)  # none if it needs ops that the solution does not execute
+        return (discretization.split(writers) if writers else discretization), None
     if trial.peak_bytes <= search.budget_bytes:
         ends = ends_of(search.problem.conflicts, search.problem.whole, trial.schedule)
         return (discretization.split(ends) if ends else where_it_waits(discretization, trial, params)), trial

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 from solvers.clock import Clock
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import Order, decoded, late_writers, order_of
+from solvers.windows.decoding.decode import Order, decoded, is_possible, order_of
 from solvers.windows.decoding.expand import Solution
 from solvers.windows.decoding.plain_graph import plain_graph
 from solvers.windows.relaxation.discretization import Discretization
 
 
-def in_place(problem: Problem, instead: frozenset[int]) -> Order | None:
+def with_alternatives(problem: Problem, instead: frozenset[int]) -> Order | None:
     """Return the order that executes each op once, with `instead` in place of others; None if it is impossible.
 
     Only missing inputs are recomputed.
@@ -27,7 +27,7 @@ def least_instead(problem: Problem, clock: Clock, should_stop: Callable[[], bool
     Return None if there is none. The problem must not have transfers to the host.
     """
     instead = _of_least_memory(problem)
-    if not instead or (order := in_place(problem, instead)) is None:
+    if not instead or (order := with_alternatives(problem, instead)) is None:
         return None
     plain = plain_graph(problem, order.computed)
     found = least_evicting_schedule(plain.graph, clock, should_stop=should_stop)
@@ -35,11 +35,6 @@ def least_instead(problem: Problem, clock: Clock, should_stop: Callable[[], bool
         return order
     evicting = order_of(problem, [plain.ops[op] for op in found.computed], instead=instead)
     return evicting if is_possible(problem, evicting) else None
-
-
-def is_possible(problem: Problem, order: Order) -> bool:
-    """Return True if each op finds its inputs unchanged, and the order respects the graph's limits on resources."""
-    return not late_writers(problem, order) and problem.allows(order.computed)
 
 
 def simple(problem: Problem) -> list[frozenset[int]]:

@@ -10,7 +10,7 @@ from solvers.windows.driver import run_plain
 from solvers.windows.part_process import Inbox
 from solvers.windows.search import Search
 from solvers.windows.strategies.commitments import Commitment, Commitments
-from solvers.windows.strategies.substitution import in_place, simple
+from solvers.windows.strategies.substitution import simple, with_alternatives
 from tests.support.budgets import budget_at
 
 
@@ -19,7 +19,7 @@ def commitments(graph: Graph) -> tuple[Commitments, list[Commitment]]:
     search = Search.of(Request(graph, budget_at(without_options(graph), 0.6), clock=WorkClock(5.0)))
     found, own = Commitments(search), []
     for instead in [frozenset[int](), *simple(search.problem)]:
-        order = in_place(search.problem, instead)
+        order = with_alternatives(search.problem, instead)
         assert order is not None
         own.append(Commitment(plain_graph(search.problem, order.computed), instead, frozenset()))
     found.all = dict(enumerate(own))

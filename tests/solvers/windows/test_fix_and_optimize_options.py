@@ -18,7 +18,7 @@ from solvers.windows import solve
 from solvers.windows.decoding.decode import order_of
 from solvers.windows.search import Search
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOptions
-from solvers.windows.strategies.substitution import in_place
+from solvers.windows.strategies.substitution import with_alternatives
 from tests.solvers.windows.test_options import head, in_chunks, with_packed_mask
 
 EXACT = Tolerance.of(0.0)
@@ -66,7 +66,7 @@ def test_the_head_in_fewer_chunks_and_a_packed_mask() -> None:
     search = searched(graph, 17)
     places = search.problem.places
     # layer; pack; the head in four chunks; unpack; its gradient.
-    order = in_place(search.problem, frozenset({places.ids.index(6)}))
+    order = with_alternatives(search.problem, frozenset({places.ids.index(6)}))
     assert order is not None
     computed = [places.ids.index(op) for op in (0, 7, 6, 8, 4)]
     search.offer(replace(order, computed=tuple(computed), windows=(0,) * 5, first=(True, False, True, False, True)))

@@ -32,7 +32,7 @@ from solvers.windows.params import WindowsParams
 from solvers.windows.part_process import Inbox, PartProcess, PartTask, SearchEnd
 from solvers.windows.parts import OwnProcess, Part, start_process
 from solvers.windows.search import Search
-from solvers.windows.strategies.substitution import in_place
+from solvers.windows.strategies.substitution import with_alternatives
 
 # At once: small graphs are solved before anything else would begin.
 AT_ONCE = replace(WindowsParams(), parts=replace(WindowsParams().parts, between=0.0))
@@ -156,7 +156,7 @@ def test_where_none_can_be_started_there_are_threads(monkeypatch: pytest.MonkeyP
 def test_commitments_are_solved_in_the_process() -> None:
     graph, budget = instance(LONG)
     search = Search.of(Request(graph, budget, TOLERANCE, WallClock(120)))
-    order = in_place(search.problem, frozenset())
+    order = with_alternatives(search.problem, frozenset())
     assert order is not None
     with PartProcess(task_of(LONG, partial(_commit_in_process, known={}))) as process:
         assert process.receive(0.2) is None

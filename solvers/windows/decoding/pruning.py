@@ -50,6 +50,12 @@ def _prune_recomputations(
 
 def _unnecessary(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
     """Return the positions of executions in `trial` that can be removed together, at most one of each op."""
+    useless = set[int]() if problem.places.plain else _for_nothing(problem, trial)
+    return useless or _affordable(problem, trial, budget_bytes)
+
+
+def _affordable(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
+    """Return the positions of recomputations whose outputs there is memory to keep, the longest first."""
     memory = np.array(trial.memory_bytes)
     last_use: dict[int, int] = {}
     longer_lives: list[tuple[float, int, list[tuple[int, int]]]] = []
@@ -61,9 +67,7 @@ def _unnecessary(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
             longer_lives.append((-problem.time_s[op], position, lives))
         for t in (*problem.inputs[op], *problem.outputs[op]):
             last_use[t] = position
-    unnecessary = set[int]() if problem.places.plain else _for_nothing(problem, trial)
-    if unnecessary:
-        return unnecessary
+    affordable: set[int] = set()
     shortened: set[int] = set()
     for _, position, lives in sorted(longer_lives):
         if trial.order.computed[position] in shortened:
@@ -74,9 +78,9 @@ def _unnecessary(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
             longer[since - begin :] += size
         if (longer <= budget_bytes).all():
             memory[begin:position] = longer
-            unnecessary.add(position)
+            affordable.add(position)
             shortened.add(trial.order.computed[position])
-    return unnecessary
+    return affordable
 
 
 def _for_nothing(problem: Problem, trial: Trial) -> set[int]:

@@ -60,6 +60,7 @@ class PlannedTransfer:
         index: its position in the order with transfers, -1 for one that was added.
         follows: the transfer that produces the previous stay of its target, if one does.
         due_s: the time by which it must arrive, if other transfers take no time.
+        target: the stay that it produces.
         begin: position from which it is issued (queued, if it is `early`).
         early: True if its source is freed before its target is read.
         urgent: True if the memory of its source is needed before its target is read.
@@ -87,8 +88,11 @@ class TransferPlan:
     """The stays of an order, as short as possible, and its transfers.
 
     Attributes:
+        streams: of the problem; `limits_bytes` of its pools are those of the solve.
         executed: the order without transfers.
         index: their positions in the order.
+        stays, transfers: in the order in which they begin.
+        ending: for each execution the stays that end with it; `written_over`: those that end as it writes over them.
         starts_s: the start of each execution if transfers take no time.
         clocks_s: for each stream its time before each execution, likewise.
     """
@@ -140,6 +144,8 @@ class TransferPlan:
                     self.stays.append(stay)
             executed.append(op)
             self.index.append(index)
+        self.ending: list[list[PoolStay]] = [[] for _ in executed]
+        self.written_over: list[list[PoolStay]] = [[] for _ in executed]
         self._plan()
 
     def _transfer(self, op: int, source: PoolStay | None, place: int, index: int) -> None:
@@ -159,6 +165,7 @@ class TransferPlan:
 
     def _plan(self) -> None:
         """Set the positions from which transfers are issued; their memory is allocated from there on."""
+        self._set_ends()
         memory = self._memory_bytes()
         self._set_due(memory)
         self._plan_late()
@@ -175,6 +182,13 @@ class TransferPlan:
                     begin += int(full[-1]) + 1
                 memory[d][begin : transfer.place] += size
             transfer.begin = target.begin = begin
+
+    def _set_ends(self) -> None:
+        """Set the stays that end with each execution."""
+        for stay in self.stays:
+            if 0 <= stay.end < len(self.executed):
+                over = stay.copied < 0 and stay.tensor in self.streams.overwritable[self.executed[stay.end]]
+                (self.written_over if over else self.ending)[stay.end].append(stay)
 
     def _set_due(self, memory: PoolMemory) -> None:
         """Set the times by which transfers must arrive, and find those whose source is freed before."""
@@ -197,11 +211,11 @@ class TransferPlan:
         d, begin, size = self.streams.pool[stay.tensor], max(stay.end, stay.begin) + 1, self.streams.sizes[stay.tensor]
         if d not in memory or begin >= until:
             return until
-        beside = memory[d][begin:until]
+        occupied = memory[d][begin:until]
         if stay.end < 0:  # counted until it is transferred
-            beside = beside.copy()
-            beside[: stay.copied + 1 - begin] -= size
-        lacking = beside > self.limits_bytes[d] - size
+            occupied = occupied.copy()
+            occupied[: stay.copied + 1 - begin] -= size
+        lacking = occupied > self.limits_bytes[d] - size
         first = int(lacking.argmax())
         return begin + first if lacking[first] else until
 
@@ -229,19 +243,16 @@ class TransferPlan:
         """Return the memory of the devices' pools that have a limit during each execution, with the shortest lifetimes."""
         streams, n = self.streams, len(self.executed)
         limited = [d for d, limit in enumerate(self.limits_bytes) if streams.computes[d] and limit < math.inf]
-        self.ending: list[list[PoolStay]] = [[] for _ in self.executed]
-        self.written_over: list[list[PoolStay]] = [[] for _ in self.executed]
         change = {d: [0] * (n + 2) for d in limited}
         during = {d: [streams.need_bytes[op] if streams.home[op] == d else 0 for op in self.executed] for d in limited}
-        executed, pool, sizes = self.executed, streams.pool, streams.sizes
+        pool, sizes = streams.pool, streams.sizes
         for stay in self.stays:
-            t, begin, end, over = stay.tensor, stay.begin, stay.end, False
-            if 0 <= end < n:
-                over = stay.copied < 0 and t in streams.overwritable[executed[end]]
-                (self.written_over if over else self.ending)[end].append(stay)
+            t, begin, end = stay.tensor, stay.begin, stay.end
             if (d := pool[t]) in change:
                 change[d][begin + (stay.by is None)] += sizes[t]
                 change[d][min(max(stay.copied if end < 0 else end, begin), n) + 1] -= sizes[t]
-                if over:
-                    during[d][end] -= sizes[t]
+        for end, written_over in enumerate(self.written_over):
+            for stay in written_over:
+                if (d := pool[stay.tensor]) in during:
+                    during[d][end] -= sizes[stay.tensor]
         return {d: np.cumsum(change[d][:n]) + np.array(during[d], dtype=np.int64) + streams.static_bytes[d] for d in limited}

@@ -51,14 +51,14 @@ class TransferRun:
         fits_elsewhere: True if the other pools are large enough.
     """
 
-    def __init__(self, lives: TransferPlan, reloads: Reloads, most_refused: int) -> None:
-        self.lives, self.streams, self.reloads, streams = lives, lives.streams, reloads, lives.streams
+    def __init__(self, plan: TransferPlan, reloads: Reloads, most_refused: int) -> None:
+        self.plan, self.streams, self.reloads, streams = plan, plan.streams, reloads, plan.streams
         self.clock_s, self.done_s = ([0.0] * len(streams.names) for _ in range(2))  # done: the end of the last execution
         self.ready_s, self.busy_s = ([0.0] * len(streams.pool) for _ in range(2))  # busy: until the last transfer ends
         self.there = [False] * len(streams.pool)
         self.lingering: list[dict[int, PoolStay]] = [{} for _ in streams.owner]  # tensors to be freed as soon as possible
         # For each channel the transfers that wait for it.
-        self.queues: dict[int, list[PlannedTransfer]] = {streams.stream[transfer.op]: [] for transfer in lives.transfers}
+        self.queues: dict[int, list[PlannedTransfer]] = {streams.stream[transfer.op]: [] for transfer in plan.transfers}
         self.live = list(streams.static_bytes)
         self.steps: list[Step] = []
         self.moved: list[int] = []
@@ -81,10 +81,10 @@ class TransferRun:
         return max(self.clock_s)
 
     def _run(self, most_refused: int) -> None:
-        executed = self.lives.executed
+        executed = self.plan.executed
         coming: list[list[PlannedTransfer]] = [[] for _ in range(len(executed) + 1)]
         due: list[list[PlannedTransfer]] = [[] for _ in range(len(executed) + 1)]
-        for transfer in self.lives.transfers:
+        for transfer in self.plan.transfers:
             coming[transfer.begin].append(transfer)
             due[transfer.place if transfer.early else transfer.begin].append(transfer)
         for place, op in enumerate(executed):
@@ -142,15 +142,15 @@ class TransferRun:
         if streams.home[op] == d:
             now_s, need = start_s, need + streams.need_bytes[op]
         need -= sum(streams.sizes[t] for t, stay in lingering.items() if not stay.unsent and self.busy_s[t] <= now_s)
-        return self.live[d] + need > self.lives.limits_bytes[d]
+        return self.live[d] + need > self.plan.limits_bytes[d]
 
     def _execute(self, op: int) -> None:
         streams, place, ready_s, busy_s = self.streams, self.place, self.ready_s, self.busy_s
-        d, stream, outputs, over = streams.home[op], streams.stream[op], streams.outputs[op], self.lives.written_over[place]
+        d, stream, outputs, over = streams.home[op], streams.stream[op], streams.outputs[op], self.plan.written_over[place]
         need, lingering = streams.need_bytes[op], self.lingering[d]
         for stay in over:
             need -= streams.sizes[stay.tensor]
-        if lingering or self.live[d] + need > self.lives.limits_bytes[d]:
+        if lingering or self.live[d] + need > self.plan.limits_bytes[d]:
             self._release(d, outputs)
             self._make_room(d, need)
         start_s = self.clock_s[stream]
@@ -159,7 +159,7 @@ class TransferRun:
                 start_s = ready_s[t]
         for t in streams.mutates[op]:
             start_s = max(start_s, busy_s[t])
-        self._step(op, self.lives.index[place], start_s - self.done_s[stream], need)
+        self._step(op, self.plan.index[place], start_s - self.done_s[stream], need)
         end_s = self.clock_s[stream] = self.done_s[stream] = start_s + streams.time_s[op]
         for t in streams.mutates[op]:
             ready_s[t] = end_s
@@ -170,7 +170,7 @@ class TransferRun:
                 self.live[d] += streams.sizes[t]
         for stay in over:  # directly after the op: only then does it overwrite them
             self._free(stay.tensor)
-        for stay in self.lives.ending[place]:
+        for stay in self.plan.ending[place]:
             if stay.unsent or busy_s[stay.tensor] > end_s:
                 lingering[stay.tensor] = stay
             else:
@@ -258,7 +258,7 @@ class TransferRun:
 
         Return True if there is space for `need`. Where nothing is computed, memory is freed only if it is needed.
         """
-        lingering, limit = self.lingering[d], self.lives.limits_bytes[d]
+        lingering, limit = self.lingering[d], self.plan.limits_bytes[d]
         if lingering and self.streams.computes[d]:
             now_s = self.clock_s[self.streams.owner[d]]
             for t in [t for t, stay in lingering.items() if not stay.unsent and self.busy_s[t] <= now_s]:

@@ -8,8 +8,7 @@
     S[k,t]  tensor t, produced before window k, is handed over: it is in memory when e_(k-1) executes
             and stays until window k begins; kept tensors have S = 1 and no variable
 
-Families of rows add their own: H (``memory.py``), U (``merged_windows.py``), D, P and G (``precedence.py``), W (``in_stage.py``);
-A, Y, V, X and another W (``transfers.py``).
+Families of rows add their own, which their modules describe.
 """
 
 from collections.abc import Callable, Iterable
@@ -75,7 +74,7 @@ def _add_recomputations(draft: ModelDraft, k: int, recomputable: Iterable[int]) 
 
 
 def _add_handed(draft: ModelDraft, k: int) -> None:
-    """Add S[k,t] if p(t) < a_k, t is not kept or not settled yet, and t is needed in window k or later.
+    """Add S[k,t] if p(t) is before window k, t is not kept or not settled yet, and t is needed in window k or later.
 
     Consecutive windows share the variable if t is idle in between.
     """

@@ -5,6 +5,7 @@ exponential in the number of tensors alive at once.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, count
@@ -39,8 +40,9 @@ class StateSpace(Strategy):
         should_stop = search.stopping.polled(_WORK_PER_STATES, ended)
         found = shortest(problem, search.params.bound.max_states, below_s=incumbent.best_s, should_stop=should_stop)
         offer_program(search, found.computed)
-        incumbent.infeasible = found.decided and incumbent.best is None
-        if not incumbent.infeasible and problem.base_s > 0:
+        if found.decided and incumbent.best is None:
+            incumbent.prove(math.inf)
+        elif problem.base_s > 0:
             incumbent.raise_bound((found.bound_s / problem.base_s - 1) * OBJECTIVE_SCALE)
         return False
 

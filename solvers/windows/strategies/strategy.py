@@ -21,12 +21,12 @@ class Strategy(ABC):
 
     @staticmethod
     def applies(problem: Problem) -> bool:
-        """Return True if the driver may run it on the problem: by default, if that has no optional ops."""
+        """Return True if the driver may run it on the problem: by default, if transfers to the host are its only options."""
         return problem.places.plain
 
     @abstractmethod
     def step(self, limit: float) -> bool:
-        """Work for about `limit` by the clock; return False once nothing is left to do."""
+        """Work for about `limit` by the clock, or by limits of its own; return False once nothing is left to do."""
 
 
 class SteppedStrategy(Strategy):

@@ -23,7 +23,7 @@ from graphs.simulate import simulate
 from planner import argument_types
 from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
-from planner.capture.options import OPTIONS, check_options, holding, needs, traced_options
+from planner.capture.options import OPTIONS, check_options, needs, restricted_to, traced_options
 from planner.option_settings import OptionSettings, option_settings
 from planner.plans.summary import summarize
 from planner.settings import SolveSettings
@@ -64,7 +64,7 @@ class TracedStep:
     @cached_property
     def ordered(self) -> Graph:
         """The step in the common order of all sets of options: a bound for one set also bounds its subsets."""
-        return reordered(holding(self.traced, traced_options(self.names))).graph
+        return reordered(restricted_to(self.traced, traced_options(self.names))).graph
 
     def offered(self, some: Sequence[str]) -> Graph:
         """Return the step with a set of options."""

@@ -74,8 +74,8 @@ def _end_of_forward(graph: Graph, schedule: Schedule, results: set[int]) -> int:
 def due(graph: Graph) -> dict[int, int]:
     """Return for each kept tensor of a plain graph the last op of its pass, after which the caller receives the tensor."""
     forward = [op.id for op in graph.ops if op.phase is Phase.FORWARD]
-    makers = {x: graph.tensors[x].producers[0] for x in sorted(graph.kept)}
-    return {x: forward[-1] if maker in forward else len(graph.ops) - 1 for x, maker in makers.items()}
+    producers = {x: graph.tensors[x].producers[0] for x in sorted(graph.kept)}
+    return {x: forward[-1] if producer in forward else len(graph.ops) - 1 for x, producer in producers.items()}
 
 
 def _copy_of(graph: Graph, t: int, there: set[int]) -> int:

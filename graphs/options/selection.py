@@ -26,7 +26,7 @@ def traced_with(graph: Graph) -> tuple[str, ...]:
     return tuple(names)
 
 
-def held_with(graph: Graph, names: Collection[str]) -> Graph:
+def only_traced(graph: Graph, names: Collection[str]) -> Graph:
     """Return `graph` where, of the options that it was traced with, only `names` remain."""
     dropped = [name for name in traced_with(graph) if name not in names]
     if not dropped:
@@ -43,7 +43,7 @@ def exact_ops(graph: Graph) -> list[str]:
     return [op.name for op in graph.ops if op.optional and op.exact and option_of(op) in traced_with(graph)]
 
 
-def holding_ops(graph: Graph, names: Collection[str]) -> Graph:
+def only_traced_ops(graph: Graph, names: Collection[str]) -> Graph:
     """Return `graph` where, of the optional ops that were found in tracing, only those in `names` remain."""
     found = [op.name for op in graph.ops if op.optional and option_of(op) in traced_with(graph)]
     dropped = set(found).difference(names)

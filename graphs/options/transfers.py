@@ -28,7 +28,7 @@ class OptionBuilder:
 
     def add_transfer(self, tensor: Tensor, before: int, after: int, channel: Channel) -> None:
         """Add a transfer over `channel` that produces `after` from `before`, which are `tensor` or copies of it."""
-        maker = self.source.ops[tensor.producers[0] if tensor.producers else 0]
+        producer = self.source.ops[tensor.producers[0] if tensor.producers else 0]
         self.add_op(
             Op(
                 id=len(self._ops),
@@ -37,7 +37,7 @@ class OptionBuilder:
                 inputs=(before,),
                 outputs=(after,),
                 time_s=channel.time_s(tensor.size_bytes),
-                phase=maker.phase,
+                phase=producer.phase,
                 stream=channel.stream,
                 optional=True,
             )

@@ -8,12 +8,12 @@ from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.options import without_options
 from graphs.options.offload import OFFLOAD, without_offload
 from graphs.options.placement import PLACEMENT, movable, without_placement
-from graphs.options.selection import exact_ops, holding_ops, traced_with
+from graphs.options.selection import exact_ops, only_traced_ops, traced_with
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.attributes import attributes
-from planner.capture.options import holding
+from planner.capture.options import restricted_to
 from planner.memory import CountedMemory
 from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
@@ -143,10 +143,10 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         MismatchError: the devices in its provenance are impossible.
         GraphError: the devices do not match its ops.
     """
-    graph = holding_ops(graph, exact_ops(graph)) if exact else graph
+    graph = only_traced_ops(graph, exact_ops(graph)) if exact else graph
     summary = summarize(graph)
     devices = [device.exactly if exact else device for device in decode_devices(graph.provenance)]
-    traced = {name: _option_facts(holding(_here(graph), (name,))) for name in traced_with(graph)}
+    traced = {name: _option_facts(restricted_to(_here(graph), (name,))) for name in traced_with(graph)}
     graph = without_options(graph).out_of_place()
     whole = reordered(OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))).graph
     order, offloads = without_offload(whole)
@@ -239,5 +239,5 @@ def _op_facts(graph: Graph, op: Op) -> OpFacts:
 
 
 def _tensor_facts(graph: Graph, tensor: Tensor) -> TensorFacts:
-    maker = "" if tensor.static else graph.ops[tensor.producers[0]].name
-    return TensorFacts(tensor.name, tensor.size_bytes, tensor.shape, tensor.dtype, maker)
+    producer = "" if tensor.static else graph.ops[tensor.producers[0]].name
+    return TensorFacts(tensor.name, tensor.size_bytes, tensor.shape, tensor.dtype, producer)

@@ -17,13 +17,13 @@ class Life:
 
     Attributes:
         tensor: the tensor.
-        maker: the op that was executed to make it.
+        producer: the op whose execution produced it.
         born, dies: the first moment with it, and the first without it.
         last_reader: the op that reads it last in this life; None if none does.
     """
 
     tensor: Tensor
-    maker: Op
+    producer: Op
     born: int
     dies: int
     last_reader: Op | None
@@ -57,7 +57,7 @@ def lives_of(timeline: Timeline) -> Lifetimes:
 class _Open:
     """A life that has not ended yet."""
 
-    maker: Op
+    producer: Op
     born: int
     last_reader: Op | None = None
 
@@ -100,7 +100,7 @@ class _Following:
     def end(self, t: int, now: int) -> None:
         """End the life of tensor `t` before the moment `now`, if it has not ended yet."""
         if (life := self.open.pop(t, None)) is not None:
-            self.lives.append(Life(self.graph.tensors[t], life.maker, life.born, now, life.last_reader))
+            self.lives.append(Life(self.graph.tensors[t], life.producer, life.born, now, life.last_reader))
 
     def _freed_after(self, index: int) -> set[int]:
         """Return the tensors freed between step `index` and the next execution."""

@@ -8,7 +8,7 @@ from graphs.ir import Op
 from planner.passes.program import OpCalls, Program, leaves_of, mapped, read_by
 
 
-def moved(program: Program, op: Op, stand_in: Op, here: torch.device, there: torch.device) -> OpCalls | None:
+def moved(program: Program, op: Op, alternative: Op, here: torch.device, there: torch.device) -> OpCalls | None:
     """Return the calls of `op`, of the program, to run on `there` with the tensors of `stand_in`; None if it cannot be moved.
 
     Device arguments are replaced. An op cannot be moved if its calls name another device than `here`, the main one; if they read
@@ -24,7 +24,7 @@ def moved(program: Program, op: Op, stand_in: Op, here: torch.device, there: tor
     given = set(read_by(calls.call))
     if not given.issubset(op.inputs) or (not given and not named and there.type != "cpu"):
         return None
-    numbers = dict(zip((*op.inputs, *op.outputs), (*stand_in.inputs, *stand_in.outputs), strict=True))
+    numbers = dict(zip((*op.inputs, *op.outputs), (*alternative.inputs, *alternative.outputs), strict=True))
     (statement,) = calls.renumbered(numbers).statements
     placed = mapped(statement.value, lambda leaf: there if isinstance(leaf, torch.device) else leaf)
     return replace(calls, statements=(replace(statement, value=placed),), over=())

@@ -335,7 +335,7 @@ class _Drawing:
             "name": column(life.tensor.name for life in lives),
             "shape": column(f"{life.tensor.dtype}{list(life.tensor.shape)}" for life in lives),
             "module": column(self._home(life).module.removeprefix("model.") for life in lives),
-            "maker": column(life.maker.name for life in lives),
+            "producer": column(life.producer.name for life in lives),
             "reader": column("" if life.last_reader is None else life.last_reader.name for life in lives),
         }
         sides = [self._sides(bar) for bar in self.bars]

@@ -140,7 +140,7 @@ const text = (index) => d.texts[index];
 function life_lines(i) {
   const lines = [[text(d.name[i]), "title"], [`${bytes_text(d.bytes[i])}, ${text(d.shape[i])}`]];
   lines.push([`module ${text(d.module[i]) || "unknown"}`]);
-  lines.push([`from ${text(d.maker[i])}${d.again[i] ? " (recomputed)" : ""} to ${d.reader[i] ? text(d.reader[i]) : "no reader"}`]);
+  lines.push([`from ${text(d.producer[i])}${d.again[i] ? " (recomputed)" : ""} to ${d.reader[i] ? text(d.reader[i]) : "no reader"}`]);
   lines.push([`${time_text(d.starts[d.born[i]])} to ${time_text(d.starts[d.dies[i]])}`]);
   return lines;
 }
@@ -207,7 +207,7 @@ function search(wanted) {
   found = [];
   if (needle) {
     const hit = d.texts.map((one) => one.toLowerCase().includes(needle));
-    for (let i = 0; i < lives; i++) if (hit[d.name[i]] || hit[d.module[i]] || hit[d.maker[i]]) found.push(i);
+    for (let i = 0; i < lives; i++) if (hit[d.name[i]] || hit[d.module[i]] || hit[d.producer[i]]) found.push(i);
     found.sort((a, b) => d.bytes[b] - d.bytes[a]);
   }
   list.replaceChildren(...found.slice(0, LISTED).map((i) => {

@@ -61,9 +61,9 @@ def grouped(launches: Sequence[Launch], static: Container[int]) -> list[Group]:
     groups = {position: Group([launch]) for position, launch in enumerate(launches)}
     for position, launch in enumerate(launches):
         for value in sorted(launch.writes):
-            maker = next((i for i, group in groups.items() if i < position and value in group.makes), None)
-            if value not in static and maker is not None and _can_move(groups, maker, position):
-                groups[position].launches[:0] = groups.pop(maker).launches
+            producer = next((i for i, group in groups.items() if i < position and value in group.makes), None)
+            if value not in static and producer is not None and _can_move(groups, producer, position):
+                groups[position].launches[:0] = groups.pop(producer).launches
     left = list(groups.values())
     _order_writes(left, static)
     return left

@@ -13,7 +13,7 @@ from graphs.ir import Graph
 from graphs.options.offload import OFFLOAD
 from graphs.options.option import GraphOption, Need, Option
 from graphs.options.placement import PLACEMENT
-from graphs.options.selection import held_with, holding_ops, traced_with
+from graphs.options.selection import only_traced, only_traced_ops, traced_with
 from graphs.options.surroundings import Surroundings
 from graphs.schedule import Schedule
 from planner.capture.options.chunks import CHUNKS
@@ -162,9 +162,9 @@ def with_options(
             f"the graph was traced without the option {missing[0]!r}, which is found in the step itself: trace it with "
             f"--options {','.join(missing)} (planner.trace(..., options={missing}))"
         )
-    graph = holding(graph, traced_options(names))
+    graph = restricted_to(graph, traced_options(names))
     if only is not None:
-        graph = holding_ops(graph, only)
+        graph = only_traced_ops(graph, only)
     added = [option for option in map(option_called, names) if isinstance(option, GraphOption)]
     for option in sorted(added, key=lambda option: option.last):
         if surroundings is None and option.need is not None:
@@ -176,12 +176,12 @@ def with_options(
     return graph
 
 
-def holding(graph: Graph, names: Collection[str]) -> Graph:
+def restricted_to(graph: Graph, names: Collection[str]) -> Graph:
     """Return `graph` with the options `names` only, out of those that it was traced with."""
     for name in traced_with(graph):
         if name not in names and name in OPTIONS:
             graph = OPTIONS[name].restored(graph)
-    return held_with(graph, names)
+    return only_traced(graph, names)
 
 
 def as_executed(graph: Graph, schedule: Schedule) -> Schedule:

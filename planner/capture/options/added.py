@@ -32,7 +32,7 @@ class Additions:
         self._calls: list[OpCalls] = []
         self._nodes: list[fx.Node | None] = []
         self._tensors: dict[int, Tensor] = {}  # added ones
-        self._makers: dict[int, list[int]] = {}
+        self._producers: dict[int, list[int]] = {}
 
     def add_tensor(self, name: str, value: torch.Tensor) -> int:
         """Add a tensor for outputs of added ops, with the fake `value`; return its id."""
@@ -108,14 +108,14 @@ class Additions:
         self._calls.append(calls)
         self._nodes.append(node)
         for t in op.outputs:
-            self._makers.setdefault(t, []).append(op.id)
+            self._producers.setdefault(t, []).append(op.id)
 
     def captured(self) -> Capture:
         """Return the capture with all additions."""
         graph, program = self.capture.graph, self.capture.program
         tensors = [*graph.tensors, *(self._tensors[t] for t in sorted(self._tensors))]
-        for t, makers in self._makers.items():
-            tensors[t] = replace(tensors[t], producers=(*tensors[t].producers, *makers))
+        for t, producers in self._producers.items():
+            tensors[t] = replace(tensors[t], producers=(*tensors[t].producers, *producers))
         return replace(
             self.capture,
             graph=Graph((*graph.ops, *self._ops), tuple(tensors), graph.kept, graph.provenance, graph.pools),
@@ -144,6 +144,6 @@ def tensors_by_storage(capture: Capture) -> dict[int, int]:
 
 def made_values(capture: Capture) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the tensors that captured nodes make, with their fake values."""
-    for maker, call in zip(capture.nodes, capture.program.calls, strict=True):
-        if maker is not None:
-            yield from ((t, value_of(maker, path)) for t, path in call.outputs)
+    for producer, call in zip(capture.nodes, capture.program.calls, strict=True):
+        if producer is not None:
+            yield from ((t, value_of(producer, path)) for t, path in call.outputs)

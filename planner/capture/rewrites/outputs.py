@@ -177,9 +177,9 @@ def _check_writes(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="placeholder"):
         written = node.meta["desc"].output if isinstance(node.meta["desc"], TangentAOTInput) else None
         if isinstance(written, InputMutationAOTOutput):
-            maker = str(getattr(values[written], "target", ""))
-            how, instead = f" by {maker}", "do that after optimizer.step(), under torch.no_grad()"
-            if "embedding" in maker:
+            producer = str(getattr(values[written], "target", ""))
+            how, instead = f" by {producer}", "do that after optimizer.step(), under torch.no_grad()"
+            if "embedding" in producer:
                 how, instead = ", to keep within max_norm= of its embedding", f"leave out max_norm=, and {instead}"
             raise TraceError(f"the step itself writes to {_name(written.mutated_input)}{how}, which cannot be planned: {instead}")
 

@@ -169,7 +169,7 @@ class _Makespan:
         done: dict[int, int] = {}  # by device, the column of C at the previous place
         for v in self.paths.program:
             ended = self.time()
-            others = [self.only[b] for b in self.paths.ways(v) if b in self.only]
+            others = [self.only[b] for b in self.paths.with_replacements(v) if b in self.only]
             self.draft.add_row([ended, times[v], *others], [1.0, -1.0, *[-self.longest] * len(others)], -np.inf, 0.0)
             self.draft.add_row([ended, end], [1.0, -1.0], -np.inf, 0.0)
             for t in self.paths.needed(v):
@@ -242,7 +242,7 @@ class _Makespan:
                 if q in self.only:
                     row.add(self.only[q], -copied)
         most = max(map(self.units, alternatives)) + copied
-        for b in paths.ways(v) if ended is None else ():
+        for b in paths.with_replacements(v) if ended is None else ():
             if b in self.only:
                 row.add(self.only[b], min(0.0, self.units(b) - most))
         if t in paths.producer:

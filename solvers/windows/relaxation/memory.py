@@ -52,8 +52,8 @@ def add_memory_inside(draft: ModelDraft) -> None:
         last, end = places.last[v], draft.discretization.ends[k]
         if last != end:  # at the end of a window row 5 is exact
             read = _wanted(draft, range(last + 1, end + 1))
-            beside = _made_only_before(draft, _other_tensors(draft, v, range(last + 1)), range(last + 1, end + 1))
-            _add_memory_of_place(draft, k, v, *_certain(draft, k, beside, read, last))
+            others = _made_only_before(draft, _other_tensors(draft, v, range(last + 1)), range(last + 1, end + 1))
+            _add_memory_of_place(draft, k, v, *_certain(draft, k, others, read, last))
 
 
 def _add_memory_of_place(draft: ModelDraft, k: int, v: int, terms: Total, tensors: Iterable[int]) -> None:
@@ -94,8 +94,8 @@ def memory_of_recomputation(draft: ModelDraft, k: int, x: int) -> tuple[list[int
     problem, places, start = draft.problem, draft.problem.places, draft.starts[k]
     window = range(start, draft.discretization.ends[k] + 1)
     read = _wanted(draft, window) if draft.discretization.is_single(k) else {}
-    beside = _made_only_before(draft, _other_tensors(draft, x, range(start)), window)
-    (taken, columns, values), _ = _certain(draft, k, beside, read, start - 1)
+    others = _made_only_before(draft, _other_tensors(draft, x, range(start)), window)
+    (taken, columns, values), _ = _certain(draft, k, others, read, start - 1)
     # Kept outputs are in memory twice, if they have certainly been produced.
     twice = [t for t in problem.outputs[x] if problem.kept[t]]
     if x < start or not places.sure[x]:

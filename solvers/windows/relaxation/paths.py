@@ -27,13 +27,13 @@ class Paths:
                 self.copied[key] = min(self.copied.get(key, np.inf), problem.units(problem.seconds(i)))
         self.producer: dict[int, int] = {}
         for v in self.program:
-            known = set(self.ways(v))
+            known = set(self.with_replacements(v))
             for t in problem.outputs[v]:
                 if all(p in known or self.ops[p].is_transfer for p in problem.producers[t]):
                     self.producer[t] = v
         self._needed: dict[int, list[int]] = {}
 
-    def ways(self, v: int) -> list[int]:
+    def with_replacements(self, v: int) -> list[int]:
         """Return op v of the program and all ops that replace it."""
         return [v, *self.places.replaced_by[v]]
 
@@ -59,8 +59,8 @@ class Paths:
 
     def computing(self, t: int, device: int | None) -> list[int]:
         """Return the ops that compute t on a device."""
-        ways = self.ways(self.producer[t]) if t in self.producer else []
-        made = ((p, u) for p in ways for u in self.problem.outputs[p] if self.streams.base[u] == t)
+        producers = self.with_replacements(self.producer[t]) if t in self.producer else []
+        made = ((p, u) for p in producers for u in self.problem.outputs[p] if self.streams.base[u] == t)
         return [p for p, u in made if self.streams.pool[u] == device]
 
     def needed(self, v: int) -> list[int]:

@@ -73,14 +73,14 @@ def add_reload(draft: ModelDraft, offloads: Offloads, k: int, t: int) -> None:
     if (k, t) in draft.valid:
         draft.add_only_with(draft.valid[k, t], [draft.handed[k, t]])
     if (k + 1, t) in draft.valid:
-        valid, anew = draft.valid[k + 1, t], [fetched, *draft.recomputing(k, t)]
+        valid, arriving = draft.valid[k + 1, t], [fetched, *draft.recomputing(k, t)]
         makes = draft.makes(k, t, draft.discretization.ends[k] + 1)
         if old:
-            draft.add_only_with(valid, [draft.valid.get((k, t), draft.handed[k, t]), *anew], makes)
+            draft.add_only_with(valid, [draft.valid.get((k, t), draft.handed[k, t]), *arriving], makes)
         # A tensor that an op certainly produces in its place is produced before it can be offloaded.
         if not makes[0] or (draft.problem.places.sure[draft.problem.producer[t]] and makes == (1.0, [], [])):
-            values = [1.0, 1.0] + [-1.0] * len(anew) + [-value for value in makes[2]]
-            draft.add_row([valid, taken, *anew, *makes[1]], values, -np.inf, 1.0)
+            values = [1.0, 1.0] + [-1.0] * len(arriving) + [-value for value in makes[2]]
+            draft.add_row([valid, taken, *arriving, *makes[1]], values, -np.inf, 1.0)
 
 
 def add_offload(draft: ModelDraft, k: int, t: int) -> None:

@@ -47,8 +47,8 @@ def _add_alternatives(draft: ModelDraft) -> None:
             draft.instead[b] = draft.column(integer=True, cost=problem.units(seconds), upper=float(fits))
     for group in sorted({of_op for of_op in places.replaced_by if len(of_op) > 1}):
         draft.add_row([draft.instead[b] for b in group], [1.0] * len(group), -np.inf, 1.0)
-    for ways, is_executed in sorted(draft.discretization.decided):
-        draft.add_row([draft.instead[b] for b in ways], [1.0] * len(ways), float(is_executed), float(is_executed))
+    for alternatives, is_executed in sorted(draft.discretization.decided):
+        draft.add_row([draft.instead[b] for b in alternatives], [1.0] * len(alternatives), float(is_executed), float(is_executed))
 
 
 def _add_recomputations(draft: ModelDraft, k: int, recomputable: Iterable[int]) -> None:

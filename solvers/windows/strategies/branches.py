@@ -25,7 +25,7 @@ from solvers.windows.strategies.refinement import Look, look_at, look_at_fractio
 from solvers.windows.strategies.strategy import Strategy
 from solvers.windows.strategies.substitution import with_alternatives
 
-Ways = tuple[tuple[int, ...], ...]  # alternatives for one heavy place, each a set of ops of which one is executed
+Alternatives = tuple[tuple[int, ...], ...]  # alternatives for one heavy place, each a set of ops of which one is executed
 Decided = frozenset[Decision]
 
 _WHOLE = 0.01  # distance within which a value counts as an integer
@@ -47,7 +47,7 @@ class Branch:
     discretization: Discretization
     bound: float
     limit: float
-    undecided: Ways = ()
+    undecided: Alternatives = ()
     order: Order | None = None
     closed: bool = False
 
@@ -65,9 +65,9 @@ class Branches(Strategy):
         self.orders: deque[Order] = deque()
         self.whole = Discretization.whole(search.problem)
         self.here = replace(search.problem, offloads=NO_OFFLOADS)  # keeping everything offloads nothing
-        self.ways = _ways(search.problem, search.params.branches)
+        self.alternatives = _alternatives(search.problem, search.params.branches)
         self.all = [self._branch(frozenset(), -np.inf)]
-        if self.ways:
+        if self.alternatives:
             self._look_at_fractions(self.all[0])
 
     @staticmethod
@@ -113,8 +113,8 @@ class Branches(Strategy):
         )
         if look is None or search.stopping.solved() or branch.bound == np.inf:
             return
-        if ways := self._to_decide(branch, look):
-            self._split(branch, ways)
+        if alternatives := self._to_decide(branch, look):
+            self._split(branch, alternatives)
         elif look.outcome is not Outcome.OPTIMAL:
             branch.limit *= self.params.longer
             # Another try would neither free memory nor improve HiGHS's arithmetic.
@@ -138,7 +138,7 @@ class Branches(Strategy):
 
         return is_above if branch.discretization.decided else lambda: False
 
-    def _to_decide(self, branch: Branch, look: Look) -> Ways:
+    def _to_decide(self, branch: Branch, look: Look) -> Alternatives:
         """Return the alternatives of the heavy place at which the solution exceeds the budget most, unless decided."""
         trial, budget = look.trial, self.search.budget_bytes
         if trial is None or trial.peak_bytes <= budget:
@@ -146,22 +146,26 @@ class Branches(Strategy):
         over = [
             (taken, -op)
             for op, first, taken in zip(trial.order.computed, trial.order.first, trial.memory_bytes, strict=True)
-            if first and taken > budget and self._is_open(branch.discretization.decided, self.ways.get(op, ()))
+            if first and taken > budget and self._is_open(branch.discretization.decided, self.alternatives.get(op, ()))
         ]
-        return self.ways[-max(over)[1]] if over else ()
+        return self.alternatives[-max(over)[1]] if over else ()
 
-    def _is_open(self, decided: Decided, ways: Ways) -> bool:
-        return not {way for way, _ in decided}.issuperset(ways)
+    def _is_open(self, decided: Decided, alternatives: Alternatives) -> bool:
+        return not {alternative for alternative, _ in decided}.issuperset(alternatives)
 
-    def _split(self, branch: Branch, ways: Ways) -> None:
+    def _split(self, branch: Branch, alternatives: Alternatives) -> None:
         """Replace a branch by one for each undecided alternative, without conflicting and earlier ones, and one without all."""
         decided, groups = branch.discretization.decided, self.search.problem.places.replaces
-        ways = tuple(way for way in ways if self._is_open(decided, (way,)))
-        parts = [decided.union((way, False) for way in ways)]
-        for n, way in enumerate(ways):
-            taken = set(groups[way[0]])
-            rest = (other for other in ways if other != way and (other in ways[:n] or not taken.isdisjoint(groups[other[0]])))
-            parts.append(decided.union([(way, True)], ((other, False) for other in rest)))
+        alternatives = tuple(alternative for alternative in alternatives if self._is_open(decided, (alternative,)))
+        parts = [decided.union((alternative, False) for alternative in alternatives)]
+        for n, alternative in enumerate(alternatives):
+            taken = set(groups[alternative[0]])
+            rest = (
+                other
+                for other in alternatives
+                if other != alternative and (other in alternatives[:n] or not taken.isdisjoint(groups[other[0]]))
+            )
+            parts.append(decided.union([(alternative, True)], ((other, False) for other in rest)))
         branches = [self._branch(part, branch.bound) for part in parts]
         self.all.remove(branch)
         self.all += branches
@@ -171,11 +175,15 @@ class Branches(Strategy):
     def _look_at_fractions(self, branch: Branch) -> None:
         bound, instead = look_at_fractions(self.search, branch.discretization)
         self._prove(branch, bound)
-        for ways in sorted(set(self.ways.values())):
+        for alternatives in sorted(set(self.alternatives.values())):
             decided = branch.discretization.decided
-            shares = [sum(instead.get(b, 0.0) for b in way) for way in ways if self._is_open(decided, (way,))]
+            shares = [
+                sum(instead.get(b, 0.0) for b in alternative)
+                for alternative in alternatives
+                if self._is_open(decided, (alternative,))
+            ]
             if not branch.undecided and any(_WHOLE < share < 1 - _WHOLE for share in shares):
-                branch.undecided = ways
+                branch.undecided = alternatives
 
     def _branch(self, decided: Decided, bound: float) -> Branch:
         """Return a branch with two windows, split at the peak of keeping everything.
@@ -187,20 +195,21 @@ class Branches(Strategy):
         assert order is not None  # the program alone runs
         memory = try_out(self.here, order).memory_bytes
         peak = order.computed[int(np.argmax(memory))]
-        ways = self.ways.get(peak, ())
-        is_open = max(memory) > self.search.budget_bytes and self._is_open(decided, ways)
+        alternatives = self.alternatives.get(peak, ())
+        is_open = max(memory) > self.search.budget_bytes and self._is_open(decided, alternatives)
         discretization = replace(self.whole.split({peak}), decided=decided)
-        return Branch(discretization, bound, self.params.first_slice, ways if is_open else (), own_order)
+        return Branch(discretization, bound, self.params.first_slice, alternatives if is_open else (), own_order)
 
     def _least_order(self, decided: Decided) -> Order | None:
         """Return the order that executes each op once, with the op of least memory of each decided alternative."""
         own = self.search.problem.own_bytes
         return with_alternatives(
-            self.search.problem, frozenset(min(way, key=own.__getitem__) for way, is_executed in decided if is_executed)
+            self.search.problem,
+            frozenset(min(alternative, key=own.__getitem__) for alternative, is_executed in decided if is_executed),
         )
 
 
-def _ways(problem: Problem, params: BranchParams) -> dict[int, Ways]:
+def _alternatives(problem: Problem, params: BranchParams) -> dict[int, Alternatives]:
     """Return for ops of heavy places the alternatives that are worth a decision, grouped by shared replaced ops.
 
     The result is empty if many places are equally heavy: then no single one matters.
@@ -211,25 +220,25 @@ def _ways(problem: Problem, params: BranchParams) -> dict[int, Ways]:
     for b, difference in spread.items():
         if difference >= params.spread * problem.capacity_bytes:
             found = frozenset({b}).union(*(together.get(i, ()) for i in groups[b]))
-            together.update((i, found) for way in found for i in groups[way])
+            together.update((i, found) for alternative in found for i in groups[alternative])
     least = params.share * max(spread.values(), default=0)
     heavy = {found for found in together.values() if max(spread[b] for b in found) >= least}
     if len(heavy) > params.places:
         return {}
-    ways = {found: _alike(problem, found, params.alike) for found in heavy}
-    return {i: ways[found] for found in heavy for b in found for i in (b, *groups[b])}
+    alternatives = {found: _alike(problem, found, params.alike) for found in heavy}
+    return {i: alternatives[found] for found in heavy for b in found for i in (b, *groups[b])}
 
 
-def _alike(problem: Problem, found: frozenset[int], alike: float) -> Ways:
+def _alike(problem: Problem, found: frozenset[int], alike: float) -> Alternatives:
     """Return the ops of `found` grouped into alternatives: same replaced ops, same inputs, and about the same time."""
-    ways: list[list[int]] = []
+    alternatives: list[list[int]] = []
     for _, same in groupby(sorted(found, key=lambda b: (*_what(problem, b), problem.time_s[b], b)), lambda b: _what(problem, b)):
-        ways.append([])
+        alternatives.append([])
         for b in same:
-            if ways[-1] and problem.time_s[b] - problem.time_s[ways[-1][0]] > alike * problem.base_s:
-                ways.append([])
-            ways[-1].append(b)
-    return tuple(map(tuple, ways))
+            if alternatives[-1] and problem.time_s[b] - problem.time_s[alternatives[-1][0]] > alike * problem.base_s:
+                alternatives.append([])
+            alternatives[-1].append(b)
+    return tuple(map(tuple, alternatives))
 
 
 def _what(problem: Problem, b: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

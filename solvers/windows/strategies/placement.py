@@ -88,7 +88,7 @@ class DeviceOps:
 class _OrderBuilder:
     """A builder of an order."""
 
-    places: DeviceOps
+    device_ops: DeviceOps
     placing: Placing
     computed: list[int] = field(default_factory=list)
     there: set[tuple[int, int]] = field(default_factory=set)
@@ -97,66 +97,66 @@ class _OrderBuilder:
     turns: dict[int, int] = field(default_factory=dict)  # how many each device has executed
 
     def run(self) -> list[int] | None:
-        places, placing = self.places, self.placing
-        self.there.update(places.static)
+        device_ops, placing = self.device_ops, self.placing
+        self.there.update(device_ops.static)
         self.sent.update(((t, device), other) for t, device, other in placing.sent)
-        replaced = {i for b in placing.instead for i in places.places.replaces[b]}
+        replaced = {i for b in placing.instead for i in device_ops.places.replaces[b]}
         for v in sorted({*placing.device, *placing.instead}.difference(replaced - set(placing.instead))):
             device = placing.device.get(v, 0)
-            if not self.execute(v if v in placing.instead else places.runs[v, device], device):
+            if not self.execute(v if v in placing.instead else device_ops.runs[v, device], device):
                 return None
         return self.without_unread()
 
     def without_unread(self) -> list[int]:
         """Return the order without transfers whose result is not read before it is transferred again."""
-        places, device = self.places, self.places.device
-        wanted = {t for t, kept in enumerate(places.problem.kept) if kept}
+        device_ops, device = self.device_ops, self.device_ops.device
+        wanted = {t for t, kept in enumerate(device_ops.problem.kept) if kept}
         found: list[int] = []
         for i in reversed(self.computed):
-            outputs = places.problem.outputs[i]
-            if i in places.copying and wanted.isdisjoint(outputs):
+            outputs = device_ops.problem.outputs[i]
+            if i in device_ops.copying and wanted.isdisjoint(outputs):
                 continue
-            wanted.difference_update(t for t in outputs if device[t] or not places.problem.kept[t])
-            wanted.update(places.problem.inputs[i])
+            wanted.difference_update(t for t in outputs if device[t] or not device_ops.problem.kept[t])
+            wanted.update(device_ops.problem.inputs[i])
             found.append(i)
         return found[::-1]
 
     def execute(self, i: int, device: int) -> bool:
-        if not all(self.need(t, device) for t in self.places.inputs[i]):
+        if not all(self.need(t, device) for t in self.device_ops.inputs[i]):
             return False
         self.computed.append(i)
         self.turns[device] = self.turns.get(device, 0) + 1
-        made = [(t, device) for t in self.places.outputs[i]]
+        made = [(t, device) for t in self.device_ops.outputs[i]]
         self.there.update(made)
-        for spot in (*made, *((t, device) for t in self.places.inputs[i])):
+        for spot in (*made, *((t, device) for t in self.device_ops.inputs[i])):
             if spot in self.sent:
                 self.touched[spot] = self.turns[device]
         return all(self.need(t, self.sent[t, device]) for t, _ in made if (t, device) in self.sent)
 
     def need(self, t: int, device: int) -> bool:
         """Make t available on `device`, by recomputation or the earliest transfer; return True if that is possible."""
-        places = self.places
+        device_ops = self.device_ops
         if (t, device) in self.there:
             # A tensor that was sent away is transferred back, unless the previous op used it.
             if (t, device) not in self.sent or self.turns.get(device, 0) - self.touched.get((t, device), 0) <= 1:
                 return True
-            if (t, self.sent[t, device]) not in self.there or (t, 0) in places.static_or_kept:
+            if (t, self.sent[t, device]) not in self.there or (t, 0) in device_ops.static_or_kept:
                 return True
-        producer = places.producer.get(t)
-        if producer is not None and (producer, device) in self.placing.recomputed and (producer, device) in places.runs:
-            recomputed = places.runs[producer, device]
-            if places.problem.recomputable[recomputed] and self.execute(recomputed, device):
+        producer = device_ops.producer.get(t)
+        if producer is not None and (producer, device) in self.placing.recomputed and (producer, device) in device_ops.runs:
+            recomputed = device_ops.runs[producer, device]
+            if device_ops.problem.recomputable[recomputed] and self.execute(recomputed, device):
                 return True
-            if (t, device) in self.there and (t, device) in places.static_or_kept:
+            if (t, device) in self.there and (t, device) in device_ops.static_or_kept:
                 return True  # though something else that was made could not be sent: what is kept is there once
-        ways = [
-            (places.problem.seconds(i), i)
-            for d in range(places.count)
-            if d != device and (t, d) in self.there and (i := places.copies.get((t, d, device))) is not None
+        transfers = [
+            (device_ops.problem.seconds(i), i)
+            for d in range(device_ops.count)
+            if d != device and (t, d) in self.there and (i := device_ops.copies.get((t, d, device))) is not None
         ]
-        if not ways:
+        if not transfers:
             return False
-        self.computed.append(min(ways)[1])
+        self.computed.append(min(transfers)[1])
         self.there.add((t, device))
         return True
 
@@ -172,7 +172,7 @@ class Placements(Strategy):
         super().__init__(search)
         self.lacking: Order | None = None
         self.params = search.params.placement
-        self.places = DeviceOps(search.problem)
+        self.device_ops = DeviceOps(search.problem)
         self._draw = np.random.default_rng(0)
         self._now: Placing | None = None
         self._cost: Cost = (0, np.inf, np.inf)
@@ -220,7 +220,7 @@ class Placements(Strategy):
 
     def cost_of(self, placing: Placing) -> Cost | None:
         """Return the cost of a placement; None if it is invalid."""
-        computed = self.places.computed(placing)
+        computed = self.device_ops.computed(placing)
         if computed is None:
             return None
         problem, search = self.search.problem, self.search
@@ -237,31 +237,32 @@ class Placements(Strategy):
 
     def order(self, placing: Placing) -> Order:
         """Return a valid placement as an order of executions."""
-        computed = self.places.computed(placing)
+        computed = self.device_ops.computed(placing)
         assert computed is not None
-        away = frozenset(self.places.runs[v, d] for v, d in placing.device.items() if d)
+        away = frozenset(self.device_ops.runs[v, d] for v, d in placing.device.items() if d)
         return order_of(self.search.problem, computed, instead=away | placing.instead)
 
     def varied(self, placing: Placing) -> Placing:
         """Return a variation: some ops on another device, or a recomputation or a transfer away added or removed."""
-        draw, places = self._draw, self.places
-        movable = [v for v in places.movable if v in placing.device]
+        draw, device_ops = self._draw, self.device_ops
+        movable = [v for v in device_ops.movable if v in placing.device]
         if not movable:
             return placing
         kind = draw.random()
         if kind < self.params.recompute_share + self.params.sent_share:
-            v, device = movable[int(draw.integers(len(movable)))], int(draw.integers(places.count))
-            if kind < self.params.recompute_share or not places.outputs[v]:
+            v, device = movable[int(draw.integers(len(movable)))], int(draw.integers(device_ops.count))
+            if kind < self.params.recompute_share or not device_ops.outputs[v]:
                 return replace(placing, recomputed=placing.recomputed ^ {(v, device)})
-            t, other = places.outputs[v][int(draw.integers(len(places.outputs[v])))], int(draw.integers(places.count - 1))
+            outputs = device_ops.outputs[v]
+            t, other = outputs[int(draw.integers(len(outputs)))], int(draw.integers(device_ops.count - 1))
             return replace(placing, sent=placing.sent ^ {(t, device, other + (other >= device))})
-        device = int(draw.integers(places.count))
+        device = int(draw.integers(device_ops.count))
         size = 1 + int(draw.geometric(self.params.few)) if draw.random() < 0.5 else 1 + int(draw.integers(len(movable)))
         begin = int(draw.integers(len(movable)))
         chosen: Collection[int] = movable[begin : begin + size]
         if draw.random() < self.params.linked_share:
             chosen = self._linked(movable[begin], set(movable), size)
-        moved = {v: device for v in chosen if (v, device) in places.runs}
+        moved = {v: device for v in chosen if (v, device) in device_ops.runs}
         return replace(placing, device=MappingProxyType({**placing.device, **moved}))
 
     def _linked(self, v: int, among: set[int], size: int) -> list[int]:
@@ -269,8 +270,8 @@ class Placements(Strategy):
         found, waiting = {v}, [v]
         while waiting and len(found) < size:
             i = waiting.pop(0)
-            near = [self.places.producer.get(t, -1) for t in self.places.inputs[i]]
-            near += (c for t in self.places.outputs[i] for c in self.search.problem.consumers[t])
+            near = [self.device_ops.producer.get(t, -1) for t in self.device_ops.inputs[i]]
+            near += (c for t in self.device_ops.outputs[i] for c in self.search.problem.consumers[t])
             for other in near:
                 if other in among and other not in found and len(found) < size:
                     found.add(other)
@@ -294,11 +295,11 @@ class Placements(Strategy):
         self._accepted = [self._cost] * min(self.params.memory * 2**self._fruitless, self.params.most_memory)
 
     def _placing_of(self, instead: Iterable[int]) -> Placing:
-        away = dict(self.places.spots[b] for b in instead if b in self.places.spots)
-        here = frozenset(b for b in instead if b not in self.places.spots)
+        away = dict(self.device_ops.spots[b] for b in instead if b in self.device_ops.spots)
+        here = frozenset(b for b in instead if b not in self.device_ops.spots)
         executed = [v for v in self.search.problem.places.executed(here) if v not in here]
         return Placing(MappingProxyType({v: away.get(v, 0) for v in executed}), instead=here)
 
     def _recomputed(self, order: Order) -> frozenset[tuple[int, int]]:
         pairs = zip(order.computed, order.first, strict=True)
-        return frozenset(self.places.spots[i] for i, first in pairs if not first and i in self.places.spots)
+        return frozenset(self.device_ops.spots[i] for i, first in pairs if not first and i in self.device_ops.spots)

@@ -151,7 +151,7 @@ def test_page_loads_no_resources_and_logs_no_errors(driver: Any) -> None:
 def test_the_pointer_shows_a_tensor(driver: Any, timeline: Timeline) -> None:
     said = point_at(driver, "memory", 0.5, 0.8)
     life = next(life for life in lives_of(timeline).lives if said.startswith(f"{life.tensor.name}\n"))
-    assert f"from {life.maker.name}" in said and "module h." in said
+    assert f"from {life.producer.name}" in said and "module h." in said
     point_at(driver, "memory", 0.5, 0.02)
     assert point_at(driver, "memory", 0.5, 0.02) == ""
 

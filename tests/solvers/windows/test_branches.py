@@ -80,7 +80,10 @@ def test_each_choice_of_stand_ins_is_in_one_branch() -> None:
             inside = [
                 branch
                 for branch in branches.all
-                if all(is_executed == bool(chosen.intersection(ways)) for ways, is_executed in branch.discretization.decided)
+                if all(
+                    is_executed == bool(chosen.intersection(alternatives))
+                    for alternatives, is_executed in branch.discretization.decided
+                )
             ]
             assert len(inside) == 1, (seed, chosen)
             checked += 1
@@ -90,15 +93,14 @@ def test_each_choice_of_stand_ins_is_in_one_branch() -> None:
 def test_split_branches_decide_execution_in_their_programs() -> None:
     for seed in range(80):
         search, branches = branches_of(seed)
-        if not (ways := next(iter(branches.ways.values()), ())):
+        if not (alternatives := next(iter(branches.alternatives.values()), ())):
             continue
         branch = branches.all[0]
-        branch.undecided = ways
+        branch.undecided = alternatives
         branches._look(branch)
-        assert len(branches.all) == len(ways) + 1
-        assert all(
-            any(not is_executed for _, is_executed in part.discretization.decided) or len(ways) == 1 for part in branches.all
-        )
+        assert len(branches.all) == len(alternatives) + 1
+        decisions = [part.discretization.decided for part in branches.all]
+        assert all(any(not is_executed for _, is_executed in decided) or len(alternatives) == 1 for decided in decisions)
         bound = min(part.bound for part in branches.all)
         assert search.incumbent.failure == ""
         assert bound >= branch.bound - 1e-6
@@ -113,10 +115,10 @@ def test_ways_of_about_the_same_time_are_one() -> None:
         params = replace(search.params, branches=replace(search.params.branches, alike=1e6))
         merged = Branches(Search.of(replace(search.request, params=params)))
         replaces, inputs = search.problem.places.replaces, search.problem.inputs
-        for ways in merged.ways.values():
-            of_way = [{(replaces[b], inputs[b]) for b in way} for way in ways]
+        for alternatives in merged.alternatives.values():
+            of_way = [{(replaces[b], inputs[b]) for b in alternative} for alternative in alternatives]
             assert all(len(what) == 1 for what in of_way)
-            assert len(set.union(*of_way)) == len(ways)
-        assert merged.ways.keys() == branches.ways.keys()
-        fewer += any(len(merged.ways[op]) < len(ways) for op, ways in branches.ways.items())
+            assert len(set.union(*of_way)) == len(alternatives)
+        assert merged.alternatives.keys() == branches.alternatives.keys()
+        fewer += any(len(merged.alternatives[op]) < len(alternatives) for op, alternatives in branches.alternatives.items())
     assert fewer > 0

@@ -51,7 +51,7 @@ def test_devices_work_side_by_side() -> None:
 def test_an_order_is_decoded_once() -> None:
     request = Request(two_branches(), 100, Tolerance.of(CLOSE), WorkClock(1.0))
     placements, spent = Placements(Search.of(request)), []
-    a, b, c = sorted(v for v, device in placements.places.runs if not device)
+    a, b, c = sorted(v for v, device in placements.device_ops.runs if not device)
     for device, seconds in ((1, (5.5, 9.5)), (1, (5.5, 9.5)), (0, (9.0, 9.0))):
         begun = request.clock.now
         assert placements.cost_of(Placing({a: 0, b: device, c: 0})) == (0, *seconds)

@@ -75,11 +75,11 @@ def _results(capture: Capture, stretch: Stretch) -> Iterator[CombinedResult]:
 
 def _needed(finder: StretchFinder, forward: Stretch, backward: Stretch) -> list[fx.Node]:
     """Return the ops of `forward` needed to recompute the long rows that `backward` reads, in order."""
-    maker = {t: op for op in forward.ops for t in finder.graph.ops[op].outputs}
+    producer = {t: op for op in forward.ops for t in finder.graph.ops[op].outputs}
     waiting = [t for t in finder.long(forward) if any(p in backward.ops for p in finder.graph.consumers[t])]
     needed: set[int] = set()
     while waiting:
-        op = maker.get(waiting.pop())
+        op = producer.get(waiting.pop())
         if op is not None and op not in needed:
             needed.add(op)
             waiting += finder.graph.ops[op].inputs

@@ -176,7 +176,7 @@ class StretchFinder:
             op, known = waiting.pop()
             if op not in stretch.ops:
                 self._join(stretch, op, known)
-                joined = [op, *self._join_makers(stretch, op)]
+                joined = [op, *self._join_producers(stretch, op)]
                 long = self.long(stretch, joined)
                 if not self.graph.kept.isdisjoint(long):
                     raise NotByRowsError
@@ -192,7 +192,7 @@ class StretchFinder:
         stretch.ops[op] = node
         stretch.calls[node] = call
 
-    def _join_makers(self, stretch: Stretch, reader: int) -> list[int]:
+    def _join_producers(self, stretch: Stretch, reader: int) -> list[int]:
         """Add to `stretch` the producers of the long rows that `reader` reads: products, constants, and ops read only inside."""
         joined = []
         for arg, rows in stretch.calls[stretch.ops[reader]].reads.items():
@@ -205,11 +205,11 @@ class StretchFinder:
                 continue
             if not isinstance(value.meta["val"], torch.Tensor) or fake(value).numel() / stretch.rows <= stretch.longest:
                 continue
-            if self._join_maker(stretch, op, arg, rows):
-                joined += [op, *self._join_makers(stretch, op)]
+            if self._join_producer(stretch, op, arg, rows):
+                joined += [op, *self._join_producers(stretch, op)]
         return joined
 
-    def _join_maker(self, stretch: Stretch, op: int, arg: fx.Node, rows: RowDimensions) -> bool:
+    def _join_producer(self, stretch: Stretch, op: int, arg: fx.Node, rows: RowDimensions) -> bool:
         """Add `op` to `stretch` if it makes the `rows` that are read as `arg`; return whether it does."""
         value = self.capture.nodes[op]
         assert value is not None

@@ -98,7 +98,7 @@ def _readers(capture: Capture) -> Iterator[Op]:
 def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int:
     """Add ops that compress and restore `tensor` in each form; return the restored tensor."""
     capture = additions.capture
-    maker = capture.graph.ops[tensor.producers[0]]
+    producer = capture.graph.ops[tensor.producers[0]]
     made = additions.add_tensor(f"{tensor.name}.restored", value)
     for form, packing in FORMS.items():
         layout = DenseLayout(value, packing)
@@ -106,7 +106,7 @@ def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int
         additions.add_op(
             Keep(layout, tensor.id),
             [tensor.id],
-            like=maker,
+            like=producer,
             name=f"{tensor.name}_keep_{form}",
             target=f"{KEEP}.{form}",
             outputs=[kept],
@@ -115,7 +115,7 @@ def _add_forms(additions: Additions, tensor: Tensor, value: torch.Tensor) -> int
         additions.add_op(
             Restore(layout),
             [kept],
-            like=maker,
+            like=producer,
             name=f"{tensor.name}_restore_{form}",
             target=f"{RESTORE}.{form}",
             outputs=[made],

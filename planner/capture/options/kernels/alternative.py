@@ -106,7 +106,7 @@ class Calls:
             for op, node, call in zip(capture.graph.ops, capture.nodes, capture.program.calls, strict=True)
             if node is not None
         }
-        self._makers = {storage(result.value): asked for asked in self._asked.values() for result in asked.results}
+        self._producers = {storage(result.value): asked for asked in self._asked.values() for result in asked.results}
 
     def __iter__(self) -> Iterator["ReplaceableOp"]:
         return iter(self._asked.values())
@@ -119,10 +119,10 @@ class Calls:
         """Return the op that was captured as `node`."""
         return next(asked for asked in self if asked.node is node)
 
-    def maker(self, value: fx.Node) -> "ReplaceableOp | None":
+    def producer(self, value: fx.Node) -> "ReplaceableOp | None":
         """Return the op that makes the memory of `value`, an argument; None if there is none."""
         made = value.meta["val"]
-        return self._makers.get(storage(made)) if isinstance(made, torch.Tensor) else None
+        return self._producers.get(storage(made)) if isinstance(made, torch.Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)

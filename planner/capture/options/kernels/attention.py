@@ -57,7 +57,7 @@ def _backward_alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
         compute = partial(_math_backward, causal=asked.named("is_causal"), scale=_scale(asked, query))
         reads = (asked[0], query, key, value) if mask is None else (asked[0], query, key, value, mask)
         yield (Alternative("math", (asked.node,), reads, asked.results, compute),)
-    before = asked.calls.maker(asked.named("out"))
+    before = asked.calls.producer(asked.named("out"))
     if asked.node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return  # a CPU has one fused kernel
     if before is None or asked.named("dropout_p") or not _gives_no_mask_gradient(asked):

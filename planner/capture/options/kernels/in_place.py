@@ -37,7 +37,7 @@ _BY_ROWS: Mapping[Any, int] = {
 def alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the chain of ops that begins with this one."""
     row = [asked]
-    if any((before := asked.calls.maker(arg)) is not None and _continues(before, asked) for arg in asked.node.all_input_nodes):
+    if any((before := asked.calls.producer(arg)) is not None and _continues(before, asked) for arg in asked.node.all_input_nodes):
         return
     while (after := _next(row[-1])) is not None:
         row.append(after)

@@ -111,7 +111,9 @@ def offer(finder: PackFinder) -> None:
         made = finder.additions.add_tensor(f"{op.name}@bits", packed)
         found = Compared(comparison, tuple(arguments), fake(node), size)
         finder.add(found.to_bits, [x], like=op, of=op.name, does="to_bits", makes=made)
-        finder.add(found.from_bits, [gradient, made], like=op, of=op.name, does="from_bits", makes=op.outputs[0], stands_in=True)
+        finder.add(
+            found.from_bits, [gradient, made], like=op, of=op.name, does="from_bits", makes=op.outputs[0], alternative=True
+        )
 
 
 def _is_alike(finder: PackFinder, node: fx.Node) -> bool:

@@ -73,7 +73,7 @@ class PackFinder:
         of: str,
         does: str,
         makes: int,
-        stands_in: bool = False,
+        alternative: bool = False,
     ) -> None:
         """Add an op.
 
@@ -93,8 +93,8 @@ class PackFinder:
             name=f"{of}_{does}",
             target=f"{TARGET}.{does}",
             outputs=[makes],
-            replaces=(like.id,) if stands_in else (),
-            recomputable=like.recomputable or not stands_in,
+            replaces=(like.id,) if alternative else (),
+            recomputable=like.recomputable or not alternative,
         )
 
     def _is_across(self, tensor: int) -> bool:

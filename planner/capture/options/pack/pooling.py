@@ -115,4 +115,4 @@ def offer(finder: PackFinder) -> None:
         called = partial(to_places, like=places, windows=windows)
         finder.add(called, [indices], like=op, of=op.name, does="to_places", makes=made)
         called = partial(from_places, whole=of_shape(node), windows=windows)
-        finder.add(called, [gradient, made], like=op, of=op.name, does="from_places", makes=op.outputs[0], stands_in=True)
+        finder.add(called, [gradient, made], like=op, of=op.name, does="from_places", makes=op.outputs[0], alternative=True)

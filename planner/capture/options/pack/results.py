@@ -89,4 +89,4 @@ def offer(finder: PackFinder) -> None:
         assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
         if not finder.is_needed(x) and (result := needed_result(finder, node)) is not None:
             called = partial(from_result, target=node.target, arguments=arguments)
-            finder.add(called, [gradient, result], like=op, of=op.name, does="from_result", makes=op.outputs[0], stands_in=True)
+            finder.add(called, [gradient, result], like=op, of=op.name, does="from_result", makes=op.outputs[0], alternative=True)

@@ -63,4 +63,4 @@ def offer(finder: PackFinder) -> None:
         assert isinstance(x, fx.Node)
         if not finder.is_needed(x):
             reads = [arg for arg in (node.args[0], *node.args[2:]) if isinstance(arg, fx.Node)]
-            finder.add(of_shape(node), reads, like=op, of=op.name, does="of_shape", makes=op.outputs[0], stands_in=True)
+            finder.add(of_shape(node), reads, like=op, of=op.name, does="of_shape", makes=op.outputs[0], alternative=True)

@@ -36,7 +36,7 @@ class Problem:
         consumers: for each tensor the ops that read it, in order.
         kept: for each tensor, True if it must be in memory at the end.
         settled: for each kept tensor, the op by whose place it has certainly been produced.
-        asked: kept tensors for which that op is a pass end, since another device may produce them.
+        requested: kept tensors for which that op is a pass end, since another device may produce them.
         held: for each op io(i) without inputs that an output may overwrite: the tensors in memory together throughout it.
         own_bytes: bytes(held(i)) + w_i for each op.
         recompute_bytes: the same for a recomputation of i, whose kept outputs are in memory twice.
@@ -63,7 +63,7 @@ class Problem:
     consumers: tuple[tuple[int, ...], ...]
     kept: tuple[bool, ...]
     settled: tuple[int, ...]
-    asked: frozenset[int]
+    requested: frozenset[int]
     held: tuple[frozenset[int], ...]
     own_bytes: tuple[int, ...]
     recompute_bytes: tuple[int, ...]
@@ -159,8 +159,8 @@ def problem_of(graph: Graph, budget_bytes: int) -> Problem:
     own = tuple(sum(sizes[t] for t in held[i]) + workspace_bytes_in(graph.pools[0], op) for i, op in enumerate(ops))
     recompute_bytes = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
     producers = _positions(outputs, len(sizes))
-    asked = {t: places.ids.index(op) for t, op in requested_outputs(graph).items()}
-    settled = _settled(places, [[p for p in of_t if not ops[p].optional] for of_t in producers], asked)
+    requested = {t: places.ids.index(op) for t, op in requested_outputs(graph).items()}
+    settled = _settled(places, [[p for p in of_t if not ops[p].optional] for of_t in producers], requested)
     last_use, last_worth = _uses(places, inputs, outputs, allowed, [s if kept[t] else len(ops) for t, s in enumerate(settled)])
     needed = [recompute_bytes[i] if places.sure[i] else own[i] for i in range(len(ops))]
     return Problem(
@@ -178,7 +178,7 @@ def problem_of(graph: Graph, budget_bytes: int) -> Problem:
         consumers=_positions(inputs, len(sizes)),
         kept=kept,
         settled=settled,
-        asked=frozenset(asked),
+        requested=frozenset(requested),
         held=held,
         own_bytes=own,
         recompute_bytes=recompute_bytes,
@@ -229,10 +229,10 @@ def _positions(tensors: Sequence[Sequence[int]], count: int) -> tuple[tuple[int,
     return tuple(map(tuple, found))
 
 
-def _settled(places: Places, producers: Sequence[Sequence[int]], asked: Mapping[int, int]) -> tuple[int, ...]:
-    """Return ``Problem.settled``, given for each tensor its producers in the program, and the pass ends that read `asked`."""
+def _settled(places: Places, producers: Sequence[Sequence[int]], requested: Mapping[int, int]) -> tuple[int, ...]:
+    """Return ``Problem.settled``, given for each tensor its producers in the program, and the pass ends that read some."""
     return tuple(
-        asked[t] if t in asked else max((of_t[0], *places.replaced_by[of_t[0]])) if of_t else len(places.ids)
+        requested[t] if t in requested else max((of_t[0], *places.replaced_by[of_t[0]])) if of_t else len(places.ids)
         for t, of_t in enumerate(producers)
     )
 

@@ -18,7 +18,7 @@ from solvers.problem import Problem
 
 Reloads = frozenset[tuple[int, int]]  # (tensor, position of the execution that it is reloaded for)
 
-PoolMemory = dict[int, NDArray[np.int64]]  # by pool, the bytes during each execution
+BytesByPool = dict[int, NDArray[np.int64]]  # by pool, the bytes during each execution
 
 _END = 2**62  # position until which kept tensors stay
 
@@ -190,7 +190,7 @@ class TransferPlan:
                 over = stay.copied < 0 and stay.tensor in self.streams.overwritable[self.executed[stay.end]]
                 (self.written_over if over else self.ending)[stay.end].append(stay)
 
-    def _set_due(self, memory: PoolMemory) -> None:
+    def _set_due(self, memory: BytesByPool) -> None:
         """Set the times by which transfers must arrive, and find those whose source is freed before."""
         starts_s = (*self.starts_s, math.inf)
         for transfer in reversed(self.transfers):
@@ -206,7 +206,7 @@ class TransferPlan:
             if source is not None and source.by is not None:
                 source.by.due_s = min(source.by.due_s, transfer.due_s - self.streams.time_s[transfer.op])
 
-    def _needed(self, memory: PoolMemory, stay: PoolStay, until: int) -> int:
+    def _needed(self, memory: BytesByPool, stay: PoolStay, until: int) -> int:
         """Return the first position after a stay at which its memory is needed, at most `until`."""
         d, begin, size = self.streams.pool[stay.tensor], max(stay.end, stay.begin) + 1, self.streams.sizes[stay.tensor]
         if d not in memory or begin >= until:
@@ -239,7 +239,7 @@ class TransferPlan:
             if source is not None and source.by is not None:
                 source.by.due_s = min(source.by.due_s, begin_s)
 
-    def _memory_bytes(self) -> PoolMemory:
+    def _memory_bytes(self) -> BytesByPool:
         """Return the memory of the devices' pools that have a limit during each execution, with the shortest lifetimes."""
         streams, n = self.streams, len(self.executed)
         limited = [d for d, limit in enumerate(self.limits_bytes) if streams.computes[d] and limit < math.inf]

@@ -22,7 +22,7 @@ from solvers.streams import sizes_in, workspace_bytes_in
 from solvers.windows.relaxation.draft import ModelDraft, Sum
 from solvers.windows.relaxation.paths import Paths
 
-Terms = dict[int, float]  # of a row: value by column
+TermsByColumn = dict[int, float]  # of a row: value by column
 Over = tuple[int | None, int | None, float]
 
 
@@ -31,7 +31,7 @@ def add_kept(draft: ModelDraft, k: int) -> None:
 
     Any of them may produce it first, at any time, and it stays from then on.
     """
-    for t in sorted(draft.problem.asked):
+    for t in sorted(draft.problem.requested):
         after = draft.handed.get((k + 1, t))
         if after is None:
             continue
@@ -80,7 +80,7 @@ class LinearExpression:
     """A sum of a constant and terms, with each column once."""
 
     constant: float = 0.0
-    terms: Terms = field(default_factory=dict)
+    terms: TermsByColumn = field(default_factory=dict)
 
     def add(self, column: int, value: float) -> None:
         """Add a term."""

@@ -21,7 +21,7 @@ from solvers.windows.decoding.refinement import halved
 from solvers.windows.params import BranchParams
 from solvers.windows.relaxation.discretization import Decision, Discretization
 from solvers.windows.search import Search
-from solvers.windows.strategies.refinement import Look, look_at, look_at_fractions
+from solvers.windows.strategies.refinement import RelaxationResult, solve_linear_relaxation, solve_relaxation
 from solvers.windows.strategies.strategy import Strategy
 from solvers.windows.strategies.substitution import with_alternatives
 
@@ -68,7 +68,7 @@ class Branches(Strategy):
         self.alternatives = _alternatives(search.problem, search.params.branches)
         self.all = [self._branch(frozenset(), -np.inf)]
         if self.alternatives:
-            self._look_at_fractions(self.all[0])
+            self._solve_linear_relaxation(self.all[0])
 
     @staticmethod
     def applies(problem: Problem) -> bool:
@@ -103,7 +103,7 @@ class Branches(Strategy):
         if branch.order is not None:
             self.orders.append(branch.order)
             branch.order = None
-        look = look_at(
+        result = solve_relaxation(
             search,
             branch.discretization,
             search.clock.part(limit or branch.limit),
@@ -111,19 +111,19 @@ class Branches(Strategy):
             prove=lambda overhead: self._prove(branch, overhead),
             should_stop=self._is_of_no_use(branch),
         )
-        if look is None or search.stopping.solved() or branch.bound == np.inf:
+        if result is None or search.stopping.solved() or branch.bound == np.inf:
             return
-        if alternatives := self._to_decide(branch, look):
+        if alternatives := self._to_decide(branch, result):
             self._split(branch, alternatives)
-        elif look.outcome is not Outcome.OPTIMAL:
+        elif result.outcome is not Outcome.OPTIMAL:
             branch.limit *= self.params.longer
             # Another try would neither free memory nor improve HiGHS's arithmetic.
-            branch.closed = look.outcome is Outcome.FAILED or search.stopping.out_of_memory()
-        elif look.closer == branch.discretization:
-            branch.discretization = halved(look.closer)
-            branch.closed = branch.discretization == look.closer
+            branch.closed = result.outcome is Outcome.FAILED or search.stopping.out_of_memory()
+        elif result.finer == branch.discretization:
+            branch.discretization = halved(result.finer)
+            branch.closed = branch.discretization == result.finer
         else:
-            branch.discretization = look.closer
+            branch.discretization = result.finer
 
     def _prove(self, branch: Branch, overhead: float) -> None:
         branch.bound = max(branch.bound, overhead)
@@ -138,9 +138,9 @@ class Branches(Strategy):
 
         return is_above if branch.discretization.decided else lambda: False
 
-    def _to_decide(self, branch: Branch, look: Look) -> Alternatives:
+    def _to_decide(self, branch: Branch, result: RelaxationResult) -> Alternatives:
         """Return the alternatives of the heavy place at which the solution exceeds the budget most, unless decided."""
-        trial, budget = look.trial, self.search.budget_bytes
+        trial, budget = result.trial, self.search.budget_bytes
         if trial is None or trial.peak_bytes <= budget:
             return ()
         over = [
@@ -170,10 +170,10 @@ class Branches(Strategy):
         self.all.remove(branch)
         self.all += branches
         for part in branches:
-            self._look_at_fractions(part)
+            self._solve_linear_relaxation(part)
 
-    def _look_at_fractions(self, branch: Branch) -> None:
-        bound, instead = look_at_fractions(self.search, branch.discretization)
+    def _solve_linear_relaxation(self, branch: Branch) -> None:
+        bound, instead = solve_linear_relaxation(self.search, branch.discretization)
         self._prove(branch, bound)
         for alternatives in sorted(set(self.alternatives.values())):
             decided = branch.discretization.decided

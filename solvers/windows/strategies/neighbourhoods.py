@@ -21,7 +21,7 @@ from solvers.windows.decoding.refinement import refined, where_it_waits, with_st
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import Search
-from solvers.windows.strategies.refinement import solve_part
+from solvers.windows.strategies.refinement import solve_for_schedules
 from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, tight_windows
 from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, even_shares, share_time
 
@@ -63,8 +63,7 @@ class RestrictedModel:
     def begin(self) -> None:
         """Choose windows and candidates from coarse solutions, and find a first schedule."""
         trials = self.coarse_trials()
-        self.discretization = self.coarse
-        self.look_closer(trials)
+        self.add_tight_windows(trials)
         fresh, before_s = self.discretization, self.search.incumbent.best_s
         self.restart(self.params.whole_limit)
         # The solution for the least capacity is slower, but nearly fits.
@@ -73,7 +72,7 @@ class RestrictedModel:
             self.discretization = fresh
             self.settle(trials[-1])
 
-    def look_closer(self, trials: Iterable[Trial]) -> None:
+    def add_tight_windows(self, trials: Iterable[Trial]) -> None:
         """Add windows wherever `trials` need much memory."""
         windows = max(self.params.windows, self.params.size // self.search.problem.ops)
         discretization = tight_windows(self.search.problem, trials, self.params.tight_share * self.search.budget_bytes, windows)
@@ -100,7 +99,7 @@ class RestrictedModel:
                 break
             search.progress.tell("looking for recomputations that pay")
             model = build_relaxation(replace(small, capacity_bytes=int(share * small.capacity_bytes)), coarse)
-            answer = solve_part(search, model.program, self.params.coarse_limit, gap=search.stopping.tolerance)
+            answer = solve_for_schedules(search, model.program, self.params.coarse_limit, gap=search.stopping.tolerance)
             if answer.values is None:
                 break
             solution = read_solution(model, answer.values)
@@ -120,16 +119,16 @@ class RestrictedModel:
         def try_solution(values: Floats, objective: float) -> bool:
             # A schedule far from the best is found quickly, and better than none.
             if search.incumbent.best is None:
-                self.look(model, read_solution(model, values))
+                self.offer_solution(model, read_solution(model, values))
             return False
 
         gap = self.params.settle_gap * search.stopping.tolerance
-        answer = solve_part(search, model.program, limit, gap=gap, on_incumbent=try_solution)
+        answer = solve_for_schedules(search, model.program, limit, gap=gap, on_incumbent=try_solution)
         if answer.outcome is Outcome.INFEASIBLE:
             return not self.more_candidates()
         if answer.values is None:
             return False
-        trial = self.look(model, read_solution(model, answer.values))
+        trial = self.offer_solution(model, read_solution(model, answer.values))
         if trial is not None:
             self.settle(trial)
         return answer.outcome is Outcome.OPTIMAL and model.discretization == self.discretization
@@ -159,26 +158,26 @@ class RestrictedModel:
             if fits and not any(trial.waits_s):
                 return True
             if fits:
-                closer = where_it_waits(self.discretization, trial, search.params.refinement)
+                finer = where_it_waits(self.discretization, trial, search.params.refinement)
             else:
-                closer = refined(self.discretization, trial, budget_bytes, search.params.refinement, ahead=ahead)
+                finer = refined(self.discretization, trial, budget_bytes, search.params.refinement, ahead=ahead)
             if not fits and search.problem.places.plain:
-                closer = with_stages_in_order(closer, trial, budget_bytes, search.params.refinement, ahead=ahead)
-            closer = replace(closer, precedences=frozenset())
-            if closer == self.discretization or search.stopping.enough():
+                finer = with_stages_in_order(finer, trial, budget_bytes, search.params.refinement, ahead=ahead)
+            finer = replace(finer, precedences=frozenset())
+            if finer == self.discretization or search.stopping.enough():
                 return fits
-            self.discretization = closer
+            self.discretization = finer
             self.known.learn_order(trial.order)
             model = self.model()
             solution = self.around(model, trial)
-            looked = None if solution is None else self.look(model, solution)
-            if looked is None:
+            tried = None if solution is None else self.offer_solution(model, solution)
+            if tried is None:
                 return fits
             # A solution of the same cost has probably moved the excess to an earlier op.
-            ahead = 2 * ahead if looked.time_s < trial.time_s * (1 + self.params.open_gap) else 1
-            if fits and looked.time_s >= trial.time_s:
+            ahead = 2 * ahead if tried.time_s < trial.time_s * (1 + self.params.open_gap) else 1
+            if fits and tried.time_s >= trial.time_s:
                 return True
-            trial = looked
+            trial = tried
         return trial.peak_bytes <= budget_bytes
 
     def around(self, model: Model, trial: Trial) -> Solution | None:
@@ -196,7 +195,8 @@ class RestrictedModel:
         while not search.stopping.enough():
             opened = {w for middle in over for w in range(max(0, middle - radius), min(windows, middle + radius + 1))}
             program = fixed_but_for(encoded, columns_in(model, opened))
-            answer = solve_part(search, program, self.params.part_limit, gap=self.params.settle_gap * search.stopping.tolerance)
+            gap = self.params.settle_gap * search.stopping.tolerance
+            answer = solve_for_schedules(search, program, self.params.part_limit, gap=gap)
             if answer.values is not None and answer.objective is not None and answer.objective < least:
                 best, least = answer.values, answer.objective
             if least <= much or len(opened) == windows:
@@ -204,7 +204,7 @@ class RestrictedModel:
             radius *= self.params.wider
         return None if best is None else read_solution(model, best)
 
-    def look(self, model: Model, solution: Solution) -> Trial | None:
+    def offer_solution(self, model: Model, solution: Solution) -> Trial | None:
         """Return the trial of a solution; None if it would read an overwritten tensor or exceeds a resource."""
         order = decoded(model.problem, model.discretization, solution)
         trial = self.search.offer(order, model.discretization)
@@ -265,12 +265,12 @@ class FixAndOptimize(SteppedStrategy):
             search.progress.tell(f"improving {min(size, whole)} of {whole} {self.opened}")
             began = search.clock.now
             program = fixed_but_for(best, self.columns(best, size))
-            answer = solve_part(search, program, params.open_limit, gap=params.open_gap, start=best.start)
+            answer = solve_for_schedules(search, program, params.open_limit, gap=params.open_gap, start=best.start)
             took = search.clock.now - began
             before = search.problem.units(best.trial.time_s - search.problem.base_s)
             enough = before - params.open_gap * OBJECTIVE_SCALE
             if answer.values is not None and answer.objective is not None and answer.objective < enough:
-                trial = restricted.look(best.model, read_solution(best.model, answer.values))
+                trial = restricted.offer_solution(best.model, read_solution(best.model, answer.values))
                 if trial is not None:
                     restricted.settle(trial)
             done = answer.outcome in {Outcome.OPTIMAL, Outcome.INFEASIBLE}
@@ -364,7 +364,7 @@ class FixAndOptimizeOptions(Strategy):
         """Start from the best schedule: add windows where it needs much memory."""
         self._from = best = self.search.incumbent.best_trial
         self.near.choose_from(op for op, first in zip(best.order.computed, best.order.first, strict=True) if not first)
-        self.near.look_closer([best])
+        self.near.add_tight_windows([best])
         self._strategies = [FixAndOptimizeWindows(self.search, self.near), FixAndOptimizeOps(self.search, self.near)]
 
 

@@ -21,7 +21,7 @@ from solvers.windows.params import OffloadingParams
 from solvers.windows.relaxation.discretization import Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import WORK_PER_EXECUTION, Search
-from solvers.windows.strategies.refinement import solve_part
+from solvers.windows.strategies.refinement import solve_for_schedules
 from solvers.windows.strategies.restricted_model import CandidateSet
 from solvers.windows.strategies.strategy import SteppedStrategy
 
@@ -62,7 +62,7 @@ def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
             offer_without_waits(search, trial)
         return False
 
-    answer = solve_part(search, model.program, params.limit, gap=params.gap, below=below, on_incumbent=try_solution)
+    answer = solve_for_schedules(search, model.program, params.limit, gap=params.gap, below=below, on_incumbent=try_solution)
     if answer.values is not None and answer.objective is not None:
         try_solution(answer.values, answer.objective)
 

@@ -24,7 +24,7 @@ from solvers.windows.strategies.strategy import Strategy
 _WORK_PER_ENTRY = 2e-6  # of building a model
 
 
-def solve_part(
+def solve_for_schedules(
     search: Search,
     program: Milp,
     limit: float,
@@ -86,17 +86,17 @@ class Relaxation(Strategy):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class RelaxationResult:
     """The result of solving a model once.
 
     Attributes:
         outcome: of HiGHS.
-        closer: the model's discretization, refined where the last solution exceeds the budget.
+        finer: the model's discretization, refined where the last solution exceeds the budget.
         trial: of that solution; None if it has no valid order.
     """
 
     outcome: Outcome
-    closer: Discretization
+    finer: Discretization
     trial: Trial | None
 
 
@@ -110,25 +110,25 @@ def refine(
     """
     clock = search.clock.part(limit)
     while not (search.stopping.solved() or search.stopping.stopped()):
-        look = look_at(search, discretization, clock, from_best=from_best)
-        if look is None:
+        found = solve_relaxation(search, discretization, clock, from_best=from_best)
+        if found is None:
             return discretization, False
         in_time = clock.now < limit
         if search.stopping.solved():
             more = search.clock.part(search.stopping.extra(search.clock.now))
-            look_at(search, discretization, more, from_best=from_best)
+            solve_relaxation(search, discretization, more, from_best=from_best)
             return discretization, False
-        if look.outcome is not Outcome.OPTIMAL:
+        if found.outcome is not Outcome.OPTIMAL:
             # The bound of a finer model would lag behind for long: this one gets more time.
             # If memory ended it, more time is useless.
-            return (look.closer if in_time else discretization), look.outcome is Outcome.INFEASIBLE
-        if look.closer == discretization:
+            return (found.finer if in_time else discretization), found.outcome is Outcome.INFEASIBLE
+        if found.finer == discretization:
             return discretization, True
-        discretization = look.closer
+        discretization = found.finer
     return discretization, False
 
 
-def look_at(
+def solve_relaxation(
     search: Search,
     discretization: Discretization,
     clock: Clock,
@@ -136,7 +136,7 @@ def look_at(
     from_best: bool = True,
     prove: Callable[[float], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> Look | None:
+) -> RelaxationResult | None:
     """Build a model, solve it and offer its solutions; return None if it was stopped before there was a model.
 
     Args:
@@ -151,7 +151,7 @@ def look_at(
     return _solve_model(search, model, clock, from_best=from_best, prove=prove, should_stop=should_stop)
 
 
-def look_at_fractions(search: Search, discretization: Discretization) -> tuple[float, dict[int, float]]:
+def solve_linear_relaxation(search: Search, discretization: Discretization) -> tuple[float, dict[int, float]]:
     """Return the bound of the linear relaxation, as for ``Incumbent.prove``, and its values of z."""
     try:
         model = _build(search, discretization)
@@ -178,14 +178,14 @@ def _solve_model(
     from_best: bool,
     prove: Callable[[float], None],
     should_stop: Callable[[], bool],
-) -> Look:
-    looks: list[tuple[Discretization, Trial | None]] = [(model.discretization, None)]
+) -> RelaxationResult:
+    latest: list[tuple[Discretization, Trial | None]] = [(model.discretization, None)]
     search.models.note_size(model.program.matrix.shape)
 
     def try_solution(values: Floats, objective: float) -> bool:
         solution = read_solution(model, values)
         search.models.solutions.append((model.discretization, solution))
-        looks[0] = _offer(search, model, solution)
+        latest[0] = _offer(search, model, solution)
         return search.stopping.satisfied()
 
     def on_bound(overhead: float) -> None:
@@ -216,8 +216,8 @@ def _solve_model(
     prove(np.inf if answer.outcome is Outcome.INFEASIBLE else answer.bound)
     if answer.values is not None:
         try_solution(answer.values, 0.0)
-    closer, trial = looks[0]
-    return Look(answer.outcome, closer, trial)
+    finer, trial = latest[0]
+    return RelaxationResult(answer.outcome, finer, trial)
 
 
 def _offer(search: Search, model: Model, solution: Solution) -> tuple[Discretization, Trial | None]:

@@ -46,8 +46,11 @@ class HostChannels:
             HOST_TO_DEVICE: open_channel(HOST_TO_DEVICE, host, device, DeviceMemory(device), timed=timed),
         }
 
-    def out(self, tensor: torch.Tensor) -> tuple[HostTensor, Transfer]:
+    def out(self, tensor: torch.Tensor, made_by: Transfer | None = None) -> tuple[HostTensor, Transfer]:
         """Issue the copy of `tensor` to the host.
+
+        Args:
+            made_by: as in ``Transfer.send``.
 
         Returns:
             The tensor on the host, and the transfer, to be finished before `tensor` is freed.
@@ -56,7 +59,7 @@ class HostChannels:
             CopyError: there is no room on the host, or no thread to copy.
         """
         transfer = self.by_stream[DEVICE_TO_HOST].transfer()
-        transfer.send(tensor)
+        transfer.send(tensor, made_by)
         return transfer.take(allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)), transfer
 
     def back(self, host: HostTensor) -> tuple[Any, Transfer]:

@@ -17,17 +17,17 @@ from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, r
 aten = torch.ops.aten
 
 
-def by_rows(asked: OpByRows) -> ByRows:
+def by_rows(op: OpByRows) -> ByRows:
     """Return the row-by-row form of an op.
 
     Raises:
         NotByRowsError: the op is not by rows.
     """
-    target = asked.node.target
+    target = op.node.target
     if rule := _RULES.get(target):
-        return rule(asked)
+        return rule(op)
     if torch.Tag.pointwise in getattr(target, "tags", ()) or target in _ELEMENTWISE:
-        return asked.makes(_by_elements(asked, asked.shape(asked.node)))
+        return op.makes(_by_elements(op, op.shape(op.node)))
     raise NotByRowsError
 
 
@@ -35,18 +35,18 @@ def by_rows(asked: OpByRows) -> ByRows:
 _ELEMENTWISE = frozenset({aten._to_copy.default, aten.masked_fill.Tensor, aten.hardswish_backward.default})
 
 
-def _by_elements(asked: OpByRows, out: tuple[int, ...]) -> RowDimensions:
+def _by_elements(op: OpByRows, out: tuple[int, ...]) -> RowDimensions:
     """Return the position of the rows in an elementwise result of shape `out`; scalars are read whole."""
-    args = [a for a in asked.node.all_input_nodes if isinstance(a.meta["val"], torch.Tensor)]
-    first = next((a for a in args if a in asked.known), None)
-    place = asked.at(first).moved(len(out) - len(asked.shape(first))) if first is not None else asked.at()
+    args = [a for a in op.node.all_input_nodes if isinstance(a.meta["val"], torch.Tensor)]
+    first = next((a for a in args if a in op.known), None)
+    place = op.at(first).moved(len(out) - len(op.shape(first))) if first is not None else op.at()
     for arg in args:
-        dims = len(out) - len(asked.shape(arg))
-        sizes = ((1,) * dims + asked.shape(arg))[place.first : place.last + 1]
+        dims = len(out) - len(op.shape(arg))
+        sizes = ((1,) * dims + op.shape(arg))[place.first : place.last + 1]
         if sizes == place.sizes(out) and place.first >= dims:
-            asked.want(arg, place.moved(-dims))
+            op.want(arg, place.moved(-dims))
         elif all(size == 1 for size in sizes):
-            asked.want_whole(arg)
+            op.want_whole(arg)
         else:
             raise NotByRowsError
     return place
@@ -55,17 +55,17 @@ def _by_elements(asked: OpByRows, out: tuple[int, ...]) -> RowDimensions:
 def _along(*read: int, dim: int, reduces: bool = False) -> Callable[[OpByRows], ByRows]:
     """Return the rule of an op along the dimensions in its argument `dim`, none of them rows; `read` are its tensor arguments."""
 
-    def rule(asked: OpByRows) -> ByRows:
-        place = asked.at(*map(asked.arg, read))
-        count = len(asked.shape(asked.arg(read[0])))
-        given = asked.arg(dim)
+    def rule(op: OpByRows) -> ByRows:
+        place = op.at(*map(op.arg, read))
+        count = len(op.shape(op.arg(read[0])))
+        given = op.arg(dim)
         dims = {d % count for d in ([given] if isinstance(given, int) else given or range(count))}
         if any(place.within(d) for d in dims):
             raise NotByRowsError
         for position in read:
-            _want_with_equal_rows(asked, asked.arg(position), asked.arg(read[0]), place)
-        gone = sum(d < place.first for d in dims) if reduces and len(asked.shape(asked.node)) < count else 0
-        return asked.makes(place.moved(-gone))
+            _want_with_equal_rows(op, op.arg(position), op.arg(read[0]), place)
+        gone = sum(d < place.first for d in dims) if reduces and len(op.shape(op.node)) < count else 0
+        return op.makes(place.moved(-gone))
 
     return rule
 
@@ -73,28 +73,28 @@ def _along(*read: int, dim: int, reduces: bool = False) -> Callable[[OpByRows], 
 _reduced = _along(0, dim=1, reduces=True)
 
 
-def _summed(asked: OpByRows) -> ByRows:
+def _summed(op: OpByRows) -> ByRows:
     """Return the form of a sum over all rows and perhaps more, or along other dimensions."""
-    arg = asked.arg(0)
-    place, shape = asked.at(arg), asked.shape(arg)
-    dims = {d % len(shape) for d in asked.arg(1) or range(len(shape))}
+    arg = op.arg(0)
+    place, shape = op.at(arg), op.shape(arg)
+    dims = {d % len(shape) for d in op.arg(1) or range(len(shape))}
     if not any(place.within(d) for d in dims):
-        return _reduced(asked)
+        return _reduced(op)
     if not all(d in dims for d in range(place.first, place.last + 1)):
         raise NotByRowsError
-    asked.want(arg, place)
-    return asked.makes(Total.SUM, elements=prod(shape[d] for d in dims) if asked.node.target in MEANS else 0)
+    op.want(arg, place)
+    return op.makes(Total.SUM, elements=prod(shape[d] for d in dims) if op.node.target in MEANS else 0)
 
 
 def _loss(reduction: int) -> Callable[[OpByRows], ByRows]:
     """Return the rule of an elementwise loss or its gradient; the argument at `reduction` is the kind of reduction."""
 
-    def rule(asked: OpByRows) -> ByRows:
-        backward = "backward" in str(asked.node.target)
-        shape = asked.shape(asked.arg(1 if backward else 0))
-        place, how = _by_elements(asked, shape), asked.arg(reduction)
+    def rule(op: OpByRows) -> ByRows:
+        backward = "backward" in str(op.node.target)
+        shape = op.shape(op.arg(1 if backward else 0))
+        place, how = _by_elements(op, shape), op.arg(reduction)
         made = place if backward or how == _NONE else Total.SUM
-        return asked.makes(made, elements=prod(shape) if how in (None, _MEAN) else 0, reduction=reduction)
+        return op.makes(made, elements=prod(shape) if how in (None, _MEAN) else 0, reduction=reduction)
 
     return rule
 
@@ -102,46 +102,46 @@ def _loss(reduction: int) -> Callable[[OpByRows], ByRows]:
 def _product(first: int) -> Callable[[OpByRows], ByRows]:
     """Return the rule of a matrix product whose left factor is at position `first`; an addend comes before."""
 
-    def rule(asked: OpByRows) -> ByRows:
-        left, right = asked.arg(first), asked.arg(first + 1)
-        added = asked.arg(0) if first else None
-        dims = len(asked.shape(left))
+    def rule(op: OpByRows) -> ByRows:
+        left, right = op.arg(first), op.arg(first + 1)
+        added = op.arg(0) if first else None
+        dims = len(op.shape(left))
         down, across = RowDimensions(dims - 2, dims - 2), RowDimensions(dims - 1, dims - 1)
-        at_left, at_right = asked.known.get(left), asked.known.get(right)
+        at_left, at_right = op.known.get(left), op.known.get(right)
         if dims == 3 and RowDimensions(0, 0) in (at_left, at_right):  # each row has products of its own
             made = RowDimensions(0, 0)
-            asked.want(left, made)
-            asked.want(right, made)
+            op.want(left, made)
+            op.want(right, made)
         elif at_left == across or at_right == down:
-            asked.want(left, across)
-            asked.want(right, down)
+            op.want(left, across)
+            op.want(right, down)
             if added is not None:
                 raise NotByRowsError
-            return asked.makes(Total.PRODUCT)
+            return op.makes(Total.PRODUCT)
         elif at_left == down:
             made = down
-            asked.want(left, down)
-            asked.want_whole(right)
+            op.want(left, down)
+            op.want_whole(right)
         elif at_right == across:
             made = across
-            asked.want(right, across)
-            asked.want_whole(left)
+            op.want(right, across)
+            op.want_whole(left)
         else:
             raise NotByRowsError
         if added is not None:
-            _add(asked, added, made)
-        return asked.makes(made)
+            _add(op, added, made)
+        return op.makes(made)
 
     return rule
 
 
-def _add(asked: OpByRows, added: fx.Node, made: RowDimensions) -> None:
+def _add(op: OpByRows, added: fx.Node, made: RowDimensions) -> None:
     """Require the addend of a product by rows if it has them, else whole."""
-    dims = len(asked.shape(asked.node)) - len(asked.shape(added))
-    if made.first < dims or asked.shape(added)[made.first - dims] == 1:
-        asked.want_whole(added)
+    dims = len(op.shape(op.node)) - len(op.shape(added))
+    if made.first < dims or op.shape(added)[made.first - dims] == 1:
+        op.want_whole(added)
     else:
-        asked.want(added, made.moved(-dims))
+        op.want(added, made.moved(-dims))
 
 
 _COUNTING = (torch.float32, torch.float64)
@@ -150,54 +150,52 @@ _NONE, _MEAN = 0, 1  # of ``reduction``: a loss per row, or the mean
 _REDUCTION = 3
 
 
-def _picked_loss(asked: OpByRows) -> ByRows:
+def _picked_loss(op: OpByRows) -> ByRows:
     """Return the form of ``nll_loss``: the entry of each row's class, summed."""
-    if asked.arg(_REDUCTION) == _NONE or len(asked.shape(asked.arg(0))) == 1:
+    if op.arg(_REDUCTION) == _NONE or len(op.shape(op.arg(0))) == 1:
         raise NotByRowsError
-    rows = rows_behind(asked.shape(asked.arg(0)), 1, asked.rows)
-    asked.want(asked.arg(0), rows)
-    asked.want(asked.arg(1), rows)
-    exact = (
-        asked.arg(2) is None and asked.node.meta["val"][1].dtype in _COUNTING and prod(asked.shape(asked.arg(1))) < _MOST_COUNTED
-    )
+    rows = rows_behind(op.shape(op.arg(0)), 1, op.rows)
+    op.want(op.arg(0), rows)
+    op.want(op.arg(1), rows)
+    exact = op.arg(2) is None and op.node.meta["val"][1].dtype in _COUNTING and prod(op.shape(op.arg(1))) < _MOST_COUNTED
     count = Total.COUNT if exact else Total.SUM
-    return asked.makes(Total.SUM, count, mean=asked.arg(_REDUCTION) == _MEAN, reduction=_REDUCTION)
+    return op.makes(Total.SUM, count, mean=op.arg(_REDUCTION) == _MEAN, reduction=_REDUCTION)
 
 
-def _picked_loss_backward(asked: OpByRows) -> ByRows:
-    rows = rows_behind(asked.shape(asked.arg(1)), 1, asked.rows)
-    asked.want(asked.arg(1), rows)
-    asked.want(asked.arg(2), rows)
-    if asked.arg(4) == _NONE:
-        asked.want(asked.arg(0), rows)
-    return asked.makes(rows)
+def _picked_loss_backward(op: OpByRows) -> ByRows:
+    rows = rows_behind(op.shape(op.arg(1)), 1, op.rows)
+    op.want(op.arg(1), rows)
+    op.want(op.arg(2), rows)
+    if op.arg(4) == _NONE:
+        op.want(op.arg(0), rows)
+    return op.makes(rows)
 
 
-def _padded(asked: OpByRows) -> ByRows:
+def _padded(op: OpByRows) -> ByRows:
     """Return the form of padding along other dimensions than the rows."""
-    arg, pad = asked.arg(0), asked.arg(1)
-    place, dims = asked.at(arg), len(asked.shape(arg))
+    arg, pad = op.arg(0), op.arg(1)
+    place, dims = op.at(arg), len(op.shape(arg))
     if any(place.within(dims - 1 - i // 2) for i, size in enumerate(pad) if size):
         raise NotByRowsError
-    asked.want(arg, place)
-    return asked.makes(place)
+    op.want(arg, place)
+    return op.makes(place)
 
 
-def _joined(asked: OpByRows) -> ByRows:
+def _joined(op: OpByRows) -> ByRows:
     """Return the form of a concatenation of arguments that all have the rows."""
-    args = asked.arg(0)
-    place = asked.at(*args)
-    if place.within((asked.arg(1) or 0) % len(asked.shape(args[0]))):
+    args = op.arg(0)
+    place = op.at(*args)
+    if place.within((op.arg(1) or 0) % len(op.shape(args[0]))):
         raise NotByRowsError
     for arg in args:
-        _want_with_equal_rows(asked, arg, args[0], place)
-    return asked.makes(place)
+        _want_with_equal_rows(op, arg, args[0], place)
+    return op.makes(place)
 
 
-def _want_with_equal_rows(asked: OpByRows, arg: fx.Node, other: fx.Node, place: RowDimensions) -> None:
+def _want_with_equal_rows(op: OpByRows, arg: fx.Node, other: fx.Node, place: RowDimensions) -> None:
     """Require `arg` by rows, with as many elements per row as `other`."""
-    asked.want(arg, place)
-    if place.sizes(asked.shape(arg)) != place.sizes(asked.shape(other)):
+    op.want(arg, place)
+    if place.sizes(op.shape(arg)) != place.sizes(op.shape(other)):
         raise NotByRowsError
 
 

@@ -101,23 +101,23 @@ class Calls:
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self._asked = {
+        self._ops = {
             op.id: ReplaceableOp(node, op, tuple(MadeTensor(node, path) for _, path in call.outputs), self)
             for op, node, call in zip(capture.graph.ops, capture.nodes, capture.program.calls, strict=True)
             if node is not None
         }
-        self._producers = {storage(result.value): asked for asked in self._asked.values() for result in asked.results}
+        self._producers = {storage(result.value): op for op in self._ops.values() for result in op.results}
 
     def __iter__(self) -> Iterator["ReplaceableOp"]:
-        return iter(self._asked.values())
+        return iter(self._ops.values())
 
     def __getitem__(self, op: int) -> "ReplaceableOp | None":
         """Return the op of this id; None for one that saves the generator's state."""
-        return self._asked.get(op)
+        return self._ops.get(op)
 
     def of(self, node: fx.Node) -> "ReplaceableOp":
         """Return the op that was captured as `node`."""
-        return next(asked for asked in self if asked.node is node)
+        return next(op for op in self if op.node is node)
 
     def producer(self, value: fx.Node) -> "ReplaceableOp | None":
         """Return the op that makes the memory of `value`, an argument; None if there is none."""
@@ -131,13 +131,13 @@ class ReplaceableOp:
 
     Attributes:
         node: the captured node.
-        op: the op of the graph.
+        graph_op: the op of the graph.
         results: its results that are tensors of the program.
         calls: all ops.
     """
 
     node: fx.Node
-    op: Op
+    graph_op: Op
     results: tuple[MadeTensor, ...]
     calls: Calls
 
@@ -161,7 +161,7 @@ class ReplaceableOp:
     @property
     def is_bound(self) -> bool:
         """True if the op must be executed as captured: it draws, mutates, may not be recomputed, or reads copied layouts."""
-        op = self.op
+        op = self.graph_op
         return bool(op.random or op.mutates or not op.recomputable or read_strides(self.node) or in_place_random_op(self.node))
 
     def alternative(self, name: str, target: Callable[..., Any], *arguments: Any, **more: Any) -> Alternative:

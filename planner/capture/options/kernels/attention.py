@@ -33,59 +33,59 @@ _BACKWARD = {
 }
 
 
-def alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
+def alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the alternatives for a pass of a fused attention kernel."""
-    if asked.node.target in _FORWARD:
-        yield from _forward_alternatives(asked)
-    elif asked.node.target in _BACKWARD:
-        yield from _backward_alternatives(asked)
+    if op.node.target in _FORWARD:
+        yield from _forward_alternatives(op)
+    elif op.node.target in _BACKWARD:
+        yield from _backward_alternatives(op)
 
 
-def _forward_alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
-    query, key, value, mask = _read(asked, _FORWARD)
-    if _has_math(asked, query, key):
-        compute = partial(_math_forward, causal=asked.named("is_causal"), scale=_scale(asked, query))
-        out = tuple(result for result in asked.results if result.path == (0,))
+def _forward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
+    query, key, value, mask = _read(op, _FORWARD)
+    if _has_math(op, query, key):
+        compute = partial(_math_forward, causal=op.named("is_causal"), scale=_scale(op, query))
+        out = tuple(result for result in op.results if result.path == (0,))
         reads = (query, key, value) if mask is None else (query, key, value, mask)
-        yield (Alternative("math", (asked.node,), reads, out, compute),)
+        yield (Alternative("math", (op.node,), reads, out, compute),)
 
 
-def _backward_alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
+def _backward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the alternatives for a backward pass, with its forward pass if that must save something else."""
-    query, key, value, mask = _read(asked, _BACKWARD)
-    if _has_math(asked, query, key) and _gives_no_mask_gradient(asked):
-        compute = partial(_math_backward, causal=asked.named("is_causal"), scale=_scale(asked, query))
-        reads = (asked[0], query, key, value) if mask is None else (asked[0], query, key, value, mask)
-        yield (Alternative("math", (asked.node,), reads, asked.results, compute),)
-    before = asked.calls.producer(asked.named("out"))
-    if asked.node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+    query, key, value, mask = _read(op, _BACKWARD)
+    if _has_math(op, query, key) and _gives_no_mask_gradient(op):
+        compute = partial(_math_backward, causal=op.named("is_causal"), scale=_scale(op, query))
+        reads = (op[0], query, key, value) if mask is None else (op[0], query, key, value, mask)
+        yield (Alternative("math", (op.node,), reads, op.results, compute),)
+    before = op.calls.producer(op.named("out"))
+    if op.node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return  # a CPU has one fused kernel
-    if before is None or asked.named("dropout_p") or not _gives_no_mask_gradient(asked):
+    if before is None or op.named("dropout_p") or not _gives_no_mask_gradient(op):
         return
     values = tuple(map(fake, (query, key, value)))
-    if asked.node.target is aten._scaled_dot_product_flash_attention_backward.default:
+    if op.node.target is aten._scaled_dot_product_flash_attention_backward.default:
         if fits_efficient(*values):
-            yield _efficient(asked, before)
-    elif mask is None and values[0].shape[3] % 8 == 0 and fits_flash(*values, is_causal=asked.named("is_causal")):
-        yield _flash(asked, before)
+            yield _efficient(op, before)
+    elif mask is None and values[0].shape[3] % 8 == 0 and fits_flash(*values, is_causal=op.named("is_causal")):
+        yield _flash(op, before)
 
 
-def _read(asked: ReplaceableOp, masks: dict[Any, str | None]) -> tuple[Any, Any, Any, Any]:
-    mask = masks[asked.node.target]
-    return (*(asked.named(name) for name in ("query", "key", "value")), None if mask is None else asked.named(mask))
+def _read(op: ReplaceableOp, masks: dict[Any, str | None]) -> tuple[Any, Any, Any, Any]:
+    mask = masks[op.node.target]
+    return (*(op.named(name) for name in ("query", "key", "value")), None if mask is None else op.named(mask))
 
 
-def _has_math(asked: ReplaceableOp, query: fx.Node, key: fx.Node) -> bool:
+def _has_math(op: ReplaceableOp, query: fx.Node, key: fx.Node) -> bool:
     """Return True if the op has no dropout, whose mask the fused kernels do not save, and one key head per query head."""
-    return not asked.named("dropout_p") and fake(query).dim() == 4 and fake(query).shape[:2] == fake(key).shape[:2]
+    return not op.named("dropout_p") and fake(query).dim() == 4 and fake(query).shape[:2] == fake(key).shape[:2]
 
 
-def _gives_no_mask_gradient(asked: ReplaceableOp) -> bool:
-    return all(result.path in ((0,), (1,), (2,)) for result in asked.results) and len(asked.results) == 3
+def _gives_no_mask_gradient(op: ReplaceableOp) -> bool:
+    return all(result.path in ((0,), (1,), (2,)) for result in op.results) and len(op.results) == 3
 
 
-def _scale(asked: ReplaceableOp, query: fx.Node) -> float:
-    scale = asked.named("scale")
+def _scale(op: ReplaceableOp, query: fx.Node) -> float:
+    scale = op.named("scale")
     return 1 / sqrt(fake(query).shape[-1]) if scale is None else float(scale)
 
 
@@ -146,10 +146,10 @@ def _math_backward(
     return torch.matmul(of_scores, key), torch.matmul(of_scores.transpose(-2, -1), query), of_value
 
 
-def _efficient(asked: ReplaceableOp, before: ReplaceableOp) -> Bundle:
+def _efficient(op: ReplaceableOp, before: ReplaceableOp) -> Bundle:
     """Return both passes by the memory-efficient kernel, which saves the logsumexp with rows padded to a tile."""
-    causal, scale = asked.named("is_causal"), asked.named("scale")
-    rows = fake(asked.named("query")).shape[2]
+    causal, scale = op.named("is_causal"), op.named("scale")
+    rows = fake(op.named("query")).shape[2]
 
     def forward(*given: torch.Tensor) -> Any:
         return aten._scaled_dot_product_efficient_attention.default(*given, None, True, 0.0, causal, scale=scale)
@@ -159,13 +159,13 @@ def _efficient(asked: ReplaceableOp, before: ReplaceableOp) -> Bundle:
             gradient, query, key, value, None, out, kept, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
         )
 
-    return _both(asked, before, "efficient", -(-rows // _TILE) * _TILE, forward, backward)
+    return _both(op, before, "efficient", -(-rows // _TILE) * _TILE, forward, backward)
 
 
-def _flash(asked: ReplaceableOp, before: ReplaceableOp) -> Bundle:
+def _flash(op: ReplaceableOp, before: ReplaceableOp) -> Bundle:
     """Return both passes by flash attention, which saves one logsumexp per row."""
-    causal, scale = asked.named("is_causal"), asked.named("scale")
-    rows, keys = (fake(asked.named(name)).shape[2] for name in ("query", "key"))
+    causal, scale = op.named("is_causal"), op.named("scale")
+    rows, keys = (fake(op.named(name)).shape[2] for name in ("query", "key"))
 
     def forward(*given: torch.Tensor) -> Any:
         return aten._scaled_dot_product_flash_attention.default(*given, 0.0, causal, scale=scale)
@@ -175,12 +175,12 @@ def _flash(asked: ReplaceableOp, before: ReplaceableOp) -> Bundle:
             gradient, query, key, value, out, kept, None, None, rows, keys, 0.0, causal, seed, seed, scale=scale
         )
 
-    return _both(asked, before, "flash", rows, forward, backward)
+    return _both(op, before, "flash", rows, forward, backward)
 
 
-def _both(asked: ReplaceableOp, before: ReplaceableOp, name: str, rows: int, forward: Any, backward: Any) -> Bundle:
+def _both(op: ReplaceableOp, before: ReplaceableOp, name: str, rows: int, forward: Any, backward: Any) -> Bundle:
     """Return both passes by a kernel that saves `rows` logarithms per head."""
-    query, key, value, _ = _read(asked, _BACKWARD)
+    query, key, value, _ = _read(op, _BACKWARD)
     logarithms = Own("logsumexp", fake(query).new_empty((*fake(query).shape[:2], rows), dtype=torch.float32))
 
     def forward_by(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -194,9 +194,9 @@ def _both(asked: ReplaceableOp, before: ReplaceableOp, name: str, rows: int, for
         Alternative(name, (before.node,), (query, key, value), (MadeTensor(before.node, (0,)), logarithms), forward_by),
         Alternative(
             name,
-            (asked.node,),
-            (asked[0], query, key, value, asked.named("out"), logarithms),
-            asked.results,
+            (op.node,),
+            (op[0], query, key, value, op.named("out"), logarithms),
+            op.results,
             backward_by,
             repeatable=False,  # gradients are accumulated in no fixed order
         ),

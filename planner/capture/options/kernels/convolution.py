@@ -19,56 +19,56 @@ _INPUT, _MASK = (0,), 10
 _STRIDE, _PADDING, _DILATION, _TRANSPOSED, _OUTPUT_PADDING, _GROUPS = range(6)  # positions after the tensors
 
 
-def alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
+def alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the alternatives for a convolution or its backward pass."""
-    if asked.node.target is aten.convolution.default:
-        yield from _forward_alternatives(asked)
-    elif asked.node.target is aten.convolution_backward.default:
-        yield from _backward_alternatives(asked)
+    if op.node.target is aten.convolution.default:
+        yield from _forward_alternatives(op)
+    elif op.node.target is aten.convolution_backward.default:
+        yield from _backward_alternatives(op)
 
 
-def _forward_alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
-    x, weight, bias, *geometry = (asked[i] for i in range(9))
+def _forward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
+    x, weight, bias, *geometry = (op[i] for i in range(9))
     stride, padding, dilation, groups = (geometry[i] for i in (_STRIDE, _PADDING, _DILATION, _GROUPS))
     transposed = geometry[_TRANSPOSED]
     if _has_native(x, weight, geometry):
-        yield (asked.alternative("native", _native, x, weight, _kernel(weight), bias, stride, padding),)
-    if asked.device == "cpu" and not transposed and fake(x).dtype == torch.float32:
-        yield (asked.alternative("onednn", _onednn, x, weight, bias, padding, stride, dilation, groups),)
+        yield (op.alternative("native", _native, x, weight, _kernel(weight), bias, stride, padding),)
+    if op.device == "cpu" and not transposed and fake(x).dtype == torch.float32:
+        yield (op.alternative("onednn", _onednn, x, weight, bias, padding, stride, dilation, groups),)
     if fake(x).dim() == 4:
         target = _in_format(_other_format(fake(x)), aten.convolution.default)
-        yield (asked.alternative(_format_name(fake(x)), target, x, weight, bias, *geometry),)
-    if asked.device == "cuda":
+        yield (op.alternative(_format_name(fake(x)), target, x, weight, bias, *geometry),)
+    if op.device == "cuda":
         for name, setting in _CUDNN.items():
             call = _with_cudnn(setting, aten.convolution.default)
-            yield (asked.alternative(name, call, x, weight, bias, *geometry, repeatable=name in _REPEATABLE),)
+            yield (op.alternative(name, call, x, weight, bias, *geometry, repeatable=name in _REPEATABLE),)
 
 
-def _backward_alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
-    gradient, x, weight, bias_sizes, *geometry = (asked[i] for i in range(_MASK))
-    mask = asked[_MASK]
+def _backward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
+    gradient, x, weight, bias_sizes, *geometry = (op[i] for i in range(_MASK))
+    mask = op[_MASK]
     given = (gradient, x, weight, bias_sizes, *geometry)
     # Some algorithms of cuDNN accumulate in no fixed order.
-    repeatable = asked.device != "cuda" or torch.backends.cudnn.deterministic
+    repeatable = op.device != "cuda" or torch.backends.cudnn.deterministic
     if mask[0] and mask[1]:
-        yield _one_at_a_time(asked, given, mask, repeatable=repeatable)
+        yield _one_at_a_time(op, given, mask, repeatable=repeatable)
     if _has_native(x, weight, geometry):
         arguments = (gradient, x, weight, _kernel(weight), geometry[_STRIDE], geometry[_PADDING], mask)
-        yield (asked.alternative("native", _native_backward, *arguments, repeatable=repeatable),)
+        yield (op.alternative("native", _native_backward, *arguments, repeatable=repeatable),)
     if fake(x).dim() == 4:
         target = _in_format(_other_format(fake(x)), aten.convolution_backward.default)
-        yield (asked.alternative(_format_name(fake(x)), target, *given, mask, repeatable=repeatable),)
-    if asked.device == "cuda":
+        yield (op.alternative(_format_name(fake(x)), target, *given, mask, repeatable=repeatable),)
+    if op.device == "cuda":
         for name, setting in _CUDNN.items():
             call = _with_cudnn(setting, aten.convolution_backward.default)
-            yield (asked.alternative(name, call, *given, mask, repeatable=repeatable and name in _REPEATABLE),)
+            yield (op.alternative(name, call, *given, mask, repeatable=repeatable and name in _REPEATABLE),)
 
 
-def _one_at_a_time(asked: ReplaceableOp, given: tuple[Any, ...], mask: list[bool], *, repeatable: bool) -> Bundle:
+def _one_at_a_time(op: ReplaceableOp, given: tuple[Any, ...], mask: list[bool], *, repeatable: bool) -> Bundle:
     """Return one op for the input's gradient, which does not read the input, and another one for the other gradients."""
     gradient, x, weight, bias_sizes, *geometry = given
-    of_input = tuple(result for result in asked.results if result.path == _INPUT)
-    others = tuple(result for result in asked.results if result.path != _INPUT)
+    of_input = tuple(result for result in op.results if result.path == _INPUT)
+    others = tuple(result for result in op.results if result.path != _INPUT)
 
     def input_alone(gradient: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
         like = gradient.new_empty(()).expand(fake(x).shape)  # the kernel reads only its shape
@@ -77,10 +77,10 @@ def _one_at_a_time(asked: ReplaceableOp, given: tuple[Any, ...], mask: list[bool
 
     rest = (*given, [False, *mask[1:]])
     return (
-        Alternative("input", (asked.node,), (gradient, weight), of_input, input_alone, repeatable, helper=True),
+        Alternative("input", (op.node,), (gradient, weight), of_input, input_alone, repeatable, helper=True),
         Alternative(
             "weight",
-            (asked.node,),
+            (op.node,),
             reads_of(rest),
             others,
             calling(aten.convolution_backward.default, rest, others),

@@ -27,11 +27,11 @@ KINDS: tuple[Callable[[ReplaceableOp], Iterator[Bundle]], ...] = (
 def with_kernels(capture: Capture) -> Capture:
     """Return `capture` with alternative kernels of all ``KINDS``; their times are not measured."""
     calls, additions = Calls(capture), Additions(capture)
-    for asked in calls:
-        if not asked.is_bound and asked.results:
+    for op in calls:
+        if not op.is_bound and op.results:
             for alternatives in KINDS:
-                for bundle in alternatives(asked):
-                    _add(additions, calls, asked.op, bundle)
+                for bundle in alternatives(op):
+                    _add(additions, calls, op.graph_op, bundle)
     return additions.captured()
 
 
@@ -47,7 +47,7 @@ def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
     }
 
     for alternative in bundle:
-        stood_for = sorted(calls.of(node).op.id for node in alternative.nodes)
+        stood_for = sorted(calls.of(node).graph_op.id for node in alternative.nodes)
         like = capture.graph.ops[stood_for[0]]
         made = [
             own[value] if isinstance(value, Own) else additions.tensor_of[storage(value.value)] for value in alternative.makes

@@ -34,10 +34,10 @@ _BY_ROWS: Mapping[Any, int] = {
 }
 
 
-def alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
+def alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the chain of ops that begins with this one."""
-    row = [asked]
-    if any((before := asked.calls.producer(arg)) is not None and _continues(before, asked) for arg in asked.node.all_input_nodes):
+    row = [op]
+    if any((before := op.calls.producer(arg)) is not None and _continues(before, op) for arg in op.node.all_input_nodes):
         return
     while (after := _next(row[-1])) is not None:
         row.append(after)
@@ -46,36 +46,36 @@ def alternatives(asked: ReplaceableOp) -> Iterator[Bundle]:
         yield (Alternative("in_place", tuple(op.node for op in row), reads, row[-1].results, compute, always_exact=True),)
 
 
-def _next(asked: ReplaceableOp) -> ReplaceableOp | None:
-    """Return the op that reads the result of `asked` and may overwrite it; None if there is none, or there are other readers."""
-    graph = asked.calls.capture.graph
-    if len(asked.results) != 1 or asked.is_bound:
+def _next(op: ReplaceableOp) -> ReplaceableOp | None:
+    """Return the op that reads the result of `op` and may overwrite it; None if there is none, or there are other readers."""
+    graph = op.calls.capture.graph
+    if len(op.results) != 1 or op.is_bound:
         return None
-    (made,) = asked.op.outputs
+    (made,) = op.graph_op.outputs
     readers = [reader for reader in graph.consumers[made] if reader < len(graph.program)]
-    if made in graph.kept or len(readers) != 1 or graph.ops[readers[0]].phase is not asked.op.phase:
+    if made in graph.kept or len(readers) != 1 or graph.ops[readers[0]].phase is not op.graph_op.phase:
         return None
-    after = asked.calls[readers[0]]
-    return after if after is not None and _overwritten(after, asked) is not None else None
+    after = op.calls[readers[0]]
+    return after if after is not None and _overwritten(after, op) is not None else None
 
 
-def _continues(before: ReplaceableOp, asked: ReplaceableOp) -> bool:
+def _continues(before: ReplaceableOp, op: ReplaceableOp) -> bool:
     after = _next(before)
-    return after is not None and after.node is asked.node
+    return after is not None and after.node is op.node
 
 
-def _overwritten(asked: ReplaceableOp, before: ReplaceableOp) -> fx.Node | None:
-    """Return the argument of `asked` that it may overwrite: the whole result of `before`, laid out as its own result."""
-    target = asked.node.target
-    if asked.is_bound or len(asked.results) != 1:
+def _overwritten(op: ReplaceableOp, before: ReplaceableOp) -> fx.Node | None:
+    """Return the argument of `op` that it may overwrite: the whole result of `before`, laid out as its own result."""
+    target = op.node.target
+    if op.is_bound or len(op.results) != 1:
         return None
-    result = asked.results[0].value
-    if target in _BY_ROWS and asked[_BY_ROWS[target]] not in (-1, result.dim() - 1):
+    result = op.results[0].value
+    if target in _BY_ROWS and op[_BY_ROWS[target]] not in (-1, result.dim() - 1):
         return None
     where = storage(before.results[0].value)
-    inside = [arg for arg in asked.node.all_input_nodes if storage(fake(arg)) == where]
+    inside = [arg for arg in op.node.all_input_nodes if storage(fake(arg)) == where]
     for position in _ELEMENTWISE.get(target, (0,) if target in _BY_ROWS else ()):
-        if inside == [arg := asked[position]] and covers(fake(arg), result) and _read_once(asked.node, arg):
+        if inside == [arg := op[position]] and covers(fake(arg), result) and _read_once(op.node, arg):
             return inside[0]
     return None
 

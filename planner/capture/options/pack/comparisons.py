@@ -90,8 +90,8 @@ class Compared:
         came, goes = bits.in_order(gradient, order), bits.in_order(result, order)
         zero = gradient.new_zeros(())
         for answers, begin, end in bits.unpacked(packed, came.numel(), self.size):
-            asked = came[begin:end], zero, goes[begin:end], self.arguments
-            yes, no = self.comparison.yes(*asked), self.comparison.no(*asked)
+            arguments = came[begin:end], zero, goes[begin:end], self.arguments
+            yes, no = self.comparison.yes(*arguments), self.comparison.no(*arguments)
             torch.where(answers, yes, no, out=goes[begin:end])
         return (result,)
 

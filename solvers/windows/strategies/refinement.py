@@ -103,7 +103,7 @@ class RelaxationResult:
 def refine(
     search: Search, discretization: Discretization, limit: float, *, from_best: bool = True
 ) -> tuple[Discretization, bool]:
-    """Solve and refine in turn; return the last discretization, and False if the limit came before nothing was left to refine.
+    """Solve and refine in turn; return the last discretization, and True if nothing is left to refine.
 
     Args:
         from_best: start from the best schedule, if its values in the model are known.

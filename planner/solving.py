@@ -13,7 +13,7 @@ from graphs.options.selection import differences
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from graphs.units import format_bytes
+from graphs.units import format_enough
 from planner.allocated_budget import REORDERED, as_step_runs, solver_of
 from planner.attributes import attributes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
@@ -349,14 +349,14 @@ def _what_would_do(refused: SolvedOrder, memory: CountedMemory, clock: Clock, sh
         half = limited.part(limited.limit / 2)
         known = least_known(graph, half, should_stop=should_stop, proved_bytes=proved_bytes)
         least_bytes = counted_bytes(graph, known, memory)
-        said = f" A schedule is known for {format_bytes(least_bytes)}."
+        said = f" A schedule is known for {format_enough(least_bytes)}."
     if graph.plain:
         whole = OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
         schedule = least_offloaded(whole, limited, should_stop=should_stop).schedule
         offloaded_bytes = counted_bytes(whole, schedule, memory)
         if offloaded_bytes < least_bytes:
             _, host_bytes = simulate(whole, schedule).pool_peaks_bytes
-            found = f"{format_bytes(offloaded_bytes)}, with {format_bytes(host_bytes)} on the host"
+            found = f"{format_enough(offloaded_bytes)}, with {format_enough(host_bytes)} on the host"
             said += f" With the option offload a schedule is known for {found}."
     return said
 

@@ -7,7 +7,7 @@ from graphs.errors import UsageError
 from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.options.selection import traced_with
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from planner.capture.options import needing, needs, option_called, with_options
 from planner.memory import CountedMemory
 from planner.option_settings import option_settings
@@ -204,8 +204,8 @@ def _recommended(
     fitting = [option for option in offered if option.least_found_bytes <= available_bytes]
     if fitting:
         best = min(fitting, key=lambda option: (not option.exact, option.price.overhead or 0.0))
-        reason = f"recomputation alone needs {format_bytes(least_bytes)}, and {available}"
+        reason = f"recomputation alone needs {format_enough(least_bytes)}, and {available}"
         return Recommendation(available_bytes, (best.name,), None, reason)
     least_bytes = min([least_bytes, *(option.least_found_bytes for option in offered)])
-    reason = f"a smaller batch: {available}, and the least that a schedule is known for is {format_bytes(least_bytes)}"
+    reason = f"a smaller batch: {available}, and the least that a schedule is known for is {format_enough(least_bytes)}"
     return Recommendation(None, (), None, f"{reason} (planner max-batch finds the largest batch)")

@@ -88,6 +88,17 @@ def test_a_budget_that_nothing_meets_is_an_error(graph: Graph) -> None:
         planner.solve(graph, "80%", solver="keep-everything")
 
 
+@pytest.mark.parametrize("unit_bytes", [1_234_567, 1_233_333, 1_011])
+def test_a_budget_that_an_error_names_suffices(unit_bytes: int, graph: Graph) -> None:
+    scaled = replace(graph, tensors=tuple(replace(t, size_bytes=t.size_bytes * unit_bytes) for t in graph.tensors))
+    with pytest.raises(InfeasibleError) as refused:
+        planner.solve(scaled, unit_bytes)
+    named = re.search(r"A schedule is known for ([\d.]+ .?B)", str(refused.value))
+    assert named is not None
+    plan = planner.solve(scaled, named[1])
+    assert plan.peak_bytes <= plan.budget_bytes < 1.01 * plan.peak_bytes
+
+
 @pytest.mark.parametrize("budget", [2**63 - 1, 2**63, 10**39, "1e30GB", "1e30%"])
 @pytest.mark.parametrize("solver", ["windows", "checkmate", "dtr"])
 def test_a_budget_of_any_size_is_one(budget: str | int, solver: str, graph: Graph) -> None:

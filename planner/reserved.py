@@ -28,7 +28,7 @@ from graphs.options.option import Feature
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from planner.arena import device_arena, least_slab_bytes
 from planner.compatibility import check_compatible
 from planner.memory import CountedMemory
@@ -141,8 +141,8 @@ class Beside:
             return ""
         context = ", with CUDA's context" if self.context_bytes else ""
         return (
-            f"budget {format_bytes(budget_bytes)} is below the {format_bytes(self.least_bytes)} in use while the optimizer runs, "
-            f"whatever the plan: static memory, gradients, workspaces of libraries and its own temporaries{context}. An "
+            f"budget {format_bytes(budget_bytes)} is below the {format_enough(self.least_bytes)} in use while the optimizer "
+            f"runs, whatever the plan: static memory, gradients, workspaces of libraries and its own temporaries{context}. An "
             "optimizer with fused=True needs less; otherwise raise the budget, or let it count only allocated memory "
             f"(memory={CountedMemory.ALLOCATED.value!r})"
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from planner.memory import CountedMemory
 from planner.reserved import growth_above_budget, least_reserved_in_arena, reserved_beside, reserved_bytes_of
 from solvers.clock import left
@@ -276,7 +276,7 @@ class _Search:
 
     def _nothing_found(self) -> str:
         """Return the message that no schedule fits."""
-        known = "" if self._least_bytes is None else f": the least found is {format_bytes(self._least_bytes)}"
+        known = "" if self._least_bytes is None else f": the least found is {format_enough(self._least_bytes)}"
         none = f"no schedule was found that reserves at most {format_bytes(self.request.budget_bytes)}{known}. Raise the budget"
         if self.arena:
             return f"{none} or the time limit"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 
-from graphs.units import format_bytes, format_ratio
+from graphs.units import format_bytes, format_enough, format_ratio
 from planner.attributes import attributes
 from planner.memory import CountedMemory
 from planner.studies.curve import Curve, CurveRow
@@ -85,8 +85,8 @@ def _least_line(curve: Curve) -> list[str]:
         return []
     order = "the order that was found for the ops" if curve.reordered else "program order"
     if least.exact:
-        return [f"least feasible budget: {format_bytes(least.found_bytes)}, proved for first executions in {order}"]
-    proved, found = format_bytes(least.proved_bytes), format_bytes(least.found_bytes)
+        return [f"least feasible budget: {format_enough(least.found_bytes)}, proved for first executions in {order}"]
+    proved, found = format_bytes(least.proved_bytes), format_enough(least.found_bytes)
     return [f"least feasible budget: between {proved} (proved for first executions in {order}) and {found}"]
 
 

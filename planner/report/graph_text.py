@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from graphs.units import format_bytes, format_seconds
+from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.options import OPTIONS
 from planner.facts.graph import DeviceFacts, GraphFacts, OptionFacts
 from planner.profiling.link import format_rate
@@ -36,10 +36,10 @@ def graph_text(facts: GraphFacts) -> str:
         ("peak", f"{format_bytes(summary.keep_everything_peak_bytes)} without recomputation{_reordered(facts)}"),
         *((f"  {name}", value) for name, value in facts.eager_memory.lines()),
         ("least budget", f"no less than {_least(facts)}: {visible(facts.least_budget_reason)}"),
-        ("  known", f"{format_bytes(facts.least_budget_found_bytes)}{_reserving(facts.least_reserved_found_bytes)}"),
+        ("  known", f"{format_enough(facts.least_budget_found_bytes)}{_reserving(facts.least_reserved_found_bytes)}"),
         *_reserved_bound(facts),
         ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} {_ORDER}"),
-        ("  known", f"{format_bytes(facts.least_budget_offload_found_bytes)}{offloaded}, with {host or 'nothing on the host'}"),
+        ("  known", f"{format_enough(facts.least_budget_offload_found_bytes)}{offloaded}, with {host or 'nothing on the host'}"),
         *(line for name, offered in facts.traced.items() for line in _option_lines(name, offered)),
         *(line for name, device in facts.placement.items() for line in _device_lines(name, device, summary.ops)),
         ("fingerprint", summary.fingerprint),
@@ -64,7 +64,7 @@ def graph_text(facts: GraphFacts) -> str:
 
 def _reserving(size: int | None) -> str:
     """Return the end of a sentence that says how many bytes are reserved for a schedule; "" without `size`, on the CPU."""
-    return "" if size is None else f" allocated, for which {format_bytes(size)} are reserved"
+    return "" if size is None else f" allocated, for which {format_enough(size)} are reserved"
 
 
 def _reserved_bound(facts: GraphFacts) -> list[tuple[str, str]]:
@@ -80,7 +80,7 @@ def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
     exactness = f"{facts.inexact_ops:,} of them not exact" if facts.inexact_ops else "all exact"
     return [
         (f"with {visible(name)}", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"),
-        ("  known", format_bytes(facts.least_budget_found_bytes)),
+        ("  known", format_enough(facts.least_budget_found_bytes)),
         ("  offered", f"{facts.ops:,} {_offers(name)}, {exactness}"),
     ]
 
@@ -110,7 +110,7 @@ def _device_lines(name: str, facts: DeviceFacts, ops: int) -> list[tuple[str, st
     lines = [("with placement", _device_line(name, facts, ops))]
     if facts.least_budget_bytes is not None and facts.least_budget_found_bytes is not None:
         lines.append(("  least budget", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"))
-        lines.append(("    known", format_bytes(facts.least_budget_found_bytes)))
+        lines.append(("    known", format_enough(facts.least_budget_found_bytes)))
     return lines
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from graphs.units import format_bytes
+from graphs.units import format_bytes, format_enough
 from planner.capture.options import option_called
 from planner.memory import CountedMemory
 from planner.plans.record import GraphSummary
@@ -116,13 +116,13 @@ class Advice:
             ("eager PyTorch needs", f"{eager}, {static} of it throughout the step"),
             *((f"  {name}", value) for name, value in self.eager_memory.lines()),
             *([("budgets count", counted)] if self._on_cuda else ()),
-            ("least budget", f"{format_bytes(self.least.budget_bytes)} ({self.least}), proved to be no less than {proved}"),
+            ("least budget", f"{format_enough(self.least.budget_bytes)} ({self.least}), proved to be no less than {proved}"),
             ("available", available),
         ]
         prices = (*reversed(self.between), self.least)
         budgets = [("budget", "of eager", "overhead", *([self.memory.taken] if self._on_cuda else ())), *map(self._line, prices)]
         header = ("with", "least budget", f"overhead at {format_bytes(self._middle.budget_bytes)}", "results")
-        none = ("recomputation alone", format_bytes(self.least.budget_bytes), str(self._middle), "exact")
+        none = ("recomputation alone", format_enough(self.least.budget_bytes), str(self._middle), "exact")
         offered = [header, none, *(self._option_line(option) for option in self.options)]
         recommended = self.recommended
         take = "" if recommended.budget_bytes is None else format_bytes(recommended.budget_bytes)
@@ -151,4 +151,4 @@ class Advice:
             return option.name, "nothing to choose in this step", "", ""
         lossy = option_called(option.name).lossy
         results = "exact" if option.exact else "lossy" if lossy else "may be rounded differently"
-        return option.name, format_bytes(option.least_found_bytes), str(option.price), results
+        return option.name, format_enough(option.least_found_bytes), str(option.price), results

@@ -50,7 +50,7 @@ SOLVE_WALK = (
     Call(5, "solvers.registry", "solve", "a method by its name", passed_by="planner.allocated_budget"),
     Call(6, "solvers.windows", "solve", "the exact solver"),
     Call(7, "solvers.windows.driver", "run", "stages of strategies"),
-    Call(8, "solvers.windows.strategies.eviction", "step", "orders of executions, by rules"),
+    Call(8, "solvers.windows.strategies.first_schedules", "step", "orders of executions, by rules"),
     Call(8, "solvers.windows.strategies.refinement", "step", "the bound; further windows"),
     Call(9, "solvers.windows.relaxation.models", "build_relaxation", "the rows"),
     Call(9, "solvers.highs", "solve_program", "solutions, and a bound"),

@@ -16,8 +16,7 @@ from solvers.windows.parts import LAST, Part, end_background, start_in_backgroun
 from solvers.windows.search import Search
 from solvers.windows.strategies.branches import Branches
 from solvers.windows.strategies.commitments import Commitment, Commitments, Orders
-from solvers.windows.strategies.eviction import EvictionRules, KeepEverything, TightEviction
-from solvers.windows.strategies.imitation import Imitation
+from solvers.windows.strategies.first_schedules import EvictionRules, Imitation, KeepEverything, TightEviction
 from solvers.windows.strategies.offloaded_orders import OffloadedOrders
 from solvers.windows.strategies.portfolio import OffloadingPortfolio, Portfolio
 from solvers.windows.strategies.refinement import Relaxation
@@ -38,30 +37,32 @@ class SearchStage:
         limit: of its step, by the clock.
         repeated: True if more steps follow, each longer than the last, until nothing is left to do.
         in_background: True if it runs in a thread while the next stages run.
+        improves: True if from here on those in the background have time to improve a solution within the tolerance.
+        last: True if it starts once those in the background have ended.
     """
 
     strategy: type[Strategy]
     limit: Callable[[Search], float] = no_limit
     repeated: bool = False
     in_background: bool = False
+    improves: bool = False
+    last: bool = False
 
 
-# Strategies that do not apply to the problem are skipped. The solve ends with the stage that solves it; once the relaxation has
-# been bounded for the first time, the solve goes on until the background stages have had their time too.
-FIRST = (
+# Strategies that do not apply to the problem are skipped. The solve ends with the stage that solves it.
+STAGES = (
+    SearchStage(KeepEverything),
     SearchStage(EvictionRules, lambda s: 0.0 if s.problem.offloads else s.params.first_schedule.early_rules_limit),
     SearchStage(OffloadingPortfolio, in_background=True),
     SearchStage(Relaxation, lambda s: s.params.bound.first_slice),
     SearchStage(EvictionRules, lambda s: (s.params.offloading if s.problem.offloads else s.params.first_schedule).rules_limit),
-)
-NEXT = (
-    SearchStage(Portfolio, in_background=True),
+    SearchStage(Portfolio, in_background=True, improves=True),
     SearchStage(OffloadedOrders, lambda s: s.params.first_schedule.offloaded_limit),
     SearchStage(TightEviction, lambda s: s.params.first_schedule.eviction_limit),
     SearchStage(Imitation, lambda s: s.params.first_schedule.imitation_limit),
     SearchStage(Relaxation, lambda s: s.params.bound.first_slice * s.params.bound.longer, repeated=True),
+    SearchStage(StateSpace, last=True),
 )
-LAST_OF_ALL = (SearchStage(StateSpace),)
 
 
 def run(search: Search) -> None:
@@ -89,17 +90,9 @@ def run_alone(search: Search) -> None:
 
 def run_plain(search: Search, parts: Sequence[Part] = ()) -> None:
     """Search a graph without optional ops other than transfers to the host."""
-    KeepEverything(search).step(0.0)
-    if search.stopping.solved():
-        return
-    strategies: dict[type[Strategy], Strategy] = {}
     threads: list[BackgroundThread] = []
     try:
-        _run_stages(search, FIRST, strategies, threads)
-        if not (search.stopping.solved() or search.stopping.stopped()):
-            _run_stages(search, NEXT, strategies, threads)
-            wait_for(search, threads, search.stopping.enough)
-            _run_stages(search, LAST_OF_ALL, strategies, threads)
+        _run_stages(search, threads)
         search.incumbent.release()
         for part in parts:
             part.finish()
@@ -110,24 +103,29 @@ def run_plain(search: Search, parts: Sequence[Part] = ()) -> None:
         search.incumbent.close()
 
 
-def _run_stages(
-    search: Search, stages: Sequence[SearchStage], strategies: dict[type[Strategy], Strategy], threads: list[BackgroundThread]
-) -> None:
+def _run_stages(search: Search, threads: list[BackgroundThread]) -> None:
     """Run the stages that apply until solved or stopped; create each strategy once, add background threads to `threads`."""
-    for stage in stages:
+    stopping, improves = search.stopping, False
+    strategies: dict[type[Strategy], Strategy] = {}
+    for stage in STAGES:
+        if stage.last:
+            wait_for(search, threads, stopping.enough)
+        if stopping.solved() or stopping.stopped():
+            break
+        improves |= stage.improves
         limit = stage.limit(search)
         if not stage.strategy.applies(search.problem):
             continue
-        if search.stopping.solved() or search.stopping.stopped():
-            return
         if stage.strategy not in strategies:
             strategies[stage.strategy] = stage.strategy(search)
         strategy = strategies[stage.strategy]
         if stage.in_background:
             threads.append(start_in_background(search, partial(strategy.step, limit)))
         else:
-            while strategy.step(limit) and stage.repeated and not (search.stopping.solved() or search.stopping.stopped()):
+            while strategy.step(limit) and stage.repeated and not (stopping.solved() or stopping.stopped()):
                 limit *= search.params.bound.longer
+    if improves:
+        wait_for(search, threads, stopping.enough)
 
 
 def _bound_and_commit(search: Search, commitments: Commitments, *, nice: int = 0) -> None:

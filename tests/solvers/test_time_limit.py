@@ -16,8 +16,8 @@ from solvers.windows.decoding.decode import Order
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import Search
-from solvers.windows.strategies import eviction
-from solvers.windows.strategies.eviction import evicted
+from solvers.windows.strategies import first_schedules
+from solvers.windows.strategies.first_schedules import evicted
 from solvers.windows.strategies.refinement import Relaxation, refine
 from tests.support.solvers.answers import ask
 
@@ -67,7 +67,7 @@ def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.Mo
         stops.append(settings.should_stop())
         return evicted(problem, rule, settings)
 
-    monkeypatch.setattr(eviction, "evicted", order)
+    monkeypatch.setattr(first_schedules, "evicted", order)
     search = Search.of(ask(untimed(20), 8, tolerance=1e-3, time_limit_s=3600.0))
     monkeypatch.setattr(Relaxation, "step", lambda *_: True)
     driver.run(search)

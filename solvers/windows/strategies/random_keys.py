@@ -18,7 +18,7 @@ from solvers.eviction.rules import EvictionRule, EvictionSettings, Guide
 from solvers.windows.decoding.decode import Trial
 from solvers.windows.decoding.expand import Solution
 from solvers.windows.search import Search
-from solvers.windows.strategies.eviction import evicted, with_prices
+from solvers.windows.strategies.first_schedules import evicted, with_prices
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from itertools import combinations, count
 
 from solvers.conflicts import Pattern, Residency, Tensors, set_of
 from solvers.problem import OBJECTIVE_SCALE, Problem
-from solvers.windows.strategies.eviction import offer_program
+from solvers.windows.strategies.first_schedules import offer_program
 from solvers.windows.strategies.strategy import Strategy
 
 _WORK_PER_STATES = 2e-2  # a thousand of them

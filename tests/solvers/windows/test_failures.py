@@ -21,7 +21,7 @@ from solvers.windows import solve
 from solvers.windows.decoding.decode import try_out
 from solvers.windows.search import Search
 from solvers.windows.strategies import refinement
-from solvers.windows.strategies.eviction import TightEviction
+from solvers.windows.strategies.first_schedules import TightEviction
 from solvers.windows.strategies.portfolio import Portfolio
 from solvers.windows.strategies.strategy import Strategy
 from tests.support.solvers.answers import ask

@@ -15,7 +15,7 @@ from solvers.result import SolveProgress, Status
 from solvers.windows import solve
 from solvers.windows.params import BoundParams, WindowsParams
 from solvers.windows.search import Search
-from solvers.windows.strategies.imitation import Imitation
+from solvers.windows.strategies.first_schedules import Imitation
 from tests.support.budgets import peak_bytes
 from tests.support.solvers.answers import ask
 

@@ -1,14 +1,17 @@
-"""First schedules: keeping everything, and eviction rules."""
+"""First schedules: keeping everything, eviction rules, and those of baselines."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from solvers.clock import left
 from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
 from solvers.eviction.rules import EvictionRule, EvictionSettings
 from solvers.problem import Problem
+from solvers.registry import get_solver
+from solvers.request import Request
 from solvers.windows.decoding.decode import Order, order_of
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
@@ -79,6 +82,23 @@ class TightEviction(Strategy):
         least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
         if least is not None and not should_stop():
             offer_program(search, least.computed)
+        return False
+
+
+class Imitation(Strategy):
+    """The schedules of the baselines in ``FirstScheduleParams.imitated``, so that none of them finds a faster one."""
+
+    def step(self, limit: float) -> bool:
+        """Run the baselines for at most `limit` and offer their schedules; return False."""
+        search, clock = self.search, self.search.clock.part(limit)
+        for name in search.params.first_schedule.imitated:
+            if search.stopping.solved() or search.stopping.stopped() or left(clock) <= 0:
+                break
+            search.progress.tell(f"trying {name}")
+            request = Request(search.problem.graph, search.budget_bytes, clock=clock, should_stop=search.stopping.stopped)
+            found = get_solver(name)(request)
+            if found.schedule is not None:
+                offer_program(search, found.schedule.computed)
         return False
 
 

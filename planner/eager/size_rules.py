@@ -80,6 +80,13 @@ def _pointwise(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
     return (_elements(args, kwargs) * real[0].itemsize,)
 
 
+def _loss(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+    """Return the bytes of the losses of all elements: a kernel that reduces them keeps their memory for the result."""
+    value, target = args[:2]
+    dtype = torch.promote_types(value.dtype, target.dtype)
+    return (broadcast_elements((value.shape, target.shape)) * dtype.itemsize,)
+
+
 def _truth_values(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
     return (_elements(args, kwargs),)
 
@@ -184,13 +191,14 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_LIKE, _like),
     **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _new),
     **dict.fromkeys(("addmm", "baddbmm", "bmm", "mm"), _product),
+    **dict.fromkeys(("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"), _loss),
     **dict.fromkeys(("mean", "sum"), _reduced),
     "_softmax": _softmax,
     "index": _indexed,
     "index_select": _selected,
 }
 _BOUNDS_OF_RULES: dict[Rule, int] = {
-    **dict.fromkeys((_like, _pointwise, _reduced, _softmax, _truth_values), _BROADCAST),
+    **dict.fromkeys((_like, _loss, _pointwise, _reduced, _softmax, _truth_values), _BROADCAST),
     _indexed: _INDEXED,
     _new: _SIZE,
     _nothing_new: _NOTHING_NEW,

@@ -19,24 +19,13 @@ def prune(
     should_stop: Callable[[], bool],
     passes: int,
 ) -> Trial:
-    """Return `trial`, which fits, without recomputations that the budget does not require.
+    """Return `trial`, which fits, without recomputations that the budget does not require, the longest first.
 
-    With optional ops and transfers to the host nothing is removed: that is done in its plain graph.
+    Their outputs stay in memory since the previous execution. With optional ops and transfers to the host nothing is removed:
+    that is done in its plain graph.
     """
-    if not problem.offloads:
-        return _prune_recomputations(problem, trial, discretization, budget_bytes, should_stop, passes)
-    return prune_with_transfers(problem, trial, budget_bytes, should_stop, passes) if problem.places.plain else trial
-
-
-def _prune_recomputations(
-    problem: Problem,
-    trial: Trial,
-    discretization: Discretization | None,
-    budget_bytes: int,
-    should_stop: Callable[[], bool],
-    passes: int,
-) -> Trial:
-    """Remove recomputations, the longest first: the outputs stay in memory since the previous execution."""
+    if problem.offloads:
+        return prune_with_transfers(problem, trial, budget_bytes, should_stop, passes) if problem.places.plain else trial
     for _ in range(passes):
         if should_stop():
             break

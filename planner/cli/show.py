@@ -34,15 +34,12 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the requested files; return the exit code."""
-    from graphs.io.files import check_writable, write_text
+    from graphs.io.files import check_writable
     from graphs.io.formats import read_graph
-    from planner.facts.addresses import reserved_addresses
-    from planner.facts.step import StepFacts
     from planner.facts.timeline import Timeline
     from planner.plan_check import planned_graph
     from planner.plans.plan import read_plan
-    from planner.report.chrome_trace import chrome_trace
-    from planner.report.page import page
+    from planner.report.page import write_pages
     from planner.studies.curve import read_curve
 
     curve = () if arguments.curve is None else read_curve(Path(arguments.curve))
@@ -60,10 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable(path, *(source for source in (arguments.plan, graph_path, arguments.curve) if source is not None))
     graph = read_graph(graph_path)
     timeline = Timeline(planned_graph(graph, plan), plan)
-    if arguments.output is not None:
-        write_text(arguments.output, page(StepFacts.of(timeline), curve))
-    if arguments.trace is not None:
-        write_text(arguments.trace, chrome_trace(timeline, reserved_addresses(timeline)))
+    write_pages(timeline, arguments.output, arguments.trace, curve)
     print_result(
         arguments,
         lambda: {"output": arguments.output, "trace": arguments.trace},

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from graphs.io.files import check_writable, write_text
 from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
+from planner.facts.addresses import reserved_addresses
 from planner.facts.step import StepFacts
 from planner.facts.timeline import Burst, Execution, ModuleCost, PeakTensor, Timeline, module_of
 from planner.plans.eager import EagerComparison
@@ -23,8 +24,13 @@ from planner.visible import visible
 _LISTED = 15
 
 
-def write_pages(timeline: Timeline, path: str | os.PathLike[str], trace: str | os.PathLike[str] | None = None) -> None:
-    """Write the page of `timeline` to `path`, and its Chrome trace to `trace`, or neither.
+def write_pages(
+    timeline: Timeline,
+    path: str | os.PathLike[str] | None,
+    trace: str | os.PathLike[str] | None = None,
+    curve: Sequence[CurveRow] = (),
+) -> None:
+    """Write the page of `timeline` with the trade-off `curve` to `path`, and its Chrome trace to `trace`; None: not that one.
 
     Raises:
         OutputError: a file cannot be written.
@@ -33,10 +39,14 @@ def write_pages(timeline: Timeline, path: str | os.PathLike[str], trace: str | o
     for target in (path, trace):
         if target is not None:
             check_writable(target)
-    facts = StepFacts.of(timeline)
-    write_text(path, page(facts))
+    if path is None:
+        reserved = reserved_addresses(timeline)
+    else:
+        facts = StepFacts.of(timeline)
+        write_text(path, page(facts, curve))
+        reserved = facts.reserved
     if trace is not None:
-        write_text(trace, chrome_trace(timeline, facts.reserved))
+        write_text(trace, chrome_trace(timeline, reserved))
 
 
 def page(facts: StepFacts, curve: Sequence[CurveRow] = ()) -> str:

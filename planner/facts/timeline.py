@@ -8,9 +8,10 @@ from itertools import groupby, pairwise
 
 from graphs.clocks import Clocks, passages, run_clocks
 from graphs.ir import Graph, Op, Phase, Tensor
+from graphs.options import without_options
 from graphs.pools import COMPUTE, DEVICE
-from graphs.schedule import Compute, live_after
-from graphs.simulate import Simulation
+from graphs.schedule import Compute, keep_everything, live_after
+from graphs.simulate import Simulation, simulate
 from planner.plan_check import check_plan
 from planner.plans.record import PlanRecord
 
@@ -55,11 +56,20 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCost:
-    """The recomputations of one block: their targets and their total time."""
+    """The recomputations of one block.
+
+    Attributes:
+        module: the block.
+        ops, time_s: number of recomputed ops, and their total seconds.
+        saved_bytes: of the tensors that they recompute, the size of those that are in memory at the peak of keeping everything,
+            and not when the plan executes the op of that peak.
+        targets: targets of the ops, the most frequent first.
+    """
 
     module: str
     ops: int
     time_s: float
+    saved_bytes: int
     targets: tuple[str, ...]
 
 
@@ -166,8 +176,23 @@ class Timeline:
         for execution in self.computed:
             if execution.again:
                 again.setdefault(block(execution.op.module), []).append(execution.op)
-        costs = (ModuleCost(name, len(ops), sum(op.time_s for op in ops), _targets(ops)) for name, ops in again.items())
+        saved = {name: {t for op in ops for t in op.outputs} & self.dropped for name, ops in again.items()}
+        sizes = {name: sum(self.graph.tensors[t].size_bytes for t in tensors) for name, tensors in saved.items()}
+        costs = (
+            ModuleCost(name, len(ops), sum(op.time_s for op in ops), sizes[name], _targets(ops)) for name, ops in again.items()
+        )
         return tuple(sorted(costs, key=lambda cost: -cost.time_s))
+
+    @cached_property
+    def dropped(self) -> frozenset[int]:
+        """The tensors in memory at the peak of keeping everything, and not when the plan first executes the op of that peak."""
+        program = without_options(self.graph).out_of_place()
+        kept = keep_everything(program)
+        until = kept.steps[: simulate(program, kept).peak_step + 1]
+        peak_op = next(step.op for step in reversed(until) if isinstance(step, Compute))
+        same = next(e for e in self.executions if peak_op in (e.op.replaces if e.op.optional else (e.op.id,)))
+        held = live_after(self.graph, self.plan.schedule.steps[: same.step + 1])
+        return frozenset(live_after(program, until).keys() - held.keys())
 
 
 def block(module: str) -> str:

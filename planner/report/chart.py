@@ -127,6 +127,7 @@ class _Drawing:
     roots: "list[figure]" = field(default_factory=list)
     themed: "list[Model]" = field(default_factory=list)
     handles: dict[str, Any] = field(default_factory=dict)
+    boxes: list[Any] = field(default_factory=list)  # plots, each with the sources of its boxes or points
 
     def __post_init__(self) -> None:
         self.timeline = timeline = self.facts.timeline
@@ -241,7 +242,7 @@ class _Drawing:
         return tuple(caption for _, caption in drawn)
 
     def _draw_addresses(self, name: str, addresses: StepAddresses) -> None:
-        from bokeh.models import ColumnDataSource, HoverTool, Range1d, Span
+        from bokeh.models import ColumnDataSource, Range1d, Span
 
         scale, unit = size_unit(addresses.total_bytes)
         top = addresses.total_bytes / scale
@@ -250,6 +251,7 @@ class _Drawing:
         homes = {life.tensor.name: self.group_of[_block(self._home(life))] for life in self.lives.lives}
         for border in addresses.borders:
             plot.add_layout(self._tag(Span(location=border / scale, dimension="width", line_width=0.5), line_color="line"))
+        sources = []
         for group in (*range(len(self.groups)), None):
             own = [stay for stay in addresses.stays if homes.get(stay.tensor) == group]
             if not own:
@@ -259,19 +261,20 @@ class _Drawing:
                 "right": [edges[stay.end_step] for stay in own],
                 "bottom": [stay.address / scale for stay in own],
                 "top": [(stay.address + stay.size_bytes) / scale for stay in own],
-                "tensor": [visible(stay.tensor) or "workspace" for stay in own],
-                "bytes": [format_bytes(stay.size_bytes) for stay in own],
+                "title": [visible(stay.tensor) or "workspace" for stay in own],
+                "said": [format_bytes(stay.size_bytes) for stay in own],
             }
-            boxes = plot.quad("left", "right", "top", "bottom", source=ColumnDataSource(columns), line_width=0.5)
+            sources.append(ColumnDataSource(columns))
+            boxes = plot.quad("left", "right", "top", "bottom", source=sources[-1], line_width=0.5)
             if group is None:
                 self._tag(boxes.glyph, fill_color="workspace", line_color="page")
             else:
                 boxes.glyph.fill_color = self.colors[group]
                 self._tag(boxes.glyph, line_color="page")
-            plot.add_tools(HoverTool(renderers=[boxes], tooltips=[("tensor", "@tensor"), ("size", "@bytes")]))
+        self.boxes.append([plot, sources])
 
     def draw_curve(self, curve: Sequence[CurveRow]) -> None:
-        from bokeh.models import HoverTool
+        from bokeh.models import ColumnDataSource
         from bokeh.plotting import figure
 
         plan = self.timeline.plan
@@ -280,6 +283,7 @@ class _Drawing:
         plot.min_border_left, plot.min_border_right = _LEFT, _RIGHT
         plot.xaxis.axis_label, plot.yaxis.axis_label = f"budget ({curve[0].memory}) in {unit}", "overhead in %"
         series = tuple(dict.fromkeys(point.options for point in curve))
+        sources = []
         for options, color in zip(series, ("curve", "transfer"), strict=False):
             own = [point for point in curve if point.options == options]
             bounds = [(p.budget_bytes / scale, 100 * p.bound_overhead) for p in own if p.bound_overhead is not None]
@@ -293,11 +297,18 @@ class _Drawing:
                 line = plot.step(
                     xs, ys, mode="after", line_width=2, legend_label=f"with {options}" if options else "recomputation"
                 )
-                dots = plot.scatter(xs, ys, size=7)
+                columns = {
+                    "left": xs,
+                    "right": xs,
+                    "bottom": ys,
+                    "top": ys,
+                    "title": [f"budget {x:.2f} {unit}" for x in xs],
+                    "said": [f"overhead {y:.2f}%" for y in ys],
+                }
+                sources.append(ColumnDataSource(columns))
+                dots = plot.scatter("left", "top", source=sources[-1], size=7)
                 self._tag(line.glyph, line_color=color)
                 self._tag(dots.glyph, fill_color=color, line_color=color)
-                said = [("budget", f"@x{{0.00}} {unit}"), ("overhead", "@y{0.00}%")]
-                plot.add_tools(HoverTool(renderers=[dots], tooltips=said))
         chosen = plot.scatter(
             [plan.budget_bytes / scale], [100 * max(0.0, plan.overhead)], marker="star", size=18, legend_label="this plan"
         )
@@ -307,10 +318,11 @@ class _Drawing:
         self._tag(plot.legend[0], background_fill_color="page", label_text_color="text", border_line_color="line")
         self._frame(plot)
         self.roots.append(plot)
+        self.boxes.append([plot, sources])
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the function in ``page.js``."""
-        return {"lanes": None, **self.handles, "themed": self.themed, "data": self._data()}
+        return {"lanes": None, **self.handles, "boxes": self.boxes, "themed": self.themed, "data": self._data()}
 
     def _data(self) -> dict[str, Any]:
         """Return moments, tensor lives (by group and birth) and bars as columns; each text is stored once."""

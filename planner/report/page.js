@@ -117,6 +117,7 @@ function mark(which) {
 
 // Under the pointer.
 const tip = by_id("tip");
+const SLACK = 6;  // pixels beside what is pointed at
 
 function life_at(x, y) {
   const column = Math.floor((x - view.from) / view.width);
@@ -184,7 +185,7 @@ function over_memory(event) {
 }
 
 function over_lanes(event) {
-  const lane = Math.round(event.y), slack = 3 * (range.end - range.start) / Math.max(1, lanes.inner_width);
+  const lane = Math.round(event.y), slack = SLACK * (range.end - range.start) / Math.max(1, lanes.inner_width);
   let best = -1, nearest = slack;
   for (let k = 0; k < d.bar_lane.length; k++) {
     if (d.bar_lane[k] !== lane) continue;
@@ -197,6 +198,21 @@ function over_lanes(event) {
   if (reader.visible) reader.location = d.bar_reader[best];
   const lines = [[text(d.bar_title[best]), "title"], [text(d.bar_said[best])], [text(d.bar_purpose[best])]];
   show_tip(lanes, event, lines.filter(([line]) => line));
+}
+
+/** Over tensors at their addresses, and points of the curve. */
+function over_boxes(plot, sources, event) {
+  const wide = SLACK * (plot.x_range.end - plot.x_range.start) / Math.max(1, plot.inner_width);
+  const high = SLACK * (plot.y_range.end - plot.y_range.start) / Math.max(1, plot.inner_height);
+  let lines = null, nearest = 1;
+  for (const {data: {left, right, bottom, top, title, said}} of sources) {
+    for (let i = 0; i < title.length; i++) {
+      const away = Math.max((left[i] - event.x) / wide, (event.x - right[i]) / wide, (bottom[i] - event.y) / high, (event.y - top[i]) / high);
+      if (away < nearest) { nearest = away; lines = [[title[i], "title"], [said[i]]]; }
+    }
+  }
+  if (lines === null) return hide_tip();
+  show_tip(plot, event, lines);
 }
 
 // Search.
@@ -246,13 +262,16 @@ by_id("later").addEventListener("click", () => zoom(range.start + half(), range.
 by_id("zoom-all").addEventListener("click", () => zoom(0, span));
 for (const property of ["start", "end"]) range.properties[property].change.connect(redraw);
 
-for (const [plot, over] of [[memory, over_memory], [lanes, over_lanes]]) {
+const hits = boxes.map(([plot, sources]) => [plot, (event) => over_boxes(plot, sources, event)]);
+for (const [plot, over] of [[memory, over_memory], [lanes, over_lanes], ...hits]) {
   if (plot === null) continue;
   plot.on_event("mousemove", over);
   plot.on_event("tap", over);
-  plot.on_event("mouseleave", hide_tip);
-  plot.on_event("doubletap", () => zoom(0, span));
+  // A finger that is lifted leaves too: its tip stays until the next tap.
+  by_id(plot.name).addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") hide_tip(); });
+  if (plot.x_range === range) plot.on_event("doubletap", () => zoom(0, span));
 }
+document.addEventListener("pointerdown", (event) => { if (!event.target.closest(".plot")) hide_tip(); });
 document.addEventListener("scroll", () => { if (!tip.hidden) hide_tip(); }, {passive: true});
 
 // Fingers scroll the page; zooming is for the buttons there.

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from typing import TypeAlias
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -22,6 +23,8 @@ from planner.studies.curve import CurveRow
 from planner.visible import visible
 
 _LISTED = 15
+
+Tile: TypeAlias = tuple[str, str, str]  # name, value, and a line in small type
 
 
 def write_pages(
@@ -80,7 +83,8 @@ def page(facts: StepFacts, curve: Sequence[CurveRow] = ()) -> str:
         "recomputations": sum(execution.again for execution in timeline.executions),
         "other_streams": others,
         "proof": _proof(plan.gap),
-        "facts": [*_facts(timeline), *others.facts],
+        "facts": [*_facts(timeline), *((name, value, "") for name, value in others.facts)],
+        "modelled_for": visible(graph.provenance.get("device", "a device")) if _is_modelled(timeline) else "",
         "names": [root.name for root in drawn.document.roots],
         "keys": drawn.keys,
         "pools": drawn.pools,
@@ -106,34 +110,35 @@ def page(facts: StepFacts, curve: Sequence[CurveRow] = ()) -> str:
     return text
 
 
-def _facts(timeline: Timeline) -> list[tuple[str, str]]:
+def _facts(timeline: Timeline) -> list[Tile]:
     plan = timeline.plan
+    reserved = [] if plan.reserved_bytes is None else [f"{format_bytes(plan.reserved_bytes)} reserved"]
+    measured = [] if plan.measured_peak_bytes is None else [f"{format_bytes(plan.measured_peak_bytes)} measured"]
     bound = "unknown" if plan.bound_s is None else f"+{format_ratio(_over(plan.bound_s, plan.graph.time_s))}"
+    gap = "unknown" if plan.gap is None else format_ratio(plan.gap)
+    predicted = "modelled" if _is_modelled(timeline) else "predicted"
     return [
-        (f"Budget, {plan.memory}", format_bytes(plan.budget_bytes)),
-        ("Peak, predicted", format_bytes(plan.peak_bytes)),
-        *([] if plan.reserved_bytes is None else [("Reserved, predicted", format_bytes(plan.reserved_bytes))]),
-        *([] if plan.measured_peak_bytes is None else [("Peak, measured", format_bytes(plan.measured_peak_bytes))]),
-        ("Keep everything, peak", format_bytes(plan.graph.keep_everything_peak_bytes)),
-        ("Step time", format_seconds(plan.time_s)),
-        ("Overhead", f"+{format_ratio(plan.overhead)}"),
+        (f"Budget, {plan.memory}", format_bytes(plan.budget_bytes), ""),
+        ("Peak, predicted", format_bytes(plan.peak_bytes), ", ".join([*reserved, *measured])),
+        ("Keep everything", format_bytes(plan.graph.keep_everything_peak_bytes), format_seconds(plan.graph.time_s)),
+        (f"Step time, {predicted}", format_seconds(plan.time_s), ""),
+        (f"Overhead, {predicted}", f"+{format_ratio(plan.overhead)}", f"lower bound {bound}, gap {gap}"),
         *_eager_comparison(plan.eager),
-        ("Lower bound of overhead", bound),
-        ("Gap", "unknown" if plan.gap is None else format_ratio(plan.gap)),
     ]
 
 
-def _eager_comparison(eager: EagerComparison | None) -> list[tuple[str, str]]:
-    """Return tiles for the comparison with eager PyTorch; differences are written in full."""
+def _eager_comparison(eager: EagerComparison | None) -> list[Tile]:
+    """Return a tile for the comparison with eager PyTorch; differences are written in full."""
     if eager is None:
         return []
     if eager.failure or eager.overhead is None:
-        return [(f"Beside {eager.reference}", str(eager))]
-    return [
-        ("Measured", eager.slowdown),
-        (f"Peak of {eager.reference}", format_bytes(eager.peak_bytes)),
-        ("Bits", f"identical to {eager.reference}" if eager.identical else eager.describe_differences()),
-    ]
+        return [(f"Beside {eager.reference}", str(eager), "")]
+    bits = f"bits identical to {eager.reference}" if eager.identical else eager.describe_differences()
+    return [("Measured", eager.slowdown, f"{bits}; its peak is {format_bytes(eager.peak_bytes)}")]
+
+
+def _is_modelled(timeline: Timeline) -> bool:
+    return timeline.graph.provenance.get("times") == "modelled"
 
 
 def _proof(gap: float | None) -> str:
@@ -166,7 +171,8 @@ def _runs(peak: Execution) -> str:
 
 def _cost_row(cost: ModuleCost, dearest: float) -> list[str]:
     share = f"{100 * cost.time_s / dearest:.1f}"
-    return [cost.module or "outside modules", f"{cost.ops:,}", format_seconds(cost.time_s), share, _listed(cost.targets)]
+    saved = format_bytes(cost.saved_bytes)
+    return [cost.module or "outside modules", f"{cost.ops:,}", saved, format_seconds(cost.time_s), share, _listed(cost.targets)]
 
 
 def _burst_row(burst: Burst) -> list[str]:

@@ -137,6 +137,25 @@ def point_at(driver: Any, plot: str, x: float, y: float) -> str:
     return text
 
 
+def tap_at(driver: Any, plot: str, x: float, y: float) -> str:
+    """Tap on a place in a plot with a finger, as parts of its width and height; what the page says of it then."""
+    from selenium.webdriver.common.actions.action_builder import ActionBuilder
+    from selenium.webdriver.common.actions.pointer_input import PointerInput
+    from selenium.webdriver.common.by import By
+
+    element = driver.find_element(By.ID, plot)
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    box = driver.execute_script("return arguments[0].getBoundingClientRect().toJSON()", element)
+    actions = ActionBuilder(driver, mouse=PointerInput("touch", "finger"), duration=0)
+    place = int(box["left"] + x * box["width"]), int(box["top"] + y * box["height"])
+    actions.pointer_action.move_to_location(*place).pointer_down().pointer_up()
+    actions.perform()
+    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    text: str = driver.execute_script("const t = document.getElementById('tip'); return t.hidden ? '' : t.innerText")
+    return text
+
+
 def click(driver: Any, name: str) -> None:
     driver.execute_script("document.getElementById(arguments[0]).click()", name)
     driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
@@ -201,6 +220,33 @@ def test_searching_lists_and_zooms(driver: Any) -> None:
     field.send_keys("no such thing")
     assert driver.find_element(By.ID, "hits").text == "nothing has this name"
     click(driver, "zoom-all")
+
+
+def test_a_tap_shows_a_tip_that_stays_until_the_next_tap(tmp_path: Path) -> None:
+    small = blocks()
+    large = replace(small, tensors=tuple(replace(tensor, size_bytes=2**20) for tensor in small.tensors))
+    facts = StepFacts.of(timeline_of(large))
+    curve = tuple(replace(row, budget_bytes=2**20 * row.budget_bytes, overhead=0.1) for row in CURVE)
+    assert facts.planned is not None
+    with opened(written(page(facts, curve), tmp_path), width=390, height=844, touch=True) as browser:
+        assert "module h." in tap_at(browser, "memory", 0.6, 0.8)
+        at_addresses = [tap_at(browser, "addresses0", 0.6, 0.1 * y) for y in range(1, 8)]
+        assert {said.split("\n")[0] for said in at_addresses if said} <= {stay.tensor for stay in facts.planned.stays}
+        assert any(at_addresses)
+        # The axis is 5% longer than the data on each side; beside it chart.py leaves 84 and 16 pixels.
+        first, last = facts.timeline.plan.budget_bytes, curve[-1].budget_bytes
+        point = (84 + 258 * (0.05 + (curve[0].budget_bytes - first) / (last - first)) / 1.1) / 358
+        on_curve = {tap_at(browser, "curve", point, 0.03 * y) for y in range(10, 24)}
+        assert any("\noverhead 10.00%" in said for said in on_curve), on_curve
+        assert tap_at(browser, "memory", 0.6, 0.8)
+        browser.execute_script("document.querySelector('h2').dispatchEvent(new PointerEvent('pointerdown', {bubbles: true}))")
+        assert browser.execute_script("return document.getElementById('tip').hidden")
+        assert errors_of(browser) == []
+
+
+def test_tiles_stand_in_one_row_on_a_desktop(driver: Any) -> None:
+    tops = driver.execute_script("return [...document.querySelectorAll('dl > div')].map(e => e.getBoundingClientRect().top)")
+    assert len(tops) >= 5 and len(set(tops)) == 1
 
 
 @pytest.mark.parametrize("width", [390, 820, 1400])

@@ -15,9 +15,13 @@ import planner
 from graphs.errors import OutputError, PlannerError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph, Phase
+from graphs.schedule import Compute, keep_everything
+from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
+from graphs.units import format_bytes
 from planner.cli.main import main
 from planner.facts.addresses import planned_addresses, reserved_addresses
+from planner.facts.baselines import baselines
 from planner.facts.columns import memory_columns
 from planner.facts.lifetimes import lives_of
 from planner.facts.step import StepFacts
@@ -68,6 +72,26 @@ def test_page_figures_add_up(timeline: Timeline) -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
+def test_bytes_saved_by_module_are_the_memory_below_keeping_everything(timeline: Timeline) -> None:
+    kept = baselines(timeline.graph, timeline.plan)[0]
+    until = keep_everything(timeline.graph).steps[: simulate(timeline.graph, keep_everything(timeline.graph)).peak_step + 1]
+    peak_op = until[-1].op if isinstance(until[-1], Compute) else -1
+    there = next(execution.memory_bytes for execution in timeline.executions if execution.op.id == peak_op)
+    saved = sum(cost.saved_bytes for cost in timeline.module_costs)
+    assert 0 < saved == kept.peak_bytes - there
+    text = re.sub(r"<[^>]*>", " ", without_scripts(page(StepFacts.of(timeline))))
+    assert all(format_bytes(cost.saved_bytes) in text for cost in timeline.module_costs)
+
+
+def test_modelled_times_are_called_modelled() -> None:
+    measured = graph()
+    modelled = replace(measured, provenance={**measured.provenance, "times": "modelled", "device": "h200"})
+    plain, said = (without_scripts(page(StepFacts.of(Timeline(shown, plan(shown))))) for shown in (measured, modelled))
+    assert "modelled" not in plain and "Step time, predicted" in plain
+    assert "All times on this page are modelled for h200, not measured." in said
+    assert "Step time, modelled" in said and "Overhead, modelled" in said
+
+
 def test_a_graph_without_times_is_drawn_evenly() -> None:
     timed = graph()
     untimed = Graph(tuple(replace(op, time_s=0.0) for op in timed.ops), timed.tensors, timed.kept)
@@ -105,7 +129,7 @@ def test_page_shows_reserved_memory_for_cuda_devices() -> None:
     assert addresses.by_step[-1] == addresses.total_bytes == timeline.plan.reserved_bytes == timeline.plan.peak_bytes
     text = without_scripts(page(StepFacts.of(timeline))).replace("&#39;", "'")
     assert "reserved by PyTorch's caching allocator in the third step" in text
-    assert "Budget, reserved" in text and "Reserved, predicted" in text
+    assert "Budget, reserved" in text and f"{format_bytes(addresses.total_bytes)} reserved" in text
     assert "as PyTorch's caching allocator puts them" in text and "as they could be planned in one arena" in text
 
 

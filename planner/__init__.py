@@ -11,7 +11,7 @@ from planner.missing_packages import explain_missing_packages
 if TYPE_CHECKING:
     __version__: str
     from graphs.errors import BudgetError, LimitError, OutOfMemoryError, PlannerError, TraceError
-    from planner.advising import advise
+    from planner.advising import advise, curve
     from planner.eager.session import rematerialize
     from planner.plans.plan import Plan
     from planner.running import RunReport, run
@@ -38,6 +38,7 @@ __all__ = [
     "advise",
     "checkpoint",
     "compile",
+    "curve",
     "rematerialize",
     "run",
     "solve",
@@ -85,6 +86,7 @@ def __getattr__(name: str) -> object:
         "advise": "planner.advising",
         "checkpoint": "planner.torch_compile.checkpoint",
         "compile": "planner.training.compile",
+        "curve": "planner.advising",
         "rematerialize": "planner.eager.session",
         "run": "planner.running",
         "solve": "planner.solving",

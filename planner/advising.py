@@ -1,16 +1,19 @@
-"""Advice on the budget of a model from the graph of its step."""
+"""Which budget? Advice for a model, and the overhead of a graph at several budgets."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
+from graphs.ir import Graph
 from graphs.options.option import Need
 from planner.capture.options import OPTIONS, needs, traced_options
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn
 from planner.memory import CountedMemory
+from planner.option_settings import option_settings
 from planner.profiling.devices import get_device
 from planner.progress import View
 from planner.reserved import memory_on
@@ -18,6 +21,9 @@ from planner.runtime.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.runtime.measure import device_name
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
+from planner.studies.curve import Curve
+from planner.studies.curve import curve as solve_budgets
+from planner.studies.settings import StudySettings
 from planner.studies.workers import ignore, never
 from planner.tracing import trace
 
@@ -95,6 +101,49 @@ def advise(
         on_activity=say,
         should_stop=should_stop or never,
     )
+
+
+def curve(
+    graph: Graph,
+    budgets: int | Sequence[str | int] = 10,
+    *,
+    options: Sequence[str] = (),
+    link: str | float | None = None,
+    host_budget: str | int | None = None,
+    memory: str | None = None,
+    time_limit_s: float = 30.0,
+    tolerance: float = 1e-3,
+    jobs: int = 1,
+    on_activity: Callable[[str], None] | None = None,
+) -> Curve:
+    """Return the overhead of `graph` at several budgets, each with its bound.
+
+    ``print`` shows the result, its ``plot()`` draws it, and its ``rows`` have the numbers.
+
+    Args:
+        graph: as from ``planner.trace``.
+        budgets: how many, evenly from the least feasible one to what plain eager PyTorch takes; or the budgets themselves, in
+            bytes or as text (``8GB``, ``60%`` of the latter).
+        options, link, host_budget, memory: as in ``planner.solve``.
+        time_limit_s: for all budgets together.
+        tolerance: on each gap, relative to the whole step.
+        jobs: processes that solve at the same time. With more than one, the main module is imported in each: a script needs
+            ``if __name__ == "__main__":``.
+        on_activity: called with a line about what is being done.
+
+    Raises:
+        BudgetError: a budget cannot be read, or there is none.
+        PlannerError: settings out of range, an option that the graph does not have, or a solve failed.
+    """
+    settings = StudySettings(
+        tolerance=tolerance,
+        time_limit_s=math.inf,
+        total_time_limit_s=time_limit_s,
+        options=option_settings(options, link=link, host_budget=host_budget),
+        memory=CountedMemory.of(memory),
+        jobs=jobs,
+    )
+    return solve_budgets(graph, budgets, settings, on_activity=on_activity or ignore)
 
 
 def _options_to_try(roofline: str | None) -> tuple[str, ...]:

@@ -75,11 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
     from planner.progress import LineView
-    from planner.report.curves import curve_data, curve_text
-    from planner.report.plots import plot_curve
+    from planner.report.curves import curve_data
     from planner.studies.curve import CurveRow, curve
     from planner.studies.rows import write_rows
-    from planner.views.figures import check_plot
+    from planner.views.figures import check_plot, save_figure
     from solvers.result import Status
 
     graph = read_graph(arguments.graph)
@@ -100,8 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         write_rows(Path(arguments.output), CurveRow, found.all_rows)
     if arguments.plot is not None:
-        plot_curve(found, Path(arguments.plot), title=str(graph.provenance.get("model", "")))
-    print_result(arguments, curve_data, curve_text, found, written=(arguments.output, arguments.plot))
+        save_figure(found.plot(), Path(arguments.plot))
+    print_result(arguments, curve_data, str, found, written=(arguments.output, arguments.plot))
     if any(point.schedule for point in found.points):
         return DONE
     return INFEASIBLE if all(point.status is Status.INFEASIBLE for point in found.points) else LIMIT

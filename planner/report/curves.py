@@ -2,54 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 
-from graphs.units import format_bytes, format_enough, format_ratio
+from graphs.units import format_bytes, format_ratio
 from planner.attributes import attributes
-from planner.memory import CountedMemory
-from planner.studies.curve import Curve, CurveRow
+from planner.studies.curve import Curve
+from planner.studies.curve_text import PERCENT, column, reserved_column
 from planner.studies.sizes import LargestSize, Wanted
 from planner.studies.tables import Column, lines
 from planner.views.text import table
 from planner.visible import visible
-from solvers.result import Status
-
-_UNKNOWN = "-"
-_PERCENT = "{:z.2%}"
-_column = partial(Column, missing=_UNKNOWN)
-
-
-def reserved_column(rows: Sequence[CurveRow] | Sequence[LargestSize], memory: CountedMemory | None) -> list[Column]:
-    """Return the column of reserved bytes, if any row has them (on CUDA); `memory` None stands for the default there."""
-    return (
-        [_column((memory or CountedMemory.RESERVED).taken, "reserved_bytes")]
-        if any(row.reserved_bytes is not None for row in rows)
-        else []
-    )
-
-
-def curve_text(curve: Curve) -> str:
-    """Return the curve as text: a row per budget, and the least budget; for a graph with options, first without them."""
-    if curve.without is None:
-        return _part_text(curve)
-    parts = ("recomputing only", _part_text(curve.without), "", f"with {', '.join(curve.options)}", _part_text(curve))
-    return "\n".join(parts)
-
-
-def _part_text(curve: Curve) -> str:
-    columns: list[Column | str] = [
-        Column("budget", "budget_bytes"),
-        _column("% of eager", "budget_share", format_ratio),
-        _column("overhead", form=_PERCENT),
-        _column("bound", "bound_overhead", _PERCENT),
-        _column("gap", form=_PERCENT),
-        *reserved_column(curve.rows, curve.memory),
-        _column("seconds", form="{:.2f}"),
-        "status",
-    ]
-    header, *rows = lines(curve.rows, columns)
-    said = (*_memory_line(curve), *_least_line(curve), *_gaps_line(curve), *_seconds_line(curve))
-    return "\n".join((table(header, rows, numbers=len(header) - 1), *said))
 
 
 def curve_data(curve: Curve) -> dict[str, object]:
@@ -72,51 +33,15 @@ def curve_data(curve: Curve) -> dict[str, object]:
     }
 
 
-def _memory_line(curve: Curve) -> list[str]:
-    """Return the line on the kind of memory that budgets count; none if only allocated bytes can be counted."""
-    if all(row.reserved_bytes is None for row in curve.rows) and curve.memory is CountedMemory.ALLOCATED:
-        return []
-    return [f"budgets count {curve.memory.said}, of which eager PyTorch takes {format_bytes(curve.eager_bytes)}"]
-
-
-def _least_line(curve: Curve) -> list[str]:
-    least = curve.least
-    if least is None:
-        return []
-    order = "the order that was found for the ops" if curve.reordered else "program order"
-    if least.exact:
-        return [f"least feasible budget: {format_enough(least.found_bytes)}, proved for first executions in {order}"]
-    proved, found = format_bytes(least.proved_bytes), format_enough(least.found_bytes)
-    return [f"least feasible budget: between {proved} (proved for first executions in {order}) and {found}"]
-
-
-def _gaps_line(curve: Curve) -> list[str]:
-    """Return lines that list the budgets that are not solved to optimality."""
-    feasible = [format_bytes(point.budget_bytes) for point in curve.points if point.status is Status.FEASIBLE]
-    nothing = [format_bytes(point.budget_bytes) for point in curve.points if point.status is Status.LIMIT]
-    lines = [f"not proved optimal: {', '.join(feasible)}"] if feasible else []
-    lines += [f"nothing found, nor proved infeasible: {', '.join(nothing)}"] if nothing else []
-    return [*lines, "raise --total-time-limit or --time-limit for these"] if lines else []
-
-
-def _seconds_line(curve: Curve) -> list[str]:
-    lines = []
-    if not curve.complete:
-        lines.append("stopped before every budget was solved: the rest follows from those that were")
-    elif any(point.seconds is None for point in curve.points):
-        lines.append(f"seconds {_UNKNOWN}: not solved, because the results at other budgets decide it")
-    return lines
-
-
 def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
     """Return the largest size of each method as text, with notes on what was not decided."""
     columns: list[Column | str] = [
         "method",
         Column(visible(wanted.varies), "size", "{:,}", missing="none"),
-        _column("overhead", form=_PERCENT),
-        _column("peak", "peak_bytes"),
+        column("overhead", form=PERCENT),
+        column("peak", "peak_bytes"),
         *reserved_column(answers, wanted.memory),
-        _column("step time", "time_s"),
+        column("step time", "time_s"),
     ]
     header, *rows = lines(answers, columns)
     on_cuda = wanted.memory is not None and any(answer.reserved_bytes is not None for answer in answers)

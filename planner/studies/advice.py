@@ -1,13 +1,18 @@
 """Advice on which budget to choose. Never imports torch."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_enough
 from planner.capture.options import option_called
 from planner.memory import CountedMemory
 from planner.plans.record import GraphSummary
 from planner.reserved import EagerMemory
+from planner.studies.budget_plots import plot_advice
 from planner.views.text import table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The memory that a training step needs, and the budget to take. ``print`` shows it as a table.
+    """The memory that a training step needs, and the budget to take. ``print`` shows it as a table, ``plot`` as a figure.
 
     Attributes:
         graph: the step; its ``keep_everything_peak_bytes`` is the predicted peak of plain eager PyTorch.
@@ -107,6 +112,14 @@ class Advice:
     def eager_peak_bytes(self) -> int:
         """The predicted peak of plain eager PyTorch."""
         return self.graph.keep_everything_peak_bytes
+
+    def plot(self) -> "Figure":
+        """Return a ``matplotlib.figure.Figure`` of the overhead at each budget, and of what the options gain.
+
+        Raises:
+            PlannerError: matplotlib is not installed.
+        """
+        return plot_advice(self)
 
     def __str__(self) -> str:
         eager, static, proved = map(format_bytes, (self.eager_peak_bytes, self.graph.static_bytes, self.least_proved_bytes))

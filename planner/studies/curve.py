@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphs.errors import BudgetError, FormatError, OutputError
 from graphs.ir import Graph
@@ -15,6 +16,8 @@ from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
 from planner.reserved import eager_bytes, memory_of
 from planner.solving import order_for
+from planner.studies.budget_plots import plot_curve
+from planner.studies.curve_text import curve_text
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run
 from planner.studies.least_counted import least_counted
@@ -27,6 +30,9 @@ from solvers.least import LeastBudgetBracket
 from solvers.order.reorder import Reordering
 from solvers.registry import get_solver
 from solvers.result import Result, status_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _LEAST_S, _LEAST_SHARE = 5.0, 0.1  # in seconds, and as a share of the time: for the least feasible budget, where the grid begins
 _PRECISION = 0.005  # relative precision of that bracket
@@ -56,7 +62,7 @@ class CurveRow:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Overhead against budget.
+    """Overhead against budget. ``print`` shows it as a table, ``plot`` as a figure.
 
     Attributes:
         graph: the planned graph.
@@ -68,6 +74,7 @@ class Curve:
         reordered: True if schedules and bounds are those of another order than the program's.
         options: names of the graph's options.
         without: the same budgets without options; None if there are none.
+        name: the model, as the graph names it.
     """
 
     graph: GraphSummary
@@ -79,6 +86,18 @@ class Curve:
     reordered: bool
     options: tuple[str, ...] = ()
     without: "Curve | None" = None
+    name: str = ""
+
+    def __str__(self) -> str:
+        return curve_text(self)
+
+    def plot(self) -> "Figure":
+        """Return a ``matplotlib.figure.Figure`` of overhead against budget, with the bound as a shaded area.
+
+        Raises:
+            PlannerError: matplotlib is not installed.
+        """
+        return plot_curve(self)
 
     def overhead(self, time_s: float | None) -> float | None:
         """Return `time_s` as an overhead over the step without recomputation; None if it is unknown."""
@@ -209,7 +228,16 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
     for result in run(job, plan.take, how.should_stop, jobs=how.settings.jobs, cluster=how.settings.cluster):
         plan.learn(result)
     points = tuple(map(plan.point, wanted))
-    return Curve(summarize(graph), memory, whole_bytes, points, least, plan.finished, order.changed)
+    return Curve(
+        summarize(graph),
+        memory,
+        whole_bytes,
+        points,
+        least,
+        plan.finished,
+        order.changed,
+        name=str(graph.provenance.get("model", "")),
+    )
 
 
 def _solve(

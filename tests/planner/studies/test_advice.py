@@ -51,6 +51,13 @@ def test_advice_brackets_the_least_and_prices_budgets_between(graph: Graph, advi
         assert price.bound is not None and price.overhead is not None and price.bound <= price.overhead + 1e-9
 
 
+def test_advice_is_drawn(advice: Advice) -> None:
+    (axes,) = advice.plot().axes
+    lines = {line.get_label(): line for line in axes.lines}
+    assert lines["recomputation alone"].get_ydata()[-1] == 0.0 and len(lines["recomputation alone"].get_xdata()) == BETWEEN + 2
+    assert "with offload" in lines
+
+
 def test_an_option_never_costs_more_than_recomputation_alone(advice: Advice) -> None:
     (offload,) = advice.options
     middle = advice.between[BETWEEN // 2]

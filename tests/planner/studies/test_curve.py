@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import planner
 from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.options.surroundings import OtherDevice
@@ -22,7 +23,7 @@ from planner import argument_types
 from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.profiling.other_devices import DEVICES_KEY, encode_devices
-from planner.report.curves import curve_data, curve_text
+from planner.report.curves import curve_data
 from planner.reserved import counted_bytes, eager_bytes, reserved_bytes_of
 from planner.studies.curve import Curve, curve
 from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
@@ -65,6 +66,21 @@ def test_a_curve_of_known_optima_runs_from_the_least_budget_to_the_peak() -> Non
     assert found.overhead(found.points[3].time_s) == pytest.approx(1 / 12)
 
 
+def test_the_public_curve_is_a_table_and_a_figure() -> None:
+    graph = chain_of_six()
+    found = planner.curve(graph, ["3000 B", "6kB", 7000], time_limit_s=5)
+    assert [(row.budget_bytes, row.overhead) for row in found.rows] == [
+        (3000, pytest.approx(10 / 12)),
+        (6000, pytest.approx(1 / 12)),
+        (7000, 0.0),
+    ]
+    assert len(str(found).splitlines()) >= 4 and "83.33%" in str(found)
+    (axes,) = found.plot().axes
+    drawn = [list(line.get_ydata()) for line in axes.lines if line.get_label() == "remat-planner"]
+    assert drawn == [pytest.approx([1000 / 12, 100 / 12, 0])]
+    assert planner.curve(graph, 3, options=["offload"], link="1GB/s", host_budget="1MB").options == ("offload",)
+
+
 def on_a_gpu() -> Graph:
     """The chain of six with tensors of 11 MiB, which are in segments of 12 MiB, beside a context of 5 MB."""
     chain = chain_of_six()
@@ -84,14 +100,14 @@ def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: Counted
         assert point.bound_s <= point.time_s
         assert point.reserved_bytes == reserved_bytes_of(graph, point.schedule, memory)
     assert {row.memory for row in found.rows} == {str(memory)}
-    text = curve_text(found)
+    text = str(found)
     assert memory.taken in text.splitlines()[0].split() and f"budgets count {memory.said}, of which eager PyTorch takes" in text
 
 
 def test_counted_memory_defaults_by_device() -> None:
     here, there = curve(chain_of_six(), ["100%"]), curve(on_a_gpu(), ["100%"])
     assert (here.memory, there.memory) == (CountedMemory.ALLOCATED, CountedMemory.RESERVED)
-    assert "reserved" not in curve_text(here) and "budgets count" not in curve_text(here)
+    assert "reserved" not in str(here) and "budgets count" not in str(here)
     with pytest.raises(UsageError, match="a model on the CPU"):
         curve(chain_of_six(), ["100%"], StudySettings(memory=CountedMemory.RESERVED))
 
@@ -145,7 +161,7 @@ def test_with_options_there_is_the_curve_without_beside() -> None:
     assert found.points[1].time_s is not None and found.without.points[1].time_s is not None
     assert curve_data(found)["without_options"] == curve_data(found.without)
     assert [row.options for row in found.all_rows] == [""] * 3 + ["offload"] * 3
-    text = curve_text(found)
+    text = str(found)
     assert text.startswith("recomputing only\n") and "\nwith offload\n" in text
     assert text.count("least feasible budget") == 2
     with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
@@ -286,10 +302,10 @@ def test_budgets_with_a_gap_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     five = curve(graph, [5]).points[0]
     scripted(monkeypatch, lambda g, b: Result(g, b, Status.FEASIBLE, five.schedule, 12.0, "scripted", 1.0))
     said: list[str] = []
-    text = curve_text(curve(graph, [5, 7], solver="scripted", on_activity=said.append))
+    text = str(curve(graph, [5, 7], solver="scripted", on_activity=said.append))
     assert "not proved optimal: 5 B\n" in text and "--total-time-limit" in text
     assert any(line.startswith("solving 5 B, for up to 60 s") for line in said)
-    assert "not proved" not in curve_text(curve(graph, [5, 7]))
+    assert "not proved" not in str(curve(graph, [5, 7]))
 
 
 @pytest.mark.parametrize(("budgets", "error"), [([], BudgetError), (0, BudgetError), (["8"], BudgetError), ([0], BudgetError)])

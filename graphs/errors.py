@@ -74,6 +74,10 @@ class MismatchError(PlannerError):
         self.what = what
 
 
+class SmallerBatchError(MismatchError):
+    """A step called with a batch that is smaller than planned for, in the first dimension of its tensors only."""
+
+
 class CopyError(PlannerError):
     """A copy between the device and the host that failed: the step is lost, the model is as before it."""
 

@@ -124,18 +124,23 @@ def conflicts() -> tuple[Incompatibility, ...]:
     return (*refused, *_OF_FEATURES)
 
 
-def check_compatible(asked: Collection[str]) -> None:
-    """Raise if two requested things exclude each other.
+def find_conflict(asked: Collection[str]) -> Incompatibility | None:
+    """Return two requested things that exclude each other; None if all go together.
 
     Args:
         asked: names of graph options, without numbers, and features.
+    """
+    return next((one for one in conflicts() if one.one in asked and one.other in asked), None)
+
+
+def check_compatible(asked: Collection[str]) -> None:
+    """Raise if two requested things exclude each other; `asked` as in ``find_conflict``.
 
     Raises:
         UsageError: two exclude each other; with the reason and advice.
     """
-    for one in conflicts():
-        if one.one in asked and one.other in asked:
-            raise UsageError(str(one))
+    if (found := find_conflict(asked)) is not None:
+        raise UsageError(str(found))
 
 
 def table() -> list[tuple[str, str, str]]:

@@ -25,6 +25,7 @@ from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.distributed.wrappers import InReplicated, unwrap
 from planner.progress import LoggingView
 from planner.training.per_batch import BatchPlans, check_options
+from planner.training.sizes import Shapes, shapes_of
 from planner.training.step import PlannedStep
 
 _LOGGED = "logged by training_step"
@@ -120,7 +121,7 @@ class _TrainingStepModule(nn.Module):
         super().__init__()
         self.module = module
         self._logs = _Logs()
-        self._options: dict[str, dict[str, Any]] | None = None
+        self._options: dict[Shapes, dict[str, dict[str, Any]]] = {}
         takes_index = len(signature(type(module).training_step).parameters) > 2  # self, batch, batch_idx
         self._arguments = (_BatchIndex(),) if takes_index else ()
 
@@ -140,13 +141,14 @@ class _TrainingStepModule(nn.Module):
             del vars(self.module)["log"]
 
     def options_of_logs(self, batch: Any) -> dict[str, dict[str, Any]]:
-        """Return the options that each value is logged with. To be called inside ``recording``."""
-        if self._options is None:
+        """Return the options that each value is logged with for a batch of this size. To be called inside ``recording``."""
+        shapes = shapes_of((batch,))
+        if shapes not in self._options:
             with torch.no_grad(), preserve_training_state(self, (batch,)):
                 self(batch)
                 options = dict(self._logs.options)
-            self._options = options
-        return self._options
+            self._options[shapes] = options
+        return self._options[shapes]
 
 
 class _Logs(Scratch):

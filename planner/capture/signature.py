@@ -156,7 +156,7 @@ class Signature:
         """Return the leaves of a call, in the order of the captured one.
 
         Raises:
-            MismatchError: the call has another structure, or a value that is no tensor differs.
+            MismatchError: the call has another structure.
         """
         try:
             flat, given = pytree.tree_flatten((args, kwargs))
@@ -167,13 +167,25 @@ class Signature:
             raise MismatchError(
                 f"the batch has {names}, but the step was planned for {', '.join(self.names)}: pass what it was planned with"
             ) from None
-        for name, value, leaf in zip(self.names, self.values, flat, strict=True):
+        return flat
+
+    def check_values(self, leaves: Sequence[object]) -> None:
+        """Raise if one of the leaves that are no tensors differs from the captured one.
+
+        Raises:
+            MismatchError: a value differs.
+        """
+        for name, value, leaf in zip(self.names, self.values, leaves, strict=True):
             if value is not None and not _is_same(leaf, value[0]):
                 raise MismatchError(
                     f"{name} is {leaf!r}, but the step was planned for {value[0]!r}, which is part of its graph: "
                     "make another plan for this value, or pass it as a tensor"
                 )
-        return flat
+
+    def differs_in_numbers_only(self, leaves: Sequence[object]) -> bool:
+        """Return True if the leaves that are no tensors have the captured values, except numbers, such as a count of rows."""
+        pairs = ((value[0], leaf) for value, leaf in zip(self.values, leaves, strict=True) if value is not None)
+        return all(_is_same(leaf, value) or type(value) is type(leaf) in (int, float) for value, leaf in pairs)
 
     def unflatten(self, results: Sequence[torch.Tensor]) -> object:
         """Return the results of the step, from the loss and the other tensors."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from graphs.errors import MismatchError, PlannerError
+from graphs.errors import MismatchError, PlannerError, SmallerBatchError
 from graphs.ir import Kind, Tensor
 from graphs.overwriting import overwritten_saved_tensors
 from graphs.schedule import Schedule
@@ -29,10 +29,10 @@ from planner.runtime.undo import undoing
 from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_private.core import backward_retains_graph, current_transform
 
+_SMALLER = "If only the last batch is smaller, drop it: DataLoader(..., drop_last=True). "
 _OTHER_SIZES = (
-    "If only the last batch is smaller, drop it: DataLoader(..., drop_last=True). If sizes vary, let each have a plan: "
-    "planner.compile(..., dynamic=True), or planner.compile(..., replan=True), which measures each size by itself (both on one "
-    "process). To evaluate, call model(...) itself, or the step under torch.no_grad()"
+    "If sizes vary, let each have a plan: planner.compile(..., dynamic=True), or planner.compile(..., replan=True), which "
+    "measures each size by itself (both on one process). To evaluate, call model(...) itself, or the step under torch.no_grad()"
 )
 
 
@@ -197,6 +197,7 @@ class Executor:
 
     def _check(self, leaves: Sequence[object]) -> None:
         self._check_sizes(leaves)
+        self.signature.check_values(leaves)
         for source in self._inputs():
             planned, index = self.graph.tensors[source.tensor], int(source.name)
             given, name = leaves[index], self.signature.names[index]
@@ -227,7 +228,12 @@ class Executor:
         return (source for source in self.program.sources if source.kind is Kind.INPUT and not source.is_tangent)
 
     def _check_sizes(self, leaves: Sequence[object]) -> None:
-        """Raise if the batch differs from the planned one in sizes only, such as a smaller last batch or another length."""
+        """Raise if the batch differs from the planned one in sizes only.
+
+        Raises:
+            SmallerBatchError: it is smaller in first dimensions only, such as the last batch of an epoch. Numbers may differ too.
+            MismatchError: it has another size, such as another length.
+        """
         other: list[tuple[str, torch.Tensor, Tensor]] = []
         for source in self._inputs():
             planned, given = self.graph.tensors[source.tensor], leaves[int(source.name)]
@@ -241,6 +247,9 @@ class Executor:
                 f"{planned.dtype}{list(planned.shape)}"
                 for name, given, planned in other
             )
+            smaller = all(_is_smaller(tuple(given.shape), planned.shape) for _, given, planned in other)
+            if smaller and self.signature.differs_in_numbers_only(leaves):
+                raise SmallerBatchError(differing, f". {_SMALLER}{_OTHER_SIZES}")
             raise MismatchError(differing, f". {_OTHER_SIZES}")
 
     def save(self, ctx: Any, static: Sequence[Any]) -> None:
@@ -360,6 +369,11 @@ def check_no_transform(what: str) -> None:
         raise PlannerError(
             f"{what} under torch.func.{transform.key().name.lower()}, which cannot transform a plan: use model(...) itself there"
         )
+
+
+def _is_smaller(shape: Sequence[int], planned: Sequence[int]) -> bool:
+    """Return True if `shape` has fewer rows than the planned shape, and equals it otherwise; both have as many dimensions."""
+    return len(shape) > 0 and shape[0] < planned[0] and tuple(shape[1:]) == tuple(planned[1:])
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -83,8 +83,10 @@ def compile(  # noqa: A001
         exact: use only those ops of the options that were verified to be bit-identical.
         cache: folder for plans. A plan for the same graph, budget, device, options and versions is loaded from there, and
             nothing is measured or solved.
-        dynamic: True if batches of other sizes follow. The step is then a ``DynamicStep``, which plans each size.
-        max_plans: with `dynamic` or `replan`: the number of plans that are kept. The least recently used one is dropped first.
+        dynamic: True if batches of other sizes follow. The step is then a ``DynamicStep``, which plans each size. Otherwise only
+            batches that are smaller in their first dimension get plans of their own, on one process and without CUDA graphs.
+        max_plans: the number of plans that are kept for other sizes, or with `replan`. The least recently used one is dropped
+            first.
         cuda_graph: replay the step as CUDA graphs. The memory that they hold is counted; random ops are not recomputed.
         arena: run the step in one block of memory, at planned addresses, which is kept from step to step (``docs/addresses.md``).
             It is at most the budget, and needs a C++ compiler.

@@ -18,9 +18,9 @@ from planner.progress import View
 from planner.torch_private.core import pytree
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.compile import compile  # noqa: A004
-from planner.training.dynamic import Shapes, shapes_of
 from planner.training.lru import LRUCache
 from planner.training.optimizers import optimizer_kind
+from planner.training.sizes import Shapes, shapes_of
 from planner.training.step import PlannedStep
 
 _MOST_PLANS = 32

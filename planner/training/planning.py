@@ -13,7 +13,7 @@ from planner.budgets import allowed_overhead, cache_key
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn
-from planner.compatibility import check_compatible
+from planner.compatibility import check_compatible, find_conflict
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.plan_check import check_sizes
@@ -26,12 +26,13 @@ from planner.runtime.device_arena import shared_slab
 from planner.runtime.executor import check_no_transform
 from planner.runtime.measure import device_name
 from planner.search import StepSearch
-from planner.settings import RunSettings, SolveSettings, TraceSettings
+from planner.settings import RunSettings, SolveSettings, TraceSettings, Wait
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.cache import PlanCache, warn_unusable
 from planner.training.compiler import Compiler
 from planner.training.dynamic import DynamicStep
 from planner.training.replan import ReplannedStep
+from planner.training.sizes import SizePlans
 from planner.training.step import PlannedStep
 
 
@@ -56,16 +57,21 @@ class Planning:
     on_progress: View | None = None
 
     def __post_init__(self) -> None:
-        asked = self.solve.features | self.run.features
+        check_compatible(self._features)
+        if ("placement" in self.solve.features) != bool(self.trace.other_devices):
+            raise UsageError("other_devices= and options=['placement'] go together: give both, or leave both out")
+
+    @property
+    def _features(self) -> set[str]:
+        """The features in these settings, and in how the model is trained, that may exclude others."""
         shared = type(self.wrapper.ranks) is not SingleProcess
         around = {
             Feature.SEVERAL_PROCESSES: shared,
             Feature.ON_CPU: any(parameter.device.type != "cuda" for parameter in self.wrapper.module.parameters()),
             Feature.SHARED_GPU: shared and any(parameter.device.type == "cuda" for parameter in self.wrapper.module.parameters()),
         }
-        check_compatible(asked | {feature for feature, there in around.items() if there})
-        if ("placement" in asked) != bool(self.trace.other_devices):
-            raise UsageError("other_devices= and options=['placement'] go together: give both, or leave both out")
+        found = {feature for feature, there in around.items() if there}
+        return self.solve.features | self.run.features | found
 
     def step(self, batch: Batch, budget: str | int) -> PlannedStep:
         """Return the planned step for batches like `batch`, as ``planner.compile`` does.
@@ -83,17 +89,19 @@ class Planning:
         compiler = self._compiler(channels, solve)
         made_with = self._made_with(solve)
 
-        def plan_size(batch: Batch, budget: str | int, *, compare_eager: bool = run.compare_eager) -> PlannedStep:
+        def plan_size(batch: Batch, budget: str | int, compiler: Compiler = compiler) -> PlannedStep:
             with compiler.stages.restart() as stages:
-                planning = replace(compiler, stages=stages, compare_eager=compare_eager)
-                return _planned(planning, batch, budget, made_with)
-
-        def plan_other_size(batch: Batch, budget_bytes: int) -> PlannedStep:
-            return plan_size(batch, budget_bytes, compare_eager=False)
+                return _planned(replace(compiler, stages=stages), batch, budget, made_with)
 
         def make(batch: Batch, budget: str | int) -> PlannedStep:
             first = plan_size(batch, budget)
-            return DynamicStep(first, batch, plan_other_size, max_plans=run.max_plans) if run.dynamic else first
+            others = replace(compiler, compare_eager=False, search=compiler.search if run.dynamic else _at_once(compiler.search))
+            sizes = SizePlans(partial(plan_size, compiler=others), first.plan.budget_bytes, max_plans=run.max_plans)
+            if run.dynamic:
+                return DynamicStep(first, batch, sizes)
+            if not run.replan and find_conflict(self._features | {Feature.VARYING_SIZES}) is None:
+                first.take_smaller(sizes)
+            return first
 
         return ReplannedStep(make, batch, budget, max_plans=run.max_plans) if run.replan else make(batch, budget)
 
@@ -148,6 +156,11 @@ class Planning:
         if params is not None:
             made_with["params"] = asdict(params) if is_dataclass(params) and not isinstance(params, type) else repr(params)
         return made_with
+
+
+def _at_once(search: StepSearch) -> StepSearch:
+    """Return `search` with the first schedule that fits, if a better one may replace it while the step trains."""
+    return replace(search, run=replace(search.run, wait=Wait(gap=None, seconds=0.0))) if search.run.goes_on else search
 
 
 def check_trains() -> None:

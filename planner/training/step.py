@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphs.errors import PlannerError
+from graphs.errors import PlannerError, SmallerBatchError
 from graphs.ir import Graph
 from planner.capture.signature import Batch, detach_batch
 from planner.facts.timeline import Timeline
@@ -16,6 +16,7 @@ from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.report.page import write_pages
 from planner.training.improvement import Consultation, PlanSwap
+from planner.training.sizes import SizePlans
 from planner.views.plan_views import html
 
 
@@ -39,8 +40,9 @@ class PlanUse:
 class PlannedStep:
     """A training step that runs by its plan: ``loss = step(*batch); loss.backward()``.
 
-    A step that was planned for a mapping is called as ``step(**batch)``. While it trains, a faster plan with the same bits and
-    budget may replace the current one between two steps.
+    A step that was planned for a mapping is called as ``step(**batch)``. A batch that is smaller in its first dimension, such as
+    the last one of an epoch, gets a plan of its own within the same budget when it first comes. While it trains, a faster plan
+    with the same bits and budget may replace the current one between two steps.
 
     Attributes:
         plan: the plan in use: its schedule, what it was planned for, predicted and measured.
@@ -68,6 +70,7 @@ class PlannedStep:
         self._run = run
         self._refreshed = refreshed
         self._improving = improving
+        self._smaller: SizePlans | None = None
         self._keep: Callable[[Plan], None] | None = None
         self._began = time.monotonic()
         self._steps = 0
@@ -79,12 +82,18 @@ class PlannedStep:
         Under ``torch.no_grad()`` the step evaluates by eager PyTorch: a batch of any size, in train or eval mode.
 
         Raises:
-            MismatchError: other shapes, dtypes or values than planned for, or the model's mode has changed.
+            MismatchError: larger shapes, other dtypes or values than planned for, or the model's mode has changed.
+            InfeasibleError, LimitError, BudgetError: as ``planner.compile``, when it plans for a smaller batch.
         """
         if self._improving is not None and torch.is_grad_enabled():
             self._steps += 1
             self._take(self._improving.before_step())
-        return self._run(*args, **kwargs)
+        try:
+            return self._run(*args, **kwargs)
+        except SmallerBatchError:
+            if self._smaller is None:
+                raise
+        return self._smaller.step(kwargs or args)(*args, **kwargs)
 
     def __reduce__(self) -> NoReturn:
         raise PlannerError(
@@ -104,6 +113,11 @@ class PlannedStep:
         return html(self.plan, self.measured)
 
     @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan in use, and the plans for smaller batches, the most recently used last."""
+        return (self.plan, *(() if self._smaller is None else (step.plan for step in self._smaller.steps())))
+
+    @property
     def improves(self) -> bool:
         """True if better plans may replace the current one."""
         return self._improving is not None
@@ -116,6 +130,10 @@ class PlannedStep:
         if self._improving is not None:
             self._take(self._improving.wait(seconds))
         return self.plan
+
+    def take_smaller(self, sizes: SizePlans) -> None:
+        """Run batches that are smaller in their first dimension by the steps of `sizes`."""
+        self._smaller = sizes
 
     def keep_with(self, keep: Callable[[Plan], None]) -> None:
         """Call `keep` with the current plan, and with each later plan once its peak has been measured."""

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
+from torch.utils.data import DataLoader
 
 from graphs.errors import PlannerError, TraceError
 from planner.lightning import PlannedTraining
 from planner.progress.describe import plan_line
 from planner.training.step import PlannedStep
 from tests.support.budgets import HALF_WAY
-from tests.support.integrations.lightning import QUICK, Module, pl, trained
+from tests.support.integrations.lightning import QUICK, Module, batches, pl, trained
 from tests.support.logs import lines_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
@@ -56,6 +57,23 @@ def test_trains_as_lightning_alone(make: type, more: dict[str, Any], tmp_path: P
     assert plan.graph.provenance["accumulate"] is bool(more)
     assert planned.training_step.__func__ is make.training_step  # as it was
     assert planned.log.__func__ is pl.LightningModule.log
+
+
+class Weighted(Module):
+    """Logs with the number of rows, by which Lightning weights the mean of an epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss, on_epoch=True, batch_size=len(batch[0]))
+        return loss
+
+
+def test_means_of_an_epoch_count_the_rows_of_a_smaller_last_batch(tmp_path: Path) -> None:
+    whole, last = batches(2).dataset
+    data = (DataLoader([whole, tuple(part[:3] for part in last)], batch_size=None), batches(1))
+    _, eager_logs = trained(Weighted(), tmp_path, data=data)
+    _, planned_logs = trained(Weighted(), tmp_path, PlannedTraining(HALF_WAY, **QUICK), data=data)
+    assert planned_logs == eager_logs
 
 
 @pytest.mark.slow

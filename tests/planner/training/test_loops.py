@@ -188,10 +188,9 @@ def test_another_size_names_the_ways_out() -> None:
     workload = gpt2()
     step, (x, y) = planned(workload), workload.batch
     with pytest.raises(MismatchError) as caught:
-        step(x[:2], y[:2])
+        step(x[:, :12], y[:, :12])
     for said in (
-        "input 0 of the batch is int64[2, 24], but the step was planned for int64[4, 24]; input 1",
-        "DataLoader(..., drop_last=True)",
+        "input 0 of the batch is int64[4, 12], but the step was planned for int64[4, 24]; input 1",
         "planner.compile(..., dynamic=True)",
         "planner.compile(..., replan=True)",
         "call model(...) itself",

@@ -1,4 +1,4 @@
-"""What the site needs besides MkDocs: files from outside of ``docs/``, notebooks as pages, mathematics as MathML."""
+"""What the site needs besides MkDocs: files from outside of ``docs/``, notebooks as pages, MathML, words for the search."""
 
 import json
 import os
@@ -27,6 +27,24 @@ _SHOWN = (
 _LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)(?=[)#])")
 _MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _LANGUAGES = {".py": "python"}
+# What people search for, by the page that answers it: the search finds these words there first.
+SYNONYMS = {
+    "budget.md": ("how much memory", "VRAM"),
+    "guides/checkpoint.md": ("gradient checkpointing", "activation checkpointing", "rematerialization"),
+    "guides/distributed.md": ("DDP", "FSDP", "multi-GPU"),
+    "guides/eager.md": ("dynamic graph", "DTR", "mixture of experts"),
+    "guides/huggingface.md": ("huggingface", "Transformers", "Trainer"),
+    "guides/logging.md": ("W&B", "wandb", "tensorboard"),
+    "guides/lora.md": ("LoRA", "PEFT", "fine-tuning", "QLoRA"),
+    "guides/offload.md": ("CPU offload", "save_on_cpu"),
+    "guides/training-loop.md": ("bf16", "fp16", "AMP", "mixed precision", "GradScaler", "EMA", "GAN"),
+    "guides/troubleshooting.md": ("OOM", "CUDA out of memory"),
+    "guides/varying-sizes.md": ("dynamic shapes", "variable length"),
+    "options/compression.md": ("quantized activations",),
+    "reserved.md": ("fragmentation", "caching allocator"),
+}
+# How much what a page says counts in the search: guides before concepts, and results and scripts last.
+_BOOSTS = {"guides": 2.0, "results": 0.1, "examples": 0.1, "benchmarks": 0.1, "CHANGELOG.md": 0.1}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -61,9 +79,11 @@ def notebook_page(notebook: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to files outside of ``docs/``, and to notebooks, to where these are in the site."""
+    """Lead links to files outside of ``docs/``, and to notebooks, to where these are in the site; tell the search about it."""
     docs = Path(config.docs_dir)
     uri = Path(page.file.src_uri)
+    page.meta["search"] = {"boost": _BOOSTS.get(uri.parts[0], 1.0)}
+    page.meta["tags"] = list(SYNONYMS.get(uri.as_posix(), ()))
     written = page.file.abs_src_path  # None of what is generated, which is named as what it is made of
     folder = (docs / uri).parent if written is None and uri.parts[0] == "notebooks" else Path(written or ROOT / uri).parent
 

@@ -37,6 +37,7 @@ class PlannedTrainerMixin:
         budget: str | float | None = None,
         max_overhead: str | float | None = None,
         plan_options: Mapping[str, Any] | None = None,
+        log_plan: bool = False,
         **kwargs: Any,
     ) -> None:
         """Create a trainer with a plan.
@@ -45,6 +46,7 @@ class PlannedTrainerMixin:
             budget, max_overhead: as in ``planner.compile``; one of them.
             plan_options: its other keyword arguments, such as ``time_limit_s`` or ``cache``. The optimizer and
                 gradient accumulation are taken from the trainer.
+            log_plan: True to log ``PlannedStep.scalars`` with each loss, wherever the trainer reports to.
             args, kwargs: arguments of the trainer.
 
         Raises:
@@ -58,6 +60,7 @@ class PlannedTrainerMixin:
             )
         check_options(plan_options or {})
         self._budget, self._options = budget_or_overhead(budget, max_overhead), plan_options or {}
+        self._log_plan = log_plan
         self._planned_model: nn.Module | None = None
         self._plans: BatchPlans | None = None
         super().__init__(*args, **kwargs)
@@ -66,6 +69,12 @@ class PlannedTrainerMixin:
     def planned(self) -> PlannedStep | None:
         """The step for the most frequent size, with its plan; None before the first batch."""
         return None if self._plans is None else self._plans.main
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as the trainer does; with a loss also the numbers of the plan, if `log_plan` was set."""
+        if self._log_plan and "loss" in logs and self.planned is not None:
+            logs = {**logs, **self.planned.scalars()}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(
         self,

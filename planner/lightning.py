@@ -37,11 +37,19 @@ class PlannedTraining(pl.Callback):
     The first batch is planned for when it comes. Values that ``training_step`` logs are logged as usual; they must be tensors.
     """
 
-    def __init__(self, budget: str | float | None = None, *, max_overhead: str | float | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        budget: str | float | None = None,
+        *,
+        max_overhead: str | float | None = None,
+        log_plan: bool = False,
+        **options: Any,
+    ) -> None:
         """Create the callback with the settings of the plan.
 
         Args:
             budget, max_overhead: as in ``planner.compile``; one of them.
+            log_plan: True to log ``PlannedStep.scalars`` in each step, with the trainer's loggers.
             options: further keyword arguments of ``planner.compile``. The optimizer and gradient accumulation are the trainer's.
 
         Raises:
@@ -49,6 +57,7 @@ class PlannedTraining(pl.Callback):
         """
         check_options(options)
         self._budget, self._options = budget_or_overhead(budget, max_overhead), options
+        self._log_plan = log_plan
         self._plans: BatchPlans | None = None
 
     @property
@@ -76,6 +85,13 @@ class PlannedTraining(pl.Callback):
             )
         self._plans = BatchPlans(wrapper, self._budget, self._options)
         vars(pl_module)["training_step"] = _planned(step, self._plans, trainer)
+
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the numbers of the plan, if `log_plan` was set."""
+        if self._log_plan and self.planned is not None:
+            pl_module.log_dict(self.planned.scalars())
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Restore the module."""

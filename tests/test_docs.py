@@ -1,12 +1,18 @@
 """README and documentation: links lead somewhere, Python blocks run, messages that are explained exist."""
 
 import ast
+import json
+import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -100,6 +106,27 @@ def with_transformers(folder: Path) -> Names:
     return small(folder) | names
 
 
+def with_peft(folder: Path) -> Names:
+    pytest.importorskip("peft")
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # which PEFT asks for, and Transformers has renamed
+    return with_transformers(folder)
+
+
+class Writer:
+    """A writer of TensorBoard, as far as loops use it."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.written.append((name, value, step))
+
+
+def with_writer(folder: Path) -> Names:
+    pytest.importorskip("lightning")
+    return with_transformers(folder) | {"writer": Writer()}
+
+
 def with_lightning(folder: Path) -> Names:
     from tests.support.integrations.lightning import Module, batches, pl
 
@@ -145,6 +172,8 @@ SURROUNDINGS = {
     "docs/guides/accelerate.md": Surroundings(with_accelerate),
     "docs/guides/huggingface.md": Surroundings(with_transformers),
     "docs/guides/lightning.md": Surroundings(with_lightning, fit),
+    "docs/guides/logging.md": Surroundings(with_writer),
+    "docs/guides/lora.md": Surroundings(with_peft),
     "docs/guides/torch-compile.md": Surroundings(small, step_of, apart=True),
     "docs/placement.md": Surroundings(with_devices),
     "docs/report.md": Surroundings(with_plan),
@@ -230,6 +259,38 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def test_blocks_that_are_not_executed_are_there() -> None:
     there = {(name_of(page), first_line(block)) for page in WITH_BLOCKS for block in blocks(page)}
     assert NOT_EXECUTED.keys() - there == set()
+
+
+def hooks() -> ModuleType:
+    """Return the module ``docs/hooks.py``, which MkDocs loads by its path."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("latex2mathml")
+    spec = spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_words_that_people_search_for_lead_to_one_page_each() -> None:
+    synonyms: dict[str, tuple[str, ...]] = hooks().SYNONYMS
+    assert [page for page in synonyms if not (ROOT / "docs" / page).exists()] == []
+    words = [word for page in synonyms.values() for word in page]
+    assert len(set(words)) == len(words)
+    assert {"gradient checkpointing", "OOM", "bf16", "LoRA", "EMA", "GAN"} <= set(words)
+
+
+@pytest.mark.slow
+def test_the_search_knows_these_words_and_ranks_guides_before_results(tmp_path: Path) -> None:
+    pytest.importorskip("material")
+    synonyms = hooks().SYNONYMS
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    entries = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    tags = {entry["location"].split("#")[0]: entry["tags"] for entry in entries if entry.get("tags")}
+    assert tags == {page.removesuffix(".md") + "/": list(words) for page, words in synonyms.items()}
+    boosts = {entry["location"].split("/")[0]: entry.get("boost", 1.0) for entry in entries}
+    assert boosts["guides"] > boosts["limits"] > boosts["results"] == boosts["examples"] == boosts["CHANGELOG"]
 
 
 def messages() -> list[str]:

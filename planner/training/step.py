@@ -117,6 +117,24 @@ class PlannedStep:
         """The plan in use, and the plans for smaller batches, the most recently used last."""
         return (self.plan, *(() if self._smaller is None else (step.plan for step in self._smaller.steps())))
 
+    def scalars(self) -> dict[str, float]:
+        """Return numbers of the plan in use by name, for a log such as TensorBoard's; what is unknown is left out.
+
+        Budget and peaks in bytes, the predicted overhead over keeping everything, the measured one over eager PyTorch, the gap,
+        and how often a plan was replaced.
+        """
+        plan = self.plan
+        numbers = {
+            "budget_bytes": plan.budget_bytes,
+            "peak_bytes": plan.peak_bytes,
+            "measured_peak_bytes": plan.measured_peak_bytes,
+            "overhead": plan.overhead,
+            "overhead_over_eager": None if plan.eager is None else plan.eager.overhead,
+            "gap": plan.gap,
+            "swaps": len(self.history) - 1,
+        }
+        return {f"plan/{name}": float(number) for name, number in numbers.items() if number is not None}
+
     @property
     def improves(self) -> bool:
         """True if better plans may replace the current one."""

@@ -35,6 +35,15 @@ class Returning(Module):
         self.seen = [*getattr(self, "seen", []), outputs["best"].clone()]
 
 
+def test_the_numbers_of_the_plan_are_logged_in_each_step(tmp_path: Path) -> None:
+    callback = PlannedTraining(HALF_WAY, log_plan=True, **QUICK)
+    _, logged = trained(Module(), tmp_path, callback)
+    steps = [logs for logs in logged if "plan/budget_bytes" in logs]
+    assert steps and callback.planned is not None
+    for name, number in callback.planned.scalars().items():
+        assert steps[-1][name] == pytest.approx(number, rel=1e-6)  # loggers keep float32
+
+
 @pytest.mark.parametrize("make", [Module, Returning])
 @pytest.mark.parametrize(
     "more",

@@ -43,6 +43,27 @@ def test_trains_as_the_trainer_alone(tmp_path: Path) -> None:
     assert plan.graph.provenance["optimizer"] == "adamw"
 
 
+class Reporter(transformers.TrainerCallback):
+    """What a callback such as TensorBoard's is given."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def test_the_numbers_of_the_plan_are_reported_with_each_loss(tmp_path: Path) -> None:
+    reporters = Reporter(), Reporter()
+    options = [{"callbacks": [reporter], **planned_options()} for reporter in reporters]
+    planned = trained(PlannedTrainer, tmp_path, sentences(8), options={**options[0], "log_plan": True}, max_steps=2)
+    trained(PlannedTrainer, tmp_path, sentences(8), options=options[1], max_steps=2)
+    with_loss = [logs for logs in reporters[0].logs if "loss" in logs]
+    assert len(with_loss) == 2 and with_loss[-1].items() >= planned.planned.scalars().items()
+    assert with_loss[-1]["plan/budget_bytes"] == planned.planned.plan.budget_bytes
+    assert all("plan/budget_bytes" not in logs for logs in (reporters[0].logs[-1], *reporters[1].logs))
+
+
 @pytest.mark.slow
 def test_the_first_plan_is_logged_once(tmp_path: Path) -> None:
     with lines_of("transformers.planner") as lines:

@@ -125,6 +125,10 @@ def test_a_better_plan_takes_the_place_of_the_first(at_once: type[Solved], monke
     assert step.plan.measured_peak_bytes == step.plan.peak_bytes <= step.plan.budget_bytes
     # The first job has the costs that were measured alone; the next one those of the first steps.
     assert [job.graph.provenance["times"] for job in at_once.jobs[:2]] == ["measured", "measured in training steps"]
+    numbers, plan = step.scalars(), step.plan
+    assert numbers["plan/swaps"] == len(step.history) - 1 and numbers["plan/overhead"] == plan.overhead
+    assert numbers["plan/measured_peak_bytes"] == plan.measured_peak_bytes and numbers["plan/budget_bytes"] == plan.budget_bytes
+    assert numbers.get("plan/gap") == plan.gap and all(type(number) is float for number in numbers.values())
 
 
 @pytest.mark.slow

@@ -246,6 +246,18 @@ def reserved_bytes_of(
     return reserved_for(graph, schedule, memory or CountedMemory.RESERVED, 0, steering).device_bytes
 
 
+def runs_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int, *, arena: bool | None) -> bool:
+    """Return True if steps by `schedule` run in an arena on CUDA.
+
+    Args:
+        arena: True or False if that was decided; None if they do where they would otherwise reserve more than the budget.
+    """
+    if arena is not None:
+        return arena
+    reserved_bytes = reserved_bytes_of(graph, schedule, memory)
+    return reserved_bytes is not None and reserved_bytes > budget_bytes
+
+
 def least_reserved_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory) -> int:
     """Return a lower bound on the bytes reserved for training by `schedule` in an arena on CUDA; does not plan addresses."""
     training = requests_of(graph, schedule)

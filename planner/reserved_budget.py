@@ -3,6 +3,7 @@
 First only at the ops at which what is reserved grows above the budget, then everywhere.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -36,24 +37,25 @@ def solve_counted(
     request: Request,
     memory: CountedMemory,
     *,
-    arena: bool = False,
+    arena: bool | None = False,
     must_stop: Callable[[], bool] | None = None,
     on_least: Callable[[Schedule], None] | None = None,
 ) -> SolvedOrder:
     """Return the fastest schedule that `run` finds for `request`, whose budget counts `memory`.
 
     On reserved memory: what is allocated is reserved, so that the bound of the first solve, for all of the budget but workspaces
-    of libraries, is a bound for what is wanted. If its schedule reserves too much, the ops at which what is reserved grows above
-    the budget are given margins, as long as that helps. Then budgets of allocated bytes below are solved, which count for all
-    ops: first less by the excess, then between those that were too much and those that were not. The settings of the result
-    have the ``allocated_budget_bytes`` that it was solved for.
+    of libraries, is a bound for what is wanted. If its schedule reserves too much, and can have no arena, the ops at which what
+    is reserved grows above the budget are given margins, as long as that helps. Then budgets of allocated bytes below are solved,
+    which count for all ops: first less by the excess, then between those that were too much and those that were not. The settings
+    of the result have the ``allocated_budget_bytes`` that it was solved for.
 
     Args:
         run: the solve. Its schedules, and its result, are of the graph that it is given.
         request: `should_stop` is asked for each solve, and heard once there is a schedule that fits; `on_schedule` is called with
             those.
         memory: kind of memory that the budget counts.
-        arena: reserved memory is that of steps in an arena. No single op is to blame for it there, so that none has a margin.
+        arena: True: reserved memory is that of steps in an arena. No single op is to blame for it there, so that none has a
+            margin. None: a schedule that reserves too much without an arena may have one (``planner.reserved.runs_in_arena``).
         must_stop: polled; once it returns True, all ends with what there is, if anything.
         on_least: called with each schedule that reserves less than those before, also where it does not fit.
     """
@@ -73,7 +75,7 @@ def solve_counted(
         return replace(first, result=replace(first.result, graph=graph, budget_bytes=budget_bytes, message=message))
     search.bound_s = first.result.bound_s
     excess_bytes = search.learn(most_bytes, first.result)
-    if search.best is None and not arena:
+    if search.best is None and arena is False:
         _solve_with_margins(search, most_bytes, first.result.schedule, excess_bytes)
     for _ in range(1, _SOLVES):
         asked_bytes = search.next_bytes()
@@ -120,7 +122,7 @@ class _Search:
     request: Request
     memory: CountedMemory
     must_stop: Callable[[], bool]
-    arena: bool
+    arena: bool | None
     on_least: Callable[[Schedule], None] | None
     best: Result | None = None
     bound_s: float | None = None
@@ -148,7 +150,9 @@ class _Search:
 
         def interim(schedule: Schedule, bound_s: float) -> None:
             found = Status.FEASIBLE, schedule, None if margins else bound_s, "", request.clock.seconds, request.settings
-            self.offer(Result(request.graph, asked_bytes, *found))
+            result = Result(request.graph, asked_bytes, *found)
+            if self._is_better(result):  # addresses take a second or more
+                self.offer(result)
 
         solved = self.run(
             replace(
@@ -174,25 +178,40 @@ class _Search:
         if result.status is Status.ERROR:
             self._error = result
         request = self.request
-        if self.arena and result.schedule is not None:  # addresses take a second or more: not for what cannot fit
-            excess_bytes = least_reserved_in_arena(request.graph, result.schedule, self.memory) - request.budget_bytes
-            if excess_bytes > 0:
-                self._found = True
-                return excess_bytes
-        reserved_bytes = reserved_bytes_of(request.graph, result.schedule, self.memory, arena=self.arena)
-        if reserved_bytes is None or result.schedule is None or result.time_s is None:
+        if result.schedule is None:
             return 0
         self._found = True
-        if self._least_bytes is None or reserved_bytes < self._least_bytes:
-            self._least_bytes = reserved_bytes
-            if self.on_least is not None:
-                self.on_least(result.schedule)
-        excess_bytes = reserved_bytes - request.budget_bytes
-        if excess_bytes <= 0 and (self.best is None or result.time_s < (self.best.time_s or 0.0)):
+        excess_bytes = self._excess_bytes(result.schedule)
+        if excess_bytes <= 0 and self._is_better(result):
             self.best = result
             if request.on_schedule is not None:
                 request.on_schedule(result.schedule, self.bound_s or result.bound_s or 0.0)
         return excess_bytes
+
+    def _excess_bytes(self, schedule: Schedule) -> int:
+        """Return the bytes that `schedule` reserves above the budget, in an arena if it may have one."""
+        graph, budget_bytes = self.request.graph, self.request.budget_bytes
+        usual_bytes = None if self.arena else self._reserved_bytes(schedule, arena=False)
+        if usual_bytes is not None and (self.arena is False or usual_bytes <= budget_bytes):
+            return usual_bytes - budget_bytes
+        arena_bytes = least_reserved_in_arena(graph, schedule, self.memory)
+        if arena_bytes <= budget_bytes:  # addresses take a second or more: not for what cannot fit
+            arena_bytes = self._reserved_bytes(schedule, arena=True)
+        return min(arena_bytes, arena_bytes if usual_bytes is None else usual_bytes) - budget_bytes
+
+    def _reserved_bytes(self, schedule: Schedule, *, arena: bool) -> int:
+        """Return the bytes reserved for `schedule`, and remember the least."""
+        reserved_bytes = reserved_bytes_of(self.request.graph, schedule, self.memory, arena=arena)
+        assert reserved_bytes is not None  # on CUDA
+        if self._least_bytes is None or reserved_bytes < self._least_bytes:
+            self._least_bytes = reserved_bytes
+            if self.on_least is not None:
+                self.on_least(schedule)
+        return reserved_bytes
+
+    def _is_better(self, result: Result) -> bool:
+        """Return True if `result` takes less time than the best that fits."""
+        return self.best is None or (result.time_s or math.inf) < (self.best.time_s or 0.0)
 
     def margins_for(self, schedule: Schedule, most_bytes: int) -> Margins:
         """Return margins that lower the memory at each op where reserved memory grows above the budget by this growth.

@@ -116,7 +116,7 @@ def run(
     *,
     repeats: int = 5,
     seed: int = 0,
-    arena: bool = False,
+    arena: bool | None = None,
     on_progress: View | None = None,
 ) -> RunReport:
     """Execute `plan` with real tensors and measure its peak, time and bits; `model` is restored.
@@ -128,7 +128,7 @@ def run(
         model, loss_fn, batch: as in ``planner.trace``.
         repeats: timed steps of each, in turns.
         seed: seed of the random state in which the compared steps begin.
-        arena: run the plan in an arena, as ``planner.compile(arena=True)`` does.
+        arena: run the plan in an arena, as ``planner.compile(arena=True)`` does. None: if it was made for one on such a device.
         on_progress: called with each ``planner.progress.Progress``. None: log to the logger ``planner``.
 
     Raises:
@@ -145,14 +145,15 @@ def run(
     return report
 
 
-def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: int, arena: bool) -> RunReport:
+def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: int, arena: bool | None) -> RunReport:
     model, loss_fn, batch = workload
     captured = _captured(plan, workload, stages)
     check_sizes(captured.graph, plan)
     offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
     captured = replace(captured, graph=without_options(captured.graph).out_of_place())
     planned = Executor(offered, plan.schedule, model, loss_fn)
-    if arena:
+    is_made_for_arena = plan.arena_bytes is not None and (plan.reserved is not None) == (planned.device.type == "cuda")
+    if is_made_for_arena if arena is None else arena:
         planned.use_arena(shared_slab(planned.device))
     eager = TrainingStep(model, loss_fn)
     not_compared = why_it_does_not_fit(captured.graph, next(model.parameters()).device)

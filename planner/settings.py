@@ -113,7 +113,8 @@ class SolveSettings:
         options: options of the graph and their settings.
         params: parameters of the solver, of its own class; None for its defaults.
         memory: kind of memory that the budget counts; None for the default of the device.
-        arena: True if the buffers of the step must fit an arena.
+        arena: True if the buffers of the step must fit an arena, False if they lie where PyTorch's allocator puts them, None
+            if a schedule may have an arena where it would otherwise reserve more than its budget.
 
     Raises:
         UsageError: no such solver, its parameters are of another class, or a limit is not above zero.
@@ -128,7 +129,7 @@ class SolveSettings:
     options: OptionSettings = RECOMPUTATION
     params: object = None
     memory: CountedMemory | None = None
-    arena: bool = False
+    arena: bool | None = None
 
     def __post_init__(self) -> None:
         check_params(self.solver, self.params)
@@ -170,7 +171,7 @@ class RunSettings:
 
     kernels: str = "eager"
     cuda_graph: bool = False
-    arena: bool = False
+    arena: bool | None = None
     dynamic: bool = False
     replan: bool = False
     max_plans: int = 32

@@ -17,7 +17,7 @@ from graphs.units import format_enough
 from planner.allocated_budget import REORDERED, as_step_runs, solver_of
 from planner.attributes import attributes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
-from planner.compatibility import check_compatible
+from planner.compatibility import check_compatible, find_conflict
 from planner.least_memory import least_memory
 from planner.memory import CountedMemory
 from planner.option_settings import option_settings
@@ -33,6 +33,7 @@ from planner.reserved import (
     on_cuda,
     reserved_beside,
     reserved_for,
+    runs_in_arena,
 )
 from planner.reserved_budget import either, solve_counted
 from planner.settings import SolveSettings
@@ -71,7 +72,7 @@ def solve(
     exact: bool = False,
     params: object = None,
     memory: str | None = None,
-    arena: bool = False,
+    arena: bool | None = None,
     on_progress: Tell | None = None,
     should_stop: Stop | None = None,
     on_plan: Callable[[Plan], None] | None = None,
@@ -103,7 +104,8 @@ def solve(
             well, so that the budget is one of the whole device, or ``allocated`` for the bytes of tensors in use. None:
             ``reserved`` for a graph of a CUDA device, ``allocated`` on the CPU and with `max_overhead`.
         arena: the budget is for a step that runs in an arena (``docs/addresses.md``): static memory, the arena, and what is
-            outside of it. The bound holds for all schedules whose buffers have addresses there.
+            outside of it. The bound holds for all schedules whose buffers have addresses there. None: on CUDA, for budgets of
+            reserved memory without expandable segments, if the plan would otherwise reserve more than its budget.
         on_progress: called as the solve advances.
         should_stop: polled; when it returns True, the best schedule so far is returned.
         on_plan: called with each better plan on the way.
@@ -154,13 +156,13 @@ def solve_graph(
     if overhead is not None:
         check_compatible(settings.features | {Feature.MAX_OVERHEAD})
     memory = CountedMemory.ALLOCATED if overhead is not None else memory_of(graph, settings.memory)
-    if settings.arena:
-        _check_arena(graph, settings, memory)
+    arena = _arena_setting(graph, settings, memory)
     plans = _Plans(
         graph=graph,
         settings=settings,
         summary=summarize(graph),
         memory=memory,
+        arena=arena,
         eager_reserved_bytes=eager_reserved_bytes(graph, memory) if on_cuda(graph) else None,
     )
     if overhead is not None:
@@ -182,25 +184,31 @@ def solve_graph(
         settings.params,
         on_schedule=None if on_plan is None else tell,
     )
-    solved = solve_counted(solver_of(settings, graph), request, memory, arena=settings.arena, must_stop=must_stop)
+    solved = solve_counted(solver_of(settings, graph), request, memory, arena=arena, must_stop=must_stop)
     if solved.result.status is Status.INFEASIBLE:
         raise InfeasibleError(solved.result.message + _what_would_do(solved, memory, clock, either(should_stop, must_stop)))
     return plans.plan_of(solved.result)
 
 
-def _check_arena(graph: Graph, settings: SolveSettings, memory: CountedMemory) -> None:
-    """Raise unless steps of `graph` can run in an arena, and a budget of `memory` can count it.
+def _arena_setting(graph: Graph, settings: SolveSettings, memory: CountedMemory) -> bool | None:
+    """Return True or False if steps of `graph` run in an arena or in none, None if that is to be decided for each schedule.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: an arena is asked for, and steps cannot run in one, or a budget of `memory` cannot count it.
     """
+    countable = on_cuda(graph) and memory in (CountedMemory.RESERVED, CountedMemory.DEVICE)
+    if settings.arena is None:
+        return None if countable and find_conflict(settings.features | {Feature.ARENA}) is None else False
+    if not settings.arena:
+        return False
     check_compatible(settings.features)
-    if on_cuda(graph) and (memory is CountedMemory.ALLOCATED or memory.is_expandable):
+    if on_cuda(graph) and not countable:
         raise UsageError(
             f"memory is {memory.value!r}, and on CUDA an arena is reserved memory of PyTorch's default allocator, without "
             f"expandable segments: take memory={CountedMemory.RESERVED.value!r} or {CountedMemory.DEVICE.value!r}, or leave out "
             "arena=True"
         )
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +220,7 @@ class _Plans:
         settings: of each solve.
         summary: of the graph, for plans.
         memory: kind of memory that the user's budget counts.
+        arena: as in ``solve_counted``.
         eager_reserved_bytes: bytes that plain eager PyTorch reserves; None on the CPU.
     """
 
@@ -219,6 +228,7 @@ class _Plans:
     settings: SolveSettings
     summary: GraphSummary
     memory: CountedMemory
+    arena: bool | None
     eager_reserved_bytes: int | None
 
     @property
@@ -270,7 +280,8 @@ class _Plans:
         )
         if self.eager_reserved_bytes is None:
             return plan
-        arena = arena_of(graph, schedule) if self.settings.arena else None
+        has_arena = runs_in_arena(graph, schedule, self.memory, result.budget_bytes, arena=self.arena)
+        arena = arena_of(graph, schedule) if has_arena else None
         if arena is not None:
             plan = replace(plan, arena_bytes=arena.slab_bytes, outside_arena_bytes=arena.outside_bytes)
         return replace(plan, reserved=reserved_for(graph, schedule, self.memory, self.eager_reserved_bytes, arena))

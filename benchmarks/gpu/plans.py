@@ -34,9 +34,9 @@ from planner.torch_private.cuda import set_allocator_settings
 EAGER, DEVICE, EXPANDABLE, ARENA, CUDA_GRAPH = "eager", "device", "expandable", "arena", "cuda-graph"
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "recompute": {"memory": "allocated"},
-    "reserved": {"memory": "reserved"},
+    "reserved": {"memory": "reserved", "arena": False},
     EXPANDABLE: {"memory": "reserved-expandable"},
-    DEVICE: {"memory": "device"},
+    DEVICE: {"memory": "device", "arena": False},
     ARENA: {"memory": "reserved", "arena": True},
     "offload": {"options": ["offload"], "memory": "allocated"},
     CUDA_GRAPH: {"cuda_graph": True},

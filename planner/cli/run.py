@@ -47,7 +47,11 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--seed", type=argument_types.seed, default=0, metavar="N", help="for weights, batch and dropout (default: 0)"
     )
-    parser.add_argument("--arena", action="store_true", help="run the plan in one block of memory, at planned addresses")
+    parser.add_argument(
+        "--arena",
+        action=argparse.BooleanOptionalAction,
+        help="run the plan in one block of memory, at planned addresses (default: if it was made for that)",
+    )
     add_quiet(parser)
 
 

@@ -76,7 +76,11 @@ def add(commands: Commands) -> None:
         "found, never what is proved",
     )
     add_memory(parser)
-    parser.add_argument("--arena", action="store_true", help="plan for a step in an arena")
+    parser.add_argument(
+        "--arena",
+        action=argparse.BooleanOptionalAction,
+        help="plan for a step in an arena (default: if it would not fit without)",
+    )
     add_graph_options(parser)
     add_reorder(parser, default=None, said="with --solver windows, after program order, if it can gain")
     add_quiet(parser)

@@ -79,7 +79,8 @@ class SharedPool:
         if self.pool is None or self.slab_bytes < slab_bytes or self.stream != stream:
             self.drop()
             release_unused(self.device)
-            pool = torch.cuda.MemPool()
+            # On a full device, evaluation and other work between steps may use the slab, which would otherwise be idle.
+            pool = torch.cuda.MemPool(use_on_oom=True)
             self.slab_bytes = max(arena.steering.slab_bytes for arena in self._arenas)
             with _allocating_in(pool, self.device):
                 self.slab_address = raw_alloc(self.slab_bytes, stream)

@@ -42,7 +42,7 @@ def compile(  # noqa: A001
     dynamic: bool = False,
     max_plans: int = 32,
     cuda_graph: bool = False,
-    arena: bool = False,
+    arena: bool | None = None,
     replan: bool = False,
     compare_eager: bool = True,
     kernels: str = "eager",
@@ -89,7 +89,8 @@ def compile(  # noqa: A001
             first.
         cuda_graph: replay the step as CUDA graphs. The memory that they hold is counted; random ops are not recomputed.
         arena: run the step in one block of memory, at planned addresses, which is kept from step to step (``docs/addresses.md``).
-            It is at most the budget, and needs a C++ compiler.
+            It is at most the budget, and on a CPU needs a C++ compiler. None: on CUDA, where the plan would otherwise reserve
+            more than its budget; never on a CPU.
         replan: plan again, with a warning, when the model, the loss function or a value that they read has changed. False: raise
             MismatchError.
         compare_eager: compare the step with plain eager PyTorch if that fits, and warn where results differ (``EagerWarning``).

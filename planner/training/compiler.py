@@ -302,6 +302,9 @@ class Compiler:
     def _made_executor(self, captured: Capture, plan: Plan) -> Executor:
         offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
         executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
-        if self.search.run.arena:
+        if self.search.run.arena or plan.arena_bytes is not None:
             executor.use_arena(self.slab)
+        elif isinstance(self.slab, SharedPool) and self.slab.pool is not None:  # of an earlier plan
+            self.slab.drop()
+            release_unused(executor.device)
         return executor

@@ -120,12 +120,14 @@ class Planning:
             from planner.training.inductor_compiler import InductorCompiler  # importing Inductor takes a second
 
             make = InductorCompiler
+        refuses_arena = find_conflict(self._features | {Feature.ARENA}) is not None
+        run = replace(self.run, arena=False) if refuses_arena else self.run
         first = self.wrapper.ranks.is_first  # of several processes, only the first one reports
         return make(
             self.wrapper,
             self.loss_fn,
             self.trace,
-            StepSearch(solve, self.run),
+            StepSearch(solve, run),
             partial(CudaGraphs, next(self.wrapper.module.parameters()).device) if self.run.cuda_graph else None,
             compare_eager=self.run.compare_eager,
             channels=channels,
@@ -151,8 +153,8 @@ class Planning:
             made_with |= {"link": options.link_bytes_per_s, "host_budget": host_budget}
         if self.trace.other_devices:
             made_with["other_devices"] = list(self.trace.other_devices)
-        if self.run.arena:
-            made_with["arena"] = True
+        if self.run.arena is not None:
+            made_with["arena"] = self.run.arena
         if params is not None:
             made_with["params"] = asdict(params) if is_dataclass(params) and not isinstance(params, type) else repr(params)
         return made_with

@@ -13,9 +13,10 @@ from planner.arena import device_arena
 from planner.memory import CountedMemory
 from planner.plan_check import check_plan
 from planner.plans.document import plan_to_dict
-from planner.plans.plan import plan_from_dict
+from planner.plans.plan import Plan, plan_from_dict
 from planner.reserved import arena_of, reserved_for
 from planner.solving import solve
+from tests.support.solvers.brute_force import fastest
 
 MIB = 2**20
 
@@ -56,6 +57,47 @@ def test_plans_in_an_arena_are_within_their_budget_and_no_slower(share: int) -> 
     assert plan.memory is CountedMemory.RESERVED
     check_plan(graph, plan)
     assert plan_from_dict(plan_to_dict(plan)) == replace(plan, source=None)
+
+
+@pytest.mark.parametrize("share", [60, 50])
+def test_a_plan_that_would_reserve_too_much_has_an_arena_by_itself(share: int) -> None:
+    graph, seen = mixed(), list[Plan]()
+    plan = solve(graph, f"{share}%", work_limit=6.0, on_plan=seen.append)
+    without = solve(graph, f"{share}%", work_limit=6.0, arena=False)
+    assert all(one.reserved_bytes is not None and one.reserved_bytes <= plan.budget_bytes for one in seen)
+    steering = arena_of(graph, plan.schedule)
+    in_segments = reserved_for(graph, plan.schedule, plan.memory, 0).total_bytes
+    assert graph.static_bytes + steering.pool_bytes == plan.reserved_bytes <= plan.budget_bytes < in_segments
+    assert (plan.arena_bytes, without.arena_bytes) == (steering.slab_bytes, None)
+    assert plan.time_s < without.time_s
+    assert plan.bound_s is not None and plan.bound_s == without.bound_s <= plan.time_s
+    check_plan(graph, plan)
+    assert plan_from_dict(plan_to_dict(plan)) == replace(plan, source=None)
+
+
+@pytest.mark.parametrize("budget", [110, 130, 170])
+def test_reserved_memory_costs_what_allocated_memory_does_but_for_rounding(budget: int) -> None:
+    plain, sizes = training_chain(6), (12, 30, 7, 44, 18)
+    tensors = tuple(replace(t, size_bytes=sizes[t.id % 5] * MIB) for t in plain.tensors)
+    graph = replace(plain, tensors=tensors, provenance={"device": "h200"})
+    plan = solve(graph, budget * MIB, work_limit=6.0)
+    assert plan.arena_bytes is not None
+    with_rounding_s, fastest_s = (fastest(graph, (budget - less) * MIB) for less in (4, 0))
+    assert fastest_s is not None and with_rounding_s is not None
+    assert plan.bound_s is not None and plan.bound_s <= fastest_s <= plan.time_s <= with_rounding_s
+    assert plan.reserved_bytes is not None and plan.peak_bytes <= plan.reserved_bytes <= budget * MIB
+
+
+def test_plans_that_need_no_arena_or_can_have_none_run_in_none() -> None:
+    graph = mixed()
+    assert solve(graph, "100%", work_limit=6.0).arena_bytes is None
+    for settings in (
+        {"memory": "reserved-expandable"},
+        {"memory": "allocated"},
+        {"options": ["offload"], "link": "100GB/s", "host_budget": "1GB"},
+    ):
+        assert solve(graph, "70%", work_limit=6.0, **settings).arena_bytes is None  # type: ignore[arg-type]
+    assert solve(mixed("cpu"), "60%", work_limit=6.0).arena_bytes is None
 
 
 def test_a_plan_in_an_arena_reserves_less_than_in_segments() -> None:

@@ -65,10 +65,10 @@ def test_plan_reserves_at_most_its_budget(share: int) -> None:
 def test_a_tight_plan_is_solved_for_fewer_allocated_bytes() -> None:
     # Tensors of 1 to 10 MiB come from segments of 20 MiB, three of 6 MiB in each.
     graph = chain(size_bytes=6 * MIB)
-    plan = solve(graph, 40 * MIB, work_limit=5.0)
+    plan = solve(graph, 40 * MIB, work_limit=5.0, arena=False)
     allocated = solve(graph, 40 * MIB, work_limit=5.0, memory="allocated")
     assert allocated.peak_bytes == 36 * MIB and reserved(graph, allocated) == 40 * MIB == plan.reserved_bytes
-    less = solve(graph, 39 * MIB, work_limit=5.0)
+    less = solve(graph, 39 * MIB, work_limit=5.0, arena=False)
     assert less.reserved_bytes == 20 * MIB and less.peak_bytes == 18 * MIB
     assert less.time_s > plan.time_s >= less.bound_s  # type: ignore[operator]
     assert less.settings["allocated_budget_bytes"] < 39 * MIB  # type: ignore[operator]
@@ -85,9 +85,9 @@ def of_four_sizes(seed: int, ops: int) -> Graph:
 @pytest.mark.slow
 def test_less_in_memory_at_single_ops_is_faster_than_less_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = of_four_sizes(12, 12)
-    plan = solve(graph, "80%", work_limit=5.0)
+    plan = solve(graph, "80%", work_limit=5.0, arena=False)
     monkeypatch.setattr(reserved_budget, "_LOCAL_SOLVES", 0)
-    everywhere = solve(graph, "80%", work_limit=5.0)
+    everywhere = solve(graph, "80%", work_limit=5.0, arena=False)
     assert plan.bound_s == everywhere.bound_s
     assert plan.bound_s is not None and plan.bound_s <= plan.time_s < everywhere.time_s
     assert reserved(graph, plan) <= plan.budget_bytes
@@ -97,11 +97,11 @@ def test_less_in_memory_at_single_ops_is_faster_than_less_everywhere(monkeypatch
 
 def test_less_in_memory_at_single_ops_finds_plans_where_less_everywhere_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = of_four_sizes(22, 8)
-    plan = solve(graph, "80%", work_limit=5.0)
+    plan = solve(graph, "80%", work_limit=5.0, arena=False)
     assert reserved(graph, plan) <= plan.budget_bytes
     monkeypatch.setattr(reserved_budget, "_LOCAL_SOLVES", 0)
     with pytest.raises(LimitError, match="the least found"):
-        solve(graph, "80%", work_limit=5.0)
+        solve(graph, "80%", work_limit=5.0, arena=False)
 
 
 def test_expandable_segments_are_another_kind_of_memory() -> None:
@@ -184,7 +184,7 @@ def test_plans_on_the_way_fit_the_budget() -> None:
     graph = replace(graph, provenance={"device": "h200"})
     seen: list[Plan] = []
     budget_bytes = int(0.85 * eager_reserved_bytes(graph, CountedMemory.RESERVED))
-    plan = solve(graph, budget_bytes, work_limit=5.0, on_plan=seen.append)
+    plan = solve(graph, budget_bytes, work_limit=5.0, arena=False, on_plan=seen.append)
     assert seen and all(reserved(graph, one) <= budget_bytes == one.budget_bytes for one in (*seen, plan))
     assert [one.time_s for one in seen] == sorted((one.time_s for one in seen), reverse=True)
     assert plan.time_s == seen[-1].time_s and {one.memory for one in seen} == {CountedMemory.RESERVED}
@@ -205,7 +205,7 @@ def test_a_solve_that_must_stop_does_so_without_a_plan() -> None:
 
 def test_each_solve_is_stopped_by_its_own_gap() -> None:
     seen: list[SolveProgress] = []
-    solve(chain(size_bytes=6 * MIB), 39 * MIB, work_limit=5.0, on_progress=seen.append)
+    solve(chain(size_bytes=6 * MIB), 39 * MIB, work_limit=5.0, arena=False, on_progress=seen.append)
     assert seen[0].best_s is None
     assert any(before.best_s is not None and after.best_s is None for before, after in pairwise(seen))
 

@@ -87,7 +87,7 @@ def test_run_reports_and_has_a_code_for_gradients_that_differ(
         "identical to keeping",
     ):
         assert words in same.out
-    assert asked.calls == [(3, {"repeats": 2, "seed": 0, "arena": False})]
+    assert asked.calls == [(3, {"repeats": 2, "seed": 0, "arena": None})]
     other = call(capsys, "run", plan_file, "--model", TINY, "--seed", "1")
     assert other.code == 6
     assert "DIFFERENT from keeping everything:\n  gradient of 'w'" in other.out

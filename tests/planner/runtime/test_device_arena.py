@@ -255,10 +255,11 @@ def test_a_step_that_takes_further_large_segments_has_a_new_pool() -> None:
         assert not [s for s in cuda.memories[0].allocator if s.pool != DEFAULT_POOL and not s.small]
 
 
-def test_compiled_step_reserves_at_most_the_planned_bytes() -> None:
+@pytest.mark.parametrize(("budget", "arena"), [("85%", True), ("90%", None)])
+def test_compiled_step_reserves_at_most_the_planned_bytes(budget: str, arena: bool | None) -> None:
     with cuda_device():
         step = on_device(workload())
-        planned = planner.compile(*step, budget="85%", arena=True, compare_eager=False, wait="2 work", swap="never")
+        planned = planner.compile(*step, budget=budget, arena=arena, compare_eager=False, wait="2 work", swap="never")
         plan = planned.plan
         assert plan.reserved_bytes is not None and plan.reserved_bytes <= plan.budget_bytes
         torch.cuda.empty_cache()
@@ -269,6 +270,37 @@ def test_compiled_step_reserves_at_most_the_planned_bytes() -> None:
         assert torch.cuda.max_memory_reserved() <= plan.reserved_bytes
         assert plan.arena_bytes is not None and "arena: " in str(plan)
         assert_as_eager(step, planned)
+
+
+def test_work_between_steps_may_use_the_slab_on_a_full_device() -> None:
+    with cuda_device() as cuda:
+        step = on_device(workload())
+        executor, arena = in_arena(step, 0)
+        assert_as_eager(step, executor, 1)
+        torch.cuda.set_per_process_memory_fraction(cuda.memories[0].allocator.reserved.bytes / cuda.memories[0].capacity_bytes)
+        between = torch.empty(arena.size_bytes // 2, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(arena.size_bytes, dtype=torch.uint8, device="cuda")
+        del between
+        assert_as_eager(step, executor, 1)
+        assert large_segments(cuda, arena) == [arena.size_bytes] and arena.missed == arena.lost == 0
+
+
+def test_the_slab_is_given_back_for_a_plan_without_an_arena() -> None:
+    with cuda_device() as cuda:
+        step = on_device(workload())
+        planned = planner.compile(*step, budget="100%", compare_eager=False, wait="1s", passes=1)
+        assert planned._improving is not None and planned.measured is not None
+        improvement = planned._improving.improvement
+        plans = [planner.solve(planned.measured, "90%", arena=arena, work_limit=2.0) for arena in (None, False)]
+        assert [plan.arena_bytes is not None for plan in plans] == [True, False]
+        for plan in plans:
+            executor = improvement.adopt(plan).executor
+            loss_of(executor(*step.batch)).backward()
+            step.model.zero_grad()
+            in_pools = [segment for segment in cuda.memories[0].allocator if segment.pool != DEFAULT_POOL]
+            assert bool(in_pools) == (plan.arena_bytes is not None)
+        improvement.stop()
 
 
 @pytest.mark.gpu

@@ -55,6 +55,7 @@ class DeviceMemory:
         held: by address.
         workspaces: of libraries, by thread, stream and size.
         shared_pools: those of ``torch.cuda.MemPool``.
+        last_pools: of them those whose free memory serves requests for which the device has no other.
         pools: of threads inside ``torch.cuda.use_mem_pool``.
         raw: memory that was asked for without a tensor, by address.
     """
@@ -66,6 +67,7 @@ class DeviceMemory:
         self.held: dict[int, Held] = {}
         self.workspaces: dict[tuple[int, Stream, int], torch.Tensor] = {}
         self.shared_pools: set[PoolId] = set()
+        self.last_pools: set[PoolId] = set()
         self.pools: dict[int, PoolId] = {}
         self.raw: dict[int, torch.Tensor] = {}
         self._seeds: Callable[[], _Seeds | None] = lambda: None
@@ -84,7 +86,7 @@ class DeviceMemory:
             self._open = True
             try:
                 pool = self.pools.get(threading.get_ident(), DEFAULT_POOL) if recording is None else recording.pool
-                block = self.allocator.alloc(size_bytes, stream.number, pool)
+                block = self._block(size_bytes, stream.number, pool)
             except DeviceFullError as error:
                 raise torch.OutOfMemoryError(
                     f"CUDA out of memory. Tried to allocate {size_bytes / 2**20:.2f} MiB. GPU {self.index} has a total capacity "
@@ -98,6 +100,16 @@ class DeviceMemory:
             self.held[held.address] = held
             weakref.finalize(values, self._free_later, held).atexit = False
             return torch.from_numpy(values)
+
+    def _block(self, size_bytes: int, stream: int, pool: PoolId) -> Block:
+        """A block of `pool`, else a free one of the last pools (the end of ``DeviceCachingAllocator::malloc``)."""
+        try:
+            return self.allocator.alloc(size_bytes, stream, pool)
+        except DeviceFullError:
+            for other in self.last_pools if pool == DEFAULT_POOL else ():
+                if self.allocator.fitting_block(size_bytes, stream, other) is not None:
+                    return self.allocator.alloc(size_bytes, stream, other)
+            raise
 
     def bytes_at(self, address: int, size_bytes: int) -> np.ndarray:
         """The bytes of handed out memory, which this does not hold."""

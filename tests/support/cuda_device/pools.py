@@ -12,14 +12,20 @@ from tests.support.cuda_device.memory import DeviceMemory
 
 
 class MemPool:
-    """Stands for ``torch.cuda.MemPool``: its memory is returned once this object and what is in use are gone."""
+    """Stands for ``torch.cuda.MemPool``: its memory is returned once this object and what is in use are gone.
 
-    def __init__(self, machine: Machine) -> None:
+    With `use_on_oom` its free memory serves requests for which the device has no other.
+    """
+
+    def __init__(self, machine: Machine, *, use_on_oom: bool = False) -> None:
         self.id: PoolId = machine.new_pool()
         for memory in machine.memories:
             memory.allocator.keep_pool(self.id)
             memory.shared_pools.add(self.id)
             weakref.finalize(self, memory.allocator.let_pool_go, self.id).atexit = False
+            if use_on_oom:
+                memory.last_pools.add(self.id)
+                weakref.finalize(self, memory.last_pools.discard, self.id).atexit = False
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from planner.workload.workload import ModelSpec
 _ROOT = Path(__file__).resolve().parents[1]
 _OURS = ("planner", "solvers", "graphs")
 _NEEDED = ("remat-planner", "torch", "highspy", "PuLP", "scipy", "numpy", "pandas")
-_OPTIONAL = ("transformers", "accelerate", "lightning", "matplotlib", "dask")
+_OPTIONAL = ("transformers", "accelerate", "lightning", "matplotlib", "bokeh", "dask")
 
 
 @dataclass(frozen=True, slots=True)

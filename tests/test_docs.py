@@ -79,7 +79,6 @@ def small(folder: Path) -> Names:
         "model": model,
         "nn": nn,
         "optimizer": torch.optim.AdamW(model.parameters()),
-        "planner": planner,
         "torch": torch,
         "x": batch[0],
         "y": batch[1],
@@ -254,6 +253,14 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
                 given.then(names)
             if given.apart:
                 names = given.names(tmp_path)
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=name_of)
+def test_pages_import_the_planner_before_they_use_it(page: Path) -> None:
+    nodes = [node for block in blocks(page) for node in ast.walk(ast.parse(block))]
+    imports = [n for n, node in enumerate(nodes) if isinstance(node, ast.Import) and node.names[0].name == "planner"]
+    uses = [n for n, node in enumerate(nodes) if isinstance(node, ast.Name) and node.id == "planner"]
+    assert not uses or (imports and imports[0] < uses[0])
 
 
 def test_blocks_that_are_not_executed_are_there() -> None:

@@ -1,0 +1,160 @@
+"""README and documentation: tables are those of committed results, commands are accepted, loops are as shown."""
+
+import csv
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from graphs.errors import PlannerError
+from graphs.units import format_bytes
+from planner.cli.main import build_parser, main
+from tests.test_docs import PAGES, ROOT, name_of
+
+Rows = list[dict[str, str]]
+Table = list[list[str]]
+
+
+def table(page: str, first: str) -> Table:
+    """Return the cells of the table of `page` whose header begins with the cells `first`, header included."""
+    tables = re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE)
+    found = [[cells(line) for line in text.splitlines()] for text in tables if text.startswith(first)]
+    assert len(found) == 1, f"{page} has {len(found)} tables that begin with {first}"
+    header, _, *lines = found[0]
+    return [header, *lines]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def results(*path: str) -> Rows:
+    with ROOT.joinpath("results", *path, "rows.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+_MODELS = {"ResNet-50": "resnet50", "ViT": "vit", "U-Net": "unet", "MobileNetV2": "mobilenet_v2", "GPT-2": "gpt2"}
+_METHODS = {
+    "the plan": "windows",
+    "checkpointing blocks": "checkpoint-blocks",
+    "selective checkpointing": "sac",
+    "Memory Budget API": "memory-budget",
+    "rotor": "rotor",
+    "DTR, best of seven": "dtr (best)",
+    "MegEngine, better of two": "megengine (best)",
+}
+
+
+def test_the_overheads_of_the_front_page_are_those_of_the_comparison() -> None:
+    known = table("results/compare/summary.md", "| model | budget | windows")
+    header, *shown = table("README.md", "| | the plan")
+    assert set(header[1:]) == _METHODS.keys() and {line[0] for line in shown} == _MODELS.keys()
+    for model, *overheads in shown:
+        share = "70%" if model == "GPT-2" else "50%"
+        (line,) = [dict(zip(known[0], line, strict=True)) for line in known[1:] if line[:2] == [_MODELS[model], share]]
+        found = [line[_METHODS[method]].split(" ")[0].strip("*") for method in header[1:]]
+        said = ["does not fit" if text == "OOM" else f"+{text}" for text in found]
+        assert [cell.strip("*") for cell in overheads] == said, model
+
+
+def test_the_comparison_in_the_benchmarks_is_the_committed_one() -> None:
+    assert table("docs/benchmarks.md", "| model | budget | windows") == table(
+        "results/compare/summary.md", "| model | budget | windows"
+    )
+
+
+def test_the_runs_on_a_gpu_of_the_front_page_are_measured_ones() -> None:
+    _, *shown = table("README.md", "| on an H100")
+    measured = [row for name in ("plans", "ways", "arena") for row in results("gpu", name)]
+    names = {"GPT-2": "gpt2", "ResNet-50": "resnet50", "U-Net": "unet"}
+    ways = {"": "reserved", "in an arena": "arena"}
+    for said, budget, reserved, time, bits in shown:
+        model, _, way = said.partition(", ")
+        rows = [row for row in measured if (row["model"], row["way"]) == (names[model], ways[way])]
+        assert [budget, reserved, time, bits] in [measured_cells(row) for row in rows if row["slowdown"]], said
+
+
+def measured_cells(row: dict[str, str]) -> list[str]:
+    """Return what the front page says of a row: budget, reserved bytes, time and bits."""
+    assert row["machine"].startswith("NVIDIA H100")
+    bits = "identical"
+    if row["bits"] != "True":
+        assert float(row["gradient_error"]) <= 1.5 * float(row["eager_error"])
+        bits = "as far from eager PyTorch as its own second run"
+    budget, reserved = (format_bytes(int(row[f"{name}_bytes"])) for name in ("budget", "reserved"))
+    return [f"{budget} ({row['share']})", reserved, f"+{row['slowdown'].split('%')[0]}%", bits]
+
+
+def test_what_reserved_budgets_cost_is_measured_by_the_same_graph() -> None:
+    shown = re.search(
+        r"ResNet-50 at half of its memory takes ([\d.]+)% longer, with batch \d+, instead of ([\d.]+)%", prose("README.md")
+    )
+    assert shown is not None
+    rows = [row for row in results("reserved") if (row["model"], row["budget"]) == ("resnet50", "50%")]
+    overheads = {row["counts"]: float(row["overhead"]) for row in rows}
+    assert list(shown.groups()) == [f"{100 * overheads[kind]:.1f}" for kind in ("reserved", "allocated")]
+
+
+def prose(page: str) -> str:
+    return " ".join((ROOT / page).read_text().split())
+
+
+def test_minutes_on_gpus_are_said_once() -> None:
+    saying = [page for page in PAGES if re.search(r"\d+ minutes\*?\*?\]?.{0,30} on (a GPU|an? H\d00|H\d00s)", page.read_text())]
+    assert [name_of(page) for page in saying] == ["docs/gpu.md"]
+
+
+def commands() -> list[tuple[str, str]]:
+    """Return the commands in the blocks of all pages that are run as they stand, each with its page."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```(?:bash|text)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            lines = [line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines()]
+            found += [(name_of(page), line) for line in lines if line.startswith("planner ") and "..." not in line]
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), commands(), ids=[f"{page}: {command}" for page, command in commands()])
+def test_commands_that_pages_show_are_accepted(page: str, command: str) -> None:
+    _, *words = shlex.split(command, comments=True)
+    try:
+        arguments = build_parser().parse_args(words)
+    except (PlannerError, SystemExit) as error:
+        pytest.fail(f"{page} shows a command that is refused: {command}: {error}")
+    assert arguments.command == words[0]
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """Return the text before and after a diff."""
+    before, after = (
+        "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[:1] in kept) for kept in ((" ", "-"), (" ", "+"))
+    )
+    return before, after
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_both_sides_of_the_diff_on_the_front_page_train_alike(tmp_path: Path) -> None:
+    import torch
+
+    from tests.test_docs import small
+
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    trained = []
+    for side in sides(diff):
+        names = small(tmp_path)
+        exec(compile(side, "README.md", "exec"), names)
+        trained.append(names["model"].state_dict())
+    assert [name for name, value in trained[0].items() if not torch.equal(value, trained[1][name])] == []
+
+
+@pytest.mark.slow
+def test_the_commands_of_kernels_print_what_the_table_beside_them_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = "docs/options/kernels.md"
+    monkeypatch.chdir(tmp_path)
+    for command in [command for said, command in commands() if said == page and "resnet50" in command]:
+        assert main(shlex.split(command)[1:]) == 0
+    (line,) = [line for line in table(page, "| budget | published") if line[0] == "10.01 GB"]
+    assert f"overhead             {line[-1]}," in capsys.readouterr().out

@@ -25,6 +25,7 @@ from planner.eager.memory import Memory
 from planner.eager.recompute import Recomputation
 from planner.eager.recording import Recorder
 from planner.eager.saved_tensors import unpack
+from planner.eager.shared_context import SharedContext
 from planner.eager.sizes import OutputSizes
 from planner.eager.step_log import StepGraph
 from planner.eager.step_plans import StepPlans
@@ -35,13 +36,20 @@ from planner.report.page import write_pages
 from planner.reserved import memory_on
 from planner.runtime.auto_budget import auto_budget_bytes
 from planner.solving import solve
-from planner.torch_private.core import storage_address
+from planner.torch_private.core import (
+    is_functional_tensor,
+    is_functorch_wrapped,
+    storage_address,
+    transforms_disable_hooks,
+)
 from solvers.baselines.dtr import DtrParams
 from solvers.baselines.megengine import MegEngineParams
 from solvers.online.heuristics import MEGENGINE, NAMES
 from solvers.online.ledger import Ledger
 
 _ACTIVE = threading.local()
+# In threads with a block, transforms of torch.func keep what autograd saves inside of them, as without a block.
+_TRANSFORMS = SharedContext(lambda: transforms_disable_hooks(lambda: getattr(_ACTIVE, "session", None) is not None))
 _SHOWN = 5  # operators and modules in the report
 
 
@@ -148,6 +156,7 @@ class Rematerialization:
             block.callback(follower.close)
             block.enter_context(recorder.module)
             block.enter_context(recorder if reader is None else reader.log.entered(recorder))
+            block.enter_context(_TRANSFORMS)
             pack_and_unpack = (recorder.pack, unpack) if reader is None else reader.hooks()
             block.enter_context(saved_tensors_hooks(*pack_and_unpack))
             self._block = block.pop_all()
@@ -160,11 +169,6 @@ class Rematerialization:
         if isinstance(error, BudgetError):
             error.add_note(self._advice())
         self._block.__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
-            error.add_note(
-                "planner.rematerialize uses saved tensor hooks, which torch.func.grad and similar transforms do not support: use "
-                "torch.autograd.grad inside the block, or call the transform outside of it"
-            )
         if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
             error.add_note(
                 "planner.rematerialize does not support higher-order operators: run that part of the model outside of the block, "
@@ -325,9 +329,11 @@ class Rematerialization:
 
 
 def _tensors(device: torch.device) -> Iterator[torch.Tensor]:
-    """Yield the tensors on `device` that Python knows of, and their gradients."""
+    """Yield the tensors on `device` that Python knows of, and their gradients; none that wrap others, as captures leave some."""
     for value in gc.get_objects():
         if issubclass(type(value), torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
+            if is_functorch_wrapped(value) or is_functional_tensor(value):
+                continue
             for tensor in (value, value.grad if value.is_leaf else None):
                 if tensor is not None and tensor.layout is torch.strided and tensor.device == device:
                     yield tensor

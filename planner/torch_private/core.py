@@ -54,6 +54,9 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: _ARE_LOGG
 
 # The transform of torch.func (vmap, grad) that code runs under.
 current_transform = torch._C._functorch.peek_interpreter_stack
+# Their tensors wrap others, which have the memory.
+is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+is_functional_tensor = torch._is_functional_tensor
 # The node that runs in a backward pass, which has autograd's saved tensors.
 current_autograd_node = torch._C._current_autograd_node
 # True if the backward pass may run again, so that its saved tensors must not be overwritten.
@@ -176,6 +179,19 @@ def python_kernels(op: OpOverload, kernels: Mapping[DispatchKey, Callable[..., A
             yield
         finally:
             op._dispatch_cache.clear()
+
+
+@contextmanager
+def transforms_disable_hooks(wanted: Callable[[], bool]) -> Iterator[None]:
+    """Let transforms of torch.func disable hooks on saved tensors that are set, which they refuse otherwise, where `wanted`."""
+    autograd = torch._C._autograd
+    disable = autograd._saved_tensors_hooks_disable
+
+    def disable_set(message: str, fail_if_non_empty: bool = True) -> None:  # noqa: FBT001, FBT002  as PyTorch's
+        disable(message, fail_if_non_empty and not wanted())
+
+    with patch.object(autograd, "_saved_tensors_hooks_disable", disable_set):
+        yield
 
 
 @contextmanager

@@ -558,9 +558,51 @@ def test_blocks_cannot_be_nested() -> None:
         pass
 
 
-def test_transforms_of_functions_raise() -> None:
-    with rematerialize("1GB"), pytest.raises(RuntimeError, match="saved tensor hooks"):
+def per_sample_gradients(head: nn.Module, hidden: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda row: head(row).sum()))(hidden)
+
+
+def hessians(head: nn.Module, hidden: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.hessian(lambda row: head(row).square().sum()))(hidden[:2])
+
+
+TRANSFORMS: list[Callable[[nn.Module, Tensor], Tensor]] = [
+    per_sample_gradients,
+    hessians,
+    lambda head, hidden: torch.func.jvp(head, (hidden,), (hidden.cos(),))[1],
+    lambda head, hidden: torch.func.vjp(head, hidden)[1](hidden)[0],
+    lambda head, hidden: torch.func.vmap(torch.func.jacrev(head))(hidden[:3]),
+    lambda head, hidden: torch.func.vmap(torch.func.jacfwd(head))(hidden[:3]),
+    lambda head, hidden: torch.autograd.functional.vhp(lambda rows: head(rows).sum(), hidden, hidden, create_graph=True)[1],
+]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_functions_train_as_in_eager_mode(transform: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(model, nn.Sequential)
+        return transform(model[-1], model(x)).square().mean()
+
+    assert all(map(torch.equal, gradients(run, _TIGHT + 400_000), gradients(run, None)))
+
+
+def test_hooks_are_refused_under_transforms_after_the_block_as_before() -> None:
+    with rematerialize("1GB"):
+        pass
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="saved tensor hooks"):
         torch.func.grad(lambda x: x.exp().sum())(torch.randn(3))
+
+
+def test_tensors_that_wrap_others_do_not_count() -> None:
+    gc.collect()
+    wrapped = [torch.randn(1000) for _ in range(3)]
+    before = other_bytes()
+    left: list[Tensor] = [torch._to_functional_tensor(wrapped[0])]
+    torch.func.vmap(lambda row: left.append(row) or row)(wrapped[1])
+    torch.func.jvp(lambda x: left.append(x) or x, (wrapped[2],), (wrapped[2],))
+    with rematerialize("1GB") as session:
+        assert session.peak_bytes == before
+    assert len(left) == len(wrapped)
 
 
 def test_higher_order_operators_raise() -> None:

@@ -11,7 +11,7 @@ from planner.capture.options import as_executed
 from planner.reserved import on_cuda
 from planner.settings import SolveSettings
 from solvers.arena.solve import solve_in_arena
-from solvers.order.reorder import in_program_order
+from solvers.order.reorder import Reordering, in_program_order, permuted
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
 from solvers.request import Request
@@ -45,6 +45,11 @@ def solver_of(settings: SolveSettings, graph: Graph) -> Callable[[Request], Solv
         return replace(solved, result=replace(solved.result, graph=graph, schedule=executed(schedule)))
 
     return solve_once
+
+
+def solver_in(order: Reordering, solver: str = "windows") -> Callable[[Request], SolvedOrder]:
+    """Return the solve of a graph like the source of `order` with its ops in that order, for a budget of allocated bytes."""
+    return lambda request: solve_in(permuted(request.graph, order.original), get_solver(solver), request)
 
 
 def _in_memory_of(settings: SolveSettings, graph: Graph) -> Solver:

@@ -57,7 +57,8 @@ def solve_counted(
         arena: True: reserved memory is that of steps in an arena. No single op is to blame for it there, so that none has a
             margin. None: a schedule that reserves too much without an arena may have one (``planner.reserved.runs_in_arena``).
         must_stop: polled; once it returns True, all ends with what there is, if anything.
-        on_least: called with each schedule that reserves less than those before, also where it does not fit.
+        on_least: called with each schedule that reserves less than those before, also where it does not fit; messages then do not
+            name the least.
     """
     if memory is CountedMemory.ALLOCATED:
         return run(replace(request, should_stop=either(request.should_stop, must_stop)))
@@ -295,7 +296,8 @@ class _Search:
 
     def _nothing_found(self) -> str:
         """Return the message that no schedule fits."""
-        known = "" if self._least_bytes is None else f": the least found is {format_enough(self._least_bytes)}"
+        told = self._least_bytes is None or self.on_least is not None  # the caller names what it is told of
+        known = "" if told else f": the least found is {format_enough(self._least_bytes or 0)}"
         none = f"no schedule was found that reserves at most {format_bytes(self.request.budget_bytes)}{known}. Raise the budget"
         if self.arena:
             return f"{none} or the time limit"

@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 from graphs.errors import InfeasibleError, LimitError, PlannerError, SolverWarning, UsageError
 from graphs.ir import Graph
 from graphs.options.compress import gradient_error
-from graphs.options.offload import OFFLOAD, without_offload
 from graphs.options.option import Feature
 from graphs.options.selection import differences
-from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from graphs.units import format_enough
 from planner.allocated_budget import REORDERED, as_step_runs, solver_of
 from planner.attributes import attributes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
 from planner.compatibility import check_compatible, find_conflict
+from planner.known_budgets import KnownBudgets
 from planner.least_memory import least_memory
 from planner.memory import CountedMemory
 from planner.option_settings import option_settings
@@ -26,34 +24,27 @@ from planner.plans.record import GraphSummary
 from planner.plans.summary import other_peaks, summarize
 from planner.reserved import (
     arena_of,
-    counted_bytes,
     eager_bytes,
     eager_reserved_bytes,
     memory_of,
     on_cuda,
-    reserved_beside,
     reserved_for,
     runs_in_arena,
 )
 from planner.reserved_budget import either, solve_counted
 from planner.settings import SolveSettings
 from solvers.arena.solve import ARENA_SIZES
-from solvers.bounds import least_budget_bound
-from solvers.clock import Clock, left
-from solvers.least import least_known
+from solvers.clock import Clock
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
-from solvers.order.solve import SolvedOrder
 from solvers.registry import Solver, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status, status_of
 from solvers.tolerance import WIDENING, Tolerance
-from solvers.windows.strategies.offloaded_orders import least_offloaded
 
 Tell = Callable[[SolveProgress], None]  # called as a solve advances
 Stop = Callable[[], bool]  # polled: returns True to end a solve
 
 _REORDER_SHARE = 0.25  # of the limit: time to search for an order of the ops before many budgets are solved
-_WOULD_DO = 5.0  # of the clock, to find a feasible budget if the requested one is not
 
 
 def solve(
@@ -150,8 +141,8 @@ def solve_graph(
         should_stop: polled; once it returns True, the solve ends as soon as it has a schedule within the budget.
         must_stop: polled; once it returns True, the solve ends with what it has, if anything.
     """
-    clock, options = settings.clock(), settings.options
-    graph = options.apply(graph)
+    clock, traced = settings.clock(), graph
+    graph = settings.options.apply(graph)
     overhead = allowed_overhead(budget)
     if overhead is not None:
         check_compatible(settings.features | {Feature.MAX_OVERHEAD})
@@ -184,10 +175,19 @@ def solve_graph(
         settings.params,
         on_schedule=None if on_plan is None else tell,
     )
-    solved = solve_counted(solver_of(settings, graph), request, memory, arena=arena, must_stop=must_stop)
-    if solved.result.status is Status.INFEASIBLE:
-        raise InfeasibleError(solved.result.message + _what_would_do(solved, memory, clock, either(should_stop, must_stop)))
-    return plans.plan_of(solved.result)
+    known = KnownBudgets(traced, request, memory, settings, must_stop or (lambda: False))
+    solved = solve_counted(
+        solver_of(settings, graph),
+        known.begin(),
+        memory,
+        arena=arena,
+        must_stop=known.must_stop_solve,
+        on_least=known.learn if known.names_least else None,
+    )
+    result = known.completed(solved)
+    if result.status is Status.INFEASIBLE:
+        raise InfeasibleError(result.message)
+    return plans.plan_of(result)
 
 
 def _arena_setting(graph: Graph, settings: SolveSettings, memory: CountedMemory) -> bool | None:
@@ -335,41 +335,6 @@ def eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory | None) 
     """
     memory = memory_of(planned, asked)
     return eager_bytes(eager, memory) - eager.static_bytes + planned.static_bytes
-
-
-def _what_would_do(refused: SolvedOrder, memory: CountedMemory, clock: Clock, should_stop: Stop | None) -> str:
-    """Return a message with budgets of `memory` that are known to be feasible; "" if none is known.
-
-    They are searched if a single op refutes the budget (otherwise the solver has reported what is known), and with offloading if
-    the graph does not offer it. The search takes up to a few seconds of the remaining time: worth it for a user, not in solvers,
-    which are called many times. Where the optimizer refutes the budget, no schedule would do.
-    """
-    graph, budget_bytes = refused.order.graph, refused.result.budget_bytes
-    kept_bytes = 0
-    if memory is not CountedMemory.ALLOCATED:
-        beside = reserved_beside(graph, memory)
-        kept_bytes = beside.kept_bytes
-        if beside.refusal(budget_bytes):
-            return ""
-    if left(clock) <= 0:
-        return ""
-    limited = clock.part(_WOULD_DO)
-    said, least_bytes = "", budget_bytes + 1
-    proved_bytes = least_budget_bound(*without_offload(graph)).budget_bytes
-    if budget_bytes - kept_bytes < proved_bytes:
-        half = limited.part(limited.limit / 2)
-        known = least_known(graph, half, should_stop=should_stop, proved_bytes=proved_bytes)
-        least_bytes = counted_bytes(graph, known, memory)
-        said = f" A schedule is known for {format_enough(least_bytes)}."
-    if graph.plain:
-        whole = OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
-        schedule = least_offloaded(whole, limited, should_stop=should_stop).schedule
-        offloaded_bytes = counted_bytes(whole, schedule, memory)
-        if offloaded_bytes < least_bytes:
-            _, host_bytes = simulate(whole, schedule).pool_peaks_bytes
-            found = f"{format_enough(offloaded_bytes)}, with {format_enough(host_bytes)} on the host"
-            said += f" With the option offload a schedule is known for {found}."
-    return said
 
 
 def judged_on(graph: Graph, plan: Plan) -> Plan:

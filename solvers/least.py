@@ -1,7 +1,7 @@
 """The least feasible budget in program order, bracketed by a proof and a schedule."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
 from graphs.options import without_options
@@ -69,11 +69,23 @@ def least_budget(
     """
     clock = clock or WallClock(30.0)
     whole = with_pass_ends(graph)
-    graph = whole.graph
+    known = least_known(whole.graph, clock.part(_SLICE * clock.limit), should_stop=should_stop)
+    found = narrowed(whole.graph, known, clock, precision=precision, should_stop=should_stop)
+    return replace(found, schedule=whole.schedule_of_source(found.schedule))
+
+
+def narrowed(
+    graph: Graph, known: Schedule, clock: Clock, *, precision: float, should_stop: Callable[[], bool] | None = None
+) -> LeastBudgetBracket:
+    """Bracket the least feasible budget of a graph with its pass ends, from a schedule of it, by solves for less.
+
+    Args:
+        graph, clock, precision, should_stop: as in ``least_budget``.
+        known: the schedule to begin with.
+    """
     should_stop = should_stop or (lambda: False)
     proved = least_budget_bound(*without_offload(graph)).budget_bytes
-    best = least_known(graph, clock.part(_SLICE * clock.limit), should_stop=should_stop, proved_bytes=proved)
-    found = simulate(graph, best).peak_bytes
+    best, found = known, simulate(graph, known).peak_bytes
     refused = proved  # nothing was found at this budget, though nothing was proved
     while found - proved > precision * found and left(clock) > 0 and not should_stop():
         if found - refused <= precision * found:
@@ -86,7 +98,7 @@ def least_budget(
             refused = budget + 1
         if search.incumbent.infeasible:
             proved = refused
-    return LeastBudgetBracket(proved, found, whole.schedule_of_source(best))
+    return LeastBudgetBracket(proved, found, best)
 
 
 def least_known(

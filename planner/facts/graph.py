@@ -14,19 +14,16 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.attributes import attributes
 from planner.capture.options import restricted_to
+from planner.least_budget import least_budget
 from planner.memory import CountedMemory
 from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
 from planner.profiling.other_devices import decode_devices
-from planner.reserved import EagerMemory, eager_memory, on_cuda, reserved_beside, reserved_bytes_of
+from planner.reserved import EagerMemory, eager_memory, on_cuda
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
-from solvers.clock import WorkClock
-from solvers.least import least_known
 from solvers.order.reorder import reordered
-from solvers.pass_ends import with_pass_ends
 
 LISTED = 10
-_FINDING = 1.0  # units of work, for schedules that need little memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +96,14 @@ class DeviceFacts:
 class GraphFacts:
     """The facts that ``planner info`` prints about a graph.
 
-    No schedule that first executes the ops in the order that a solve finds (``solvers.order.reorder``) needs less than
-    `least_budget_bytes`; `least_budget_op` sets this bound, and `least_budget_reason` explains it. In that order, keeping
-    everything needs `reordered_peak_bytes`. In any order, no schedule needs less than `least_budget_any_order_bytes`. A schedule
-    is known for `least_budget_found_bytes`. With offloading the bounds are `least_budget_offload_bytes` and
-    `least_budget_offload_found_bytes`, the latter with `least_budget_offload_host_bytes` on the host. `eager_memory` is
-    what allocators take for plain eager PyTorch. All these are of allocated bytes; on CUDA, `least_reserved_bytes` bounds what
-    PyTorch's allocator reserves for the same class of schedules, and `least_reserved_found_bytes` and
-    `least_reserved_offload_found_bytes` are what it reserves for those that are known. `traced` has each of the
-    options that the graph was traced with, alone; `placement` has the other devices, by name.
+    No schedule that first executes the ops in program order, or in the order that a solve finds (``solvers.order.reorder``),
+    needs less than `least_budget_bytes`; `least_budget_op` sets the bound of single ops, and `least_budget_reason` explains it.
+    In the second order, keeping everything needs `reordered_peak_bytes`. In any order, no schedule needs less than
+    `least_budget_any_order_bytes`. A schedule is known for `least_budget_found_bytes` (``planner.least_budget``). With offloading
+    the bounds are `least_budget_offload_bytes` and `least_budget_offload_found_bytes`, the latter with
+    `least_budget_offload_host_bytes` on the host. All these are of allocated bytes; those called ``least_reserved`` are of the
+    bytes that PyTorch's allocator reserves on CUDA. `eager_memory` is what allocators take for plain eager PyTorch. `traced` has
+    each of the options that the graph was traced with, alone; `placement` has the other devices, by name.
     """
 
     summary: GraphSummary
@@ -123,6 +119,7 @@ class GraphFacts:
     eager_memory: EagerMemory
     least_reserved_bytes: int | None
     least_reserved_found_bytes: int | None
+    least_reserved_offload_bytes: int | None
     least_reserved_offload_found_bytes: int | None
     traced: Mapping[str, OptionFacts]
     placement: Mapping[str, DeviceFacts]
@@ -148,12 +145,11 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     devices = [device.exactly if exact else device for device in decode_devices(graph.provenance)]
     traced = {name: _option_facts(restricted_to(_here(graph), (name,))) for name in traced_with(graph)}
     graph = without_options(graph).out_of_place()
-    whole = reordered(OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))).graph
-    order, offloads = without_offload(whole)
-    least, offloading = least_budget_bound(order), least_budget_bound(order, offloads)
-    known = least_known(order, WorkClock(_FINDING), proved_bytes=least.budget_bytes)
-    known_offload = least_known(whole, WorkClock(_FINDING), proved_bytes=offloading.budget_bytes)
-    found, sending = simulate(order, known), simulate(whole, known_offload)
+    whole = OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
+    order = reordered(graph).graph
+    bound, least, offloading = least_budget_bound(order), least_budget(graph), least_budget(whole)
+    reserved = least_budget(graph, CountedMemory.RESERVED) if on_cuda(graph) else None
+    reserved_offloading = least_budget(whole, CountedMemory.RESERVED) if on_cuda(graph) else None
     ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
     made = sorted((t for t in graph.tensors if not t.static), key=lambda t: -t.size_bytes)
     return GraphFacts(
@@ -162,20 +158,21 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         static_bytes_by_kind={str(kind): size for kind, size in graph.static_bytes_by_kind.items()},
         time_s_by_phase={str(phase): math.fsum(op.time_s for op in graph.ops if op.phase is phase) for phase in Phase},
         reordered_peak_bytes=simulate(order, keep_everything(order)).peak_bytes,
-        least_budget_bytes=least.budget_bytes,
-        least_budget_found_bytes=found.peak_bytes,
-        least_budget_offload_bytes=offloading.budget_bytes,
-        least_budget_offload_found_bytes=sending.peak_bytes,
-        least_budget_offload_host_bytes=sending.pool_peaks_bytes[1],
+        least_budget_bytes=least.proved_bytes,
+        least_budget_found_bytes=least.found_bytes,
+        least_budget_offload_bytes=offloading.proved_bytes,
+        least_budget_offload_found_bytes=offloading.found_bytes,
+        least_budget_offload_host_bytes=simulate(whole, offloading.schedule).pool_peaks_bytes[1],
         eager_memory=eager_memory(graph),
-        least_reserved_bytes=reserved_beside(graph, CountedMemory.RESERVED).bound(least.budget_bytes) if on_cuda(graph) else None,
-        least_reserved_found_bytes=reserved_bytes_of(order, known),
-        least_reserved_offload_found_bytes=reserved_bytes_of(whole, known_offload),
+        least_reserved_bytes=reserved.proved_bytes if reserved else None,
+        least_reserved_found_bytes=reserved.found_bytes if reserved else None,
+        least_reserved_offload_bytes=reserved_offloading.proved_bytes if reserved_offloading else None,
+        least_reserved_offload_found_bytes=reserved_offloading.found_bytes if reserved_offloading else None,
         traced=traced,
         placement={device.name: _device_facts(graph, device) for device in devices},
-        least_budget_any_order_bytes=min(least.budget_bytes, any_order_need(graph).total_bytes),
-        least_budget_op=order.ops[least.need.op].name,
-        least_budget_reason=describe_need(order, least.need),
+        least_budget_any_order_bytes=min(least.proved_bytes, any_order_need(graph).total_bytes),
+        least_budget_op=order.ops[bound.need.op].name,
+        least_budget_reason=describe_need(order, bound.need),
         largest_ops=tuple(ops[:LISTED]),
         largest_tensors=tuple(_tensor_facts(graph, tensor) for tensor in made[:LISTED]),
     )
@@ -188,13 +185,13 @@ def _here(graph: Graph) -> Graph:
 
 def _option_facts(graph: Graph) -> OptionFacts:
     """Return the facts about `graph` with one option enabled."""
-    proved_bytes, found_bytes = _least_with(graph)
+    least = least_budget(graph)
     offered = [op for op in graph.ops if op.optional or op.overwrites]
     return OptionFacts(
         ops=len(offered),
         inexact_ops=sum(not op.exact for op in offered),
-        least_budget_bytes=proved_bytes,
-        least_budget_found_bytes=found_bytes,
+        least_budget_bytes=least.proved_bytes,
+        least_budget_found_bytes=least.found_bytes,
     )
 
 
@@ -205,26 +202,16 @@ def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
         GraphError: it lacks a time, or None, for one of the ops.
     """
     offered = movable(graph, device)
-    proved_bytes, found_bytes = None, None
-    if offered:
-        proved_bytes, found_bytes = _least_with(PLACEMENT.added_to(graph, Surroundings(others=(device,))))
+    least = least_budget(PLACEMENT.added_to(graph, Surroundings(others=(device,)))) if offered else None
     return DeviceFacts(
         ops=len(offered),
         inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),
         time_s=math.fsum(time_s for _, time_s in offered),
         here_s=math.fsum(op.time_s for op, _ in offered),
         **attributes(device, "bytes_per_s", "latency_s", "capacity_bytes"),
-        least_budget_bytes=proved_bytes,
-        least_budget_found_bytes=found_bytes,
+        least_budget_bytes=least.proved_bytes if least else None,
+        least_budget_found_bytes=least.found_bytes if least else None,
     )
-
-
-def _least_with(graph: Graph) -> tuple[int, int]:
-    """Return a lower bound on the budget of a graph with options, and a feasible budget."""
-    order = with_pass_ends(reordered(graph).graph).graph
-    proved_bytes = least_budget_bound(order).budget_bytes
-    known = least_known(order, WorkClock(_FINDING), proved_bytes=proved_bytes)
-    return proved_bytes, simulate(order, known).peak_bytes
 
 
 def _op_facts(graph: Graph, op: Op) -> OpFacts:

@@ -10,7 +10,7 @@ from planner.report.describe import provenance_lines, summary_data
 from planner.views.text import aligned, table
 from planner.visible import visible
 
-_ORDER = "in the order of the ops that a solve takes"
+_ORDER = "in the orders of the ops that a solve takes"
 
 
 def graph_data(facts: GraphFacts) -> dict[str, object]:
@@ -23,7 +23,6 @@ def graph_text(facts: GraphFacts) -> str:
     """Return the facts about a graph as text."""
     summary = facts.summary
     host = f"{format_bytes(facts.least_budget_offload_host_bytes)} on the host" if facts.least_budget_offload_host_bytes else ""
-    offloaded = _reserving(facts.least_reserved_offload_found_bytes)
     times = ", ".join(f"{phase} {format_seconds(time_s)}" for phase, time_s in facts.time_s_by_phase.items() if time_s)
     lines = [
         *provenance_lines(summary.provenance),
@@ -36,10 +35,11 @@ def graph_text(facts: GraphFacts) -> str:
         ("peak", f"{format_bytes(summary.keep_everything_peak_bytes)} without recomputation{_reordered(facts)}"),
         *((f"  {name}", value) for name, value in facts.eager_memory.lines()),
         ("least budget", f"no less than {_least(facts)}: {visible(facts.least_budget_reason)}"),
-        ("  known", f"{format_enough(facts.least_budget_found_bytes)}{_reserving(facts.least_reserved_found_bytes)}"),
-        *_reserved_bound(facts),
+        ("  known", format_enough(facts.least_budget_found_bytes)),
+        *_reserved_line(facts.least_reserved_bytes, facts.least_reserved_found_bytes),
         ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} {_ORDER}"),
-        ("  known", f"{format_enough(facts.least_budget_offload_found_bytes)}{offloaded}, with {host or 'nothing on the host'}"),
+        ("  known", f"{format_enough(facts.least_budget_offload_found_bytes)}, with {host or 'nothing on the host'}"),
+        *_reserved_line(facts.least_reserved_offload_bytes, facts.least_reserved_offload_found_bytes),
         *(line for name, offered in facts.traced.items() for line in _option_lines(name, offered)),
         *(line for name, device in facts.placement.items() for line in _device_lines(name, device, summary.ops)),
         ("fingerprint", summary.fingerprint),
@@ -62,15 +62,12 @@ def graph_text(facts: GraphFacts) -> str:
     )
 
 
-def _reserving(size: int | None) -> str:
-    """Return the end of a sentence that says how many bytes are reserved for a schedule; "" without `size`, on the CPU."""
-    return "" if size is None else f" allocated, for which {format_enough(size)} are reserved"
-
-
-def _reserved_bound(facts: GraphFacts) -> list[tuple[str, str]]:
-    if facts.least_reserved_bytes is None:
+def _reserved_line(proved_bytes: int | None, found_bytes: int | None) -> list[tuple[str, str]]:
+    """Return the line on budgets that count reserved memory; none on the CPU."""
+    if proved_bytes is None or found_bytes is None:
         return []
-    return [("  reserved", f"no less than {format_bytes(facts.least_reserved_bytes)}, if the budget counts it")]
+    said = f"no less than {format_bytes(proved_bytes)}, if the budget counts it; known {format_enough(found_bytes)}"
+    return [("  reserved", said)]
 
 
 def _option_lines(name: str, facts: OptionFacts) -> list[tuple[str, str]]:

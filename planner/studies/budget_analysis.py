@@ -6,35 +6,26 @@ from dataclasses import replace
 from graphs.errors import UsageError
 from graphs.ir import Graph
 from graphs.options.option import Need
-from graphs.options.selection import traced_with
 from graphs.units import format_bytes, format_enough
-from planner.capture.options import needing, needs, option_called, with_options
+from planner.capture.options import needs, option_called, options_to_try, with_options
+from planner.least_budget import LeastBudget, least_budget
 from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.plans.summary import summarize
 from planner.reserved import context_bytes_of, eager_bytes, eager_memory, eager_reserved_bytes, memory_of, on_cuda
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
 from planner.studies.frontier import Frontier, evenly, outside_in
-from planner.studies.least_counted import least_counted
 from planner.studies.solves import result_in
 from planner.studies.workers import ignore, never
 from solvers.clock import Clock, WallClock, left
-from solvers.least import LeastBudgetBracket
 from solvers.order.reorder import Reordering, reordered
 from solvers.result import Status
 
 BETWEEN = 5  # budgets between the least one and eager PyTorch's peak
 CHEAP = 0.1  # overhead that is recommended if nothing is known about a device
 _TOLERANCE = 0.005
-_PRECISION = 0.02  # relative precision of the bracket of the least budget
 # Shares of the time limit.
-_ORDER, _LEAST, _CURVE = 0.1, 0.25, 0.3
-_OPTION_LEAST = 0.5  # of the time of one option; the rest is for its solve
-
-
-def options_to_try(graph: Graph) -> tuple[str, ...]:
-    """Return the options to give advice on: those that `graph` was traced with, and those for any graph."""
-    return (*needing(Need.LINK), *(option_called(name).to_try for name in traced_with(graph)))
+_ORDER, _CURVE = 0.1, 0.3
 
 
 def advise_graph(  # noqa: PLR0913  # those of planner.advise
@@ -115,11 +106,15 @@ class _Analysis:
         self.summary, self.eager_bytes = summarize(plain), eager_bytes(plain, memory)
         self.tell("looking for the least budget")
         order = reordered(plain, clock.part(_ORDER * clock.limit))
-        self.known, self.least = self._bracketed(order, clock.part(_LEAST * clock.limit))
+        self.known, self.least = self._least_in(order)
 
-    def _bracketed(self, order: Reordering, clock: Clock) -> tuple[Frontier, LeastBudgetBracket]:
-        known = Frontier(order, _TOLERANCE, self.memory)
-        return known, least_counted(known, clock, precision=_PRECISION, should_stop=self.should_stop)
+    def _least_in(self, order: Reordering) -> tuple[Frontier, LeastBudget]:
+        known, least = (
+            Frontier(order, _TOLERANCE, self.memory),
+            least_budget(order.source, self.memory, should_stop=self.should_stop),
+        )
+        known.learn_least(least)
+        return known, least
 
     def solve(self, budgets: Sequence[int]) -> None:
         """Solve for a short time at each budget; each result is used for all budgets."""
@@ -153,7 +148,7 @@ class _Analysis:
         if not offered:
             return OptionAdvice(name, 0, True, self.least.proved_bytes, self.least.found_bytes, alone)
         order = reordered(graph, clock.part(_ORDER * clock.limit))
-        known, least = self._bracketed(order, clock.part(_OPTION_LEAST * clock.limit))
+        known, least = self._least_in(order)
         _solve(known, budget_bytes, clock.part(max(0.1, left(clock))), self.should_stop)
         price = _price(known, budget_bytes, self.summary.time_s)
         if price.overhead is None or (alone.overhead is not None and alone.overhead < price.overhead):

@@ -11,6 +11,7 @@ from graphs.ir import Graph
 from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.capture.options import with_options
+from planner.least_budget import LeastBudget, least_budget
 from planner.memory import CountedMemory
 from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
@@ -20,13 +21,11 @@ from planner.studies.budget_plots import plot_curve
 from planner.studies.curve_text import curve_text
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
 from planner.studies.jobs import run
-from planner.studies.least_counted import least_counted
 from planner.studies.rows import column, key, read_rows, text, value
 from planner.studies.settings import StudySettings
 from planner.studies.solves import result_in
 from planner.studies.workers import ignore, never
 from solvers.clock import Clock, WallClock, left
-from solvers.least import LeastBudgetBracket
 from solvers.order.reorder import Reordering
 from solvers.registry import get_solver
 from solvers.result import Result, status_of
@@ -34,8 +33,6 @@ from solvers.result import Result, status_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LEAST_S, _LEAST_SHARE = 5.0, 0.1  # in seconds, and as a share of the time: for the least feasible budget, where the grid begins
-_PRECISION = 0.005  # relative precision of that bracket
 _ORDER_SHARE = 0.25  # share of the time for an order of the ops
 _DEFAULTS = StudySettings()
 _WITH_OPTIONS = 0.6  # share of the time with options; the same budgets are then solved without them
@@ -69,7 +66,7 @@ class Curve:
         memory: kind of memory that the budgets count.
         eager_bytes: bytes of that memory that plain eager PyTorch needs.
         points: results by budget, least first; times and bounds never increase.
-        least: bracket of the least feasible budget; None if the budgets were given.
+        least: the least budget of the graph; None if the budgets were given.
         complete: False if it was stopped before every budget had its turn.
         reordered: True if schedules and bounds are those of another order than the program's.
         options: names of the graph's options.
@@ -81,7 +78,7 @@ class Curve:
     memory: CountedMemory
     eager_bytes: int
     points: tuple[Point, ...]
-    least: LeastBudgetBracket | None
+    least: LeastBudget | None
     complete: bool
     reordered: bool
     options: tuple[str, ...] = ()
@@ -209,18 +206,18 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
     how.on_activity("looking for an order of the ops that needs less memory")
     order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.part(_ORDER_SHARE * clock.limit))
     known = Frontier(order, how.settings.tolerance, memory)
-    least: LeastBudgetBracket | None = None
+    least: LeastBudget | None = None
     if isinstance(budgets, int):
         if budgets < 1:
             raise BudgetError(f"{budgets} budgets were asked for: must be at least 1")
-        least = _least_in(known, how, clock)
+        least = _least_in(known, how)
         wanted = evenly(least.found_bytes, max(least.found_bytes, whole_bytes), budgets)
     else:
         wanted = tuple(sorted({budget_in_bytes(budget, whole_bytes) for budget in budgets}))
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
         if finds_least:
-            least = _least_in(known, how, clock)
+            least = _least_in(known, how)
     plan = Turns(
         known, wanted, clock=clock, time_limit_s=how.settings.time_limit_s, jobs=how.settings.jobs, on_activity=how.on_activity
     )
@@ -247,11 +244,12 @@ def _solve(
     return result_in(order, *asked, tolerance=tolerance, must_stop=should_stop)
 
 
-def _least_in(known: Frontier, how: _How, clock: Clock) -> LeastBudgetBracket:
-    """Return the bracket of the least feasible budget, and add it to what is known."""
+def _least_in(known: Frontier, how: _How) -> LeastBudget:
+    """Return the least budget of the graph, and add its schedule to what is known."""
     how.on_activity("looking for the least feasible budget")
-    limit_s = min(_LEAST_S, _LEAST_SHARE * how.settings.total_time_limit_s, how.settings.time_limit_s)
-    return least_counted(known, clock.part(limit_s), precision=_PRECISION, should_stop=how.should_stop)
+    least = least_budget(known.order.source, known.memory, reorders=how.reorder is not False, should_stop=how.should_stop)
+    known.learn_least(least)
+    return least
 
 
 def _better(point: Point, other: Point, tolerance: float) -> Point:

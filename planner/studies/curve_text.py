@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from planner.studies.sizes import LargestSize
 
 UNKNOWN = "-"
+_ORDERS = "first executions in the orders of the ops that were tried"
 PERCENT = "{:z.2%}"
 column = partial(Column, missing=UNKNOWN)
 
@@ -63,11 +64,10 @@ def _least_line(curve: "Curve") -> list[str]:
     least = curve.least
     if least is None:
         return []
-    order = "the order that was found for the ops" if curve.reordered else "program order"
     if least.exact:
-        return [f"least feasible budget: {format_enough(least.found_bytes)}, proved for first executions in {order}"]
+        return [f"least feasible budget: {format_enough(least.found_bytes)}, proved for {_ORDERS}"]
     proved, found = format_bytes(least.proved_bytes), format_enough(least.found_bytes)
-    return [f"least feasible budget: between {proved} (proved for first executions in {order}) and {found}"]
+    return [f"least feasible budget: between {proved} (proved for {_ORDERS}) and {found}"]
 
 
 def _gaps_line(curve: "Curve") -> list[str]:

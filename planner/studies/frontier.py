@@ -11,12 +11,14 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.attributes import attributes
+from planner.least_budget import LeastBudget
 from planner.memory import CountedMemory
 from planner.reserved import reserved_beside, reserved_bytes_of
 from planner.studies.workers import ignore
+from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
-from solvers.least import LeastBudgetBracket
 from solvers.order.reorder import Reordering
+from solvers.pass_ends import with_pass_ends
 from solvers.result import Result, Status, relative_gap, status_of
 
 _ANY_BUDGET = math.inf  # a bound at this budget holds everywhere
@@ -103,32 +105,35 @@ class Frontier:
         self.memory = memory
         self.infeasible_bytes = -1  # proved infeasible up to this budget
         # With alternative ops or devices, a step may take less time than its program.
-        least_s = graph.time_s if without_offload(graph)[0].plain else 0.0
-        self.bounds: list[tuple[float, float]] = [(_ANY_BUDGET, least_s)]
+        self._least_s = graph.time_s if without_offload(graph)[0].plain else 0.0
+        self.bounds: list[tuple[float, float]] = [(_ANY_BUDGET, self._least_s)]
         self._schedules: list[_Known] = []
+        self._other: _Known | None = None  # in another order
         self.learn_schedule(order.schedule_of_source(keep_everything(without_options(order.graph))))
 
     def learn_schedule(self, schedule: Schedule) -> None:
-        """Add a feasible schedule, whatever budget it was found for."""
+        """Add a feasible schedule in this order, whatever budget it was found for."""
+        self._schedules.append(self._judged(schedule))
+
+    def _judged(self, schedule: Schedule) -> _Known:
         found = simulate(self.order.source, schedule)
         reserved_bytes = reserved_bytes_of(self.order.source, schedule, self.memory)
         counted_bytes = found.peak_bytes if reserved_bytes is None or self._counts_allocated else reserved_bytes
-        self._schedules.append(_Known(found.time_s, counted_bytes, found.peak_bytes, reserved_bytes, schedule))
+        return _Known(found.time_s, counted_bytes, found.peak_bytes, reserved_bytes, schedule)
 
-    def learn_least(self, least: LeastBudgetBracket) -> LeastBudgetBracket:
-        """Add the bracket of the least budget of allocated bytes in this order; return that for the counted memory."""
-        self.learn_schedule(self.order.schedule_of_source(least.schedule))
-        proved_bytes = least.proved_bytes
+    def learn_least(self, least: LeastBudget) -> None:
+        """Add the schedule of the least budget of the graph, and the bound of single ops in this order.
+
+        A schedule in another order may be faster than the bounds of this one. It counts only where none in this order fits.
+        """
+        proved_bytes = least_budget_bound(*without_offload(with_pass_ends(self.order.graph).graph)).budget_bytes
         if not self._counts_allocated:
             proved_bytes = reserved_beside(self.order.source, self.memory).bound(proved_bytes)
         self.infeasible_bytes = max(self.infeasible_bytes, proved_bytes - 1)
-        return self.least
-
-    @property
-    def least(self) -> LeastBudgetBracket:
-        """The bracket of the least budget of the counted memory in this order, by all known results."""
-        known = min(self._schedules, key=lambda known: (known.counted_bytes, known.time_s))
-        return LeastBudgetBracket(self.infeasible_bytes + 1, known.counted_bytes, known.schedule)
+        if least.order == self.order.original:
+            self.learn_schedule(least.schedule)
+        else:
+            self._other = self._judged(least.schedule)
 
     @property
     def _counts_allocated(self) -> bool:
@@ -147,10 +152,12 @@ class Frontier:
 
     def point(self, budget_bytes: int, seconds: float | None) -> Point:
         """Return the known result at a budget."""
-        if budget_bytes <= self.infeasible_bytes:
-            return Point(budget_bytes, Status.INFEASIBLE, None, None, None, None, seconds)
         bound_s = max(bound_s for at, bound_s in self.bounds if at >= budget_bytes)
         fitting = [known for known in self._schedules if known.counted_bytes <= budget_bytes]
+        if not fitting and self._other is not None and self._other.counted_bytes <= budget_bytes:
+            fitting, bound_s = [self._other], self._least_s
+        if not fitting and budget_bytes <= self.infeasible_bytes:
+            return Point(budget_bytes, Status.INFEASIBLE, None, None, None, None, seconds)
         if not fitting:
             return Point(budget_bytes, Status.LIMIT, None, None, None, bound_s, seconds)
         found = min(fitting, key=lambda known: (known.time_s, known.peak_bytes))

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from graphs.ir import Graph
+from planner.allocated_budget import solver_in
 from planner.memory import CountedMemory
-from planner.reserved_budget import Run, solve_counted
+from planner.reserved_budget import solve_counted
 from solvers.clock import Clock
-from solvers.order.reorder import Reordering, permuted
-from solvers.order.solve import solve_in
+from solvers.order.reorder import Reordering
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result
@@ -41,8 +41,3 @@ def result_in(  # what is solved, how, and who may end it
     """
     request = Request(order.source, budget_bytes, Tolerance.of(tolerance), clock, **settings)
     return solve_counted(solver_in(order, solver), request, memory, must_stop=must_stop).result
-
-
-def solver_in(order: Reordering, solver: str = "windows") -> Run:
-    """Return the solve of a graph like the source of `order` with its ops in that order, for a budget of allocated bytes."""
-    return lambda request: solve_in(permuted(request.graph, order.original), get_solver(solver), request)

@@ -40,6 +40,11 @@ class Reordering:
         """Return a schedule of `graph` as a schedule of `source`, with the same time and memory."""
         return Schedule(tuple(Compute(self.original[step.op]) if isinstance(step, Compute) else step for step in schedule.steps))
 
+    def schedule_of_graph(self, schedule: Schedule) -> Schedule:
+        """Return a schedule of `source` as a schedule of `graph`."""
+        place = {op: position for position, op in enumerate(self.original)}
+        return Schedule(tuple(Compute(place[step.op]) if isinstance(step, Compute) else step for step in schedule.steps))
+
     def result_of_source(self, result: Result) -> Result:
         """Return a result for `graph` as a result for `source`; its settings record if the order has changed.
 

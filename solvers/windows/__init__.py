@@ -82,11 +82,11 @@ def _verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, 
 
 
 def _bracket(search: Search, proved_bytes: int) -> str:
-    """Return a sentence about the least feasible budget, whose lower bound is proved for one order of first executions."""
-    what = "In that order, the least feasible budget is"
-    if search.incumbent.least_peak is None:
-        return f"{what} at least {format_bytes(proved_bytes)}."
-    found_bytes = search.incumbent.least_peak.peak_bytes
-    if found_bytes == proved_bytes:
-        return f"{what} {format_enough(proved_bytes)}."
-    return f"{what} between {format_bytes(proved_bytes)} and {format_enough(found_bytes)}."
+    """Return a sentence about the least feasible budget, whose lower bound is proved for one order of first executions.
+
+    What is known to be feasible is ``planner.least_budget``'s to say, unless the least budget is known to the byte.
+    """
+    least = search.incumbent.least_peak
+    if least is not None and least.peak_bytes == proved_bytes:
+        return f"In that order, the least feasible budget is {format_enough(proved_bytes)}."
+    return f"In that order, the least feasible budget is at least {format_bytes(proved_bytes)}."

@@ -94,6 +94,11 @@ def needing(need: Need) -> tuple[str, ...]:
     return tuple(name for name in OPTIONS if need in needs((name,)))
 
 
+def options_to_try(graph: Graph) -> tuple[str, ...]:
+    """Return the options to give advice on: those for any graph with transfers, and those that `graph` was traced with."""
+    return (*needing(Need.LINK), *(option_called(name).to_try for name in traced_with(graph)))
+
+
 def check_options(names: Sequence[str]) -> None:
     """Raise if a name is not that of an option.
 

@@ -80,6 +80,6 @@ def test_on_cuda_the_least_budget_is_said_in_reserved_memory_too(tmp_path: Path,
     assert data["least_budget_bytes"] <= data["least_reserved_bytes"] <= data["least_reserved_found_bytes"]
     assert data["least_reserved_found_bytes"] % (12 * 2**20) == 0
     text = call(capsys, "info", path).out
-    assert f"allocated, for which {format_enough(data['least_reserved_found_bytes'])} are reserved" in text
+    assert f"if the budget counts it; known {format_enough(data['least_reserved_found_bytes'])}" in text
     write_graph(plain, path)
     assert json.loads(call(capsys, "info", path, "--json").out)["least_reserved_bytes"] is None

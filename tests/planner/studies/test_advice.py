@@ -15,11 +15,12 @@ from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_bytes
+from planner.capture.options import options_to_try
 from planner.memory import CountedMemory
 from planner.plans.summary import summarize
 from planner.reserved import eager_bytes
 from planner.studies.advice import Advice
-from planner.studies.budget_analysis import BETWEEN, advise_graph, options_to_try
+from planner.studies.budget_analysis import BETWEEN, advise_graph
 
 LINK = {"link": "1000GB/s", "host_budget": "1GB"}
 

@@ -1,0 +1,190 @@
+"""Budgets that are known to do, for a solve whose budget may be too small. Never imports torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from graphs.ir import Graph
+from graphs.options.offload import without_offload
+from graphs.options.selection import exact_ops
+from graphs.options.surroundings import Link, Surroundings
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from graphs.units import UNLIMITED_BYTES, format_enough
+from planner.allocated_budget import REORDERED
+from planner.capture.options import as_executed, option_called, options_to_try, with_options
+from planner.least_budget import LeastBudget, least_budget
+from planner.memory import CountedMemory
+from planner.reserved import counted_bytes, reserved_beside
+from planner.settings import SolveSettings
+from solvers.bounds import least_budget_bound
+from solvers.clock import left
+from solvers.order.solve import SolvedOrder
+from solvers.request import Request
+from solvers.result import Result, SolveProgress, Status
+
+_TIGHT = 1.15  # times the bound on the least budget: for budgets below, the least budget is looked for before the solve
+_TIGHT_SHARE = 0.5  # of the clock, at most, for that
+_LOOK, _LOOK_SHARE = 3.0, 0.25  # of the clock, and of its limit: without a schedule, until the least budget is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class OptionBudget:
+    """The least budget with one more option.
+
+    Attributes:
+        name: of the option.
+        found_bytes: bytes that a schedule needs of the memory that the budget counts.
+        host_bytes: bytes that it needs on the host; 0 for options of the device alone.
+    """
+
+    name: str
+    found_bytes: int
+    host_bytes: int
+
+    def __str__(self) -> str:
+        host = f", with {format_enough(self.host_bytes)} on the host" if self.host_bytes else ""
+        return f"With the option {self.name} a schedule is known for {format_enough(self.found_bytes)}{host}."
+
+
+@dataclass(slots=True)
+class KnownBudgets:
+    """The least budget of a graph that is solved: its schedule is the result where it fits and the solve finds none.
+
+    It is looked for once: before a solve for a tight budget, in the first seconds of one without a schedule, or at the end. It is
+    a function of the graph (``planner.least_budget``), so that a solve for a budget that a message names has a schedule at once.
+
+    Attributes:
+        traced: the graph with all options that it was traced with.
+        request: of the solve, on the graph with the options of `settings`.
+        memory: kind of memory that the budget counts.
+        settings: of the solve.
+        must_stop: polled; once it returns True, all ends.
+    """
+
+    traced: Graph
+    request: Request
+    memory: CountedMemory
+    settings: SolveSettings
+    must_stop: Callable[[], bool]
+    _found: bool = field(default=False, init=False)  # by the solve
+    _least: LeastBudget | None = field(default=None, init=False)
+    _witness: Schedule | None = field(default=None, init=False)  # that of the least budget, as a step runs it, if it fits
+    _learned_bytes: int = field(default=UNLIMITED_BYTES, init=False)
+    _options: tuple[OptionBudget, ...] = field(default=(), init=False)
+
+    @property
+    def names_least(self) -> bool:
+        """True if the solve may have any schedule, so that the least budget is named where it has none."""
+        return self.settings.solver in REORDERED and not self.settings.arena
+
+    def begin(self) -> Request:
+        """Look for the least budget if the budget is tight, and return the request for the solve."""
+        graph, clock = self.request.graph, self.request.clock
+        least_bytes = least_budget_bound(*without_offload(graph)).budget_bytes
+        if self.memory is not CountedMemory.ALLOCATED:
+            least_bytes = reserved_beside(graph, self.memory).bound(least_bytes)
+        if self.names_least and least_bytes <= self.request.budget_bytes < _TIGHT * least_bytes:
+            until = clock.now + _TIGHT_SHARE * left(clock)
+            self._look(lambda: clock.now > until or self.must_stop())
+        return replace(self.request, on_progress=self._tell)
+
+    def must_stop_solve(self) -> bool:
+        """Return True if the solve must end, because all must, or because the caller stops it and a schedule is known."""
+        return self.must_stop() or (self._witness is not None and self.request.interrupted())
+
+    def learn(self, schedule: Schedule) -> None:
+        """Note what a schedule needs that the solve has found, though it does not fit."""
+        self._learned_bytes = min(self._learned_bytes, counted_bytes(self.request.graph, schedule, self.memory))
+
+    def completed(self, solved: SolvedOrder) -> Result:
+        """Return the result of a solve; if it has no schedule, with that of the least budget or, if that is larger, with hints.
+
+        The bound of the solve holds for that schedule if it is in the same order.
+        """
+        result, graph = solved.result, self.request.graph
+        if result.status is not Status.INFEASIBLE and not (result.status is Status.LIMIT and self.names_least):
+            return result
+        self._look(self._is_late)
+        if self._least is None or self._witness is None:
+            return replace(result, graph=graph, message=result.message + self._hints())
+        same = self._least.order == solved.order.original and result.bound_s is not None
+        bound_s = result.bound_s if same else graph.time_s if graph.plain else None
+        return replace(
+            result,
+            graph=graph,
+            status=Status.FEASIBLE,
+            schedule=self._witness,
+            bound_s=bound_s,
+            seconds=self.request.clock.seconds,
+            settings={**result.settings, "reordered": self._least.order != tuple(range(len(graph.ops)))},
+            message="",
+            reason=None,
+        )
+
+    def _hints(self) -> str:
+        """Return sentences with budgets that are known to do, for the message that nothing fits; "" if none is known."""
+        least = self._least
+        if least is None or least.found_bytes <= self.request.budget_bytes:
+            return ""
+        known = f"A schedule is known for {format_enough(min(least.found_bytes, self._learned_bytes))}."
+        return "".join(f" {said}" for said in (known, *self._options))
+
+    def _tell(self, progress: SolveProgress) -> None:
+        clock, request = self.request.clock, self.request
+        self._found = self._found or progress.best_s is not None
+        late = clock.now >= min(_LOOK, _LOOK_SHARE * clock.limit)
+        if late and not self._found and self.names_least:
+            self._look(self._is_late)
+        if request.on_progress is not None:
+            request.on_progress(progress if self._found else self._with_least(progress))
+
+    def _with_least(self, progress: SolveProgress) -> SolveProgress:
+        """Return the progress of a solve without a schedule, with what is known of the least budget."""
+        graph = self.request.graph
+        if self._witness is not None:  # whose bound is not that of an order without a schedule
+            return replace(progress, best_s=simulate(graph, self._witness).time_s, bound_s=graph.time_s if graph.plain else None)
+        return replace(progress, activity=f"{progress.activity}.{said}") if (said := self._hints()) else progress
+
+    def _look(self, should_stop: Callable[[], bool]) -> None:
+        """Look for the least budget and, if it is above the budget, for that with each further option."""
+        request, budget_bytes = self.request, self.request.budget_bytes
+        refused = self.memory is not CountedMemory.ALLOCATED and reserved_beside(request.graph, self.memory).refusal(budget_bytes)
+        if self._least is not None or refused or should_stop():
+            return
+        request.tell("looking for the least budget", None, None)
+        self._least = self._least_budget(request.graph, should_stop)
+        if self._least.found_bytes > budget_bytes:
+            options = (self._with_option(name, should_stop) for name in self._further_options())
+            self._options = tuple(o for o in options if o is not None and o.found_bytes < self._least.found_bytes)
+        elif self.names_least:
+            executed = as_executed(request.graph, self._least.schedule)
+            fits = counted_bytes(request.graph, executed, self.memory) <= budget_bytes
+            self._witness = executed if fits else self._least.schedule
+            if request.on_schedule is not None:
+                request.on_schedule(self._witness, request.graph.time_s if request.graph.plain else 0.0)
+
+    def _least_budget(self, graph: Graph, should_stop: Callable[[], bool]) -> LeastBudget:
+        return least_budget(graph, self.memory, reorders=self.settings.reorder is not False, should_stop=should_stop)
+
+    def _is_late(self) -> bool:
+        return left(self.request.clock) <= 0 or self.must_stop()
+
+    def _further_options(self) -> Sequence[str]:
+        """Return the options that the solve could have besides its own."""
+        asked = self.settings.options
+        if asked.places:
+            return ()
+        known = {option_called(name).name for name in asked.names}
+        offered = [name for name in options_to_try(self.traced) if option_called(name).name not in known]
+        return [name for name in offered if self.settings.features.isdisjoint(option_called(name).refused)]
+
+    def _with_option(self, name: str, should_stop: Callable[[], bool]) -> OptionBudget | None:
+        """Return the least budget with one more option, for any link and host; None if it offers nothing."""
+        asked = self.settings.options
+        exact = exact_ops(self.traced) if asked.exact else None
+        graph = with_options(self.traced, (*asked.names, name), Surroundings(Link.even(1.0), asked.host_bytes), exact)
+        if len(graph.ops) == len(self.request.graph.ops) and graph.writes_over_inputs == self.request.graph.writes_over_inputs:
+            return None
+        least = self._least_budget(graph, should_stop)
+        _, *others = simulate(graph, least.schedule).pool_peaks_bytes
+        return OptionBudget(name, least.found_bytes, sum(others))

@@ -1,0 +1,182 @@
+"""The least budget of a graph: one search, and one answer, for every command, study and message. Never imports torch.
+
+The answer is a function of the graph and of the memory that budgets count: the search has a clock of work, not of seconds, and
+the rates of links to the host do not matter. So ``planner info``, ``solve``, ``curve`` and ``advise`` name the same number, and a
+solve at that budget has the schedule that proves it feasible.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+from graphs.errors import ScheduleError
+from graphs.ir import Graph
+from graphs.options import without_options
+from graphs.options.offload import without_offload
+from graphs.schedule import Schedule
+from planner.allocated_budget import solver_in
+from planner.memory import CountedMemory
+from planner.reserved import counted_bytes, reserved_beside
+from planner.reserved_budget import solve_counted
+from solvers.bounds import least_budget_bound
+from solvers.clock import WorkClock, left
+from solvers.least import least_known, narrowed
+from solvers.order.reorder import Reordering, in_program_order, permuted, reordered
+from solvers.pass_ends import with_pass_ends
+from solvers.request import Request
+from solvers.result import Status
+from solvers.tolerance import Tolerance
+
+# Units of work: for the order of the ops; in each order, for schedules without a program; for the solves after that.
+_ORDER, _KNOWN, _SOLVES = 2.0, 1.0, 1.0
+_PRECISION = 0.005  # of the budget found: where the search ends
+_NEXT = 0.6  # position of the next budget in the bracket, nearer to the feasible end
+_SLICE, _SLICE_LEAST = 0.3, 0.5  # of the work that is left, and in its unit: for each budget of reserved memory
+_FAILURES = 2  # budgets of reserved memory in turn that nothing is found for
+_REMEMBERED = 16  # graphs
+
+
+@dataclass(frozen=True, slots=True)
+class LeastBudget:
+    """The least feasible budget of a graph, bracketed by a proof and a schedule.
+
+    Attributes:
+        proved_bytes: no schedule needs less that first executes the ops in an order that was tried: the program's and another.
+        found_bytes: bytes that `schedule` needs of the memory that the budget counts.
+        schedule: of the graph; it runs within `found_bytes`.
+        order: the ops in the order of its first executions.
+    """
+
+    proved_bytes: int
+    found_bytes: int
+    schedule: Schedule
+    order: tuple[int, ...]
+
+    @property
+    def exact(self) -> bool:
+        """True if the least feasible budget is known to the byte."""
+        return self.proved_bytes == self.found_bytes
+
+
+_remembered: dict[Hashable, LeastBudget] = {}
+
+
+def least_budget(
+    graph: Graph,
+    memory: CountedMemory = CountedMemory.ALLOCATED,
+    *,
+    reorders: bool = True,
+    should_stop: Callable[[], bool] | None = None,
+) -> LeastBudget:
+    """Return the least budget of `graph` that is known, with its schedule. It is remembered.
+
+    Args:
+        graph: with the options that schedules may use.
+        memory: kind of memory that the budget counts.
+        reorders: False for schedules in program order only.
+        should_stop: polled; once True, the best so far is returned, and not remembered.
+    """
+    key = (graph.ops, graph.tensors, graph.kept, graph.pools, graph.limits, repr(graph.provenance), memory, reorders)
+    if (known := _remembered.get(key)) is not None:
+        return known
+    stop = should_stop or (lambda: False)
+    found = _search(_with_even_links(graph), memory, stop, reorders=reorders)
+    if not stop():
+        _remembered[key] = found
+        if len(_remembered) > _REMEMBERED:
+            del _remembered[next(iter(_remembered))]
+    return found
+
+
+def _with_even_links(graph: Graph) -> Graph:
+    """Return `graph` with a second for each byte of its transfers: what schedules hold does not depend on the rates of links."""
+    if all(not op.is_transfer for op in graph.ops):
+        return graph
+    ops = tuple(replace(op, time_s=float(graph.tensors[op.inputs[0]].size_bytes)) if op.is_transfer else op for op in graph.ops)
+    return replace(graph, ops=ops)
+
+
+def _search(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, reorders: bool) -> LeastBudget:
+    """Search in program order and in the order of lower peak without solving programs, then narrow the better one by solves.
+
+    Graphs with optional ops are not narrowed: their programs are large.
+    """
+    orders = [in_program_order(graph)]
+    if reorders and (other := reordered(graph, WorkClock(_ORDER), stop)).changed:
+        orders.append(other)
+    found = [_without_programs(order, memory, stop) for order in orders]
+    proved_bytes = min(least.proved_bytes for least in found)
+    if not graph.plain:
+        found += _without_options(graph, memory, stop, reorders=reorders)
+    best = min(found, key=lambda least: least.found_bytes)
+    if graph.plain:
+        others = [least.proved_bytes for least in found if least is not best]
+        best = (_narrowed if memory is CountedMemory.ALLOCATED else _narrowed_reserved)(graph, best, memory, stop)
+        proved_bytes = min([best.proved_bytes, *others])
+    return replace(best, proved_bytes=min(proved_bytes, best.found_bytes))
+
+
+def _without_programs(order: Reordering, memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
+    """Return the least budget in an order that is found without solving a program."""
+    whole = with_pass_ends(order.graph).graph
+    proved_bytes = least_budget_bound(*without_offload(whole)).budget_bytes
+    schedule = least_known(order.graph, WorkClock(_KNOWN), should_stop=stop, proved_bytes=proved_bytes)
+    return _judged(order, schedule, memory, proved_bytes)
+
+
+def _without_options(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, reorders: bool) -> list[LeastBudget]:
+    """Return the least budget of the program alone, whose schedules are also schedules with options.
+
+    Empty if the step with options does not allow the schedule, which reads a tensor that is overwritten there.
+    """
+    program = without_options(graph).out_of_place()
+    alone = least_budget(program, memory, reorders=reorders, should_stop=stop)
+    order = (*alone.order, *range(len(program.ops), len(graph.ops)))
+    try:
+        return [replace(alone, found_bytes=counted_bytes(graph, alone.schedule, memory), order=order)]
+    except ScheduleError:
+        return []
+
+
+def _judged(order: Reordering, schedule: Schedule, memory: CountedMemory, proved_bytes: int) -> LeastBudget:
+    """Return the bracket of a schedule of the graph of `order` and of a bound, which is of allocated bytes."""
+    graph, schedule = order.source, order.schedule_of_source(schedule)
+    if memory is not CountedMemory.ALLOCATED:
+        proved_bytes = reserved_beside(graph, memory).bound(proved_bytes)
+    return LeastBudget(proved_bytes, counted_bytes(graph, schedule, memory), schedule, order.original)
+
+
+def _narrowed(graph: Graph, known: LeastBudget, memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
+    """Return the bracket of allocated bytes after solves for less, in the order of `known`."""
+    order = permuted(graph, known.order)
+    schedule = order.schedule_of_graph(known.schedule)
+    found = narrowed(order.graph, schedule, WorkClock(_SOLVES), precision=_PRECISION, should_stop=stop)
+    return _judged(order, found.schedule, memory, found.proved_bytes)
+
+
+def _narrowed_reserved(graph: Graph, known: LeastBudget, memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
+    """Return the bracket of reserved bytes after solves for less, in the order of `known`.
+
+    The schedule that needs the fewest allocated bytes may reserve much more than another. So budgets of reserved memory below
+    what it reserves are solved, each until a schedule fits; those that nothing was found for stay open, unless they are refuted.
+    """
+    clock, run, failures = WorkClock(_SOLVES), solver_in(permuted(graph, known.order)), 0
+    refused_bytes = known.proved_bytes  # nothing was found at this budget, though nothing was proved
+
+    def learn(schedule: Schedule) -> None:
+        nonlocal known
+        if (size := counted_bytes(graph, schedule, memory)) < known.found_bytes:
+            known = replace(known, found_bytes=size, schedule=schedule)
+
+    while known.found_bytes - refused_bytes > _PRECISION * known.found_bytes and failures < _FAILURES and not stop():
+        budget_bytes = int(refused_bytes + _NEXT * (known.found_bytes - refused_bytes))
+        limited = clock.part(max(_SLICE_LEAST, _SLICE * left(clock)))
+        first = Request(graph, budget_bytes, Tolerance.of(1.0), limited, should_stop=lambda: True)
+        result = solve_counted(run, first, memory, must_stop=stop, on_least=learn).result
+        if result.schedule is None:
+            refused_bytes, failures = budget_bytes + 1, failures + 1
+        else:
+            learn(result.schedule)
+            failures = 0
+        if result.status is Status.INFEASIBLE:
+            known = replace(known, proved_bytes=refused_bytes)
+    return known

@@ -1,0 +1,202 @@
+"""One least budget: the same number wherever it is asked for, and a schedule that proves it feasible."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+import planner
+from graphs.errors import InfeasibleError, LimitError
+from graphs.ir import Graph
+from graphs.options.offload import OFFLOAD
+from graphs.options.surroundings import Link, Surroundings
+from graphs.simulate import simulate
+from graphs.synthetic.random_graphs import random_graph, random_training_step
+from planner import least_budget as remembered
+from planner.facts.graph import graph_facts
+from planner.least_budget import least_budget
+from planner.memory import CountedMemory
+from planner.reserved import counted_bytes
+from planner.studies.budget_analysis import advise_graph
+from planner.studies.curve import curve
+from planner.studies.frontier import Frontier
+from planner.studies.settings import StudySettings
+from solvers.clock import WorkClock
+from solvers.least import least_known
+from solvers.order.reorder import in_program_order, reordered
+from solvers.request import Request
+from solvers.result import Result, SolveProgress, Status
+
+
+def on_a_gpu(seed: int) -> Graph:
+    return replace(random_training_step(seed, 8), provenance={"device": "h200"})
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "_remembered", {})
+
+
+def finds_nothing(request: Request) -> Result:
+    """Solve as a search does that finds no schedule before its limit."""
+    request.tell("searching", None, request.graph.time_s)
+    return Result(request.graph, request.budget_bytes, Status.LIMIT, None, None, "windows", 0.0, message="nothing was found.")
+
+
+@pytest.mark.parametrize("seed", [1, 5])
+def test_info_curve_and_advice_name_the_same_budget(seed: int) -> None:
+    graph = random_graph(seed, 12)
+    least = least_budget(graph)
+    facts = graph_facts(graph)
+    found = curve(graph, 3, StudySettings(total_time_limit_s=1.0, jobs=1))
+    advice = advise_graph(graph, time_limit_s=1.0, options=("offload",))
+    assert (facts.least_budget_bytes, facts.least_budget_found_bytes) == (least.proved_bytes, least.found_bytes)
+    assert found.least is least
+    assert (advice.least_proved_bytes, advice.least.budget_bytes) == (least.proved_bytes, least.found_bytes)
+    assert advice.options[0].least_found_bytes == facts.least_budget_offload_found_bytes
+    assert found.points[0].schedule is not None
+
+
+@pytest.mark.parametrize("memory", [CountedMemory.ALLOCATED, CountedMemory.RESERVED])
+def test_the_least_budget_is_a_function_of_the_graph(memory: CountedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = on_a_gpu(1)
+    first = least_budget(graph, memory)
+    assert least_budget(replace(graph), memory) is first  # remembered
+    monkeypatch.setattr(remembered, "_remembered", {})
+    assert least_budget(graph, memory) == first
+
+
+def test_the_rate_of_a_link_does_not_change_the_least_budget() -> None:
+    graph = random_training_step(7, 8)
+    slow, fast = (OFFLOAD.added_to(graph, Surroundings(Link.even(rate))) for rate in (1.0, 50e9))
+    found = [least_budget(one) for one in (slow, fast)]
+    assert found[0] == found[1]
+    assert simulate(fast, found[1].schedule).peak_bytes == found[1].found_bytes <= least_budget(graph).found_bytes
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 5])
+def test_the_least_budget_is_the_better_of_two_orders(seed: int) -> None:
+    graph = random_graph(seed, 12)
+    least = least_budget(graph)
+    for order in (in_program_order(graph), reordered(graph)):
+        schedule = order.schedule_of_source(least_known(order.graph, WorkClock(1.0)))
+        assert least.proved_bytes <= least.found_bytes <= simulate(graph, schedule).peak_bytes
+    assert simulate(graph, least.schedule).peak_bytes == least.found_bytes
+
+
+@pytest.mark.parametrize(
+    "memory", [CountedMemory.RESERVED, pytest.param(CountedMemory.DEVICE_EXPANDABLE, marks=pytest.mark.slow)]
+)
+def test_least_budget_bracket_is_in_counted_memory(memory: CountedMemory) -> None:
+    graph = on_a_gpu(1)
+    found = least_budget(graph, memory)
+    assert found.proved_bytes <= counted_bytes(graph, found.schedule, memory) == found.found_bytes
+    assert found.proved_bytes >= least_budget(graph).proved_bytes
+    known = Frontier(in_program_order(graph), 0.01, memory)
+    known.learn_least(found)
+    assert known.point(found.found_bytes, None).schedule == found.schedule
+    assert known.point(found.proved_bytes - 1, None).status is Status.INFEASIBLE
+
+
+def test_another_schedule_than_that_of_least_peak_reserves_less() -> None:
+    graph = on_a_gpu(25)
+    reserved, allocated = least_budget(graph, CountedMemory.RESERVED), least_budget(graph)
+    assert reserved.found_bytes < 0.9 * counted_bytes(graph, allocated.schedule, CountedMemory.RESERVED)
+    assert simulate(graph, reserved.schedule).peak_bytes > allocated.found_bytes
+
+
+def test_stopped_search_returns_a_valid_bracket_and_is_not_remembered() -> None:
+    graph = on_a_gpu(25)
+    found = least_budget(graph, CountedMemory.RESERVED, should_stop=lambda: True)
+    assert counted_bytes(graph, found.schedule, CountedMemory.RESERVED) == found.found_bytes >= found.proved_bytes
+    assert least_budget(graph, CountedMemory.RESERVED).found_bytes <= found.found_bytes
+
+
+def test_a_schedule_in_another_order_counts_where_none_in_this_order_fits() -> None:
+    graph = random_training_step(1, 8)
+    least = least_budget(graph)
+    known = Frontier(in_program_order(graph), 0.01)
+    known.learn_least(replace(least, order=tuple(reversed(range(len(graph.ops))))))
+    known.infeasible_bytes = least.found_bytes  # in this order
+    point = known.point(least.found_bytes, None)
+    assert (point.schedule, point.status, point.bound_s) == (least.schedule, Status.FEASIBLE, graph.time_s)
+    assert known.point(least.found_bytes - 1, None).status is Status.INFEASIBLE
+
+
+@pytest.mark.parametrize("seed", [1, 7, 25])
+def test_a_named_budget_does_where_the_solve_finds_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training_step(seed, 8)
+    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: finds_nothing)
+    least = least_budget(graph)
+    with pytest.raises((LimitError, InfeasibleError)) as refused:
+        planner.solve(graph, least.found_bytes - 1)
+    named = re.search(r"A schedule is known for ([\d.]+ .?B)\.", str(refused.value))
+    assert named is not None
+    plan = planner.solve(graph, named[1])
+    assert plan.peak_bytes == least.found_bytes <= plan.budget_bytes
+    assert (plan.status, plan.bound_s) == ("feasible", graph.time_s)
+
+
+def test_a_named_budget_of_reserved_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = on_a_gpu(25)
+    least = least_budget(graph, CountedMemory.RESERVED)
+    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: finds_nothing)
+    plan = planner.solve(graph, least.found_bytes)
+    assert plan.reserved_bytes == least.found_bytes
+
+
+def test_a_plan_in_program_order_is_in_program_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_graph(1, 12)
+    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: finds_nothing)
+    least = least_budget(graph)
+    assert planner.solve(graph, least.found_bytes).settings["reordered"] is True
+    with pytest.raises(LimitError):
+        planner.solve(graph, least.found_bytes, reorder=False)
+
+
+def test_limit_error_names_budgets_with_and_without_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_graph(1, 12)
+    facts = graph_facts(graph)
+    assert facts.least_budget_offload_found_bytes < facts.least_budget_found_bytes
+    monkeypatch.setattr("planner.known_budgets._TIGHT", 2.0)
+    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: finds_nothing)
+    heard: list[SolveProgress] = []
+    with pytest.raises(LimitError) as refused:
+        planner.solve(graph, facts.least_budget_found_bytes - 1, on_progress=heard.append)
+    known = f" A schedule is known for {facts.least_budget_found_bytes} B."
+    offload = f" With the option offload a schedule is known for {facts.least_budget_offload_found_bytes} B, with "
+    assert known in str(refused.value) and offload in str(refused.value)
+    assert known in heard[-1].activity and offload in heard[-1].activity  # while it solves
+    with pytest.raises(LimitError) as refused:
+        planner.solve(graph, facts.least_budget_offload_found_bytes - 1, options=["offload"])
+    assert "With the option" not in str(refused.value)
+
+
+def test_the_least_budget_is_looked_for_in_the_first_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training_step(7, 8)
+    monkeypatch.setattr("planner.known_budgets._TIGHT", 1.0)  # so that it is not looked for before the solve
+    looked: list[float] = []
+
+    def solve(request: Request) -> Result:
+        for _ in range(8):
+            request.clock.spend(1.0)
+            request.tell("searching", None, None)
+            looked.append(request.clock.now if remembered._remembered else 0.0)
+        return finds_nothing(request)
+
+    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: solve)
+    budget = least_budget(graph).found_bytes + 1
+    monkeypatch.setattr(remembered, "_remembered", {})
+    heard: list[SolveProgress] = []
+    plans: list[planner.Plan] = []
+    plan = planner.solve(graph, budget, work_limit=100.0, reorder=False, on_progress=heard.append, on_plan=plans.append)
+    assert looked[:3] == [0.0, 0.0, 3.0]
+    assert plan.peak_bytes <= budget and [p.schedule for p in plans] == [plan.schedule]
+    assert heard[0].best_s is None and heard[-1].best_s == plan.time_s
+
+
+def test_a_baseline_gives_no_schedule_that_is_not_its_own() -> None:
+    graph = random_training_step(7, 8)
+    with pytest.raises(LimitError) as refused:
+        planner.solve(graph, least_budget(graph).found_bytes, solver="keep-everything")
+    assert "A schedule is known" not in str(refused.value)

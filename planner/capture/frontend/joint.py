@@ -254,10 +254,22 @@ def _traced(step: TrainingStep, batch: Batch, branches: DataBranches | None, mak
         elif asks_for_values(module.graph):
             return None
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
-        with kept_in_graphs(CHECKS), hide_sparse_buffers(module):
+        with kept_in_graphs(CHECKS), hide_sparse_buffers(module), _own_tensors(step):
             made = make(stack, module, args, kwargs)
         with disable_current_modes():  # guards look at real tensors
             return made, _guards(output, effects, frames, [*generators, *matrices.names], step, batch)
+
+
+@contextmanager
+def _own_tensors(step: nn.Module) -> Iterator[None]:
+    """Put the tensors of modules back at the end: PyTorch leaves traced ones in a module that has several names."""
+    tensors_of: list[dict[str, Any]] = [held for module in step.modules() for held in (module._parameters, module._buffers)]
+    own = [dict(tensors) for tensors in tensors_of]
+    try:
+        yield
+    finally:
+        for tensors, before in zip(tensors_of, own, strict=True):
+            tensors.update(before)
 
 
 def _settings(stack: ExitStack) -> None:

@@ -25,7 +25,7 @@ from graphs.pools import COMPUTE, DEVICE
 from graphs.schedule import Compute, Schedule, Step
 from planner.passes.builder import Line, Pass, PassBuilder
 from planner.passes.moved import moved
-from planner.passes.program import Call, OpCalls, Program, Ref
+from planner.passes.program import Call, OpCalls, Program, Ref, read_by
 from planner.passes.writer import CallBefore, PassWriter
 from planner.runtime.devices import Devices
 from planner.runtime.step_lines import StepLines
@@ -152,7 +152,9 @@ def _main_part(writer: PassWriter, halves: _Halves, *, static_given_up: bool) ->
     first.tensor_list("static", static, emptied=static_given_up)
     writer.write(first, halves[0])
     streams = writer.streams
+    gradients = tuple(gradient for _, gradient in program.gradients)
     later = {t for step in halves[1] if isinstance(step, Compute) for t in graph.ops[step.op].inputs}
+    later.update(t for gradient in gradients for t in read_by(gradient))  # zeros may be made before the backward pass
     alive = [t for t in writer.live if t not in graph.kept or t in later]
     # A saved output would keep itself alive through its own backward pass: an alias is saved, if any.
     saved = [Call(torch.ops.aten.detach.default, (Ref(t),)) if t in graph.kept else Ref(t) for t in alive]
@@ -167,7 +169,6 @@ def _main_part(writer: PassWriter, halves: _Halves, *, static_given_up: bool) ->
     names = [f"transfer_{i}" for i in range(len(under_way))]
     writer.end_forward(second.tensor_list("saved", alive, names, emptied=True))
     writer.write(second, halves[1])
-    gradients = tuple(gradient for _, gradient in program.gradients)
     if static_given_up:
         second.free_read(static, gradients)
     return _DevicePasses((forward, second.finish(gradients, title)), (streams, writer.streams), tuple(alive))

@@ -9,7 +9,7 @@ import copy
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -66,11 +66,8 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
         InfeasibleError, LimitError: a graph does not fit, as in ``planner.solve``.
     """
     budget = _budget(settings_of(options))
-    if budget.settings.run.kernels == "inductor":
-        return _compile_kernels(module, inputs, budget)
-    # As in training loops, backward() is called outside of autocast.
-    with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
-        return _compile(module, inputs, budget)
+    compile_module = _compile_kernels if budget.settings.run.kernels == "inductor" else _compile
+    return compile_module(module, inputs, budget)
 
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
@@ -105,7 +102,10 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     def backward(_: fx.GraphModule, __: object) -> Callable[..., Any]:
         return planned[0].backward
 
-    compiled: Callable[..., Any] = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)(module, inputs)
+    compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
+    # As in training loops, backward() is called outside of autocast.
+    with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
+        compiled: Callable[..., Any] = compiler(module, inputs)
     return compiled
 
 
@@ -119,23 +119,28 @@ def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget)
 
 
 def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
-    """Compile `module` with Inductor's kernels."""
+    """Compile `module` with Inductor's kernels; with eager PyTorch's if one of its passes has none."""
+    from planner.capture.kernels.halves import NothingCompiledError
     from planner.torch_compile.kernel_capture import capture_kernels
     from planner.torch_private.inductor import compile_fx  # importing Inductor takes a second
 
     if not _trains(module):
         return compile_fx(module, inputs)  # type: ignore[return-value]
     add, stages = _adding(module, inputs, budget), _stages()
-    with stages, stages.stage(Stage.MEASURE, "compiling and measuring kernels"):
+    captured: Capture | None = None
+    with stages, stages.stage(Stage.MEASURE, "compiling and measuring kernels"), suppress(NothingCompiledError):
         captured = capture_kernels(module, inputs, budget.traced)
+    if captured is None:
+        return _compile(module, inputs, budget)
+    kernels = captured
     planned: list[PlannedGraph] = []
 
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        graph = budget.graph(joint, captured, outputs=num_fwd_outputs)
+        graph = budget.graph(joint, kernels, outputs=num_fwd_outputs)
         if budget.settings.run.check_writes:
-            graph.checked = _input_names(module, joint, captured)
+            graph.checked = _input_names(module, joint, kernels)
         if is_share(budget.budget):
             graph.eager = _as_eager(joint, num_fwd_outputs)
         with stages:

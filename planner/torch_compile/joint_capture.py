@@ -15,7 +15,7 @@ from planner.capture.lowering.lower import Capture, lower
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.options.traced import with_traced
 from planner.capture.rewrites.layouts import layouts_as_eager
-from planner.capture.rewrites.outputs import outputs
+from planner.capture.rewrites.outputs import outputs, storage, tensors_in
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
@@ -67,6 +67,7 @@ def capture_joint(
         check_compatible({Feature.TORCH_COMPILE, Feature.VARYING_SIZES})
     where = next(value.device for value in values if isinstance(value, torch.Tensor))
     separate_biases(module.graph)
+    separate_tangents(module.graph)
     layouts_as_eager(module.graph)
     statics = Placeholders(placeholders, where)
     generator = torch.default_generator
@@ -84,6 +85,26 @@ def capture_joint(
         captured = with_traced(mark_custom_ops(captured), options)
         captured = replace(captured, graph=model_times(captured, device))
     return replace(captured, graph=once(captured.graph, mutated_inputs(module, statics)))
+
+
+def separate_tangents(graph: fx.Graph) -> None:
+    """Give the gradients of outputs that share memory (views of an input) memory of their own, in their fake values."""
+    placeholders = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], torch.Tensor)]
+    tangents = [node for node in placeholders if isinstance(node.meta["desc"], TangentAOTInput)]
+    taken = {storage(node.meta["val"]) for node in placeholders if node not in tangents}
+    separated: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node in tangents:
+            if storage(node.meta["val"]) in taken:
+                node.meta["val"] = node.meta["val"].new_empty_strided(node.meta["val"].shape, node.meta["val"].stride())
+                separated.add(node)
+            taken.add(storage(node.meta["val"]))
+        elif not separated.isdisjoint(node.all_input_nodes) and any(
+            storage(t) in taken for t in tensors_in(node.meta.get("val"))
+        ):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)
+            separated.add(node)
 
 
 def mutated_inputs(module: fx.GraphModule, statics: StaticTensors) -> set[int]:

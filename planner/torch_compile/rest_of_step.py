@@ -82,4 +82,4 @@ def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, t
 
 
 def _first_backward(graph: Graph) -> int:
-    return next(op.id for op in graph.ops if op.phase is not Phase.FORWARD)
+    return next((op.id for op in graph.ops if op.phase is not Phase.FORWARD), len(graph.ops))

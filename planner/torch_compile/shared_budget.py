@@ -235,7 +235,7 @@ class SharedBudget:
         else:
             step_bytes = self._reserved(graphs, runs, [(graph, keeping_all(graph)) for graph in captured])
         self._largest_bytes = max(self._largest_bytes, step_bytes)
-        return budget_in_bytes(self.budget, self._largest_bytes)
+        return budget_in_bytes(self.budget, self._largest_bytes) if self._largest_bytes else 1  # all tensors are empty
 
     def _reserved(
         self, order: Sequence[PlannedGraph], seen: Sequence[PassStorages], parts: Sequence[tuple[Graph, Schedule]]

@@ -53,11 +53,16 @@ _PLAIN_CODE = {
 # Part of the keys of Inductor's cache: cached code was generated with all changes made here.
 _GENERATED = "planner: kernels apart, with what one thread may write over"
 
-_NOTHING = "the step computes nothing that Inductor could compile: plan with kernels='eager'"
-
 _Inputs = tuple[tuple[str, AOTInput | None], ...]
 _Outputs = tuple[tuple[str | None, AOTOutput, torch.Tensor | None], ...]
 _Ends = tuple[_Inputs, _Outputs]
+
+
+class NothingCompiledError(TraceError):
+    """A pass of the step has no kernel: its results are its inputs, or views of them."""
+
+    def __init__(self) -> None:
+        super().__init__("the step computes nothing that Inductor could compile: plan with kernels='eager'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,7 @@ def compile_halves(
 
     def note(ends: _Ends, compiled: object, *, backward: bool) -> object:
         if not isinstance(compiled, CompiledFxGraph):
-            raise TraceError(_NOTHING)
+            raise NothingCompiledError
         found[backward] = Half(compiled.source_code, loaded_names(compiled), *ends, compiled.constants or {})
         return compiled
 
@@ -162,7 +167,7 @@ def compile_halves(
         except InductorError as error:
             raise TraceError(f"Inductor does not compile the step: {first_line(error)}; plan with kernels='eager'") from error
     if len(found) < 2:
-        raise TraceError(_NOTHING)
+        raise NothingCompiledError
     return Halves(joint, found[False], found[True], call)
 
 

@@ -89,6 +89,7 @@ def check_outputs(graph: fx.Graph) -> None:
     _check_layouts(graph)
     _check_writes(graph)
     _check_loss(graph)
+    _check_gradients(graph)
 
 
 def outputs(graph: fx.Graph) -> list[tuple[object, AOTOutput]]:
@@ -160,6 +161,14 @@ def _check_loss(graph: fx.Graph) -> None:
         raise TraceError(f"the step returns {others[0]!r}, a kind of output that is not supported: return plain tensors")
 
 
+def _check_gradients(graph: fx.Graph) -> None:
+    gradients = [value for value, desc in outputs(graph) if isinstance(desc, GradAOTOutput)]
+    if not gradients:
+        raise TraceError("the loss does not depend on any parameter with requires_grad=True: there is nothing to train")
+    if not any(isinstance(value, fx.Node) for value in gradients):
+        raise TraceError("no parameter with requires_grad=True gets a gradient from the loss: there is nothing to train")
+
+
 def _check_layouts(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if any(value.layout is not torch.strided for value in tensors_in(node.meta.get("val"))):
@@ -189,15 +198,13 @@ def _name(desc: AOTInput) -> str:
 
 
 def first_backward(graph: fx.Graph) -> fx.Node:
-    """Return the first node that depends on the gradient of the loss: the backward pass is all nodes from there on."""
+    """Return the first node that depends on the gradient of an output: the backward pass is all nodes from there on.
+
+    It is the output node if the backward pass computes nothing: the incoming gradients are its results.
+    """
     seen = {node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["desc"], TangentAOTInput)}
-    if not seen:
-        raise TraceError("the loss does not depend on any parameter with requires_grad=True: there is nothing to train")
     nodes: Iterable[fx.Node] = graph.nodes
-    for node in nodes:
-        if node.op == "call_function" and any(arg in seen for arg in node.all_input_nodes):
-            return node
-    raise TraceError("no parameter with requires_grad=True gets a gradient from the loss: there is nothing to train")
+    return next((node for node in nodes if not seen.isdisjoint(node.all_input_nodes)), graph.output_node())
 
 
 def _drop_unnecessary_copies(graph: fx.Graph) -> None:

@@ -1,0 +1,98 @@
+"""Whatever graph Dynamo hands over between two graph breaks is planned, with the bits of eager PyTorch."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import planner
+from tests.support.models.random_pieces import OPERATIONS, SIZE, Call, Pieces, random_pieces
+
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+QUICK: dict[str, Any] = {"budget": "100%", "wait": 0.1, "time_limit_s": 10.0}
+
+
+def checkpointed(model: nn.Module) -> Callable[..., Any]:
+    return planner.checkpoint(model, **QUICK)
+
+
+def compiled(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend="planner", options=QUICK)
+
+
+def with_kernels(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend="planner", options={**QUICK, "kernels": "inductor"})
+
+
+def op_by_op(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend="aot_eager")
+
+
+def train(model: Pieces, wrap: Callable[[nn.Module], Callable[..., Any]] = lambda model: model) -> list[Tensor]:
+    """Return the outputs, gradients and buffers of two steps, of which the first needs no gradient of some outputs."""
+    torch.manual_seed(1)
+    called, left = wrap(model), []
+    for step in range(2):
+        outputs = called(torch.randn(SIZE, SIZE))
+        wanted = [o for i, o in enumerate(outputs) if o.requires_grad and (step or i % 2 == 0)]
+        left += [o.detach().clone() for o in outputs] + [torch.tensor([o.requires_grad for o in outputs])]
+        if wanted:
+            torch.stack([(o * (i + 1.0)).square().sum().float() for i, o in enumerate(wanted)]).sum().backward()
+        left += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [*left, *(b.clone() for b in model.buffers())]
+
+
+def assert_exact(pieces: Sequence[Sequence[Call]], wrap: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    torch.manual_seed(0)
+    model = Pieces(pieces)
+    wanted, found = train(copy.deepcopy(model)), train(copy.deepcopy(model), wrap)
+    differing = [i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if not torch.equal(a, b)]
+    if differing:  # AOTAutograd adds the gradients of a tensor that several pieces read in the order of the pieces
+        torch._dynamo.reset()
+        same_order = train(copy.deepcopy(model), op_by_op)
+        assert all(torch.equal(same_order[i], found[i]) and torch.allclose(wanted[i], found[i], rtol=1e-5) for i in differing)
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 120))])
+def test_random_pieces_train_as_eager(seed: int) -> None:
+    assert_exact(random_pieces(seed), checkpointed if seed % 2 else compiled)
+
+
+ALONE = ("add a number", "cat", "unbind", "split", "same", "detached beside")
+
+
+@pytest.mark.parametrize(
+    "name", [*ALONE, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(OPERATIONS) if name not in ALONE)]
+)
+def test_a_piece_of_one_operation_trains_as_eager(name: str) -> None:
+    before = [Call("linear", (0,), kept=True), Call("multiply", (0,), kept=False)]
+    assert_exact([before, [Call(name, (0, 1), kept=False)], [Call("linear", (1,), kept=True)]], compiled)
+
+
+@pytest.mark.parametrize("name", ["add a number", "unbind"])
+def test_a_piece_without_kernels_in_a_pass_runs_beside_those_with(name: str) -> None:
+    torch.manual_seed(0)
+    around = [Call("linear", (0,), kept=True)]
+    model = Pieces([around, [Call(name, (0,), kept=False)], around])
+    wanted, found = train(copy.deepcopy(model)), train(copy.deepcopy(model), with_kernels)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(wanted, found, strict=True))
+
+
+def test_a_step_whose_backward_pass_computes_nothing() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shift + x.sum()
+
+    model, x = Shifted(), torch.ones(3)
+    loss = planner.compile(model, None, (x,), budget="100%", wait=0.1)(x)
+    loss.backward()
+    assert loss == 3.0
+    assert model.shift.grad == 1.0

@@ -93,6 +93,8 @@ class Executor:
         self._autocast = _autocast(self._device_type)
         self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
+        trained = {tensor for tensor, _ in self.program.gradients}
+        self._untrained = [i for i, source in enumerate(self.program.sources) if source.tensor not in trained]
         self._parameters = [i for i, source in enumerate(self.program.sources) if source.kind is Kind.PARAMETER]
         overwritten = {t for op in self.graph.ops for t in op.mutates}
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads their results.
@@ -176,7 +178,11 @@ class Executor:
             BudgetError: gradients of an earlier step would take it over the budget; so may ``backward()``.
         """
         static = self.program.gather(self._step, leaves)
-        results: tuple[torch.Tensor, ...] = _Step.apply(self, *static)  # type: ignore[no-untyped-call]
+        check_earlier_gradients = self._check_earlier_gradients(static)
+        for i in self._untrained:  # autograd would call the hooks of inputs that get no gradient
+            if static[i] is not None and static[i].requires_grad:
+                static[i] = static[i].detach()
+        results: tuple[torch.Tensor, ...] = _Step.apply(self, check_earlier_gradients, *static)  # type: ignore[no-untyped-call]
         return self.signature.unflatten(results)
 
     def check(self, *args: object, **kwargs: object) -> list[object]:
@@ -263,7 +269,7 @@ class Executor:
         ctx.unchecked = [static[i] for i in self._unchecked]
         ctx.unseen = UnseenWrites((self._name(i), static[i]) for i in self._checked) if self.check_writes else None
 
-    def check_earlier_gradients(self, static: Sequence[Any]) -> Callable[[], None]:
+    def _check_earlier_gradients(self, static: Sequence[Any]) -> Callable[[], None]:
         """Check earlier gradients before the forward pass; return the check before the backward pass."""
         parameters = [static[i] for i in self._parameters]
         if not self.earlier_gradients.before_forward(parameters):
@@ -327,10 +333,12 @@ class Executor:
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, executor: Executor, *static: Any) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, executor: Executor, check_earlier_gradients: Callable[[], None], *static: Any
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.executor = executor
-        ctx.check_earlier_gradients = executor.check_earlier_gradients(static)
+        ctx.check_earlier_gradients = check_earlier_gradients
         with executor.memory.reporting("forward"), torch.autocast(_device_type(static), enabled=False):  # casts are in the graph
             loss, extras, ctx.alive = executor.code.forward(static)
         ctx.versions = [ctx.alive[i]._version for i in executor.code.returned]
@@ -360,7 +368,7 @@ class _Step(torch.autograd.Function):
         alive = executor.hand_over(ctx)
         static = executor.restore(ctx, tangent)
         with executor.memory.reporting("backward"), torch.autocast(_device_type(static), enabled=False):
-            return (None, *executor.place_gradients(executor.code.backward(static, alive)))
+            return (None, None, *executor.place_gradients(executor.code.backward(static, alive)))
 
 
 def check_no_transform(what: str) -> None:

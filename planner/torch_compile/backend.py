@@ -106,7 +106,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     # As in training loops, backward() is called outside of autocast.
     with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
         compiled: Callable[..., Any] = compiler(module, inputs)
-    return compiled
+    return _detaching(compiled, planned)
 
 
 def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
@@ -154,8 +154,15 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    compiled: Callable[..., Any] = compiler(module, inputs)
-    return compiled
+    return _detaching(compiler(module, inputs), planned)
+
+
+def _detaching(compiled: Callable[..., Any], planned: Sequence[PlannedGraph]) -> Callable[..., Any]:
+    """Return `compiled`, called with inputs detached that get no gradient: autograd would call their hooks."""
+    without = {i for graph in planned for i in graph.without_gradient}
+    if not without:
+        return compiled
+    return lambda *args: compiled(*(arg.detach() if i in without else arg for i, arg in enumerate(args)))
 
 
 def _input_names(module: fx.GraphModule, joint: fx.GraphModule, captured: Capture) -> dict[int, str]:

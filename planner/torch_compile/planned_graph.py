@@ -20,7 +20,7 @@ from graphs.pools import COMPUTE, HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.rewrites.outputs import outputs
+from planner.capture.rewrites.outputs import outputs, storage, tensors_in
 from planner.runtime.arena import Arena
 from planner.runtime.channels import HostChannels
 from planner.runtime.code import compile_schedule
@@ -30,7 +30,7 @@ from planner.runtime.step_lines import StepLines
 from planner.runtime.undo import undoing
 from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_compile.rest_of_step import kept_bytes
-from planner.torch_private.capture import SavedForBackwardsAOTOutput, TangentAOTInput
+from planner.torch_private.capture import GradAOTOutput, PlainAOTInput, SavedForBackwardsAOTOutput, TangentAOTInput
 from planner.torch_private.core import backward_retains_graph
 
 # Both passes empty their argument lists. The last arguments of a backward pass are the non-tensor results of its forward
@@ -61,6 +61,7 @@ class PlannedGraph:
         eager: the same graph with eager PyTorch's kernels, if it runs Inductor's kernels and the budget is a share of its peak.
         tangents: static tensors that are gradients of its outputs.
         outputs: number of results of the forward pass, without saved tensors.
+        without_gradient: positions of the inputs that require a gradient and get none.
         slots: the tensor of each slot: all tensors that some schedule may save.
         checked: names of inputs that are checked for writes that autograd does not see, by tensor.
         lean: a schedule that keeps little memory between the passes; None until one is computed.
@@ -93,6 +94,7 @@ class PlannedGraph:
         self.eager: Graph | None = None
         self.tangents = tuple(static[node.name] for node in self._incoming if node.name in static)
         self.outputs = outputs
+        self.without_gradient = _without_gradient(module.graph)
         self.slots = (*(static[node.name] for node in self._primals if node.name in static), *_made_forward(captured.graph))
         self.checked: Mapping[int, str] = {}
         self.lean: Schedule | None = None
@@ -270,6 +272,15 @@ def _made_forward(graph: Graph) -> list[int]:
     later = {t for op in graph.program if op.phase is not Phase.FORWARD for t in op.outputs}
     optional = [t for op in graph.ops if op.optional and op.stream == COMPUTE for t in op.outputs if t not in later]
     return list(made | dict.fromkeys(optional))
+
+
+def _without_gradient(joint: fx.Graph) -> list[int]:
+    """Return the positions of the inputs that require a gradient, get none, and share no memory with an output."""
+    nodes = [node for node, desc in outputs(joint) if isinstance(node, fx.Node) and not isinstance(desc, GradAOTOutput)]
+    returned = {storage(value) for node in nodes for value in tensors_in(node.meta["val"])}
+    inputs = {node.meta["desc"]: node.meta["val"] for node in joint.find_nodes(op="placeholder")}
+    missing = [desc.grad_of for value, desc in outputs(joint) if isinstance(desc, GradAOTOutput) and value is None]
+    return [desc.idx for desc in missing if isinstance(desc, PlainAOTInput) and storage(inputs[desc]) not in returned]
 
 
 def _like(graph: fx.Graph, value: object) -> fx.Node | None:

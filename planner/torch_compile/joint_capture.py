@@ -14,6 +14,7 @@ from planner.capture.frontend.eager_ops import separate_biases
 from planner.capture.lowering.lower import Capture, lower
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.options.traced import with_traced
+from planner.capture.rewrites.dropout import dropout_as_eager
 from planner.capture.rewrites.layouts import layouts_as_eager
 from planner.capture.rewrites.outputs import outputs, storage, tensors_in
 from planner.capture.rewrites.random_ops import execute_random_ops_once
@@ -69,6 +70,7 @@ def capture_joint(
     separate_biases(module.graph)
     separate_tangents(module.graph)
     layouts_as_eager(module.graph)
+    dropout_as_eager(module.graph)
     statics = Placeholders(placeholders, where)
     generator = torch.default_generator
     signature, found_on = Signature.of((), pytree.tree_structure(())), {"device": where.type}

@@ -171,6 +171,19 @@ def kept_in_graphs(ops: Collection[OpOverload]) -> Iterator[None]:
 
 
 @contextmanager
+def random_ops_kept_in_graphs() -> Iterator[None]:
+    """Keep random ops whose results are not used in captured graphs: without them, later ones would draw other numbers."""
+    is_impure = torch.fx.Node.is_impure
+
+    def is_kept(self: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
+        random = isinstance(self.target, OpOverload) and torch.Tag.nondeterministic_seeded in self.target.tags
+        return random or is_impure(self, *args, **kwargs)
+
+    with patch.object(torch.fx.Node, "is_impure", is_kept):
+        yield
+
+
+@contextmanager
 def python_kernels(op: OpOverload, kernels: Mapping[DispatchKey, Callable[..., Any]]) -> Iterator[None]:
     """Give `op` these kernels where Python dispatches it, as during a capture."""
     with patch.dict(op.py_kernels, kernels):

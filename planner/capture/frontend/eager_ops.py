@@ -32,6 +32,7 @@ from planner.torch_private.core import (
     OpOverloadPacket,
     below_autograd,
     python_kernels,
+    random_ops_kept_in_graphs,
 )
 
 aten = torch.ops.aten
@@ -76,6 +77,7 @@ def ops_as_eager() -> Iterator[None]:
         stack.enter_context(products_as_eager())
         stack.enter_context(_dynamo_as_eager())
         stack.enter_context(record_written_strides())
+        stack.enter_context(random_ops_kept_in_graphs())
         stack.enter_context(_uncached_recurrent_layers())
         yield
 

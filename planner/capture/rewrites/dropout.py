@@ -1,8 +1,8 @@
-"""The gradient of dropout, rounded as eager PyTorch rounds it on the CPU.
+"""Dropout as eager PyTorch computes it.
 
 A captured graph calls the fused ``native_dropout``, which eager PyTorch calls on CUDA only; on the CPU it multiplies by
 scaled noise. In float32 both round alike. In half precision the fused backward kernel does not round the scaled noise,
-so its gradients differ in the last bit.
+so its gradients differ in the last bit. If everything is dropped, eager PyTorch draws no random numbers.
 """
 
 import torch
@@ -14,7 +14,15 @@ aten = torch.ops.aten
 
 
 def dropout_as_eager(graph: fx.Graph) -> None:
-    """Replace the backward pass of each half-precision dropout on the CPU by gradient times scaled noise, in place."""
+    """Replace dropout of everything, and the backward pass of each half-precision dropout on the CPU, in place."""
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
+        if node.args[2] == 0.0:
+            _replace(node, call_before(node, aten.mul.Tensor, node.args[0], 0.0))
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        if node.args[1] == 1.0:
+            for item in list(node.users):  # the results and the mask, which the backward pass does not read
+                _replace(item, call_before(node, aten.mul.Tensor, node.args[0], 0.0))
+            graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
         gradient, mask, scale = node.args
         dtype = fake(node).dtype
@@ -23,7 +31,12 @@ def dropout_as_eager(graph: fx.Graph) -> None:
         mask = call_before(node, aten._to_copy.default, mask, dtype=dtype)
         noise = call_before(node, aten.div.Tensor, mask, 1 / scale)
         product = call_before(node, aten.mul.Tensor, gradient, noise)
-        for written in (mask, noise, product):
+        for written in (mask, noise):
             written.meta = {**node.meta, **written.meta}
-        node.replace_all_uses_with(product)
-        graph.erase_node(node)
+        _replace(node, product)
+
+
+def _replace(node: fx.Node, other: fx.Node) -> None:
+    other.meta = {**node.meta, **other.meta}
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)

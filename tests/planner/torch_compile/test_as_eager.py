@@ -1,0 +1,102 @@
+"""The three entry points compute what eager PyTorch computes, to the last bit, where AOTAutograd alone does not."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import planner
+
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
+
+QUICK: dict[str, Any] = {"budget": "100%", "wait": 0.1}
+Step = Callable[[Tensor], Tensor]
+Entry = Callable[[nn.Module, Tensor], Step]
+
+
+class Squared(nn.Module):
+    """A model with its loss."""
+
+    def __init__(self, model: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).float().square().mean()
+
+
+def eager(model: nn.Module, _: Tensor) -> Step:
+    return Squared(model)
+
+
+def compiled(model: nn.Module, x: Tensor) -> Step:
+    return planner.compile(Squared(model), None, (x,), **QUICK)
+
+
+def checkpointed(model: nn.Module, x: Tensor) -> Step:
+    return eager(planner.checkpoint(model, **QUICK), x)
+
+
+def as_backend(model: nn.Module, x: Tensor) -> Step:
+    return eager(torch.compile(model, backend="planner", options=QUICK), x)  # type: ignore[arg-type]
+
+
+def train(model: nn.Module, x: Tensor, entry: Entry) -> list[Tensor]:
+    """Return losses and gradients of two steps, and a random number after them."""
+    step = entry(model, x)
+    torch.manual_seed(1)
+    left = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = step(x)
+        loss.backward()
+        left += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return [*left, torch.rand(1)]
+
+
+def assert_exact(model: nn.Module, x: Tensor, entry: Entry) -> None:
+    wanted, found = (train(copy.deepcopy(model), x, e) for e in (eager, entry))
+    assert all(map(torch.equal, wanted, found))
+
+
+@pytest.mark.parametrize("entry", [compiled, checkpointed, as_backend])
+@pytest.mark.parametrize(("dtype", "p"), [(torch.bfloat16, 0.1), (torch.float16, 0.1), (torch.bfloat16, 1.0)])
+def test_dropout_in_half_precision(dtype: torch.dtype, p: float, entry: Entry) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(p), nn.Linear(64, 1)).to(dtype)
+    assert_exact(model, torch.randn(32, 16, dtype=dtype), entry)
+
+
+@pytest.mark.parametrize("entry", [compiled, checkpointed, as_backend])
+def test_random_ops_whose_results_are_not_used(entry: Entry) -> None:
+    class Wasteful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            F.dropout(h, 0.5)
+            torch.rand(3)
+            torch.bernoulli(torch.full((5,), 0.5))
+            return F.dropout(h, 0.5)
+
+    torch.manual_seed(0)
+    assert_exact(Wasteful(), torch.randn(4, 8), entry)
+
+
+@pytest.mark.parametrize("entry", [compiled, checkpointed, as_backend])
+def test_a_gradient_that_is_always_zero(entry: Entry) -> None:
+    class Signs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.signs, self.scale = (nn.Parameter(torch.randn(8)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sgn(self.signs) + x * self.scale
+
+    assert_exact(Signs(), torch.randn(4, 8), entry)

@@ -47,7 +47,7 @@ from planner.studies.solves import result_of
 from planner.studies.tables import ALL, Column, by, markdown, side_by_side
 from solvers.baselines.xengine import XEngineParams
 from solvers.clock import WallClock
-from solvers.result import Result, Status
+from solvers.result import SOLVED, Result, status_of
 
 # No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.profiling.devices`` to itself.
 INTEGRATED = DeviceSpec("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
@@ -129,7 +129,7 @@ class PlacementRow(Made):
     @property
     def counted_text(self) -> str:
         """The same, marked if it is not proved optimal; the reason if there is none."""
-        mark = "" if self.status == Status.OPTIMAL else " *"
+        mark = "" if self.status in SOLVED else " *"
         return self.status if self.counted_s is None else f"{format_seconds(self.counted_s)}{mark}"
 
 
@@ -225,7 +225,7 @@ def _status(result: Result) -> str:
     """Return the status; the serial optimum is one of the sum, which is no bound on its makespan."""
     serial_s, bound_s = result.settings.get("serial_s"), result.settings.get("serial_bound_s")
     if result.bound_s is None and isinstance(serial_s, float) and isinstance(bound_s, float):
-        return Status.OPTIMAL if serial_s <= bound_s * (1 + TOLERANCE) else Status.FEASIBLE
+        return status_of(serial_s, bound_s, TOLERANCE)
     return result.status
 
 

@@ -31,7 +31,7 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
 
 KINDS = ("plain", "offload", "options", "devices")
-RANK = ("optimal", "infeasible", "feasible", "limit", "error")
+RANK = ("optimal", "within tolerance", "infeasible", "feasible", "limit", "error")
 CLOSE = 1e-9  # share of a time that arithmetic may be off by
 _ARITHMETIC = 1e-5  # of HiGHS
 

@@ -19,7 +19,7 @@ from planner.attributes import attributes
 from planner.studies.experiment import Study
 from planner.studies.processes import stream
 from planner.studies.rows import missing_keys
-from solvers.result import Status
+from solvers.result import SOLVED, Status
 
 
 def solve_instance(instance: Instance, known: Sequence[SolverRow]) -> Iterator[SolverRow]:
@@ -55,7 +55,7 @@ def solve_instance(instance: Instance, known: Sequence[SolverRow]) -> Iterator[S
 
 def all_solved(rows: Iterable[SolverRow], solvers: Sequence[str]) -> bool:
     """Return True if each of `solvers` ended its first run by itself, of the `rows` at one budget."""
-    ended = (Status.OPTIMAL, Status.INFEASIBLE)
+    ended = (*SOLVED, Status.INFEASIBLE)
     return all(row.status in ended for row in rows if row.run == 1 and row.solver in solvers)
 
 

@@ -12,6 +12,7 @@ from benchmarks.solve_case import TOLERANCE, SolverRow
 from planner.studies.rows import frame, summarize
 from planner.studies.tables import Column, by, markdown, of_frame, said
 from planner.views.figures import COLORS, save_figure
+from solvers.result import SOLVED
 
 NEAR = 0.005  # gap up to which a solve counts as near to optimal
 FIRST_LIMITS = ((1_500, 5.0), (5_000, 20.0))  # ops, and by when a graph of so many has a first schedule, in seconds
@@ -139,7 +140,7 @@ def against_reference(solves: pd.DataFrame) -> pd.DataFrame:
     pairs = solves[~by_reference].merge(solves[by_reference], on=["graph", "budget"], suffixes=("", "_reference"))
     cost, ratio = pairs["time_s"] / pairs["time_s_reference"], pairs["seconds_reference"] / pairs["seconds"]
     agree = (cost - 1).abs() <= TOLERANCE
-    return pairs.assign(cost=cost, ratio=ratio, agree=agree, ended=pairs["status_reference"] == "optimal")
+    return pairs.assign(cost=cost, ratio=ratio, agree=agree, ended=pairs["status_reference"].isin(SOLVED))
 
 
 def median_note(solves: pd.DataFrame) -> str:

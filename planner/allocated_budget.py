@@ -11,7 +11,7 @@ from planner.capture.options import as_executed
 from planner.reserved import on_cuda
 from planner.settings import SolveSettings
 from solvers.arena.solve import solve_in_arena
-from solvers.order.reorder import Reordering, in_program_order, permuted
+from solvers.order.reorder import Reordering, in_order_of, in_program_order, permuted
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
 from solvers.request import Request
@@ -23,7 +23,7 @@ REORDERED = frozenset({"windows"})
 def solver_of(settings: SolveSettings, graph: Graph) -> Callable[[Request], SolvedOrder]:
     """Return the function that solves requests for `graph` in the requested order of ops, or in the best of several orders.
 
-    The schedules are as a step runs them.
+    The order that is not to change is that of the request's start, if it has one. The schedules are as a step runs them.
     """
     run = _in_memory_of(settings, graph)
 
@@ -33,13 +33,15 @@ def solver_of(settings: SolveSettings, graph: Graph) -> Callable[[Request], Solv
         def executed(schedule: Schedule) -> Schedule:
             return as_step_runs(graph, schedule, request.budget_bytes)
 
-        asked = request.on(graph, executed)
+        asked = request.on(graph, executed, lambda schedule: schedule)
         if settings.reorder:
             solved = solve_reordered(run, asked)
         elif settings.reorder is None and settings.solver in REORDERED:
             solved = solve_in_best_order(run, asked)
         else:
-            solved = solve_in(in_program_order(graph), run, asked)
+            start = asked.start if graph.plain else None
+            order = in_program_order(graph) if start is None else in_order_of(graph, start.schedule)
+            solved = solve_in(order, run, asked)
         if (schedule := solved.result.schedule) is None:
             return solved
         return replace(solved, result=replace(solved.result, graph=graph, schedule=executed(schedule)))

@@ -11,7 +11,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
-from solvers.result import Result, SolveProgress, Status, is_within
+from solvers.result import Result, SolveProgress, Status, status_of
 
 _PRECISION = 0.01  # of the budget found: where the bisection ends
 _SEARCH_SHARE = 0.75  # of the clock: the rest is for the fastest schedule at the budget found
@@ -69,8 +69,7 @@ def least_memory(
             proved_bytes = max(proved_bytes, budget_bytes)
     found = solve_at(high_bytes, clock.part(max(1e-3, left(clock))), on_progress, should_stop)
     if found.time_s is None or found.time_s > best_s:
-        optimal = found.bound_s is not None and is_within(best_s, found.bound_s, _tolerance(found))
-        status = Status.OPTIMAL if optimal else Status.FEASIBLE
+        status = status_of(best_s, found.bound_s, _tolerance(found))
         found = replace(found, graph=graph, status=status, schedule=best, reason=None, message="")
     settings = {**found.settings, "max_overhead": max_overhead, "least_budget_proved_bytes": proved_bytes + 1}
     return replace(found, graph=graph, settings=settings)

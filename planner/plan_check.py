@@ -18,7 +18,6 @@ from planner.option_settings import with_recorded
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.plans.summary import check_same_graph, other_peaks, summarize
 from planner.reserved import arena_of, reserved_for
-from solvers.result import Status, is_within
 
 _ROUNDING = 1e-9  # relative tolerance of sums of seconds
 _BOUND_ROUNDING = 1e-4  # relative tolerance of bounds from linear programs
@@ -174,12 +173,6 @@ def _bound_differences(plan: PlanRecord, time_s: float) -> list[str]:
         found.append(
             f"that no schedule takes less than {format_seconds(plan.bound_s)}, but its own takes {format_seconds(time_s)}"
         )
-    tolerance = plan.settings.get("tolerance")
-    if plan.status == Status.OPTIMAL and isinstance(tolerance, int | float):
-        if plan.bound_s is None:
-            found.append("that it is optimal, but has no lower bound")
-        elif not is_within(plan.time_s, plan.bound_s, tolerance):
-            found.append(f"that it is optimal, but its gap of {plan.gap:.4%} is over the tolerance of {tolerance:.4%}")
     return found
 
 

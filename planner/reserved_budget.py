@@ -18,7 +18,7 @@ from solvers.margins import Margins, MarginSearch, with_margins
 from solvers.order.reorder import in_program_order
 from solvers.order.solve import SolvedOrder
 from solvers.request import Request
-from solvers.result import Reason, Result, SolveProgress, Status, status_of
+from solvers.result import SOLVED, Ending, Reason, Result, SolveProgress, Status, status_of
 
 _SOLVES = 10  # without margins
 _FIRST = 0.5  # of the clock, for the first solve, whose bound holds for all schedules that fit
@@ -254,7 +254,7 @@ class _Search:
         """
         if self._error is not None or self._is_late():
             return True
-        return self.best is not None and (self._status(self.best) is Status.OPTIMAL or self.request.interrupted())
+        return self.best is not None and (self._status(self.best) in SOLVED or self.request.interrupted())
 
     def next_bytes(self) -> int | None:
         """Return the budget of allocated bytes to solve for next; None if nothing can be gained any more."""
@@ -288,6 +288,7 @@ class _Search:
             settings=first.settings if best is None else {**best.settings, "allocated_budget_bytes": best.budget_bytes},
             message=self._nothing_found() if best is None else best.message,
             reason=None if best is not None else Reason.TIME if self._is_late() else Reason.MEMORY,
+            ended=Ending.STOPPED if self.must_stop() else request.ending(first.ended),
         )
 
     def _is_late(self) -> bool:
@@ -307,7 +308,7 @@ class _Search:
 
     def _status(self, result: Result) -> Status:
         tolerance = result.settings.get("tolerance")
-        if self.bound_s is None or result.time_s is None or not isinstance(tolerance, float):
+        if result.time_s is None or not isinstance(tolerance, float):
             return Status.FEASIBLE
         return status_of(result.time_s, self.bound_s, tolerance)
 

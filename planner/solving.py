@@ -38,7 +38,7 @@ from solvers.clock import Clock
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
 from solvers.registry import Solver, get_solver
 from solvers.request import Request
-from solvers.result import Result, SolveProgress, Status, status_of
+from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import WIDENING, Tolerance
 
 Tell = Callable[[SolveProgress], None]  # called as a solve advances
@@ -158,7 +158,8 @@ def solve_graph(
     )
     if overhead is not None:
         run = get_solver(settings.solver)
-        return plans.plan_of(_least_memory(run, graph, settings, overhead, clock, on_progress, either(should_stop, must_stop)))
+        result = _least_memory(run, graph, settings, overhead, clock, on_progress, either(should_stop, must_stop))
+        return plans.plan_of(result, clock)
     budget_bytes = budget_in_bytes(budget, plans.eager_bytes)
 
     def tell(schedule: Schedule, bound_s: float) -> None:
@@ -187,7 +188,7 @@ def solve_graph(
     result = known.completed(solved)
     if result.status is Status.INFEASIBLE:
         raise InfeasibleError(result.message)
-    return plans.plan_of(result)
+    return plans.plan_of(result, clock)
 
 
 def _arena_setting(graph: Graph, settings: SolveSettings, memory: CountedMemory) -> bool | None:
@@ -242,10 +243,13 @@ class _Plans:
         """Return the plan of a schedule on the way."""
         settings, request = self.settings, Request(self.graph, budget_bytes, self.settings.tolerance, clock)
         found = Status.FEASIBLE, schedule, bound_s, settings.solver, clock.seconds, request.settings
-        return self.plan_of(Result(self.graph, budget_bytes, *found))
+        return self.plan_of(Result(self.graph, budget_bytes, *found), clock)
 
-    def plan_of(self, result: Result) -> Plan:
+    def plan_of(self, result: Result, clock: Clock) -> Plan:
         """Return the plan of `result`, with the memory reserved for it on CUDA.
+
+        Args:
+            clock: of all solves for the plan, of which the result may be only the last.
 
         Raises:
             LimitError, PlannerError: it has no schedule.
@@ -263,14 +267,15 @@ class _Plans:
             )
         graph, schedule = self.graph, result.schedule
         arena_bytes, outside_bytes = map(result.settings.get, ARENA_SIZES)
+        limit = {name: clock.limit for name in ("time_limit_s", "work_limit") if name in result.settings}
         plan = Plan(
             graph=self.summary,
             schedule=schedule,
             budget_bytes=result.budget_bytes,
             memory=self.memory,
-            **attributes(result, "peak_bytes", "time_s", "bound_s", "solver", "seconds", "versions"),
-            status=str(result.status),
-            settings={**result.settings, **self.settings.options.recorded(graph)},
+            **attributes(result, "peak_bytes", "time_s", "bound_s", "solver", "versions", "ended"),
+            seconds=clock.seconds,
+            settings={**result.settings, **limit, **self.settings.options.recorded(graph)},
             pool_peaks_bytes=other_peaks(graph, simulate(graph, schedule)),
             differs=differences(graph, schedule.computed),
             gradient_error=gradient_error(graph, schedule.computed),
@@ -352,7 +357,6 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
         peak_bytes=found.peak_bytes,
         time_s=found.time_s,
         bound_s=bound_s,
-        status=str(Status.FEASIBLE if bound_s is None else status_of(found.time_s, bound_s, 0.0)),
         reserved=reserved,
         pool_peaks_bytes=other_peaks(graph, found),
         source=graph,

@@ -8,10 +8,23 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers.clock import Clock, WallClock, left
 from solvers.conflicts import Conflict
-from solvers.result import SolveProgress
+from solvers.result import Ending, SolveProgress
 from solvers.tolerance import DEFAULT, Tolerance
 
 Params = TypeVar("Params")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What is known from a solve of the same graph, perhaps with other times: for ``windows`` on plain graphs.
+
+    Attributes:
+        schedule: a schedule; used in solves whose order is that of its first executions.
+        windows: last ops of the windows of the relaxation, in that order.
+    """
+
+    schedule: Schedule
+    windows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +43,7 @@ class Request:
         on_schedule: called in the thread that solves with each better schedule of `graph` and the current lower bound, by solvers
             that improve schedules.
         conflicts: conflicts that no schedule may have, for ``windows`` on plain graphs.
+        start: a schedule of `graph`, and windows, to begin with; None if none are known.
     """
 
     graph: Graph
@@ -41,6 +55,7 @@ class Request:
     params: object = None
     on_schedule: Callable[[Schedule, float], None] | None = None
     conflicts: tuple[Conflict, ...] = ()
+    start: Start | None = None
 
     def params_of(self, default: Params) -> Params:
         """Return the parameters, or `default` if there are none. They are of its class (``solvers.registry.check_params``)."""
@@ -60,17 +75,31 @@ class Request:
             return f"the limit of {self.clock.amount(self.clock.limit)} was reached"
         return "it was stopped" if self.interrupted() else ""
 
+    def ending(self, last: Ending | None = None) -> Ending:
+        """Return why a solve ends now whose gap is above the tolerance; `last` is the reason of the last solve in it, if any."""
+        if left(self.clock) <= 0:
+            return Ending.LIMIT
+        return Ending.STOPPED if self.interrupted() else last or Ending.EXHAUSTED
+
     def tell(self, activity: str, best_s: float | None, bound_s: float | None) -> None:
         """Report progress."""
         if self.on_progress is not None:
             self.on_progress(SolveProgress(self.clock.seconds, activity, best_s, bound_s))
 
-    def on(self, graph: Graph, to_own: Callable[[Schedule], Schedule]) -> "Request":
-        """Return this request for `graph`, whose schedules `to_own` maps to schedules of this request's graph."""
-        tell = self.on_schedule
+    def on(
+        self, graph: Graph, to_own: Callable[[Schedule], Schedule], of_own: Callable[[Schedule], Schedule] | None = None
+    ) -> "Request":
+        """Return this request for `graph`, whose schedules `to_own` maps to schedules of this request's graph.
+
+        Args:
+            of_own: maps them back; None: the start, if there is one, is dropped.
+        """
+        tell, start = self.on_schedule, None
+        if self.start is not None and of_own is not None:
+            start = replace(self.start, schedule=of_own(self.start.schedule))
         if tell is None:
-            return replace(self, graph=graph)
-        return replace(self, graph=graph, on_schedule=lambda schedule, bound_s: tell(to_own(schedule), bound_s))
+            return replace(self, graph=graph, start=start)
+        return replace(self, graph=graph, start=start, on_schedule=lambda schedule, bound_s: tell(to_own(schedule), bound_s))
 
     @property
     def settings(self) -> dict[str, object]:

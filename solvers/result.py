@@ -13,25 +13,39 @@ from graphs.simulate import simulate
 class Status(StrEnum):
     """The way in which a solve ended."""
 
-    OPTIMAL = "optimal"  # a schedule, and its gap is within the tolerance
-    FEASIBLE = "feasible"  # a schedule, and a bound that leaves a larger gap
+    OPTIMAL = "optimal"  # a schedule, and its gap is within the tolerance and at most ``OPTIMAL_GAP``
+    WITHIN = "within tolerance"  # a schedule, and its gap is within the tolerance, which allows more than that
+    FEASIBLE = "feasible"  # a schedule, and a bound that leaves a larger gap; see ``Ending``
     INFEASIBLE = "infeasible"  # proved: no schedule fits the budget
     LIMIT = "limit"  # nothing found, nothing proved; see ``Reason``
     ERROR = "error"  # the solver failed; see `message`
 
 
+SOLVED = (Status.OPTIMAL, Status.WITHIN)  # a schedule that needs no more search
+OPTIMAL_GAP = 1e-3  # no wider tolerance makes a schedule with a larger gap optimal
 _ROUNDING = 1e-9  # tolerance on the gap for floating-point errors
 
 
+class Ending(StrEnum):
+    """The reason why a solve ended with a gap above the tolerance."""
+
+    LIMIT = "limit"  # the time or work limit was reached
+    STOPPED = "stopped"  # by the caller
+    EXHAUSTED = "exhausted"  # nothing was left to try: more time is of no use
+    MEMORY = "memory"  # its programs have reached the limit on the memory of the solver
+
+
 def is_within(time_s: float, bound_s: float, tolerance: float) -> bool:
-    """Return True if a schedule of `time_s` has a gap of at most `tolerance`; this alone defines what is optimal."""
+    """Return True if a schedule of `time_s` has a gap of at most `tolerance`."""
     gap = relative_gap(time_s, bound_s)
     return gap is not None and gap <= tolerance + _ROUNDING
 
 
-def status_of(time_s: float, bound_s: float, tolerance: float) -> Status:
-    """Return the status of a solve that ended with a schedule."""
-    return Status.OPTIMAL if is_within(time_s, bound_s, tolerance) else Status.FEASIBLE
+def status_of(time_s: float, bound_s: float | None, tolerance: float) -> Status:
+    """Return the status of a solve that ended with a schedule; this alone defines what is optimal."""
+    if bound_s is None or not is_within(time_s, bound_s, tolerance):
+        return Status.FEASIBLE
+    return Status.OPTIMAL if is_within(time_s, bound_s, OPTIMAL_GAP) else Status.WITHIN
 
 
 class Reason(StrEnum):
@@ -68,7 +82,7 @@ class Result:
     Attributes:
         budget_bytes: including static bytes.
         status: the way in which the solve ended.
-        schedule: present if and only if the status is OPTIMAL or FEASIBLE.
+        schedule: present if and only if the status is OPTIMAL, WITHIN or FEASIBLE.
         bound_s: lower bound on the time of all feasible schedules of the class that the solver searches.
         solver: its name in the registry.
         seconds: wall time of the solve.
@@ -76,6 +90,7 @@ class Result:
         versions: of the libraries that did the work.
         model_rows, model_columns: of the largest program solved, if any.
         reason: for LIMIT, the reason if the solver states one.
+        ended: for FEASIBLE, why there was no more search; None if the solver does not search for a bound.
         message: for INFEASIBLE, LIMIT and ERROR: the problem, the value, the limit and the way out; for FEASIBLE: the error that
             ended the solve after the schedule was found, if any.
         time_s, peak_bytes: of the schedule.
@@ -99,6 +114,7 @@ class Result:
     model_rows: int | None = None
     model_columns: int | None = None
     reason: Reason | None = None
+    ended: Ending | None = None
     time_s: float | None = field(init=False)
     peak_bytes: int | None = field(init=False)
 
@@ -111,7 +127,7 @@ class Result:
                 raise BudgetError(
                     f"{self.solver} made a schedule with a peak of {peak_bytes} B for a budget of {self.budget_bytes} B"
                 )
-        if (self.schedule is not None) != (self.status in (Status.OPTIMAL, Status.FEASIBLE)):
+        if (self.schedule is not None) != (self.status in (*SOLVED, Status.FEASIBLE)):
             raise ValueError(f"a result that is {self.status} {'has' if self.schedule else 'lacks'} a schedule")
         if self.reason is not None and self.status is not Status.LIMIT:
             raise ValueError(f"a result that is {self.status} has a reason to have found nothing: {self.reason}")

@@ -21,7 +21,7 @@ from planner.solving import order_for
 from planner.studies.solves import result_of
 from solvers.clock import WallClock
 from solvers.least import least_budget
-from solvers.result import Status
+from solvers.result import SOLVED
 
 FOLDER = Path(__file__).parent
 SHARES = (0.75, 0.5, 0.25, 0.1)  # budgets between the least budget that is known to be feasible (0) and the peak (1)
@@ -83,7 +83,7 @@ def solve_budgets(graph: Graph, *, limit_s: float) -> list[dict[str, object]]:
                 "budget_bytes": budget_bytes,
                 "time_s": result.time_s,
                 "bound_s": min(result.bound_s, result.time_s),
-                "proved": result.status is Status.OPTIMAL,
+                "proved": result.status in SOLVED,
                 "steps": encode_steps(result.schedule),
             }
         )

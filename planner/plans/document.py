@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from graphs.errors import FormatError
+from graphs.errors import FormatError, MismatchError
 from graphs.io.documents import (
     PLAN_FORMAT,
     VERSION,
@@ -27,12 +27,14 @@ from planner.memory import CountedMemory
 from planner.plans.eager import Difference, DifferingOp, EagerComparison
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.plans.reserved import Reserved
+from solvers.result import SOLVED, Ending, Status
 
 
 class PlanStatus(StrEnum):
     """The status of a solve that found a schedule."""
 
     OPTIMAL = "optimal"
+    WITHIN = "within tolerance"
     FEASIBLE = "feasible"
 
 
@@ -108,6 +110,7 @@ class _PlanDocument(Struct, forbid_unknown_fields=True, kw_only=True):
     pool_peaks_bytes: dict[str, Natural] | UnsetType = UNSET
     differs: tuple[str, ...] | UnsetType = UNSET
     gradient_error: Seconds | UnsetType = UNSET
+    ended: Ending | UnsetType = UNSET
     memory: CountedMemory = CountedMemory.ALLOCATED
     reserved: _ReservedDocument | UnsetType = UNSET
     graph_file: str | UnsetType = UNSET
@@ -132,6 +135,7 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, object]:
         "versions": dict(plan.versions),
         "pool_peaks_bytes": dict(plan.pool_peaks_bytes) or UNSET,
         "differs": plan.differs or UNSET,
+        "ended": plan.ended or UNSET,
         "reserved": UNSET if plan.reserved is None else struct_from(plan.reserved, _ReservedDocument),
         "eager": UNSET if plan.eager is None else _eager_of(plan.eager),
         "steps": tuple(map(_pair_of, plan.schedule.steps)),
@@ -145,6 +149,7 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
 
     Raises:
         FormatError: `data` is no plan of a version that this planner reads.
+        MismatchError: its status and its gap contradict each other.
     """
     check_header(data, PLAN_FORMAT, source)
     read = document(data, _PlanDocument, source)
@@ -158,19 +163,29 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
         if counted_bytes > read.budget_bytes:
             refuse(source, "reserved.total_bytes", counted_bytes, f"within budget_bytes, {read.budget_bytes}")
     given = arguments_of(read)
-    for name in ("format", "version", "steps"):
+    for name in ("format", "version", "steps", "status"):
         del given[name]
     given |= {
         "graph": GraphSummary(**arguments_of(read.graph) | {"provenance": provenance}),
         "schedule": Schedule(tuple(_step_of(pair, i, read.graph, source) for i, pair in enumerate(read.steps))),
-        "status": read.status.value,
         "settings": to_json_object(read.settings, f"{source}: settings"),
         "pool_peaks_bytes": read.pool_peaks_bytes or {},
         "differs": read.differs or (),
         "reserved": None if read.reserved is UNSET else Reserved(**arguments_of(read.reserved)),
         "eager": None if read.eager is UNSET else _comparison_of(read.eager),
     }
-    return PlanRecord(**given)
+    plan = PlanRecord(**given)
+    _check_status(read.status, plan, source)
+    return plan
+
+
+def _check_status(status: PlanStatus, plan: PlanRecord, source: str) -> None:
+    """Raise if a file calls a plan solved whose gap is over the tolerance that the file names."""
+    tolerance = plan.settings.get("tolerance")
+    if Status(status.value) not in SOLVED or plan.status in SOLVED or not isinstance(tolerance, int | float):
+        return
+    is_not = "has no lower bound" if plan.gap is None else f"its gap of {plan.gap:.4%} is over the tolerance of {tolerance:.4%}"
+    raise MismatchError(f"{source}: the plan says that it is {status.value}, but {is_not}: its file was edited; solve again")
 
 
 def read_record(path: str | os.PathLike[str]) -> PlanRecord:

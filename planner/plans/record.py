@@ -9,7 +9,17 @@ from graphs.units import format_bytes, format_ratio
 from planner.memory import CountedMemory
 from planner.plans.eager import EagerComparison, slower_than
 from planner.plans.reserved import Reserved
-from solvers.result import relative_gap
+from solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, relative_gap, status_of
+
+# Why a solve ended with a gap above the tolerance, and what would help.
+_ENDINGS = {
+    Ending.LIMIT: "the limit was reached: a longer one may lower the gap",
+    Ending.STOPPED: "it was stopped early: a longer solve may lower the gap",
+    Ending.EXHAUSTED: "nothing was left to try: more time is of no use, but a larger budget, another order or an option may be",
+    Ending.MEMORY: "its programs reached the limit on memory (most_bytes in BoundParams): a higher one may lower the gap",
+}
+# By ``Graph.provenance``: where the times of ops come from.
+_COSTS = {"measured": "for the costs measured alone", "modelled": "for modelled costs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +61,7 @@ class PlanRecord:
         peak_bytes, time_s: predicted for the schedule (``simulate``).
         bound_s: no schedule within the budget is faster than this, of those that first execute the ops in the same order
             (or of the narrower class that `settings` name as ``schedules``); None if unknown.
-        status: ``OPTIMAL`` or ``FEASIBLE``, as in ``solvers.result.Status``.
-        solver, seconds, settings, versions: the solver, its time in seconds, its settings, and versions of packages.
+        solver, seconds, settings, versions: the solver, the seconds of the whole solve, its settings, and versions of packages.
         measured_peak_bytes: measured peak of one step; None if none was run.
         arena_bytes: the block of memory that the step runs in, predicted until a step was run; None for steps that run in none.
         outside_arena_bytes: the most bytes that it takes outside of it at once; None likewise.
@@ -62,6 +71,7 @@ class PlanRecord:
         differs: results that may differ from the program, by options that the user has named; empty if bit-identical.
         reserved: predicted memory that PyTorch reserves for the plan on CUDA; None on the CPU.
         gradient_error: predicted error for lossy options: the root of the gradients' variance over their squared norm; else None.
+        ended: why a solve ended with a gap above the tolerance; None for others, and if that is not known.
         source: the graph itself, if it is in memory; not part of files, of pickles and of comparisons.
     """
 
@@ -71,7 +81,6 @@ class PlanRecord:
     peak_bytes: int
     time_s: float
     bound_s: float | None
-    status: str
     solver: str
     seconds: float
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -86,6 +95,7 @@ class PlanRecord:
     gradient_error: float | None = None
     memory: CountedMemory = CountedMemory.ALLOCATED
     reserved: Reserved | None = None
+    ended: Ending | None = None
     source: Graph | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
@@ -104,7 +114,8 @@ class PlanRecord:
         lines = (
             f"{peaks}, {measured} measured (keeping everything: {whole})",
             *(() if self.reserved is None else (f"{name} {value}" for name, value in self.reserved.lines())),
-            f"step time {self._step_time()}, {self.status}, gap {gap}",
+            f"step time {self._step_time()}, {self.status}, gap {gap}{self._costs()}",
+            "" if self.ended is None or self.status in SOLVED else f"solved for {self.seconds:.3g} s: {self.ending}",
             "" if self.eager is None else str(self.eager),
             f"allowed to differ by {'; '.join(self.differs)}" if self.differs else "",
             self.arena,
@@ -116,6 +127,19 @@ class PlanRecord:
     def __getstate__(self) -> list[object]:
         """Return the fields without the graph, which other processes have or do not need."""
         return [None if one.name == "source" else getattr(self, one.name) for one in fields(self)]
+
+    @property
+    def status(self) -> Status:
+        """``OPTIMAL``, ``WITHIN`` or ``FEASIBLE``: what the gap is by the tolerance at which the solve ended."""
+        tolerance = self.settings.get("tolerance")
+        return status_of(self.time_s, self.bound_s, tolerance if isinstance(tolerance, int | float) else OPTIMAL_GAP)
+
+    @property
+    def ending(self) -> str:
+        """Why the solve ended, in words; "" if that is not known."""
+        if self.status in SOLVED:
+            return "the gap is within the tolerance"
+        return "" if self.ended is None else _ENDINGS[self.ended]
 
     @property
     def lossy(self) -> str:
@@ -137,6 +161,11 @@ class PlanRecord:
         predicted = f"predicted {slower_than('keeping everything', self.overhead)}"
         measured = "" if self.eager is None else self.eager.slowdown
         return f"measured {measured} ({predicted})" if measured else predicted
+
+    def _costs(self) -> str:
+        """Return the costs that time and bound hold for as text; "" without a bound."""
+        times = str(self.graph.provenance.get("times", ""))
+        return "" if self.bound_s is None or not times else f" {_COSTS.get(times, f'for the costs {times}')}"
 
     def _kernels(self) -> str:
         """Return the variant of Inductor's kernels and the time of their compilation as text; "" for kernels of eager PyTorch."""

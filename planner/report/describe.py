@@ -40,7 +40,7 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "eager": None
         if plan.eager is None
         else {**asdict(plan.eager), "identical": plan.eager.identical, "overhead": plan.eager.overhead},
-        **attributes(plan, "bound_s", "gap", "solver", "seconds"),
+        **attributes(plan, "bound_s", "gap", "solver", "seconds", "ended", "ending"),
         "settings": dict(plan.settings),
         "versions": dict(plan.versions),
         "steps": len(plan.schedule.steps),
@@ -60,6 +60,7 @@ def plan_text(plan: Plan) -> str:
         f", {format_ratio(plan.budget_bytes / eager)} of the {format_bytes(eager)} that eager PyTorch {needs}" if eager else ""
     )
     time_s, ratio = format_seconds(plan.time_s), f"{1 + plan.overhead:.4f}"
+    ending = f": {plan.ending}" if plan.ending else ""
     lines = [
         ("budget", f"{format_bytes(plan.budget_bytes)}{counted}{share}"),
         *_price_lines(plan.settings),
@@ -76,7 +77,7 @@ def plan_text(plan: Plan) -> str:
         ("overhead", f"{100 * plan.overhead:z.2f}%, {plan.recomputed:,} ops recomputed{_copied(plan)}"),
         ("bound", "unknown" if plan.bound_s is None else f"{format_seconds(plan.bound_s)}: {_bound_of(plan)}"),
         ("gap", "unknown" if plan.gap is None else f"{format_ratio(plan.gap)}{_tolerated(plan)}"),
-        ("status", f"{plan.status}, by {visible(plan.solver)} in {plan.seconds:.2f} s"),
+        ("status", f"{plan.status}, by {visible(plan.solver)} in {plan.seconds:.2f} s{ending}"),
     ]
     return aligned(lines)
 

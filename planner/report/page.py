@@ -101,6 +101,7 @@ def page(facts: StepFacts, curve: Sequence[CurveRow] = ()) -> str:
         "status": plan.status,
         "solver": plan.solver,
         "seconds": f"{plan.seconds:.2f}",
+        "ending": plan.ending,
         "versions": ", ".join(f"{name} {version}" for name, version in plan.versions.items()),
         "provenance": ", ".join(f"{name} {visible(value)}" for name, value in graph.provenance.items()),
         "fingerprint": plan.graph.fingerprint,

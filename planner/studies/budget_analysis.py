@@ -19,7 +19,7 @@ from planner.studies.solves import result_in
 from planner.studies.workers import ignore, never
 from solvers.clock import Clock, WallClock, left
 from solvers.order.reorder import Reordering, reordered
-from solvers.result import Status
+from solvers.result import SOLVED, Status
 
 BETWEEN = 5  # budgets between the least one and eager PyTorch's peak
 CHEAP = 0.1  # overhead that is recommended if nothing is known about a device
@@ -167,7 +167,7 @@ class _Analysis:
 
 def _solve(known: Frontier, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool]) -> None:
     """Solve for a budget, unless results at other budgets have settled it."""
-    if known.point(budget_bytes, None).status in (Status.OPTIMAL, Status.INFEASIBLE):
+    if known.point(budget_bytes, None).status in (*SOLVED, Status.INFEASIBLE):
         return
     asked = known.order, budget_bytes, known.memory, clock
     known.learn(result_in(*asked, tolerance=_TOLERANCE, must_stop=should_stop))

@@ -26,7 +26,7 @@ from planner.visible import visible
 from solvers.clock import Clock, WallClock, left
 from solvers.order.reorder import in_program_order
 from solvers.registry import SOLVERS, get_solver
-from solvers.result import Status
+from solvers.result import SOLVED
 
 _DEFAULTS = StudySettings()
 _SHORTEST_S = 1.0  # seconds for a row after the total time has run out
@@ -259,7 +259,7 @@ def _shares(task: Task) -> bool:
 
 def cut_short(row: ComparisonRow) -> bool:
     """Return True if a method was stopped by its time limit before it finished."""
-    return row.seconds is not None and row.seconds >= row.time_limit_s and row.status != Status.OPTIMAL
+    return row.seconds is not None and row.seconds >= row.time_limit_s and row.status not in SOLVED
 
 
 def _one_line(message: str) -> str:

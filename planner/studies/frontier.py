@@ -19,7 +19,7 @@ from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
 from solvers.order.reorder import Reordering
 from solvers.pass_ends import with_pass_ends
-from solvers.result import Result, Status, relative_gap, status_of
+from solvers.result import SOLVED, Result, Status, relative_gap, status_of
 
 _ANY_BUDGET = math.inf  # a bound at this budget holds everywhere
 _FIRST_ROUND = 0.5  # share of the remaining time for one turn of each budget
@@ -243,7 +243,7 @@ class Turns:
 
     def _open(self) -> list[int]:
         """Return the budgets that are not settled."""
-        settled = (Status.OPTIMAL, Status.INFEASIBLE)
+        settled = (*SOLVED, Status.INFEASIBLE)
         return [budget for budget in self.budgets if self.point(budget).status not in settled]
 
     def _begin_round(self, budgets: list[int]) -> None:

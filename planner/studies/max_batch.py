@@ -20,7 +20,7 @@ from planner.studies.sizes import OPTIMAL, LargestSize, SizedMethod, Wanted
 from planner.studies.solves import result_in
 from planner.studies.workers import ignore, never
 from solvers.clock import WallClock
-from solvers.result import Result, Status
+from solvers.result import SOLVED, Result, Status
 
 # Tolerances: any schedule is accepted; the callback ends the solve earlier.
 _ANY_GAP, _CLOSE_GAP = 1e6, 1e-4
@@ -161,7 +161,7 @@ class _SizeSearch:
         result = self.solved(method, graph, limit_s, tolerance=tolerance, on_progress=decision, should_stop=stop)
         if result.time_s is not None and result.time_s <= cap_s:
             return _Decision(True, result)
-        proved = result.status in (Status.INFEASIBLE, Status.OPTIMAL) or decision.refuted(result.bound_s)
+        proved = result.status in (Status.INFEASIBLE, *SOLVED) or decision.refuted(result.bound_s)
         return _Decision(False if method.solver != OPTIMAL or proved else None, result)
 
     def best(self, method: SizedMethod, units: int) -> Result:

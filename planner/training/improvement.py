@@ -28,6 +28,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.observation import OpTimer, PeakWatch
 from planner.search import StepSearch
 from planner.solving import judged_on
+from solvers.result import SOLVED
 
 _TIMED_STEPS = 3
 _GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end
@@ -88,7 +89,7 @@ class Improvement:
         self._solved_bytes, self._search, self._make_executor = solved_bytes, search, make_executor
         self._solve: BackgroundSolve | None = None
         self._candidate: Plan | None = None
-        self._is_solved = plan.status == "optimal"  # at the known costs
+        self._is_solved = plan.status in SOLVED  # at the known costs
         self._timer: OpTimer | None = None
         self._before: PlanSwap | None = None  # the plan to return to
         if finds and not executor.devices.channels:  # otherwise op times would include waits for copies

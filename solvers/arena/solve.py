@@ -18,7 +18,7 @@ from solvers.clock import Clock, left
 from solvers.conflicts import Conflict, occurs
 from solvers.margins import Margins, MarginSearch, with_margins
 from solvers.request import Request
-from solvers.result import Reason, Result, SolveProgress, Status, status_of
+from solvers.result import SOLVED, Reason, Result, SolveProgress, Status, status_of
 
 _SMALL_OPS = 60  # graphs in which conflicts are excluded until the end
 _CONFLICTS = 3  # that are excluded before margins are added, in larger graphs
@@ -106,7 +106,7 @@ class _Joint:
         """Return True if the clock or the caller ends the solve, or the best schedule is as good as the bound."""
         if self.best is None:
             return left(self.request.clock) <= 0 or (result.schedule is None and self.request.interrupted())
-        return self.request.stopped() or self._status(result) is Status.OPTIMAL
+        return self.request.stopped() or self._status(result) in SOLVED
 
     def _solved(self, share: float) -> Result:
         """Solve for schedules with the conflicts and margins so far, for a share of the time that is left."""
@@ -225,7 +225,7 @@ class _Joint:
     def _status(self, result: Result) -> Status:
         tolerance = result.settings.get("tolerance")
         assert self.best is not None and isinstance(tolerance, float)
-        return Status.FEASIBLE if self.bound_s is None else status_of(self.best.time_s, self.bound_s, tolerance)
+        return status_of(self.best.time_s, self.bound_s, tolerance)
 
     def _ended(self, result: Result) -> Result:
         """Return the result of the whole; `result` is that of the last solve."""
@@ -251,6 +251,7 @@ class _Joint:
             settings=settings,
             message=message,
             reason=Reason.TIME if status is Status.LIMIT else None,
+            ended=request.ending(result.ended) if status is Status.FEASIBLE else None,
         )
 
     def _defect(self, result: Result) -> str:

@@ -132,6 +132,12 @@ def permuted(graph: Graph, order: Sequence[int]) -> Reordering:
     return Reordering(graph, replace(graph, ops=ops, tensors=tensors), tuple(order))
 
 
+def in_order_of(graph: Graph, schedule: Schedule) -> Reordering:
+    """Return `graph`, without optional ops, in the order of the first executions of `schedule`."""
+    order = tuple(dict.fromkeys(schedule.computed))
+    return in_program_order(graph) if order == tuple(range(len(graph.ops))) else permuted(graph, order)
+
+
 def constraints(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
     """Return for each op the ops that must come before it and those that must come after it; others follow from these."""
     before: list[set[int]] = [set() for _ in graph.ops]

@@ -12,8 +12,8 @@ from solvers.bounds import any_order_need
 from solvers.order.background import OrderSearch
 from solvers.order.reorder import Reordering, in_program_order, reordered
 from solvers.registry import Solver
-from solvers.request import Request
-from solvers.result import Result, SolveProgress, Status, is_within
+from solvers.request import Request, Start
+from solvers.result import SOLVED, Result, SolveProgress, Status, is_within
 
 SEARCH_SHARE = 0.25  # share of the limit for the search of an order
 _SEARCH_LEAST = 2.0  # of the clock: least time of a search that was begun with a shorter solve
@@ -37,7 +37,8 @@ class SolvedOrder:
 
 def solve_in(order: Reordering, solve: Solver, request: Request) -> SolvedOrder:
     """Solve `request`, with the ops of its graph in `order`."""
-    return SolvedOrder(order.result_of_source(solve(request.on(order.graph, order.schedule_of_source))), order)
+    asked = request.on(order.graph, order.schedule_of_source, order.schedule_of_graph)
+    return SolvedOrder(order.result_of_source(solve(asked)), order)
 
 
 def solve_reordered(solve: Solver, request: Request) -> SolvedOrder:
@@ -52,7 +53,8 @@ def solve_in_best_order(solve: Solver, request: Request) -> SolvedOrder:
 
     The order is searched in the background of the solve in program order, which ends when an order is found. Its proof stands;
     the other order is tried only if more than the tolerance is left above keeping everything, and for a time in proportion. If
-    program order has no schedule, any order that needs less is tried.
+    neither proves its schedule, the solve in program order goes on. If program order has no schedule, any order that needs less
+    is tried.
     """
     clock, began = request.clock, request.clock.now
     program = in_program_order(request.graph)
@@ -70,8 +72,10 @@ def solve_in_best_order(solve: Solver, request: Request) -> SolvedOrder:
         search.wait(max(_SEARCH_LEAST, took))
     if first.result.schedule is not None:
         if search.better is not None:
-            return _again(first, search.better, took, solve, request)
-        return _faster(first, solve_in(program, solve, request)) if patience.gave_up else first
+            best = _again(first, search.better, took, solve, request)
+            solved = first.result.status in SOLVED or best.result.status in SOLVED
+            return best if solved or request.stopped() else _faster(best, _continued(first, solve, request))
+        return _faster(first, _continued(first, solve, request)) if patience.gave_up else first
     if _fits_in_no_order(request):
         return first
     order = search.found or reordered(request.graph, clock.part(SEARCH_SHARE * clock.limit), request.interrupted)
@@ -83,9 +87,15 @@ def solve_in_best_order(solve: Solver, request: Request) -> SolvedOrder:
 
 
 def _faster(first: SolvedOrder, second: SolvedOrder) -> SolvedOrder:
-    """Return `second`, a longer solve in the same order, unless the schedule of `first` is faster."""
+    """Return `second`, a longer solve, unless the schedule of `first` is faster."""
     times_s = [math.inf if solved.result.time_s is None else solved.result.time_s for solved in (first, second)]
     return first if times_s[0] < times_s[1] else second
+
+
+def _continued(first: SolvedOrder, solve: Solver, request: Request) -> SolvedOrder:
+    """Solve in program order again, from the schedule of `first`, a shorter solve."""
+    assert first.result.schedule is not None
+    return solve_in(first.order, solve, replace(request, start=Start(first.result.schedule)))
 
 
 def _can_gain(result: Result, request: Request) -> bool:
@@ -104,7 +114,7 @@ def _again(first: SolvedOrder, order: Reordering, took: float, solve: Solver, re
     """Solve in `order`, until it is known not to be faster than `first`, and return the better of the two."""
     clock, time_s = request.clock, first.result.time_s
     assert time_s is not None
-    proved = first.result.status is Status.OPTIMAL
+    proved = first.result.status in SOLVED
     until = clock.now + max(_AGAIN_LEAST, _AGAIN * took) if proved else math.inf
     bounds_s = [0.0]
 
@@ -122,7 +132,7 @@ def _again(first: SolvedOrder, order: Reordering, took: float, solve: Solver, re
     if found.time_s is None or found.time_s > time_s:
         return first
     gained = not is_within(time_s, found.time_s, request.tolerance.first)
-    return second if gained or found.status is Status.OPTIMAL or not proved else first
+    return second if gained or found.status in SOLVED or not proved else first
 
 
 def _also_in_program_order(solved: SolvedOrder, solve: Solver, request: Request) -> SolvedOrder:

@@ -13,7 +13,7 @@ from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
 from solvers.child_process import description
 from solvers.pass_ends import with_pass_ends
 from solvers.request import Request
-from solvers.result import Reason, Result, Status, status_of
+from solvers.result import Ending, Reason, Result, Status, status_of
 from solvers.windows.driver import run
 from solvers.windows.parts import fail
 from solvers.windows.search import Search
@@ -29,7 +29,8 @@ def solve(request: Request) -> Result:
     the same library versions and processors with the same arithmetic.
     """
     whole = with_pass_ends(request.graph)
-    search = Search.of(request.on(whole.graph, whole.schedule_of_source))
+    same = (lambda schedule: schedule) if whole.graph is whole.source else None
+    search = Search.of(request.on(whole.graph, whole.schedule_of_source, same))
     program, offloads = search.problem.graph, search.problem.offloads
     least = least_budget_bound(program, offloads)
     settled = request.tolerance.first
@@ -43,6 +44,7 @@ def solve(request: Request) -> Result:
         search.progress.tell()  # what other threads have found since the last report
         settled = search.stopping.settled_for()
         status, message = _verdict(search, settled, least.budget_bytes)
+    last = Ending.MEMORY if search.stopping.out_of_memory() else None
     return Result(
         request.graph,
         budget_bytes=request.budget_bytes,
@@ -51,13 +53,19 @@ def solve(request: Request) -> Result:
         bound_s=None if status is Status.INFEASIBLE else search.incumbent.bound_s,
         solver="windows",
         seconds=request.clock.seconds,
-        settings={**request.settings, "tolerance": settled, "params": search.params.recorded()},
+        settings={**request.settings, "tolerance": settled, "params": search.params.recorded(), **_windows(search)},
         versions={"highs": highs.version(), "scipy": version("scipy"), "numpy": version("numpy")},
         message=message,
         reason=Reason.TIME if status is Status.LIMIT else None,
+        ended=None if message or status is not Status.FEASIBLE else request.ending(last),
         model_rows=search.models.largest[0],
         model_columns=search.models.largest[1],
     )
+
+
+def _windows(search: Search) -> dict[str, object]:
+    """Return the setting ``windows`` of a plain graph: the windows that a solve with other times may start from."""
+    return {"windows": list(search.models.refined.ends)} if search.problem.plain else {}
 
 
 def _verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, str]:

@@ -65,7 +65,6 @@ def random_plan(graph: Graph, budget: int, *, seed: int, options: Sequence[str] 
         peak_bytes=found.peak_bytes,
         time_s=found.time_s,
         bound_s=None,
-        status="feasible",
         solver="chance",
         seconds=0.0,
         settings=options_given.recorded(offered),

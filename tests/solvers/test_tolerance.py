@@ -78,8 +78,8 @@ def test_result_records_the_accepted_tolerance() -> None:
     began = time.monotonic()
     result = solve(ask(GRAPH, BUDGET, tolerance=Tolerance(((0.0, 0.0), (1.5, 1.0), (1000.0, 2.0))), time_limit_s=600.0))
     assert time.monotonic() - began < 100
-    assert result.status is Status.OPTIMAL
-    assert result.gap is not None and result.gap > 0
+    assert result.gap is not None and result.gap > 1e-3
+    assert result.status is Status.WITHIN
     assert result.settings["tolerance"] == 1.0
 
 

@@ -77,7 +77,7 @@ def plan_of(graph: Graph, schedule: Schedule) -> Plan:
     """`schedule` as a plan for no less memory than it takes, solved by hand."""
     found = simulate(graph, schedule)
     others = {pool.name: peak for pool, peak in zip(graph.pools[1:], found.pool_peaks_bytes[1:], strict=True)}
-    fixed = {"bound_s": None, "status": "feasible", "solver": "hand", "seconds": 0.0, "pool_peaks_bytes": others}
+    fixed = {"bound_s": None, "solver": "hand", "seconds": 0.0, "pool_peaks_bytes": others}
     return Plan(summarize(graph), schedule, found.peak_bytes, found.peak_bytes, found.time_s, **fixed)  # type: ignore[arg-type]
 
 

@@ -19,16 +19,28 @@ from solvers.windows.strategies.strategy import Strategy
 
 
 class KeepEverything(Strategy):
-    """The program without recomputation; its peak ends the first window of the relaxation."""
+    """The program without recomputation, whose peak ends the first window of the relaxation; and what the request starts from."""
 
     def step(self, limit: float) -> bool:
-        """Offer the schedule that keeps everything, and split the windows at its peak; return False."""
+        """Offer the schedule that keeps everything, split the windows at its peak, and begin from the start; return False."""
         ops = self.search.problem.ops
         trial = self.search.offer(order_of(self.search.problem, range(ops)))
         assert trial is not None
         peak = int(np.argmax(trial.memory_bytes))
         self.search.models.coarse = self.search.models.refined = Discretization(tuple(sorted({peak, ops - 1})))
+        self._begin_from_start()
         return False
+
+    def _begin_from_start(self) -> None:
+        """Offer the schedule of the request's start, and take over its windows, if its first executions are in this order."""
+        search, start = self.search, self.search.request.start
+        if start is None or not search.problem.plain:
+            return
+        order = order_of(search.problem, start.schedule.computed)
+        if sum(order.first) < search.problem.ops or search.offer(order) is None:
+            return
+        ends = [end for end in start.windows if 0 <= end < search.problem.ops]
+        search.models.refined = search.models.refined.ending_at(ends)
 
 
 class EvictionRules(Strategy):

@@ -133,7 +133,7 @@ BROKEN_PLANS: list[tuple[str, Any, str]] = [
     ("time_s", None, "time_s is null: expected `float`, got `null`"),
     ("bound_s", False, "bound_s is false: expected `float | null`, got `bool`"),
     ("bound_s", INFINITE, "bound_s is Infinity: expected a finite number"),
-    ("status", "infeasible", 'status is "infeasible": expected one of optimal, feasible'),
+    ("status", "infeasible", 'status is "infeasible": expected one of optimal, within tolerance, feasible'),
     ("solver", 1, "solver is 1: expected `str`, got `int`"),
     ("seconds", -1, "seconds is -1: expected `float` >= 0.0"),
     ("settings", 1, "settings is 1: expected `object`, got `int`"),

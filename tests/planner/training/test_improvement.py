@@ -83,7 +83,7 @@ def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
         schedule = least_evicting_schedule(offered.out_of_place(), WorkClock(1.0))
         assert schedule is not None
         found = simulate(offered, schedule)
-        return replace(plan, schedule=schedule, time_s=found.time_s, peak_bytes=found.peak_bytes, bound_s=None, status="feasible")
+        return replace(plan, schedule=schedule, time_s=found.time_s, peak_bytes=found.peak_bytes, bound_s=None)
 
     monkeypatch.setattr(StepSearch, "first_plan", first_plan)
 

@@ -11,13 +11,14 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
+from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
 from solvers.order.peak import any_order_peak_bytes, keep_everything_peak_bytes
-from solvers.order.reorder import constraints, lowers_peak, may_lower_peak, permuted, reordered
-from solvers.order.solve import SolvedOrder, solve_in_best_order
+from solvers.order.reorder import constraints, in_order_of, lowers_peak, may_lower_peak, permuted, reordered
+from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order
 from solvers.registry import get_solver
-from solvers.request import Request
-from solvers.result import Result, Status
+from solvers.request import Request, Start
+from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import Tolerance
 from tests.solvers.order.test_reorder import weight_gradients
 
@@ -178,3 +179,45 @@ def test_the_bound_on_all_orders_is_that_of_all_orders_of_a_small_graph() -> Non
 
 def test_no_order_of_a_transformer_lowers_its_peak() -> None:
     assert not may_lower_peak(transformer(TransformerSize(layers=2)))
+
+
+def test_program_order_goes_on_if_neither_order_proves_its_schedule() -> None:
+    graph = weight_gradients()
+    budget_bytes = (least_budget_bound(graph).budget_bytes + keep_everything_peak_bytes(graph)) // 2
+    asked: list[Request] = []
+
+    def solve(request: Request) -> Result:
+        asked.append(request)
+        if len(asked) == 3:
+            return get_solver("windows")(request)
+        while not request.stopped() and request.clock.now < 20.0:
+            request.clock.spend(1.0)
+        rough = get_solver("largest")(Request(request.graph, budget_bytes)).schedule if len(asked) == 1 else None
+        status = Status.LIMIT if rough is None else Status.FEASIBLE
+        return Result(request.graph, budget_bytes, status, rough, None, "windows", 1.0)
+
+    found = solve_in_best_order(solve, Request(graph, budget_bytes, clock=WorkClock(100.0)))
+    program, other, again = asked
+    assert program.graph == again.graph == graph != other.graph
+    assert program.start is None and again.start is not None and again.start.schedule.computed
+    assert found.result.status is Status.OPTIMAL and not found.order.changed
+
+
+def test_a_solve_starts_from_a_schedule_in_its_own_order() -> None:
+    graph = random_graph(6, 12)
+    before, _ = constraints(graph)
+    swapped = next(op for op in range(1, len(graph.ops)) if op - 1 not in before[op])
+    order = permuted(graph, [*range(swapped - 1), swapped, swapped - 1, *range(swapped + 1, len(graph.ops))])
+    budget_bytes = (least_budget_bound(order.graph).budget_bytes + keep_everything_peak_bytes(order.graph)) // 2
+    solved = get_solver("windows")(Request(order.graph, budget_bytes, clock=WorkClock(20.0)))
+    assert order.changed and solved.schedule is not None and solved.time_s != graph.time_s
+    start = Start(order.schedule_of_source(solved.schedule))
+    told: list[float] = []
+
+    def note(progress: SolveProgress) -> None:
+        told.extend([] if progress.best_s is None else [progress.best_s])
+
+    asked = Request(graph, budget_bytes, clock=WorkClock(20.0), on_progress=note, should_stop=lambda: bool(told), start=start)
+    solve_in(in_order_of(graph, start.schedule), get_solver("windows"), asked)
+    assert told[0] == solved.time_s
+    assert in_order_of(graph, start.schedule).graph == order.graph

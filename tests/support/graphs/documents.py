@@ -113,7 +113,6 @@ def plans(draw: st.DrawFn) -> Plan:
         peak_bytes=draw(st.integers(0, budget_bytes)),
         time_s=draw(times),
         bound_s=draw(st.none() | times),
-        status=draw(st.sampled_from(["optimal", "feasible"])),
         solver=draw(names),
         seconds=draw(times),
         settings=draw(st.dictionaries(names, free, max_size=2)),

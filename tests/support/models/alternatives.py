@@ -182,7 +182,6 @@ def plan_of(graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -
         peak_bytes=simulation.peak_bytes,
         time_s=simulation.time_s,
         bound_s=None,
-        status="feasible",
         solver="by hand",
         seconds=0.0,
         settings={"options": ["chunks"]},

@@ -12,6 +12,7 @@ from planner.plans.plan import Plan
 from planner.settings import SolveSettings
 from planner.solving import solve_graph
 from solvers.child_process import ChildProcess, connection_to_parent, description
+from solvers.request import Start
 
 _NICE = 10  # steps of lower priority than the training process
 
@@ -21,12 +22,13 @@ class SolveJob:
     """A solve: a graph, a budget and settings.
 
     Attributes:
-        graph, budget_bytes, settings: arguments of ``planner.solving.solve_graph``.
+        graph, budget_bytes, settings, start: arguments of ``planner.solving.solve_graph``.
     """
 
     graph: Graph
     budget_bytes: int
     settings: SolveSettings
+    start: Start | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def main() -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     try:
-        ended = Ended(solve_graph(job.graph, job.budget_bytes, job.settings, on_plan=send))
+        ended = Ended(solve_graph(job.graph, job.budget_bytes, job.settings, on_plan=send, start=job.start))
     except PlannerError as error:
         ended = Ended(failure=str(error))
     except Exception as error:  # noqa: BLE001  # who has started it goes on with the plan that there is

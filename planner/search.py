@@ -10,6 +10,7 @@ from planner.plans.plan import Plan
 from planner.progress.stages import StageReport
 from planner.settings import RunSettings, SolveSettings
 from planner.solving import solve_graph
+from solvers.request import Start
 from solvers.result import SolveProgress
 
 
@@ -61,9 +62,20 @@ class StepSearch:
             settings = replace(settings, work_limit=settings.time_limit_s if wait.work is None else wait.work)
         return solve_graph(graph, budget, settings, on_progress=note, should_stop=stop)
 
-    def job(self, graph: Graph, budget_bytes: int) -> SolveJob:
-        """Return the background solve, which runs until its tolerance or its time limit."""
-        return SolveJob(graph, budget_bytes, self._settings)
+    def job(self, graph: Graph, budget_bytes: int, known: Plan, *, keeps_order: bool = False) -> SolveJob:
+        """Return the background solve, which runs until its tolerance or its time limit.
+
+        Args:
+            known: a plan of the same step, perhaps at other costs, from which the solve starts; it settles for no larger gap.
+            keeps_order: True to solve only in its order of first executions.
+        """
+        settings = self._settings
+        if known.gap is not None:
+            settings = replace(settings, tolerance=settings.tolerance.at_most(known.gap))
+        if keeps_order:
+            settings = replace(settings, reorder=False)
+        windows = known.settings.get("windows")
+        return SolveJob(graph, budget_bytes, settings, Start(known.schedule, tuple(windows) if isinstance(windows, list) else ()))
 
     @property
     def _settings(self) -> SolveSettings:

@@ -37,7 +37,7 @@ from solvers.arena.solve import ARENA_SIZES
 from solvers.clock import Clock
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
 from solvers.registry import Solver, get_solver
-from solvers.request import Request
+from solvers.request import Request, Start
 from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import WIDENING, Tolerance
 
@@ -131,6 +131,7 @@ def solve_graph(
     should_stop: Stop | None = None,
     must_stop: Stop | None = None,
     on_plan: Callable[[Plan], None] | None = None,
+    start: Start | None = None,
 ) -> Plan:
     """Return the plan of ``solve`` for `settings`.
 
@@ -140,6 +141,7 @@ def solve_graph(
         on_progress, on_plan: as in ``solve``.
         should_stop: polled; once it returns True, the solve ends as soon as it has a schedule within the budget.
         must_stop: polled; once it returns True, the solve ends with what it has, if anything.
+        start: what is known from a solve at other costs.
     """
     clock, traced = settings.clock(), graph
     graph = settings.options.apply(graph)
@@ -175,6 +177,7 @@ def solve_graph(
         should_stop,
         settings.params,
         on_schedule=None if on_plan is None else tell,
+        start=start,
     )
     known = KnownBudgets(traced, request, memory, settings, must_stop or (lambda: False))
     solved = solve_counted(

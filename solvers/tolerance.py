@@ -34,6 +34,10 @@ class Tolerance:
         """The tolerance at the start."""
         return self.steps[0][1]
 
+    def at_most(self, most: float) -> "Tolerance":
+        """Return the same tolerance, which widens to no more than `most`."""
+        return Tolerance(tuple((begins_s, max(self.first, min(value, most))) for begins_s, value in self.steps))
+
     def begun(self, seconds: float) -> tuple[tuple[float, float], ...]:
         """Return the steps that have begun after `seconds` of the solve."""
         return self.steps[:1] + tuple(step for step in self.steps[1:] if step[0] <= seconds)

@@ -1,8 +1,9 @@
 """Better plans for a step while it trains: solved in a separate process, swapped in between two steps.
 
-The first steps are timed op by op. If these times differ from the profile, the solve is repeated with the corrected costs. The
-first step of a plan without measured peak is observed; a plan over the budget is taken back. Bits do not depend on which plan
-runs.
+The first steps are timed op by op, and the program is solved again for these times, from the schedule and the windows that are
+there. A plan keeps the times, the bound and the gap that were proved together until that solve has proved as much for the new
+ones: with new times alone, its time could only be compared with keeping everything. The first step of a plan without measured
+peak is observed; a plan over the budget is taken back. Bits do not depend on which plan runs.
 """
 
 import math
@@ -28,7 +29,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.observation import OpTimer, PeakWatch
 from planner.search import StepSearch
 from planner.solving import judged_on
-from solvers.result import SOLVED
+from solvers.result import OPTIMAL_GAP, SOLVED
 
 _TIMED_STEPS = 3
 _GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end
@@ -62,7 +63,7 @@ class Improvement:
     If several processes train, one of them finds plans for all; each has an object of this class.
 
     Attributes:
-        plan: the current plan, with all that is known of it.
+        plan: the current plan, with all that is known of it, at the costs that its bound holds for.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Improvement:
         self._solved_bytes, self._search, self._make_executor = solved_bytes, search, make_executor
         self._solve: BackgroundSolve | None = None
         self._candidate: Plan | None = None
-        self._is_solved = plan.status in SOLVED  # at the known costs
+        self._time_s, self._bound_s = plan.time_s, plan.bound_s  # of the current plan, at the latest costs
+        self._is_solved = self._is_settled = plan.status in SOLVED  # at the latest costs; once, so that the order of ops stays
         self._timer: OpTimer | None = None
         self._before: PlanSwap | None = None  # the plan to return to
         if finds and not executor.devices.channels:  # otherwise op times would include waits for copies
@@ -120,7 +122,7 @@ class Improvement:
 
     def adopt(self, plan: Plan) -> PlanSwap:
         """Replace the current plan by `plan`, and observe the peak of its first step."""
-        gain = 1 - plan.time_s / self.plan.time_s
+        gain = 1 - (1 + plan.overhead) / (1 + self.plan.overhead)
         executor = self._make_executor(self._captured, plan)
         self._time_ops_of(executor)
         self._before = PlanSwap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
@@ -130,6 +132,7 @@ class Improvement:
             measured_peak_bytes=None,
             eager=_of_another_plan(self.plan.eager),
         )
+        self._time_s, self._bound_s = plan.time_s, plan.bound_s
         executor.start_training(self.plan.budget_bytes, check_writes=self._executor.check_writes)
         self._executor, self._watch = executor, PeakWatch(executor)
         return PlanSwap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found during training")
@@ -156,11 +159,12 @@ class Improvement:
         before, self._watch, self._before = self._before, None, None
         self._solved_bytes -= over_bytes
         self._end_solve()
-        self._is_solved = False
+        self._is_solved = self._is_settled = False
         if before is None:
             return self._replace_first_plan(self.plan.budget_bytes + over_bytes)
         self._time_ops_of(before.executor)
         self.plan, self._executor = before.plan, before.executor
+        self._judge()
         return before
 
     def _replace_first_plan(self, needed_bytes: int) -> PlanSwap:
@@ -185,14 +189,15 @@ class Improvement:
 
     def _is_worth_it(self, steps: int) -> bool:
         """Return True if the time that the steps so far have lost, or may have, justifies a process."""
-        least_s = self.plan.graph.time_s if self.plan.bound_s is None else self.plan.bound_s
-        lost_s = self.plan.time_s - least_s
+        lost_s = self._time_s - (self.plan.graph.time_s if self._bound_s is None else self._bound_s)
         return lost_s >= _LOST_AT_ONCE_S or lost_s * steps >= _LOST_IN_ALL_S
 
     def _start(self) -> None:
         self._end_solve()
         try:
-            self._solve = BackgroundSolve(self._search.job(self._captured.graph, self._solved_bytes))
+            keeps_order = self._is_settled and self._offered.plain
+            job = self._search.job(self._captured.graph, self._solved_bytes, self.plan, keeps_order=keeps_order)
+            self._solve = BackgroundSolve(job)
             _SOLVES.add(self._solve)
         except OSError:  # no process can be started: the current plan stays
             self._is_solved = True
@@ -206,24 +211,63 @@ class Improvement:
         assert self._solve is not None
         self._candidate = self._solve.receive(most_s) or self._candidate
         if self._solve.ended is not None:
+            self._is_settled |= self._solve.ended.plan is not None
             self._solve, self._is_solved = None, True
 
     def _better(self) -> Plan | None:
-        """Return the plan that the solve has found, if it is to replace the current one."""
+        """Return the plan that the solve has found, if it is to replace the current one; otherwise take over what it proves.
+
+        While the current plan's gap was proved at other costs, a plan with a larger one waits for the end of the solve.
+        """
         if self._solve is not None:
             self._receive(0.0)
-        plan = self._candidate
-        if plan is None or self._watch is not None:  # one swap at a time
+        found = self._candidate
+        if found is None or self._watch is not None:  # one swap at a time
+            return None
+        if not (self._is_shown(found) or self._is_solved):
             return None
         self._candidate = None
-        gain = 1 - plan.time_s / self.plan.time_s
-        fits = self._executor.earlier_gradients.fit_with(with_recorded(self._captured.graph, plan.settings), plan.schedule)
-        if gain >= _GAIN and fits and (self._search.any_rounding or rounds_alike(self._captured.graph, self.plan, plan)):
-            return plan
-        if plan.bound_s is not None:  # the bound also holds for this plan
-            bound_s = min(plan.bound_s, self.plan.time_s)
-            self.plan = replace(self.plan, bound_s=max(bound_s, self.plan.bound_s or 0.0))
+        now = self._with_proof_of(found)
+        gain = 1 - found.time_s / now.time_s
+        lacks_proof = not _is_as_close(now, self.plan) and (now.gap is None or now.gap > OPTIMAL_GAP)
+        proves_more = self._is_solved and gain > 0 and lacks_proof
+        fits = self._executor.earlier_gradients.fit_with(with_recorded(self._captured.graph, found.settings), found.schedule)
+        alike = self._search.any_rounding or rounds_alike(self._captured.graph, self.plan, found)
+        if (gain >= _GAIN or proves_more) and fits and alike:
+            self.plan = now
+            return found
+        self._bound_s = now.bound_s
+        if self._is_shown(now) or (self._is_solved and now.bound_s is not None):
+            self.plan = now
         return None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph at the latest costs, without the options that are added when it is solved."""
+        return self._captured.graph
+
+    @property
+    def _offered(self) -> Graph:
+        """The graph at the latest costs, with the options of the plan."""
+        return with_recorded(self.graph, self.plan.settings)
+
+    def _judge(self) -> None:
+        """Compute time and bound of the current plan at the latest costs."""
+        judged = judged_on(self._offered, self.plan)
+        same = judged.graph == self.plan.graph
+        self._time_s, self._bound_s = judged.time_s, self.plan.bound_s if same else judged.bound_s
+
+    def _is_shown(self, plan: Plan) -> bool:
+        """Return True if `plan`, at the latest costs, may be shown in place of the current one: its proof is no worse."""
+        return plan.graph == self.plan.graph or _is_as_close(plan, self.plan)
+
+    def _with_proof_of(self, found: Plan) -> Plan:
+        """Return the current plan at the latest costs, for which `found` was solved, with its bound if that holds for both."""
+        now = self.plan if found.graph == self.plan.graph else judged_on(self._offered, self.plan)
+        bounds = [self._bound_s, found.bound_s if _first_executions(found) == _first_executions(now) else None]
+        known = [min(bound_s, now.time_s) for bound_s in bounds if bound_s is not None]
+        settings = {**now.settings, "tolerance": found.settings.get("tolerance", OPTIMAL_GAP)}
+        return replace(now, bound_s=max(known, default=None), settings=settings, seconds=found.seconds, ended=found.ended)
 
     def _time_ops_of(self, executor: Executor) -> None:
         """Restart the timing of ops with `executor`, unless their times have been taken."""
@@ -240,10 +284,12 @@ class Improvement:
         ops = self._executor.graph.ops
         times_s = {ops[op].name: seconds for op, seconds in timer.times_s().items()}
         self._captured = replace(self._captured, graph=with_times(self._captured.graph, times_s))
-        graph = with_recorded(self._captured.graph, self.plan.settings)
-        self.plan = judged_on(graph, self.plan)
         self._end_solve()
-        self._is_solved = self.plan.time_s <= graph.time_s
+        self._judge()
+        self._is_solved = self._time_s <= self._offered.time_s
+        now = replace(judged_on(self._offered, self.plan), bound_s=self._bound_s)
+        if self._is_shown(now):
+            self.plan = now
 
 
 class Consultation:
@@ -314,6 +360,16 @@ def with_arena(plan: Plan, arena: Arena | DeviceArena | None) -> Plan:
     if arena is None:
         return replace(plan, arena_bytes=None, outside_arena_bytes=None)
     return replace(plan, arena_bytes=arena.size_bytes, outside_arena_bytes=arena.outside_bytes)
+
+
+def _is_as_close(plan: Plan, other: Plan) -> bool:
+    """Return True if the gap of `plan` is no larger than that of `other`."""
+    return other.gap is None or (plan.gap is not None and plan.gap <= other.gap)
+
+
+def _first_executions(plan: Plan) -> Sequence[int]:
+    """Return the ops of a plan in the order of their first executions, for which its bound holds."""
+    return tuple(dict.fromkeys(op for op in plan.schedule.computed if op < plan.graph.ops))
 
 
 def _of_another_plan(eager: EagerComparison | None) -> EagerComparison | None:

@@ -163,6 +163,8 @@ class PlannedStep:
         before, self.plan = self.plan, self._improving.plan
         if self._keep is not None and swap is None and before.measured_peak_bytes is None is not self.plan.measured_peak_bytes:
             self._keep(self.plan)
+        if self.measured is not None and self.plan is not before and self.plan.graph != before.graph:
+            self.measured = self._improving.improvement.graph
         if swap is not None:
             self.measured, self._run = swap.graph, self._improving.wrapped(swap.executor)
             seconds = time.monotonic() - self._began

@@ -32,6 +32,8 @@ def test_tolerance_schedule_widens_with_time_and_a_constant_does_not() -> None:
     assert [WIDENING.at(seconds) for seconds in (0.0, 19.9, 20.0, 119.9, 120.0, 1e9)] == [0.001, 0.001, 0.005, 0.005, 0.02, 0.02]
     assert [Tolerance.of(0.1).at(seconds) for seconds in (0.0, 1e9)] == [0.1, 0.1]
     assert Tolerance.of(WIDENING) is WIDENING
+    assert [WIDENING.at_most(3e-3).at(seconds) for seconds in (0.0, 20.0, 120.0)] == [0.001, 0.003, 0.003]
+    assert WIDENING.at_most(1e-4).at(1e9) == WIDENING.first
 
 
 @pytest.mark.parametrize("given", [-1e-9, float("nan"), float("inf")])

@@ -15,11 +15,12 @@ from graphs.ir import Graph
 from graphs.simulate import simulate
 from planner.background import BackgroundSolve, Ended, SolveJob
 from planner.option_settings import with_recorded
+from planner.plan_check import check_plan
 from planner.plans.plan import Plan, read_plan
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
 from planner.runtime.measure import outcome
-from planner.runtime.observation import PeakWatch
+from planner.runtime.observation import OpTimer, PeakWatch
 from planner.search import StepSearch
 from planner.settings import RunSettings, SolveSettings, Wait
 from planner.solving import judged_on, solve, solve_graph
@@ -27,6 +28,7 @@ from planner.training import compare_eager, compiler, improvement
 from planner.training.improvement import rounds_alike, with_times
 from solvers.clock import WorkClock
 from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.result import relative_gap
 from solvers.tolerance import Tolerance
 from tests.support.budgets import between
 from tests.support.models.alternatives import in_chunks, make, schedule_with
@@ -53,7 +55,12 @@ class Solved:
 
     def receive(self, most_s: float = 0.0) -> Plan | None:
         self.ended = Ended(
-            solve_graph(self.jobs[-1].graph, self.jobs[-1].budget_bytes, replace(self.jobs[-1].settings, work_limit=2.0))
+            solve_graph(
+                self.jobs[-1].graph,
+                self.jobs[-1].budget_bytes,
+                replace(self.jobs[-1].settings, work_limit=2.0),
+                start=self.jobs[-1].start,
+            )
         )
         return self.ended.plan
 
@@ -129,6 +136,81 @@ def test_a_better_plan_takes_the_place_of_the_first(at_once: type[Solved], monke
     assert numbers["plan/swaps"] == len(step.history) - 1 and numbers["plan/overhead"] == plan.overhead
     assert numbers["plan/measured_peak_bytes"] == plan.measured_peak_bytes and numbers["plan/budget_bytes"] == plan.budget_bytes
     assert numbers.get("plan/gap") == plan.gap and all(type(number) is float for number in numbers.values())
+
+
+class Scripted(Solved):
+    """Stands for a solve in the background that is told what it has found."""
+
+    news: list[Plan | Ended] = []  # noqa: RUF012
+
+    def receive(self, most_s: float = 0.0) -> Plan | None:
+        news = self.news.pop(0) if self.news else None
+        if isinstance(news, Ended):
+            self.ended = news
+            return news.plan
+        return news
+
+
+def times_in_steps(monkeypatch: pytest.MonkeyPatch, *factors: float) -> None:
+    """Let the times measured in steps be those measured alone, times one of `factors` after another."""
+
+    def times_s(timer: OpTimer) -> dict[int, float]:
+        executor = timer._executor
+        return {op.id: op.time_s * factors[op.id % len(factors)] for op in executor.graph.ops}
+
+    monkeypatch.setattr(OpTimer, "times_s", times_s)
+
+
+def proof(plan: Plan) -> tuple[object, ...]:
+    return plan.status, plan.gap, plan.bound_s, plan.time_s, str(plan)
+
+
+def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(improvement, "BackgroundSolve", Scripted)
+    monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", 0.0)
+    times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
+    Scripted.jobs, Scripted.news = [], []
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    first = step.plan
+    assert first.gap is not None and first.gap <= 0.01 and "for the costs measured alone" in str(first)
+    for seed in range(5):
+        assert_trains_as_eager(step, model, batch, seed)
+        assert proof(step.plan) == proof(first)
+    job = Scripted.jobs[-1]
+    assert job.graph.provenance["times"] == "measured in training steps"
+    assert job.start is not None and job.start.schedule == first.schedule
+    assert job.start.windows == tuple(first.settings["windows"])  # type: ignore[arg-type]
+
+    found = solve_graph(job.graph, job.budget_bytes, replace(job.settings, work_limit=5.0), start=job.start)
+    assert found.status == "optimal" and found.bound_s is not None
+    Scripted.news = [replace(found, bound_s=job.graph.time_s)]  # on the way, little is proved
+    assert_trains_as_eager(step, model, batch, 6)
+    assert proof(step.plan) == proof(first)
+    Scripted.news = [Ended(found)]
+    assert_trains_as_eager(step, model, batch, 7)
+    assert "for the costs measured in training steps" in str(step.plan)
+    assert step.plan.graph == found.graph and step.plan.bound_s == min(found.bound_s, step.plan.time_s)
+    assert (step.plan.status, step.plan.gap) == ("optimal", relative_gap(step.plan.time_s, step.plan.bound_s))
+    assert step.measured is not None and check_plan(with_recorded(step.measured, step.plan.settings), step.plan)
+
+
+def test_a_proof_stays_in_short_runs_and_if_the_next_solve_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(improvement, "BackgroundSolve", Scripted)
+    monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", math.inf)
+    monkeypatch.setattr(improvement, "_LOST_IN_ALL_S", math.inf)  # no solve would pay
+    times_in_steps(monkeypatch, 1.0, 2.0)
+    Scripted.jobs, Scripted.news = [], []
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    first = step.plan
+    for seed in range(5):
+        assert_trains_as_eager(step, model, batch, seed)
+        assert proof(step.plan) == proof(first)
+    assert Scripted.jobs == []
+    Scripted.news = [Ended(failure="its process has died")]
+    assert proof(step.wait()) == proof(first)
+    assert len(Scripted.jobs) == 1
 
 
 @pytest.mark.slow

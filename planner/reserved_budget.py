@@ -6,6 +6,7 @@ First only at the ops at which what is reserved grows above the budget, then eve
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule
@@ -18,7 +19,7 @@ from solvers.margins import Margins, MarginSearch, with_margins
 from solvers.order.reorder import in_program_order
 from solvers.order.solve import SolvedOrder
 from solvers.request import Request
-from solvers.result import SOLVED, Ending, Reason, Result, SolveProgress, Status, status_of
+from solvers.result import SOLVED, Ending, Reason, Result, SolveProgress, Status, is_within, status_of
 
 _SOLVES = 10  # without margins
 _FIRST = 0.5  # of the clock, for the first solve, whose bound holds for all schedules that fit
@@ -285,11 +286,16 @@ class _Search:
             schedule=None if best is None else best.schedule,
             bound_s=self.bound_s if best is None or self.bound_s is not None else best.bound_s,
             seconds=request.clock.seconds,
-            settings=first.settings if best is None else {**best.settings, "allocated_budget_bytes": best.budget_bytes},
+            settings=first.settings if best is None else self._settings(best),
             message=self._nothing_found() if best is None else best.message,
             reason=None if best is not None else Reason.TIME if self._is_late() else Reason.MEMORY,
             ended=Ending.STOPPED if self.must_stop() else request.ending(first.ended),
         )
+
+    def _settings(self, best: Result) -> dict[str, object]:
+        """Return the settings of the result of all solves."""
+        settled = {"tolerance": self._tolerance(best)} if "tolerance" in best.settings else {}
+        return {**best.settings, **settled, "allocated_budget_bytes": best.budget_bytes}
 
     def _is_late(self) -> bool:
         """Return True if the clock is at its limit, or the caller insists on the end."""
@@ -307,10 +313,12 @@ class _Search:
         return f"{none}, or let it count {segments}only allocated memory (memory={CountedMemory.ALLOCATED.value!r})"
 
     def _status(self, result: Result) -> Status:
-        tolerance = result.settings.get("tolerance")
-        if result.time_s is None or not isinstance(tolerance, float):
-            return Status.FEASIBLE
-        return status_of(result.time_s, self.bound_s, tolerance)
+        return status_of(result.time_s, self.bound_s, self._tolerance(result))
+
+    def _tolerance(self, result: Result) -> float:
+        """Return the tolerance that `result` was settled for, by the time of all solves."""
+        request = self.request
+        return request.tolerance.settled_for(request.clock.now, partial(is_within, result.time_s, self.bound_s))
 
 
 def either(stop: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:

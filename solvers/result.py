@@ -35,15 +35,15 @@ class Ending(StrEnum):
     MEMORY = "memory"  # its programs have reached the limit on the memory of the solver
 
 
-def is_within(time_s: float, bound_s: float, tolerance: float) -> bool:
+def is_within(time_s: float | None, bound_s: float | None, tolerance: float) -> bool:
     """Return True if a schedule of `time_s` has a gap of at most `tolerance`."""
     gap = relative_gap(time_s, bound_s)
     return gap is not None and gap <= tolerance + _ROUNDING
 
 
-def status_of(time_s: float, bound_s: float | None, tolerance: float) -> Status:
+def status_of(time_s: float | None, bound_s: float | None, tolerance: float) -> Status:
     """Return the status of a solve that ended with a schedule; this alone defines what is optimal."""
-    if bound_s is None or not is_within(time_s, bound_s, tolerance):
+    if not is_within(time_s, bound_s, tolerance):
         return Status.FEASIBLE
     return Status.OPTIMAL if is_within(time_s, bound_s, OPTIMAL_GAP) else Status.WITHIN
 

@@ -1,6 +1,7 @@
 """Tolerances on the gap of a schedule at the end of a solve, which may widen with the duration of the solve."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphs.errors import PlannerError
@@ -45,6 +46,11 @@ class Tolerance:
     def at(self, seconds: float) -> float:
         """Return the tolerance after `seconds` of the solve."""
         return self.begun(seconds)[-1][1]
+
+    def settled_for(self, seconds: float, is_within: Callable[[float], bool]) -> float:
+        """Return the least tolerance that has begun and that `is_within` accepts; the current one if there is none."""
+        begun = [tolerance for _, tolerance in self.begun(seconds)]
+        return next(filter(is_within, begun), begun[-1])
 
 
 DEFAULT = Tolerance(((0.0, 1e-3),))

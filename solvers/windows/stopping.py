@@ -66,8 +66,7 @@ class StoppingRule:
 
     def settled_for(self) -> float:
         """Return the least tolerance so far that the gap is within; the current one if there is none."""
-        begun = [tolerance for _, tolerance in self._request.tolerance.begun(self._clock.now)]
-        return next(filter(self._is_within, begun), begun[-1])
+        return self._request.tolerance.settled_for(self._clock.now, self._is_within)
 
     def satisfied(self) -> bool:
         """Return True if the solve has also had time to improve beyond the tolerance.

@@ -119,6 +119,7 @@ class KnownBudgets:
             settings={**result.settings, "reordered": self._least.order != tuple(range(len(graph.ops)))},
             message="",
             reason=None,
+            ended=self.request.ending(),
         )
 
     def _hints(self) -> str:

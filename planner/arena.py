@@ -4,8 +4,11 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from graphs.addresses import Buffer, Offsets, live_bytes
-from graphs.allocators.steering import GRAIN_BYTES, Hole, Steering, is_placed, least_hole_bytes, steer
+from graphs.allocators.caching import BLOCK_BYTES
+from graphs.allocators.steering import LEAST_GRAIN_BYTES, Hole, Steering, is_placed, least_hole_bytes, steer
 from graphs.allocators.training import Training
 from graphs.ir import Graph, Kind
 from solvers.addresses.solve import solve
@@ -34,9 +37,10 @@ def device_arena(training: Training) -> Steering:
     """
     found: list[Steering] = []
     told_apart: set[int] = set()  # steps of the schedule
+    grain_bytes = _best_grain_bytes(training)
     while not found or (found[-1].missed and len(found) < _SEARCHES):
-        slots = _slots(training, told_apart)
-        buffers = _slot_buffers(training, slots, told_apart)
+        slots = _slots(training, told_apart, grain_bytes)
+        buffers = _slot_buffers(training, slots, told_apart, grain_bytes)
         offsets = solve(buffers, work_limit=_SEARCH_WORK).offsets if buffers else Offsets((), ())
         assert offsets is not None  # any arena will do
         at = {int(buffer.id): offset for buffer, offset in zip(offsets.buffers, offsets.offsets, strict=True)}
@@ -48,7 +52,33 @@ def device_arena(training: Training) -> Steering:
 
 def least_slab_bytes(training: Training) -> int:
     """Return a size below which no slab has room for the holes of a step, without looking for addresses."""
-    return live_bytes(_slot_buffers(training, _slots(training, ()), ()))
+    grain_bytes = _best_grain_bytes(training)
+    return live_bytes(_slot_buffers(training, _slots(training, (), grain_bytes), (), grain_bytes))
+
+
+@lru_cache(maxsize=8)
+def _best_grain_bytes(training: Training) -> int:
+    """Return the grain with which the slots of a step take the fewest bytes at once, of those that divide a request.
+
+    Requests of one model are mostly small multiples of each other: with the least grain, those of a ResNet-50 take 1.5% more.
+    """
+    slots = _slots(training, (), LEAST_GRAIN_BYTES)
+    requests = np.array([max(training.buffers[index].size for index in slot.buffers) for slot in slots])
+    buffers = _slot_buffers(training, slots, (), LEAST_GRAIN_BYTES)
+    lower, upper = (np.array([getattr(buffer, end) for buffer in buffers], dtype=int) for end in ("lower", "upper"))
+    grains = {LEAST_GRAIN_BYTES}
+    for size in {int(size) for size in requests}:
+        counts = range(-(-size // (2 * LEAST_GRAIN_BYTES)), size // LEAST_GRAIN_BYTES + 1)
+        grains |= {-(-size // (count * BLOCK_BYTES)) * BLOCK_BYTES for count in counts}
+
+    def most_bytes(grain_bytes: int) -> int:
+        changes = np.zeros(max(upper, default=0) + 1, dtype=int)
+        sizes = -(-requests // grain_bytes) * grain_bytes
+        np.add.at(changes, lower, sizes)
+        np.add.at(changes, upper, -sizes)
+        return int(changes.cumsum().max())
+
+    return min(sorted(grains), key=most_bytes) if slots else LEAST_GRAIN_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -59,21 +89,21 @@ class _Slot:
     buffers: list[int]
 
 
-def _slot_buffers(training: Training, slots: Sequence[_Slot], told_apart: Container[int]) -> list[Buffer]:
+def _slot_buffers(training: Training, slots: Sequence[_Slot], told_apart: Container[int], grain_bytes: int) -> list[Buffer]:
     """Return slots as buffers, in use throughout their ops, with gaps behind those of the steps `told_apart`."""
     return [
         Buffer(
             str(number),
             step := _step(training, slot.buffers[0]),
             -(-max(training.buffers[index].upper for index in slot.buffers) // training.moments),
-            slot.size_bytes + (GRAIN_BYTES if step in told_apart else 0),
-            GRAIN_BYTES,
+            slot.size_bytes + (grain_bytes if step in told_apart else 0),
+            grain_bytes,
         )
         for number, slot in enumerate(slots)
     ]
 
 
-def _slots(training: Training, told_apart: Container[int]) -> list[_Slot]:
+def _slots(training: Training, told_apart: Container[int], grain_bytes: int) -> list[_Slot]:
     """Return the slots of the buffers that are placed; in the steps `told_apart` such that best fit does not confuse them.
 
     Workspaces that an op has one after the other share a slot.
@@ -87,11 +117,11 @@ def _slots(training: Training, told_apart: Container[int]) -> list[_Slot]:
         again = [slot for slot in others if all(training.buffers[i].upper <= buffer.lower for i in slot.buffers)]
         if again and buffer.upper <= (step + 1) * training.moments:
             slot = max(again, key=lambda slot: slot.size_bytes)
-            slot.size_bytes = max(slot.size_bytes, least_hole_bytes(buffer.size))
+            slot.size_bytes = max(slot.size_bytes, least_hole_bytes(buffer.size, grain_bytes))
         elif step in told_apart:
-            slot = _told_apart(training, index, others, again)
+            slot = _told_apart(training, index, others, again, grain_bytes)
         else:
-            slot = _Slot(least_hole_bytes(buffer.size), [])
+            slot = _Slot(least_hole_bytes(buffer.size, grain_bytes), [])
         if not slot.buffers:
             slots.append(slot)
             others.append(slot)
@@ -99,19 +129,19 @@ def _slots(training: Training, told_apart: Container[int]) -> list[_Slot]:
     return slots
 
 
-def _told_apart(training: Training, index: int, others: Sequence[_Slot], again: Sequence[_Slot]) -> _Slot:
+def _told_apart(training: Training, index: int, others: Sequence[_Slot], again: Sequence[_Slot], grain_bytes: int) -> _Slot:
     """Return the slot of a buffer beside those of earlier requests of its op: a new one, or one of those that are free `again`.
 
     Best fit gives the earlier requests their slots if this one is too small for them, or larger than theirs. It gives this one
     the smallest that is free.
     """
-    buffer, size_bytes = training.buffers[index], least_hole_bytes(training.buffers[index].size)
+    buffer, size_bytes = training.buffers[index], least_hole_bytes(training.buffers[index].size, grain_bytes)
 
     def confused(other: _Slot) -> bool:
         return min(training.buffers[i].size for i in other.buffers) <= size_bytes <= other.size_bytes
 
     while (other := next(filter(confused, others), None)) is not None and other not in again:
-        size_bytes = other.size_bytes + GRAIN_BYTES
+        size_bytes = other.size_bytes + grain_bytes
     fitting = [slot for slot in again if buffer.size <= slot.size_bytes <= size_bytes]
     return min(fitting, key=lambda slot: slot.size_bytes, default=_Slot(size_bytes, []))
 

@@ -7,9 +7,9 @@ step is over. Where best fit chooses the planned address anyway, nothing is held
 that none is given away while it is in use: a request that was not expected gets other memory, or a segment of its own. If it
 comes to lie in a hole, later holds get other addresses than planned, which whoever makes them has to notice.
 
-Holes and their addresses are multiples of a little more than 1 MiB, the most that comes from the allocator's small segments. So
-what is held beside a hole is larger than that, and the rest of a hole that its request leaves is not: the allocator does not
-split it off.
+Holes and their addresses are multiples of a *grain* of more than 1 MiB, the most that comes from the allocator's small segments.
+So what is held before a hole is larger than that. The rest of a hole that its request leaves is split off by the allocator if it
+is larger too, and can then be held.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from graphs.allocators.caching import (
 )
 from graphs.allocators.training import Training
 
-GRAIN_BYTES = SMALL_BYTES + BLOCK_BYTES  # of holes and their addresses
+LEAST_GRAIN_BYTES = SMALL_BYTES + BLOCK_BYTES
 _POOL: PoolId = (0, 1)
 
 
@@ -37,14 +37,14 @@ def is_placed(size_bytes: int) -> bool:
     return size_bytes > SMALL_BYTES
 
 
-def least_hole_bytes(size_bytes: int) -> int:
+def least_hole_bytes(size_bytes: int, grain_bytes: int) -> int:
     """Return the size of the smallest hole for a request of `size_bytes`."""
-    return -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+    return -(-size_bytes // grain_bytes) * grain_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A range of addresses in the slab, for one buffer: multiples of `GRAIN_BYTES`."""
+    """A range of addresses in the slab, for one buffer: multiples of the grain of its step."""
 
     offset: int
     size_bytes: int

@@ -38,6 +38,13 @@ def test_a_step_without_large_requests_has_the_smallest_slab() -> None:
     assert (steering.slab_bytes, steering.outside_bytes, steering.missed) == (10 * MIB, 2 * MIB, frozenset())
 
 
+def test_holes_are_as_large_as_requests_that_are_multiples_of_each_other() -> None:
+    step = Training((), tuple(Buffer(str(i), i, i + 4, int(size * MIB)) for i, size in enumerate((6.125, 12.25, 24.5, 49))))
+    steering = device_arena(step)
+    assert not steering.missed and steering.outside_bytes == 0
+    assert steering.slab_bytes == 92 * MIB  # of segments of 2 MiB, for 91.875
+
+
 def mixed(device: str = "h200") -> Graph:
     """A chain of 24 ops whose tensors have many sizes."""
     plain, sizes = training_chain(12), (12, 30, 7, 44, 18)

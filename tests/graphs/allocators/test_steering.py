@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from graphs.addresses import Buffer, live_bytes
 from graphs.allocators.caching import Block, CachingAllocator, Segment
-from graphs.allocators.steering import GRAIN_BYTES, Action, Hold, Hole, Steering, is_placed, least_hole_bytes, steer
+from graphs.allocators.steering import LEAST_GRAIN_BYTES, Action, Hold, Hole, Steering, is_placed, least_hole_bytes, steer
 from graphs.allocators.training import Training
 from solvers.addresses.solve import solve
 
@@ -77,11 +77,11 @@ BUFFERS = st.dictionaries(st.integers(0, 14), st.tuples(st.integers(1, 8), SIZES
 
 
 @settings(max_examples=150, deadline=None)
-@given(BUFFERS)
-def test_requests_get_their_addresses_in_each_step(buffers: dict[int, tuple[int, float]]) -> None:
+@given(BUFFERS, st.sampled_from([LEAST_GRAIN_BYTES, 5 * MIB // 4, 3 * MIB // 2, 2 * MIB]))
+def test_requests_get_their_addresses_in_each_step(buffers: dict[int, tuple[int, float]], grain_bytes: int) -> None:
     step = training(*((begin, begin + length, size) for begin, (length, size) in buffers.items()))
     placed = [
-        replace(buffer, size=least_hole_bytes(buffer.size), alignment=GRAIN_BYTES)
+        replace(buffer, size=least_hole_bytes(buffer.size, grain_bytes), alignment=grain_bytes)
         for buffer in step.buffers
         if is_placed(buffer.size)
     ]
@@ -157,6 +157,6 @@ def test_a_request_without_a_hole_gets_a_segment_of_its_own() -> None:
     assert steering.outside_bytes == 12 * MIB and not steering.missed
 
 
-@pytest.mark.parametrize(("size_bytes", "grains"), [(1, 1), (GRAIN_BYTES, 1), (GRAIN_BYTES + 1, 2)])
-def test_holes_are_multiples_of_two_mebibytes(size_bytes: int, grains: int) -> None:
-    assert least_hole_bytes(size_bytes) == grains * GRAIN_BYTES
+@pytest.mark.parametrize(("size_bytes", "grains"), [(1, 1), (2 * MIB, 1), (2 * MIB + 1, 2)])
+def test_holes_are_multiples_of_the_grain(size_bytes: int, grains: int) -> None:
+    assert least_hole_bytes(size_bytes, 2 * MIB) == grains * 2 * MIB

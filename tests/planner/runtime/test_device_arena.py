@@ -123,7 +123,7 @@ def test_plans_share_the_slab_of_the_largest() -> None:
     with cuda_device() as cuda:
         step = on_device(workload())
         shared = SharedPool(torch.device("cuda:0"))
-        steps = [in_arena(step, seed, shared) for seed in range(3)]
+        steps = [in_arena(step, seed, shared) for seed in (4, 5, 6)]
         sizes = [arena.size_bytes for _, arena in steps]
         assert len(set(sizes)) > 1
         for executor, arena in steps:

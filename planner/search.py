@@ -8,7 +8,7 @@ from planner.background import SolveJob
 from planner.budgets import allowed_overhead
 from planner.plans.plan import Plan
 from planner.progress.stages import StageReport
-from planner.settings import RunSettings, SolveSettings
+from planner.settings import RunSettings, SolveSettings, Wait
 from planner.solving import solve_graph
 from solvers.request import Start
 from solvers.result import SolveProgress
@@ -25,6 +25,10 @@ class StepSearch:
 
     settings: SolveSettings
     run: RunSettings = field(default_factory=RunSettings)
+
+    def at_once(self) -> "StepSearch":
+        """Return this search with the first schedule that fits, if a better one may replace it while the step trains."""
+        return replace(self, run=replace(self.run, wait=Wait(gap=None, seconds=0.0))) if self.run.goes_on else self
 
     @property
     def any_rounding(self) -> bool:

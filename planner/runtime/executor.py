@@ -10,7 +10,8 @@ from torch.autograd.graph import increment_version
 from graphs.errors import MismatchError, PlannerError, SmallerBatchError
 from graphs.ir import Kind, Tensor
 from graphs.overwriting import overwritten_saved_tensors
-from graphs.schedule import Schedule
+from graphs.pools import DEVICE
+from graphs.schedule import Schedule, boundary, live_after
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import join_returned
@@ -18,6 +19,7 @@ from planner.capture.step import TrainingStep
 from planner.passes.program import Source
 from planner.reserved import arena_of, uses_libraries
 from planner.runtime.arena import Arena, SharedSlab
+from planner.runtime.changed_inputs import ChangedInputs
 from planner.runtime.channels import HostChannels
 from planner.runtime.code import Code, check_runnable, compile_schedule
 from planner.runtime.device_arena import DeviceArena, SharedPool
@@ -50,6 +52,7 @@ class Executor:
         code: both passes as they run.
         memory: description of their memory.
         earlier_gradients: the check of earlier gradients.
+        changed_inputs: the tensors that are written between the passes.
         check_writes: True to detect writes to saved tensors that autograd does not see.
         arena: the arena that the passes run in; None for PyTorch's allocator.
     """
@@ -106,7 +109,11 @@ class Executor:
             overwritten = set()
         read = [i for i, reads in enumerate(self.code.backward_reads) if reads and i != self._tangent]
         self._unchecked = [i for i in read if self.program.sources[i].tensor in overwritten]
-        self._checked = [i for i in read if self.program.sources[i].tensor not in overwritten]
+        unwritten = [i for i in read if self.program.sources[i].tensor not in overwritten]
+        self.changed_inputs = ChangedInputs(self.graph, [self.program.sources[i].tensor for i in unwritten], capture.copied)
+        place = {self.program.sources[i].tensor: i for i in unwritten}
+        self._recomputed_from = [place[t] for t in self.changed_inputs.recomputed_from]
+        self._checked = [i for i in unwritten if i not in self._recomputed_from]
         self._written_over = overwritten_saved_tensors(self.graph, schedule)
         self.memory = self._memory_of(self.launched)
 
@@ -119,6 +126,13 @@ class Executor:
         if isinstance(self.arena, Arena):
             self.arena.budget_bytes = budget_bytes - self.graph.static_bytes
         self.check_writes = check_writes
+        if self.arena is None:
+            self.changed_inputs.begin(budget_bytes - self.graph.static_bytes - self._kept_bytes())
+
+    def _kept_bytes(self) -> int:
+        """Return the bytes on the device between the passes, without static memory."""
+        live = live_after(self.graph, self.schedule.steps[: boundary(self.graph, self.schedule)])
+        return sum(self.graph.tensors[t].size_bytes for t in live if self.graph.tensors[t].pool == DEVICE)
 
     def use_arena(self, shared: SharedSlab | SharedPool) -> None:
         """Run the following steps in an arena: ``planner.runtime.arena``, or on CUDA ``planner.runtime.device_arena``.
@@ -261,13 +275,16 @@ class Executor:
     def save(self, ctx: Any, static: Sequence[Any]) -> None:
         """Save the tensors that the backward pass reads; autograd checks that they are not changed in between.
 
-        Buffers that the step overwrites are exempt: a second forward pass may have changed them, and the backward pass reads them
-        only where values do not matter. With compiled kernels they do matter.
+        Those that it reads only to recompute may be changed (``ChangedInputs``). Buffers that the step overwrites are exempt: a
+        second forward pass may have changed them, and the backward pass reads them only where values do not matter. With
+        compiled kernels they do matter.
         """
         increment_version([static[i] for i in self._untold])
         ctx.save_for_backward(*(static[i] for i in self._checked))
         ctx.unchecked = [static[i] for i in self._unchecked]
-        ctx.unseen = UnseenWrites((self._name(i), static[i]) for i in self._checked) if self.check_writes else None
+        ctx.inputs = self.changed_inputs.save(lambda t: static[self._static_order[t]])
+        read = (*self._checked, *self._recomputed_from)
+        ctx.unseen = UnseenWrites((self._name(i), static[i]) for i in read) if self.check_writes else None
 
     def _check_earlier_gradients(self, static: Sequence[Any]) -> Callable[[], None]:
         """Check earlier gradients before the forward pass; return the check before the backward pass."""
@@ -304,7 +321,8 @@ class Executor:
         """Return the static tensors for the backward pass.
 
         Raises:
-            PlannerError: one was written without autograd's knowledge, if `check_writes` is set.
+            PlannerError: one was written without autograd's knowledge, if `check_writes` is set; or the plan recomputes from one
+                that was written.
         """
         static: list[Any] = [None] * len(self.program.sources)
         for i, tensor in zip(self._checked, ctx.saved_tensors, strict=True):
@@ -313,8 +331,23 @@ class Executor:
             static[i] = tensor
         static[self._tangent] = tangent
         if ctx.unseen is not None:
-            ctx.unseen.check(static[i] for i in self._checked)
+            ctx.unseen.check(
+                [*(static[i] for i in self._checked), *(given.value for given in ctx.inputs[: len(self._recomputed_from)])]
+            )
+        values = self.changed_inputs.restore(ctx.inputs, self._tensor_name)
+        for i, tensor in zip(self._recomputed_from, values, strict=True):
+            static[i] = tensor
+        if not backward_retains_graph():
+            ctx.inputs = None
         return static
+
+    @property
+    def changed_names(self) -> str:
+        """Names of the tensors that were written between the passes."""
+        return ", ".join(map(self._tensor_name, sorted(self.changed_inputs.changed)))
+
+    def _tensor_name(self, tensor: int) -> str:
+        return self._name(self._static_order[tensor])
 
     def _name(self, index: int) -> str:
         """Return the name of the static tensor at `index` for messages."""

@@ -90,8 +90,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
                     on_op=stage.advance,
                 )
             graph = budget.graph(joint, captured, outputs=num_fwd_outputs)
-            if budget.settings.run.check_writes:
-                graph.checked = _input_names(module, joint, captured)
+            graph.input_names, graph.check_writes = _input_names(module, joint, captured), budget.settings.run.check_writes
             _plan(graph, add, stages)
         planned.append(graph)
         return graph.interface()
@@ -139,8 +138,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         graph = budget.graph(joint, kernels, outputs=num_fwd_outputs)
-        if budget.settings.run.check_writes:
-            graph.checked = _input_names(module, joint, kernels)
+        graph.input_names, graph.check_writes = _input_names(module, joint, kernels), budget.settings.run.check_writes
         if is_share(budget.budget):
             graph.eager = _as_eager(joint, num_fwd_outputs)
         with stages:

@@ -6,7 +6,7 @@ own forward pass, even if that plan was replaced meanwhile.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import outputs, storage, tensors_in
 from planner.runtime.arena import Arena
+from planner.runtime.changed_inputs import ChangedInputs, Input, keep_copies
 from planner.runtime.channels import HostChannels
 from planner.runtime.code import compile_schedule
 from planner.runtime.devices import Devices
@@ -46,11 +47,13 @@ class Passes:
     Attributes:
         forward, backward: the passes.
         lines: lines of their code.
+        changed_inputs: the tensors that are written between them.
     """
 
     forward: Forward
     backward: Backward
     lines: StepLines
+    changed_inputs: ChangedInputs
 
 
 class PlannedGraph:
@@ -63,7 +66,8 @@ class PlannedGraph:
         outputs: number of results of the forward pass, without saved tensors.
         without_gradient: positions of the inputs that require a gradient and get none.
         slots: the tensor of each slot: all tensors that some schedule may save.
-        checked: names of inputs that are checked for writes that autograd does not see, by tensor.
+        input_names: names of its inputs in the user's code, by tensor.
+        check_writes: True to detect writes to inputs that autograd does not see.
         lean: a schedule that keeps little memory between the passes; None until one is computed.
         arena: the arena of the passes of all graphs of a step; None for PyTorch's allocator.
         watch: called with the inputs of a forward pass; returns a function of its results and of a tensor that dies with the
@@ -96,7 +100,9 @@ class PlannedGraph:
         self.outputs = outputs
         self.without_gradient = _without_gradient(module.graph)
         self.slots = (*(static[node.name] for node in self._primals if node.name in static), *_made_forward(captured.graph))
-        self.checked: Mapping[int, str] = {}
+        self._slot = {t: i for i, t in enumerate(self.slots)}
+        self.input_names: Mapping[int, str] = {}
+        self.check_writes = False
         self.lean: Schedule | None = None
         self.arena = arena
         self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
@@ -117,7 +123,7 @@ class PlannedGraph:
         code = undoing(graph, program, code, in_backward=compiled and bool(self._devices.channels))
         if self.arena is not None:
             code = self.arena.around(code, key=self._arena_key)
-        position = {t: i for i, t in enumerate(self.slots)}
+        position = self._slot
         among = [t in position for t in code.saved]  # others are on the host
         later = [i for i, reads in enumerate(code.backward_reads) if reads]
 
@@ -143,7 +149,12 @@ class PlannedGraph:
             apart.clear()
             return code.backward(static, alive)
 
-        return Passes(forward, backward, code.lines)
+        read = [program.sources[i].tensor for i in later if program.sources[i].tensor in position]
+        changed = ChangedInputs(graph, [t for t in read if t not in self.tangents], self.captured.copied)
+        if self.arena is None:
+            kept = graph.static_bytes + kept_bytes(graph, schedule)
+            changed.begin(simulate(graph, schedule).peak_bytes - kept)
+        return Passes(forward, backward, code.lines, changed)
 
     def _static(self, nodes: Sequence[fx.Node], given: Sequence[Any]) -> list[Any]:
         """Return the static tensors of a pass whose inputs `nodes` are `given`; None for those that are not among them."""
@@ -209,16 +220,19 @@ class PlannedGraph:
         number = len(self._passes) - 1
         with self._memory(number).reporting("forward"):
             returned, handed_over = self._passes[number].forward(args)
+        slots = returned[self.outputs :]
+        saved_inputs = self._save_inputs(number, slots)
         plan, nothing = torch.empty((number, 0)), torch.empty(0)  # empty in memory, whatever their shape
         if handed_over:
             # Autograd keeps the storage until no backward pass can follow, even if it makes other tensors of it.
             plan.untyped_storage().handed_over = handed_over  # type: ignore[attr-defined]
             self._handing_over.add(number)
-        if self.checked:
-            plan.untyped_storage().unseen = UnseenWrites(self._inputs(returned[self.outputs :]))  # type: ignore[attr-defined]
+        plan.untyped_storage().inputs = saved_inputs  # type: ignore[attr-defined]
+        if self.check_writes:
+            plan.untyped_storage().unseen = UnseenWrites(self._inputs(slots))  # type: ignore[attr-defined]
         if seen is not None:
             seen(returned[: self.outputs], plan)
-        return [*returned[: self.outputs], *(nothing if t is None else t for t in returned[self.outputs :]), plan]
+        return [*returned[: self.outputs], *(nothing if t is None else t for t in slots), plan]
 
     def backward(self, args: list[Any]) -> Any:
         """Run the backward pass for AOTAutograd; `args` is emptied.
@@ -241,16 +255,45 @@ class PlannedGraph:
             )
         if (unseen := getattr(plan.untyped_storage(), "unseen", None)) is not None:
             unseen.check(tensor for _, tensor in self._inputs(args))
+        self._restore_inputs(number, getattr(plan.untyped_storage(), "inputs", ()), args)
         args += handed_over
         del plan, handed_over  # frees tensors on the host, unless the backward pass may run again
         with self._memory(number).reporting("backward"):
             return self._passes[number].backward(args)
 
+    @property
+    def changed(self) -> frozenset[int]:
+        """The inputs that were written between the passes, and whose copies the plan does not count."""
+        return frozenset(self._passes[-1].changed_inputs.changed) - self.captured.copied
+
+    def names_of(self, tensors: Iterable[int]) -> str:
+        """Return the names of inputs."""
+        return ", ".join(self.input_names[t] for t in sorted(tensors))
+
+    def count_copies(self) -> None:
+        """Keep copies of changed inputs for the backward pass, and count them: the graph must be planned again."""
+        self.captured = keep_copies(self.captured, self.changed)
+
+    def _save_inputs(self, number: int, slots: list[Any]) -> Sequence[Input]:
+        """Replace the inputs in `slots` that are only read to recompute, so that autograd does not mind if they are written."""
+        changed = self._passes[number].changed_inputs
+        saved = changed.save(lambda t: slots[self._slot[t]])
+        for given in saved:
+            slots[self._slot[given.tensor]] = given.value.data if given.copy is None else given.copy
+        return saved
+
+    def _restore_inputs(self, number: int, saved: Sequence[Input], args: list[Any]) -> None:
+        """Give the backward pass the inputs as the forward pass has read them."""
+        changed = self._passes[number].changed_inputs
+        values = changed.restore(saved, lambda t: self.names_of([t]))
+        for t, value in zip(changed.recomputed_from, values, strict=True):
+            args[self._slot[t]] = value
+
     def _inputs(self, saved: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the inputs to be checked with their names, from the `saved` tensors in the slots."""
         for t, value in zip(self.slots, saved, strict=False):
-            if t in self.checked and value is not None and tuple(value.shape) == self.captured.graph.tensors[t].shape:
-                yield self.checked[t], value
+            if t in self.input_names and value is not None and tuple(value.shape) == self.captured.graph.tensors[t].shape:
+                yield self.input_names[t], value
 
     def _memory(self, number: int) -> PlannedMemory:
         """Return a description of the memory of the plan `number`, for out-of-memory errors."""

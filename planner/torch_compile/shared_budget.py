@@ -249,6 +249,8 @@ class SharedBudget:
         """Record the start of a forward pass; if a step has ended, plan the graphs of that step together."""
         if self._runs and not any(run.alive for run in self._runs):
             self._end_step()
+        if graph.changed:
+            self._count_copies(graph)
         if self._learning:
             self._known[graph] = PassStorages.of(args)
         run = _ForwardRun(graph, self._known[graph])
@@ -260,6 +262,18 @@ class SharedBudget:
             self._runs.append(run)
 
         return end
+
+    def _count_copies(self, graph: PlannedGraph) -> None:
+        """Plan `graph` again, with copies of the inputs that were written between its passes, for the same peak as before."""
+        names, peak_bytes = graph.names_of(graph.changed), simulate(graph.captured.graph, graph.schedule).peak_bytes
+        graph.count_copies()
+        captured, old = graph.captured.graph, graph.schedule
+        if graph.lean is None and not self._runs:
+            graph.schedule = self._solve(captured, peak_bytes)
+        else:
+            rest_bytes = max(0, peak_bytes - captured.static_bytes - kept_bytes(captured, old))
+            graph.schedule = self.leaving(graph, peak_bytes, rest_bytes, old, self._host_bytes)
+        warnings.warn(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies", stacklevel=2)
 
     def _end_step(self) -> None:
         runs, self._runs = self._runs, []

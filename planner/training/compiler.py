@@ -1,6 +1,6 @@
 """Planned steps of one model: capture, profile, solve, and measure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from planner.progress import Stage, Stages
 from planner.progress.describe import plan_line
 from planner.reserved import memory_of
 from planner.runtime.arena import SharedSlab
+from planner.runtime.changed_inputs import keep_copies
 from planner.runtime.channels import HostChannels
 from planner.runtime.device_arena import SharedPool
 from planner.runtime.executor import Executor
@@ -168,6 +169,8 @@ class Compiler:
             self.wrapper.wrapped(executor),
             captured.graph,
             refreshed=self._refresher(captured, budget),
+            copying=self._copier(captured, plan.budget_bytes, measured=True),
+            executor=executor,
             improving=self._improving(captured, plan, executor, solved_bytes, finds=True),
         )
 
@@ -234,6 +237,25 @@ class Compiler:
 
         return refreshed
 
+    def _copier(self, captured: Capture, budget_bytes: int, *, measured: bool) -> Callable[[Batch, Set[int]], PlannedStep] | None:
+        """Return the function that replans with copies of tensors that change between the passes; None on several processes.
+
+        Args:
+            measured: True if `captured` is profiled.
+        """
+        if type(self.wrapper.ranks) is not SingleProcess:
+            return None
+
+        def copying(batch: Batch, changed: Set[int]) -> PlannedStep:
+            with self.stages.restart() as stages:
+                compiler = replace(self, stages=stages, compare_eager=False, search=self.search.at_once())
+                plan = compiler.solve if measured else compiler.make
+                step = plan(keep_copies(captured, changed), batch, budget_bytes)
+                stages.finish(plan_line(step.plan))
+            return step
+
+        return copying
+
     def reuse(
         self, captured: Capture, batch: Batch, plan: Plan, measured: Graph | None, *, improves: bool = False
     ) -> PlannedStep:
@@ -262,7 +284,9 @@ class Compiler:
         plan = self._compared(captured, batch, plan, executor)
         executor.start_training(plan.budget_bytes, check_writes=self.search.run.check_writes)
         improving = self._improving(captured, plan, executor, plan.budget_bytes, finds=False) if improves else None
-        return PlannedStep(plan, self.wrapper.wrapped(executor), measured, improving=improving)
+        copying = self._copier(captured, plan.budget_bytes, measured=False)
+        run = self.wrapper.wrapped(executor)
+        return PlannedStep(plan, run, measured, copying=copying, executor=executor, improving=improving)
 
     def _compared(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
         """Return `plan` with its comparison with eager PyTorch, if requested; return freed memory to the system."""

@@ -26,7 +26,7 @@ from planner.runtime.device_arena import shared_slab
 from planner.runtime.executor import check_no_transform
 from planner.runtime.measure import device_name
 from planner.search import StepSearch
-from planner.settings import RunSettings, SolveSettings, TraceSettings, Wait
+from planner.settings import RunSettings, SolveSettings, TraceSettings
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.cache import PlanCache, warn_unusable
 from planner.training.compiler import Compiler
@@ -95,7 +95,7 @@ class Planning:
 
         def make(batch: Batch, budget: str | int) -> PlannedStep:
             first = plan_size(batch, budget)
-            others = replace(compiler, compare_eager=False, search=compiler.search if run.dynamic else _at_once(compiler.search))
+            others = replace(compiler, compare_eager=False, search=compiler.search if run.dynamic else compiler.search.at_once())
             sizes = SizePlans(partial(plan_size, compiler=others), first.plan.budget_bytes, max_plans=run.max_plans)
             if run.dynamic:
                 return DynamicStep(first, batch, sizes)
@@ -158,11 +158,6 @@ class Planning:
         if params is not None:
             made_with["params"] = asdict(params) if is_dataclass(params) and not isinstance(params, type) else repr(params)
         return made_with
-
-
-def _at_once(search: StepSearch) -> StepSearch:
-    """Return `search` with the first schedule that fits, if a better one may replace it while the step trains."""
-    return replace(search, run=replace(search.run, wait=Wait(gap=None, seconds=0.0))) if search.run.goes_on else search
 
 
 def check_trains() -> None:

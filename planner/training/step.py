@@ -2,19 +2,21 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from warnings import warn
 
 import torch
 
-from graphs.errors import PlannerError, SmallerBatchError
+from graphs.errors import MismatchError, PlannerError, SmallerBatchError
 from graphs.ir import Graph
 from planner.capture.signature import Batch, detach_batch
 from planner.facts.timeline import Timeline
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.report.page import write_pages
+from planner.runtime.executor import Executor
 from planner.training.improvement import Consultation, PlanSwap
 from planner.training.sizes import SizePlans
 from planner.views.plan_views import html
@@ -57,18 +59,24 @@ class PlannedStep:
         measured: Graph | None,
         *,
         refreshed: "Callable[[Batch], PlannedStep] | None" = None,
+        copying: "Callable[[Batch, Set[int]], PlannedStep] | None" = None,
+        executor: Executor | None = None,
         improving: Consultation | None = None,
     ) -> None:
         """Run `plan` by calling `run`.
 
         Args:
             refreshed: makes a step after measuring sensitivity on a batch; None if nothing is lossy.
+            copying: makes a step that keeps copies of the given tensors; None if the step is not planned again.
+            executor: the executor that `run` calls; None if its plan stays.
             improving: the search for better plans; None if the plan stays.
         """
         self.plan = plan
         self.measured = measured
         self._run = run
         self._refreshed = refreshed
+        self._copying, self._executor = copying, executor
+        self._counted_copies = 0
         self._improving = improving
         self._smaller: SizePlans | None = None
         self._keep: Callable[[Plan], None] | None = None
@@ -88,6 +96,8 @@ class PlannedStep:
         if self._improving is not None and torch.is_grad_enabled():
             self._steps += 1
             self._take(self._improving.before_step())
+        if self._executor is not None and len(self._executor.changed_inputs.changed) > self._counted_copies:
+            self._count_copies(*args, **kwargs)
         try:
             return self._run(*args, **kwargs)
         except SmallerBatchError:
@@ -167,8 +177,36 @@ class PlannedStep:
             self.measured = self._improving.improvement.graph
         if swap is not None:
             self.measured, self._run = swap.graph, self._improving.wrapped(swap.executor)
-            seconds = time.monotonic() - self._began
-            self.history += (PlanUse(self.plan, max(1, self._steps), seconds, swap.reason),)
+            self._executor = swap.executor
+            self._note_use(swap.reason)
+
+    def _note_use(self, reason: str) -> None:
+        self.history += (PlanUse(self.plan, max(1, self._steps), time.monotonic() - self._began, reason),)
+
+    def _count_copies(self, *args: object, **kwargs: object) -> None:
+        """Replan with copies of the tensors that were written between the passes, unless this batch is of another size."""
+        assert self._executor is not None
+        changed, names = set(self._executor.changed_inputs.changed), self._executor.changed_names
+        if self._copying is None:
+            warn(f"{names} changed between forward and backward pass: copies are kept beside the plan", stacklevel=3)
+        else:
+            try:
+                self._executor.check(*args, **kwargs)
+            except MismatchError:
+                return
+            warn(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies", stacklevel=3)
+            batch: Batch = kwargs or args
+            self._replace_by(self._copying(detach_batch(batch), changed))
+            self._note_use("it keeps copies of what changes between the passes")
+        self._counted_copies = len(changed)
+
+    def _replace_by(self, step: "PlannedStep") -> None:
+        """Run by `step`, and search for better plans as it does."""
+        if self._improving is not None:
+            self._improving.improvement.stop()
+        self.plan, self.measured, self._run, self._keep = step.plan, step.measured, step._run, None
+        self._refreshed, self._improving = step._refreshed, step._improving
+        self._copying, self._executor = step._copying, step._executor
 
     def _show(self, step: "PlannedStep") -> None:
         """Take over the plan and the history of `step`."""
@@ -191,10 +229,8 @@ class PlannedStep:
             )
         batch: Batch = kwargs or args
         step = self._refreshed(detach_batch(batch))
-        if self._improving is not None:
-            self._improving.improvement.stop()
-        self._show(step)
-        self._refreshed, self._improving = step._refreshed, step._improving
+        self._replace_by(step)
+        self.history = step.history
 
     def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
         """Write the report page of the plan to `path`, and its Chrome trace to `trace`: docs/report.md.

@@ -36,6 +36,7 @@ class Capture:
         guards: conditions under which the program is valid; None if it is never executed, or checked elsewhere.
         conditions: conditions on the data; None if there are none.
         values: argument of calls for each node.
+        copied: static tensors that are written between the passes: the backward pass reads copies.
         whole: both passes run by PyTorch with the same kernels, called as the step is; None for eager PyTorch's kernels.
     """
 
@@ -46,6 +47,7 @@ class Capture:
     guards: PythonGuards | None = None
     conditions: DataGuards | None = None
     values: Mapping[fx.Node, Argument] = field(default_factory=dict)
+    copied: frozenset[int] = frozenset()
     whole: Callable[..., Any] | None = None
 
 

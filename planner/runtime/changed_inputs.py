@@ -1,0 +1,111 @@
+"""Parameters, buffers and inputs that are written between the passes, such as DINO's centre and running statistics of inputs.
+
+Eager PyTorch allows it where autograd has not saved the tensor. A plan that recomputes ops reads their inputs again in the
+backward pass, so it needs the values of the forward pass. In the first step copies are taken of all tensors that only
+recomputed ops read, as far as they fit in the budget between the passes, and freed before the backward pass begins if nothing
+was written. Where something was, the copy is read, and later steps keep one by plans that count it.
+
+Copies in every step would cost memory and time in all models for the few that write. A copy at the time of the write is not
+possible: PyTorch counts writes to a tensor, but calls nothing before them.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from graphs.errors import PlannerError
+from graphs.ir import Graph, Kind, Phase
+from planner.capture.lowering.lower import Capture
+from planner.runtime.unseen_writes import version_of
+
+_ORDER = (Kind.BUFFER, Kind.INPUT, Kind.PARAMETER)  # in which copies are taken while they fit
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A static tensor at the end of a forward pass: its number of writes so far, and a copy if one was taken."""
+
+    tensor: int
+    value: torch.Tensor
+    version: int
+    copy: torch.Tensor | None
+
+    @property
+    def is_written(self) -> bool:
+        """True if the tensor was written since."""
+        return version_of(self.value) != self.version
+
+
+class ChangedInputs:
+    """The static tensors that the backward pass of a plan reads only to recompute.
+
+    Attributes:
+        changed: static tensors that were written between the passes, once that has concerned one that the plan recomputes from.
+        recomputed_from: those that the backward pass reads.
+    """
+
+    def __init__(self, graph: Graph, read: Collection[int], copied: Iterable[int] = ()) -> None:
+        """Find them among the static tensors that are `read` by the backward pass; keep copies of those that are `copied`."""
+        own = {t for op in graph.ops for t in (op.mutates if op.phase is Phase.FORWARD else op.inputs)}
+        tensors = [t for t in graph.tensors if not t.producers and t.kind in _ORDER and t.id not in own]
+        tensors.sort(key=lambda t: _ORDER.index(t.kind))
+        reads = {t for op in graph.ops for t in op.inputs}
+        self.recomputed_from = tuple(t.id for t in tensors if t.id in read)
+        self.changed = set(copied)
+        self._graph = graph
+        self._others = [t.id for t in tensors if t.id in reads and t.id not in read and t.kind is not Kind.INPUT]
+        self._copied = self.changed.intersection(self.recomputed_from)
+        self._is_first = False
+
+    def begin(self, room_bytes: int) -> None:
+        """In the next step, take copies that fit in `room_bytes` between the passes, and look for all writes."""
+        self._is_first = True
+        for t in self.recomputed_from:
+            size_bytes = self._graph.tensors[t].size_bytes
+            if t not in self._copied and size_bytes <= room_bytes:
+                self._copied = self._copied | {t}
+                room_bytes -= size_bytes
+
+    def save(self, value_of: Callable[[int], torch.Tensor]) -> Sequence[Input]:
+        """Return the values of the tensors at the end of a forward pass, first those in ``recomputed_from``.
+
+        Args:
+            value_of: returns the value of a static tensor.
+        """
+        if not self._is_first and not self.recomputed_from:
+            return ()
+        watched = (*self.recomputed_from, *self._others) if self._is_first else self.recomputed_from
+        copied = self._copied
+        return [
+            Input(t, value, version_of(value), value.detach().clone() if t in copied else None)
+            for t, value in ((t, value_of(t)) for t in watched)
+        ]
+
+    def restore(self, saved: Sequence[Input], name: Callable[[int], str]) -> list[torch.Tensor]:
+        """Return the values of the tensors in ``recomputed_from`` that the forward pass has read.
+
+        Raises:
+            PlannerError: one was written, and there is no copy; with its `name`.
+        """
+        self._is_first = False
+        read = saved[: len(self.recomputed_from)]
+        if any(given.is_written for given in read):
+            self.changed.update(given.tensor for given in saved if given.is_written)
+        self._copied = self.changed.intersection(self.recomputed_from)
+        for given in read:
+            if given.is_written and given.copy is None:
+                raise PlannerError(
+                    f"{name(given.tensor)} was written between the step and its backward pass, and the plan recomputes from it: "
+                    "the gradients of this step are lost. The next steps keep a copy for the backward pass: call the step again"
+                )
+        return [given.copy if given.is_written and given.copy is not None else given.value for given in read]
+
+
+def keep_copies(captured: Capture, changed: Iterable[int]) -> Capture:
+    """Return `captured` with copies of the `changed` tensors for its backward pass, which count as static memory."""
+    new = frozenset(changed) - captured.copied
+    graph = captured.graph
+    for t in sorted(new):
+        graph = graph.holding(Kind.BUFFER, f"copy_of_{graph.tensors[t].name}", graph.tensors[t].size_bytes)
+    return replace(captured, graph=graph, copied=captured.copied | new)

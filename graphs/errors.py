@@ -6,7 +6,13 @@ from types import FrameType
 
 
 class PlannerError(Exception):
-    """Base class of all errors of the planner: the message is one clear line."""
+    """Base class of all errors of the planner: the message is one clear line.
+
+    Attributes:
+        full_traceback: text of the traceback with all frames, which errors of public functions leave out.
+    """
+
+    full_traceback = ""
 
 
 class UsageError(PlannerError):

@@ -9,6 +9,7 @@ from torch import nn
 
 from graphs.ir import Graph
 from graphs.options.option import Need
+from graphs.short_tracebacks import short_traceback
 from planner.capture.options import OPTIONS, needs, traced_options
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn
@@ -30,6 +31,7 @@ from planner.tracing import trace
 _LEAST_S = 20.0  # for the analysis, even after a long trace
 
 
+@short_traceback
 def advise(
     model: nn.Module,
     loss_fn: LossFn | None,
@@ -103,6 +105,7 @@ def advise(
     )
 
 
+@short_traceback
 def curve(
     graph: Graph,
     budgets: int | Sequence[str | int] = 10,

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from graphs.short_tracebacks import short_traceback
 from planner.missing_packages import explain_missing_packages
 
 with explain_missing_packages():
@@ -31,6 +32,7 @@ class PlannedTrainerMixin:
     plan; it must call the model once, with named arguments.
     """
 
+    @short_traceback
     def __init__(
         self,
         *args: Any,
@@ -76,6 +78,7 @@ class PlannedTrainerMixin:
             logs = {**logs, **self.planned.scalars()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
+    @short_traceback
     def compute_loss(
         self,
         model: nn.Module,

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
+from graphs.short_tracebacks import short_traceback
 from planner.missing_packages import explain_missing_packages
 
 with explain_missing_packages():
@@ -37,6 +38,7 @@ class PlannedTraining(pl.Callback):
     The first batch is planned for when it comes. Values that ``training_step`` logs are logged as usual; they must be tensors.
     """
 
+    @short_traceback
     def __init__(
         self,
         budget: str | float | None = None,
@@ -65,6 +67,7 @@ class PlannedTraining(pl.Callback):
         """The step for the most frequent size, with its plan; None before the first batch."""
         return None if self._plans is None else self._plans.main
 
+    @short_traceback
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Replace ``training_step`` by the planned step; under DDP, inside the wrapper's forward pass.
 
@@ -106,6 +109,7 @@ def _planned(step: "_TrainingStepModule", plans: BatchPlans, trainer: "pl.Traine
     """Return the function that replaces a module's ``training_step``."""
     shown = LoggingView(logging.getLogger(f"{pl.__name__}.planner"), stages=False)
 
+    @short_traceback
     def training_step(batch: Any, batch_idx: int) -> Any:
         with step.recording():
             options = step.options_of_logs(batch)

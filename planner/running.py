@@ -10,6 +10,7 @@ from graphs.options import without_options
 from graphs.options.option import Feature
 from graphs.pools import HOST
 from graphs.schedule import keep_everything
+from graphs.short_tracebacks import short_traceback
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import parsed
@@ -108,6 +109,7 @@ class RunReport:
         return same or within_own_error(self.measured_gradient_error, self.eager_error)
 
 
+@short_traceback
 def run(
     plan: Plan,
     model: nn.Module,

@@ -1,6 +1,5 @@
 """From a graph and a budget to a plan. Never imports torch."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +9,7 @@ from graphs.options.compress import gradient_error
 from graphs.options.option import Feature
 from graphs.options.selection import differences
 from graphs.schedule import Schedule
+from graphs.short_tracebacks import short_traceback, warn_caller
 from graphs.simulate import simulate
 from planner.allocated_budget import REORDERED, as_step_runs, solver_of
 from planner.attributes import attributes
@@ -47,6 +47,7 @@ Stop = Callable[[], bool]  # polled: returns True to end a solve
 _REORDER_SHARE = 0.25  # of the limit: time to search for an order of the ops before many budgets are solved
 
 
+@short_traceback
 def solve(
     graph: Graph,
     budget: str | float | None = None,
@@ -262,11 +263,10 @@ class _Plans:
         if result.schedule is None or result.peak_bytes is None or result.time_s is None:
             raise PlannerError(f"the solver {result.solver} failed: {result.message}")
         if result.message:
-            warnings.warn(
+            warn_caller(
                 f"the solver {result.solver} ended early, for {result.message}. The best schedule until then is the plan; please "
                 "report this with the graph",
                 SolverWarning,
-                stacklevel=2,
             )
         graph, schedule = self.graph, result.schedule
         arena_bytes, outside_bytes = map(result.settings.get, ARENA_SIZES)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from graphs.ir import Graph
+from graphs.short_tracebacks import short_traceback
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import measured_uses, needs_measuring, offered_as, with_traced, without_useless_ops
 from planner.capture.replay import RealStep, real_static
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
 
 
+@short_traceback
 def trace(
     model: nn.Module,
     loss_fn: LossFn | None,

@@ -12,8 +12,9 @@ from typing import Self
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from graphs.errors import BudgetError, UsageError
+from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.io.formats import write_graph
+from graphs.short_tracebacks import short_traceback, shorten
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.budgets import budget_in_bytes, is_auto, is_share, read_budget
 from planner.eager.deferred_log import DeferredLog
@@ -53,6 +54,7 @@ _TRANSFORMS = SharedContext(lambda: transforms_disable_hooks(lambda: getattr(_AC
 _SHOWN = 5  # operators and modules in the report
 
 
+@short_traceback
 def rematerialize(
     budget: str | int,
     *,
@@ -121,6 +123,7 @@ class Rematerialization:
         self._reader: LogReader | None = None
         self._block = ExitStack()
 
+    @short_traceback
     def __enter__(self) -> Self:
         """Start to record."""
         if getattr(_ACTIVE, "session", None) is not None:
@@ -169,6 +172,8 @@ class Rematerialization:
         if isinstance(error, BudgetError):
             error.add_note(self._advice())
         self._block.__exit__(kind, error, trace)
+        if isinstance(error, PlannerError):
+            shorten(error)
         if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
             error.add_note(
                 "planner.rematerialize does not support higher-order operators: run that part of the model outside of the block, "

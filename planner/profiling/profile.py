@@ -6,7 +6,6 @@ never needs more than the least feasible budget. Ops with the same call on tenso
 once per process where the call means the same in other captures: repeated layers cost nothing.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ import torch
 from graphs.errors import PlannerError, first_line
 from graphs.ir import Kind, Op, Tensor
 from graphs.requests import MemoryRequest
+from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.random_states import RandomStates, gpus_of, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
@@ -347,7 +347,7 @@ class _Profiler:
                 del made, arguments
 
         if self.device.type == "cpu" and profiler_enabled():
-            warnings.warn("a profiler is running, so the workspaces of ops cannot be measured: leave a margin", stacklevel=2)
+            warn_caller("a profiler is running, so the workspaces of ops cannot be measured: leave a margin")
             return
         for measured, rise in zip(ops, segment_peaks(run, self.device)[1::2], strict=True):
             measured.rise_bytes = rise
@@ -362,10 +362,9 @@ class _Profiler:
         composed, fakes = calls.composed, calls.fakes or ()
         if composed is None and node is None:
             raise PlannerError(f"op {op.name} cannot be measured alone: {first_line(error)}") from error
-        warnings.warn(
+        warn_caller(
             f"op {op.name} cannot be measured alone ({first_line(error)}): its time is modelled, and a workspace that it may "
             "need is not in the plan; leave a margin",
-            stacklevel=2,
         )
         if composed is not None:
             time_s, workspace = modelled_composed(composed, fakes, model)

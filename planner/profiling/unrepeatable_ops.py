@@ -4,13 +4,13 @@ PyTorch's own random ops have the tag ``nondeterministic_seeded``. A custom oper
 PyTorch's generators, NumPy's, Python's, or its own. Executing it twice finds that out.
 """
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from graphs.ir import Op
+from graphs.short_tracebacks import warn_caller
 from planner.capture.checksum import checksum
 from planner.capture.frontend.random_states import RandomStates
 from planner.capture.lowering.lower import Capture
@@ -78,8 +78,7 @@ def _warn(ops: Sequence[Op], why: str, advice: str = "") -> None:
         same = [op for op in ops if op.target == target]
         where = f" in {same[0].module}" if same[0].module else ""
         more = f", and {len(same) - 1} others that call the same" if len(same) > 1 else ""
-        warnings.warn(
+        warn_caller(
             f"op {same[0].name} ({target}){where}{more}: it {why}. It is computed once, and kept until it is read for the last "
             f"time{advice}",
-            stacklevel=3,
         )

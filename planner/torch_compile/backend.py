@@ -17,6 +17,7 @@ from torch import fx
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
+from graphs.short_tracebacks import short_traceback
 from graphs.simulate import simulate
 from planner.budgets import is_share
 from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
@@ -48,6 +49,7 @@ from planner.torch_private.core import pytree
 _BUDGETS: dict[int, SharedBudget] = {}  # by the id of a torch.compile call's backend object, as long as that exists
 
 
+@short_traceback
 def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, object] | None = None) -> Callable[..., Any]:
     """Compile a graph that Dynamo has captured; ``torch.compile`` calls this backend.
 

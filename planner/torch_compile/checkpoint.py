@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from graphs.errors import PlannerError
+from graphs.short_tracebacks import short_traceback
 from planner.budgets import budget_in_bytes, read_budget
 from planner.capture.frontend.joint import logging_methods
 from planner.capture.step import check_module
@@ -23,6 +24,7 @@ _MARK = "_remat_planner_checkpoint"  # an attribute of wrapped calls
 _MOST_SIZES = 64  # input sizes, each captured and planned
 
 
+@short_traceback
 def checkpoint(
     model: M,
     *,
@@ -114,6 +116,7 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
         allow_rnn=True,
     )
 
+    @short_traceback
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return model._call_impl(*args, **kwargs)

@@ -9,7 +9,6 @@ allocated bytes, which are lowered until the memory that they reserve together f
 """
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from graphs.ir import Graph
 from graphs.optimizers import OPTIMIZERS
 from graphs.options.option import Feature
 from graphs.schedule import Schedule
+from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES, format_bytes
 from planner.budgets import budget_in_bytes, is_auto, is_share
@@ -150,10 +150,9 @@ class SharedBudget:
         order = [*(run.graph for run in self._runs), graph]
         whole = self.whole(order, runs)
         if self._runs:
-            warnings.warn(
+            warn_caller(
                 f"the model is captured as several graphs: this one gets {format_bytes(max(1, whole - others))} of the budget of "
                 f"{format_bytes(whole)}, because those before it keep {format_bytes(others)} until the backward pass",
-                stacklevel=2,
             )
         elif others >= whole:
             raise InfeasibleError(
@@ -273,7 +272,7 @@ class SharedBudget:
         else:
             rest_bytes = max(0, peak_bytes - captured.static_bytes - kept_bytes(captured, old))
             graph.schedule = self.leaving(graph, peak_bytes, rest_bytes, old, self._host_bytes)
-        warnings.warn(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies", stacklevel=2)
+        warn_caller(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies")
 
     def _end_step(self) -> None:
         runs, self._runs = self._runs, []
@@ -324,11 +323,10 @@ class SharedBudget:
         said = f"the {len(order)} graphs of the model reserve {format_bytes(least_bytes)} with a budget of {format_bytes(whole)}"
         _log.info("%s, according to the model of PyTorch's allocator", said)
         if least_bytes > whole:
-            warnings.warn(
+            warn_caller(
                 f"{said}, according to the model of PyTorch's allocator: no plans that reserve less were found. Raise the "
                 f"budget, let it count only tensors (memory={CountedMemory.ALLOCATED.value!r}), or remove the graph breaks "
                 "(TORCH_LOGS=graph_breaks shows them)",
-                stacklevel=2,
             )
 
     def _fit_arena(self, runs: Sequence[_ForwardRun], budget: _StepBudget) -> None:

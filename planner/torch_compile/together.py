@@ -1,11 +1,11 @@
 """Joint planning of the graphs of a step, once all are known."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from graphs.errors import InfeasibleError
 from graphs.options import without_options
 from graphs.schedule import Schedule, keep_everything
+from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.torch_compile.planned_graph import PlannedGraph
@@ -68,10 +68,9 @@ class Together:
         peaks = [simulate(graph.captured.graph, graph.schedule).peak_bytes for graph in self._order]
         most = max(peak + bytes_of_others(self._seen, i, kept) for i, peak in enumerate(peaks))
         if most > self._whole:
-            warnings.warn(
+            warn_caller(
                 f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}, because the "
                 "order of its graphs was not known yet: from now on they are planned together",
-                stacklevel=3,
             )
 
     def _shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:

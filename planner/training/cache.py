@@ -3,13 +3,13 @@
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 from graphs.errors import BudgetError, FormatError, OutputError, PlannerError
 from graphs.io.files import check_writable
+from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
 from planner.budgets import allowed_overhead, budget_in_bytes
 from planner.plans.document import write_plan
@@ -64,7 +64,7 @@ class PlanCache:
                 path.unlink()  # the target of a link is not overwritten
             write_plan(plan, path)
         except (OSError, OutputError) as error:
-            warnings.warn(f"the plan was not stored in the cache: {error}", stacklevel=3)
+            warn_caller(f"the plan was not stored in the cache: {error}")
 
 
 def _check_is_file(path: Path) -> None:
@@ -94,4 +94,4 @@ def _check_budget(plan: Plan, budget: str | int) -> None:
 
 def warn_unusable(path: Path, why: object) -> None:
     """Warn that the plan in `path` is unusable, and will be replaced."""
-    warnings.warn(f"the cached plan {path} cannot be used, and the step is planned again: {why}", stacklevel=3)
+    warn_caller(f"the cached plan {path} cannot be used, and the step is planned again: {why}")

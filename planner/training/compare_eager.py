@@ -1,6 +1,5 @@
 """Comparison of a planned step with plain eager PyTorch on the batch it was planned for: bits, time and peak."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from graphs.errors import EagerWarning, typed_line
+from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes, format_seconds
 from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.lowering.lower import Capture
@@ -116,14 +116,14 @@ def warn_of_differences(plan: Plan) -> None:
     if plan.gradient_error is not None:
         found = eager.gradient_error
         if found is not None and not found <= _MORE_THAN_PREDICTED * plan.gradient_error + _ROUNDING:
-            warnings.warn(f"the planned step has a {plan.lossy}: refresh its sensitivities", EagerWarning, stacklevel=3)
+            warn_caller(f"the planned step has a {plan.lossy}: refresh its sensitivities", EagerWarning)
     elif plan.differs:
         much = tuple(found for found in eager.differences if found.max_abs is None or (found.relative or 0.0) > _ROUNDING)
         if much:
             differing = replace(eager, differences=much).describe_differences()
-            warnings.warn(f"the planned step {differing}, by more than the permitted rounding", EagerWarning, stacklevel=3)
+            warn_caller(f"the planned step {differing}, by more than the permitted rounding", EagerWarning)
     elif not (eager.identical or eager.within_own_error):
-        warnings.warn(f"the planned step {eager.describe_differences()}", EagerWarning, stacklevel=3)
+        warn_caller(f"the planned step {eager.describe_differences()}", EagerWarning)
     kept_bytes = plan.graph.keep_everything_peak_bytes
     if kept_bytes > max(_MUCH * eager.peak_bytes, eager.peak_bytes + _LEAST_BYTES):
         _warn_dearer(format_bytes(kept_bytes), f"{eager.reference} {format_bytes(eager.peak_bytes)}", why=_CAPTURED)
@@ -133,7 +133,7 @@ def warn_of_differences(plan: Plan) -> None:
 
 
 def _warn_dearer(kept: str, plain: str, *, why: str) -> None:
-    warnings.warn(f"the captured step takes {kept} without recomputation, and {plain}: {why}", EagerWarning, stacklevel=4)
+    warn_caller(f"the captured step takes {kept} without recomputation, and {plain}: {why}", EagerWarning)
 
 
 def _compared_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> tuple[float, float, float]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from graphs.short_tracebacks import short_traceback
 from planner.budgets import budget_or_overhead
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn
@@ -20,6 +21,7 @@ from planner.training.step import PlannedStep
 from solvers.tolerance import WIDENING, Tolerance
 
 
+@short_traceback
 def compile(  # noqa: A001
     model: nn.Module | Unwrapped,
     loss_fn: LossFn | None,

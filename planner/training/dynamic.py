@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from graphs.short_tracebacks import short_traceback
 from planner.capture.signature import Batch
 from planner.plans.plan import Plan
 from planner.training.sizes import SizePlans
@@ -31,6 +32,7 @@ class DynamicStep(PlannedStep):
         """The cached plans, the most recently used last."""
         return tuple(step.plan for step in self._sizes.steps())
 
+    @short_traceback
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the loss of a batch, as any planned step; plan first if the batch has new sizes.
 
@@ -45,6 +47,7 @@ class DynamicStep(PlannedStep):
         self._show(self._last)
         return returned
 
+    @short_traceback
     def wait(self, seconds: float | None = None) -> Plan:
         """Wait for a better plan for the size of the last batch; see ``PlannedStep.wait``."""
         self._last.wait(seconds)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
-from warnings import warn
 
 import torch
 
 from graphs.errors import BudgetError, LimitError, PlannerError
+from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn
@@ -138,10 +138,9 @@ class BatchPlans:
         self._side_sizes += 1
         if self._side_sizes == _MANY_SIZES:
             dynamic = ", or plan with dynamic=True" if type(self._wrapper) is Unwrapped else ""
-            warn(
+            warn_caller(
                 f"batches have come in {_MANY_SIZES + 1} sizes so far, and each takes seconds to plan: pad them to few lengths "
                 f"(pad_to_multiple_of=64, say){dynamic}",
-                stacklevel=5,
             )
         limit_s = options.get("time_limit_s", _LIMIT_S)
         side = {**options, "time_limit_s": min(limit_s, _SIDE_LIMIT_S), "compare_eager": False}

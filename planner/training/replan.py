@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from typing import Any
-from warnings import warn
 
 from graphs.errors import MismatchError
+from graphs.short_tracebacks import short_traceback, warn_caller
 from planner.capture.signature import Batch, detach_batch
 from planner.plans.plan import Plan
 from planner.training.step import PlannedStep
@@ -32,6 +32,7 @@ class ReplannedStep(PlannedStep):
         self._make, self._max_plans = make, max_plans
         self._kept = [first]
 
+    @short_traceback
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the loss of a batch, as any planned step; plan first if no cached plan matches.
 
@@ -47,13 +48,14 @@ class ReplannedStep(PlannedStep):
             else:
                 self._use(step)
                 return returned
-        warn(f"planned again: {refused[0]}", stacklevel=2)
+        warn_caller(f"planned again: {refused[0]}")
         batch: Batch = kwargs or args
         step = self._make(detach_batch(batch), self.plan.budget_bytes)
         returned = step(*args, **kwargs)
         self._use(step)
         return returned
 
+    @short_traceback
     def wait(self, seconds: float | None = None) -> Plan:
         """Wait for a better plan than the last used one; see ``PlannedStep.wait``."""
         self._kept[0].wait(seconds)

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, NoReturn
-from warnings import warn
 
 import torch
 
 from graphs.errors import MismatchError, PlannerError, SmallerBatchError
 from graphs.ir import Graph
+from graphs.short_tracebacks import short_traceback, warn_caller
 from planner.capture.signature import Batch, detach_batch
 from planner.facts.timeline import Timeline
 from planner.option_settings import with_recorded
@@ -84,6 +84,7 @@ class PlannedStep:
         self._steps = 0
         self.history: tuple[PlanUse, ...] = (PlanUse(plan, 1, 0.0, "planned"),)
 
+    @short_traceback
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the loss of a batch, ready for ``backward()``, and the other outputs of the loss function, detached.
 
@@ -150,6 +151,7 @@ class PlannedStep:
         """True if better plans may replace the current one."""
         return self._improving is not None
 
+    @short_traceback
     def wait(self, seconds: float | None = None) -> Plan:
         """Wait until the background solve has ended, at most `seconds`; return the plan of the next step.
 
@@ -188,13 +190,13 @@ class PlannedStep:
         assert self._executor is not None
         changed, names = set(self._executor.changed_inputs.changed), self._executor.changed_names
         if self._copying is None:
-            warn(f"{names} changed between forward and backward pass: copies are kept beside the plan", stacklevel=3)
+            warn_caller(f"{names} changed between forward and backward pass: copies are kept beside the plan")
         else:
             try:
                 self._executor.check(*args, **kwargs)
             except MismatchError:
                 return
-            warn(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies", stacklevel=3)
+            warn_caller(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies")
             batch: Batch = kwargs or args
             self._replace_by(self._copying(detach_batch(batch), changed))
             self._note_use("it keeps copies of what changes between the passes")
@@ -212,6 +214,7 @@ class PlannedStep:
         """Take over the plan and the history of `step`."""
         self.plan, self.measured, self.history, self._run = step.plan, step.measured, step.history, step._run
 
+    @short_traceback
     def refresh_sensitivity(self, *args: object, **kwargs: object) -> None:
         """Measure the sensitivity to compression again, on a batch and with the current parameters, and replan with that.
 
@@ -232,6 +235,7 @@ class PlannedStep:
         self._replace_by(step)
         self.history = step.history
 
+    @short_traceback
     def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
         """Write the report page of the plan to `path`, and its Chrome trace to `trace`: docs/report.md.
 

@@ -5,7 +5,6 @@ would be frozen in the plan: it is refused by name. A value that the step only s
 first step sets and later ones read (a mask that is built when first needed) is set before the capture, by one run of the model.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from unittest import mock
 
 from graphs.errors import TraceError
+from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.python_state import restoring_items
 from planner.capture.frontend.source_lines import is_our_code
 from planner.capture.guards.names import Scope, accessor, readable
@@ -117,7 +117,7 @@ def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[
                 "it a tensor that is changed in place (a buffer, with add_), pass it with the batch as a tensor, or change it "
                 "outside of what is planned"
             )
-        warnings.warn(f"{name} is set by the step{effect.where}: a planned step does not set it, return it instead", stacklevel=2)
+        warn_caller(f"{name} is set by the step{effect.where}: a planned step does not set it, return it instead")
     if unsettled := [effect for effect, change in changes.items() if change == "once" and effect.is_read(guarded)]:
         raise UnsettledError(unsettled)
 
@@ -139,10 +139,9 @@ def settle(effects: list[Effect], run: Callable[[], AbstractContextManager[None]
         if effect.attribute is None or value is _ABSENT:
             raise TraceError(f"{name} changes in the first step{effect.where}: run the model once before it is planned")
         setattr(_owner(effect, local, scope), effect.attribute, value)
-        warnings.warn(
+        warn_caller(
             f"{name} is set by the first step{effect.where}, and read by later ones: the model was run once to set it, and "
             "the plan uses the value that it has now",
-            stacklevel=2,
         )
 
 

@@ -4,9 +4,9 @@ The choices are stored for each thread (ATen/native/cudnn/Conv_v8.cpp), and the 
 convolution that is recomputed there may therefore get another algorithm, which rounds differently.
 """
 
-import warnings
-
 import torch
+
+from graphs.short_tracebacks import warn_caller
 
 _TARGETS = {"aten.convolution.default", "extern_kernels.convolution"}  # the second is in Inductor's code
 _DEVICE_TYPE = "cuda"
@@ -19,9 +19,8 @@ def is_chosen_by_timing(target: str, device: torch.device) -> bool:
 
 def warn_not_recomputed(count: int) -> None:
     """Warn that `count` convolutions are not recomputed, and why."""
-    warnings.warn(
+    warn_caller(
         f"torch.backends.cudnn.benchmark is True: cuDNN times its algorithms in each thread, so that a convolution recomputed in "
         f"the backward pass may round otherwise. {count} convolutions are not recomputed. Set it to False for plans that "
         "recompute them and need less memory",
-        stacklevel=2,
     )

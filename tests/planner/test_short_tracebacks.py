@@ -1,0 +1,145 @@
+"""Errors and warnings are those of the line that called a public function, with the user's frames only."""
+
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from graphs.errors import InfeasibleError, PlannerError, UsageError
+
+X, Y = torch.randn(8, 16), torch.randn(8, 4)
+ROOT = Path(planner.__file__).parent
+QUICK: dict[str, Any] = {"passes": 1, "time_limit_s": 5.0, "compare_eager": False}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def compile_too_little() -> None:
+    planner.compile(net(), F.mse_loss, (X, Y), budget=3000, **QUICK)
+
+
+def solve_too_little() -> None:
+    planner.solve(planner.trace(net(), F.mse_loss, (X, Y), roofline="h100"), 3000)
+
+
+def trace_wrong() -> None:
+    planner.trace(net(), F.mse_loss, X)
+
+
+def advise_wrong() -> None:
+    planner.advise(net(), F.mse_loss, X)
+
+
+def run_wrong() -> None:
+    planner.run(planner.solve(planner.trace(net(), F.mse_loss, (X, Y), roofline="h100"), "100%"), net(), F.mse_loss, (X,))
+
+
+def checkpoint_wrong() -> None:
+    planner.checkpoint(net(), budget="8 bananas")
+
+
+def checkpoint_too_little() -> None:
+    torch._dynamo.reset()
+    planner.checkpoint(net(), budget=3000)(X)
+
+
+def rematerialize_wrong() -> None:
+    planner.rematerialize("8 bananas")
+
+
+def step_with_another_batch() -> None:
+    planner.compile(net(), F.mse_loss, (X, Y), budget="1MB", **QUICK)(X.repeat(2, 1), Y)
+
+
+def load_nothing() -> None:
+    planner.Plan.load("there_is_no_such_file.json")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        compile_too_little,
+        solve_too_little,
+        trace_wrong,
+        advise_wrong,
+        run_wrong,
+        checkpoint_wrong,
+        checkpoint_too_little,
+        rematerialize_wrong,
+        step_with_another_batch,
+        load_nothing,
+    ],
+)
+def test_errors_are_raised_at_the_public_call(call: Callable[[], None]) -> None:
+    with pytest.raises(PlannerError) as raised:
+        call()
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert len(frames) <= 3  # a call of a module passes through PyTorch
+    assert [frame.filename for frame in frames if Path(frame.filename).is_relative_to(ROOT)] == []
+    assert "Traceback (most recent call last)" in raised.value.full_traceback
+    assert raised.value.full_traceback.count("\n  File") > 2
+    shown = "".join(traceback.format_exception(raised.value))
+    assert shown.count("Traceback (most recent call last)") == 1
+
+
+def test_errors_in_the_backend_have_no_frames_of_ours() -> None:
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="InfeasibleError: budget 3") as raised:
+        torch.compile(net(), backend="planner", options={"budget": 3000})(X).sum().backward()
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert [frame.name for frame in frames if Path(frame.filename).is_relative_to(ROOT)] == []
+
+
+class Complaining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.linear(x))
+
+
+def test_frames_of_the_model_stay() -> None:
+    with pytest.raises(PlannerError) as raised:
+        planner.compile(Complaining(), F.mse_loss, (X, Y), budget="1MB", **QUICK)
+    shown = "".join(traceback.format_exception(raised.value))
+    assert "torch/_dynamo" not in shown
+    assert len(shown.splitlines()) < 40
+
+
+def test_an_error_that_is_being_handled_stays_as_context() -> None:
+    try:
+        raise KeyError("ours")
+    except KeyError:
+        with pytest.raises(UsageError) as raised:
+            planner.compile(net(), F.mse_loss, (X, Y), budget="1MB", swap="sometimes")
+    assert isinstance(raised.value.__context__, KeyError)
+    with pytest.raises(InfeasibleError) as refused:
+        compile_too_little()
+    assert refused.value.__context__ is None
+
+
+def test_warnings_point_at_the_users_line() -> None:
+    class Setting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 4)
+            self.last = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = self.linear(x)
+            return self.last
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        planner.compile(Setting(), F.mse_loss, (X, Y), budget="1MB", **QUICK)
+    assert [Path(warning.filename) for warning in seen if "last is set by the step" in str(warning.message)] == [Path(__file__)]

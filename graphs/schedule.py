@@ -7,6 +7,8 @@ from graphs.checks import check_plain
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Phase
 
+_SHOWN_STEPS = 20  # in the representation of a schedule
+
 
 @dataclass(frozen=True, slots=True)
 class Compute:
@@ -30,6 +32,10 @@ class Schedule:
     """Steps in order of execution."""
 
     steps: tuple[Step, ...]
+
+    def __repr__(self) -> str:
+        steps = repr(self.steps) if len(self.steps) <= _SHOWN_STEPS else f"{len(self.steps):,} steps"
+        return f"Schedule({steps})"
 
     @property
     def computed(self) -> tuple[int, ...]:

@@ -70,27 +70,33 @@ def _refuse_shadows() -> None:
 _refuse_shadows()
 
 
+_MODULES = {
+    **dict.fromkeys(("BudgetError", "LimitError", "OutOfMemoryError", "PlannerError", "TraceError"), "graphs.errors"),
+    "DynamicStep": "planner.training.dynamic",
+    "PlannedStep": "planner.training.step",
+    "Plan": "planner.plans.plan",
+    "RunReport": "planner.running",
+    "WindowsParams": "solvers.windows.params",
+    "advise": "planner.advising",
+    "checkpoint": "planner.torch_compile.checkpoint",
+    "compile": "planner.training.compile",
+    "curve": "planner.advising",
+    "rematerialize": "planner.eager.session",
+    "run": "planner.running",
+    "solve": "planner.solving",
+    "trace": "planner.tracing",
+}
+
+
 def __getattr__(name: str) -> object:
     # The command must answer before torch is imported.
     if name == "__version__":
         return version("remat-planner")
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
-    modules = {
-        **dict.fromkeys(("BudgetError", "LimitError", "OutOfMemoryError", "PlannerError", "TraceError"), "graphs.errors"),
-        "DynamicStep": "planner.training.dynamic",
-        "PlannedStep": "planner.training.step",
-        "Plan": "planner.plans.plan",
-        "RunReport": "planner.running",
-        "WindowsParams": "solvers.windows.params",
-        "advise": "planner.advising",
-        "checkpoint": "planner.torch_compile.checkpoint",
-        "compile": "planner.training.compile",
-        "curve": "planner.advising",
-        "rematerialize": "planner.eager.session",
-        "run": "planner.running",
-        "solve": "planner.solving",
-        "trace": "planner.tracing",
-    }
     with explain_missing_packages():
-        return getattr(import_module(modules[name]), name)
+        return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

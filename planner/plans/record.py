@@ -105,14 +105,15 @@ class PlanRecord:
         )
 
     def __str__(self) -> str:
-        unknown = "unknown"
-        measured = unknown if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
+        measured = (
+            "not measured yet" if self.measured_peak_bytes is None else f"{format_bytes(self.measured_peak_bytes)} measured"
+        )
         whole = format_bytes(self.graph.keep_everything_peak_bytes)
         budget = f"budget {format_bytes(self.budget_bytes)}{'' if self.memory is CountedMemory.ALLOCATED else f' {self.memory}'}"
         peaks = f"{budget}, peak {format_bytes(self.peak_bytes)} predicted"
-        gap = unknown if self.gap is None else format_ratio(self.gap)
+        gap = "unknown" if self.gap is None else format_ratio(self.gap)
         lines = (
-            f"{peaks}, {measured} measured (keeping everything: {whole})",
+            f"{peaks}, {measured} (keeping everything: {whole})",
             *(() if self.reserved is None else (f"{name} {value}" for name, value in self.reserved.lines())),
             f"step time {self._step_time()}, {self.status}, gap {gap}{self._costs()}",
             "" if self.ended is None or self.status in SOLVED else f"solved for {self.seconds:.3g} s: {self.ending}",

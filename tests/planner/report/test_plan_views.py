@@ -40,7 +40,7 @@ def plan(graph: Graph) -> Plan:
 def test_a_plan_is_short_and_readable(plan: Plan) -> None:
     assert repr(plan) == f"Plan(budget 5 B, peak 5 B, overhead {100 * plan.overhead:.2f}%, optimal)"
     first, second = str(plan).split("\n")
-    assert first == "budget 5 B, peak 5 B predicted, unknown measured (keeping everything: 9 B)"
+    assert first == "budget 5 B, peak 5 B predicted, not measured yet (keeping everything: 9 B)"
     assert second.startswith("step time predicted") and second.endswith("optimal, gap 0.00%")
 
 

@@ -16,7 +16,7 @@ from planner.capture.step import LossFn
 from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.profiling.devices import get_device
-from planner.progress import View
+from planner.progress import OnProgress
 from planner.reserved import memory_on
 from planner.runtime.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.runtime.measure import device_name
@@ -48,7 +48,7 @@ def advise(
     time_limit_s: float = 55.0,
     name: str = "",
     on_activity: Callable[[str], None] | None = None,
-    on_progress: View | None = None,
+    on_progress: OnProgress = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Advice:
     """Return the memory that the step of `model` needs, the cost of smaller budgets, and the budget to choose.

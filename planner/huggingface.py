@@ -17,7 +17,7 @@ with explain_missing_packages():
 from graphs.errors import PlannerError
 from planner.budgets import budget_or_overhead
 from planner.distributed.wrappers import Sharded, unwrap
-from planner.progress import Event, LoggingView, Progress
+from planner.progress import Event, LoggingView, Progress, default_views
 from planner.progress.describe import describe
 from planner.training.per_batch import BatchPlans, check_options
 from planner.training.step import PlannedStep
@@ -154,17 +154,20 @@ class PlannedTrainer(PlannedTrainerMixin, Trainer):
 
 
 class _TrainerView:
-    """A view in the log of Transformers and, if the trainer has one, next to the bar of training steps."""
+    """A view in the log of Transformers and, if the trainer has one, next to the bar of training steps; else by itself."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._logger = logging.getLogger("transformers.planner")
         self._log = LoggingView(self._logger, stages=False)
         bars = (getattr(callback, "training_bar", None) for callback in trainer.callback_handler.callbacks)
         self._bar = next((bar for bar in bars if bar is not None), None)
+        self._views = () if self._bar is not None else default_views()
         self._next_s = 0.0
 
     def __call__(self, progress: Progress) -> None:
         self._log(progress)
+        for view in self._views:
+            view(progress)
         if self._bar is None or (progress.event is Event.ADVANCE and progress.seconds < self._next_s):
             return
         self._next_s = progress.seconds + _BAR_EVERY_S

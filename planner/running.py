@@ -25,7 +25,7 @@ from planner.option_settings import recorded_options, with_recorded
 from planner.plan_check import check_sizes
 from planner.plans.eager import within_own_error
 from planner.plans.plan import Plan
-from planner.progress import LoggingView, Stage, Stages, View
+from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.runtime import measure
 from planner.runtime.device_arena import shared_slab
 from planner.runtime.executor import Executor
@@ -119,7 +119,7 @@ def run(
     repeats: int = 5,
     seed: int = 0,
     arena: bool | None = None,
-    on_progress: View | None = None,
+    on_progress: OnProgress = None,
 ) -> RunReport:
     """Execute `plan` with real tensors and measure its peak, time and bits; `model` is restored.
 
@@ -131,7 +131,8 @@ def run(
         repeats: timed steps of each, in turns.
         seed: seed of the random state in which the compared steps begin.
         arena: run the plan in an arena, as ``planner.compile(arena=True)`` does. None: if it was made for one on such a device.
-        on_progress: called with each ``planner.progress.Progress``. None: log to the logger ``planner``.
+        on_progress: called with each ``planner.progress.Progress``. None: show progress on a terminal and in a notebook, and log
+            to the logger ``planner``; False: only log.
 
     Raises:
         MismatchError: the plan is for another graph; the message names the difference.
@@ -140,7 +141,7 @@ def run(
     """
     if arena:
         check_compatible({Feature.ARENA, *(name for name, _ in map(parsed, recorded_options(plan.settings)))})
-    with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
+    with Stages(*views_of(on_progress), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
         workload = Workload(model, loss_fn, detach_batch(batch))
         report = _run(plan, workload, stages, repeats=repeats, seed=seed, arena=arena)
         stages.finish()

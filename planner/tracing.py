@@ -25,7 +25,7 @@ from planner.profiling.profile import profile
 from planner.profiling.roofline import model_times
 from planner.profiling.sizes import with_dense_sizes, with_recorded_sizes
 from planner.profiling.unrepeatable_ops import mark_custom_ops, mark_recorded_ops
-from planner.progress import LoggingView, Stage, Stages, View
+from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.reserved import uses_libraries
 from planner.runtime.device_profile import other_devices as measured_devices
 from planner.runtime.free_memory import free_bytes
@@ -52,7 +52,7 @@ def trace(
     name: str = "",
     options: Sequence[str] = (),
     other_devices: Sequence[str] = (),
-    on_progress: View | None = None,
+    on_progress: OnProgress = None,
 ) -> Graph:
     """Capture the training step of `model` on `batch` as a graph, with the time and memory of every op.
 
@@ -72,7 +72,8 @@ def trace(
         name: name of the model, for messages.
         options: options to find in the step and add to the graph: ``chunks``, ``pack``, ``kernels``, ``in-place``, ``compress``.
         other_devices: also measure the ops on these, for the option ``placement``: ``cpu:2`` (two threads), ``cuda:1``.
-        on_progress: called with each ``planner.progress.Progress``. None: log to the logger ``planner``.
+        on_progress: called with each ``planner.progress.Progress``. None: show progress on a terminal and in a notebook, and log
+            to the logger ``planner``; False: only log.
 
     Raises:
         TraceError: the step cannot be captured as one static graph.
@@ -85,10 +86,10 @@ def trace(
     return trace_workload(Workload(model, loss_fn, batch), settings, on_progress)
 
 
-def trace_workload(workload: Workload, settings: TraceSettings, on_progress: View | None = None) -> Graph:
+def trace_workload(workload: Workload, settings: TraceSettings, on_progress: OnProgress = None) -> Graph:
     """Return the graph of a training step, as ``trace`` does."""
     workload = workload._replace(batch=detach_batch(workload.batch))
-    with Stages(on_progress or LoggingView(), stages=(Stage.CAPTURE, Stage.MEASURE)) as stages:
+    with Stages(*views_of(on_progress), stages=(Stage.CAPTURE, Stage.MEASURE)) as stages:
         if settings.roofline is None:
             captured = capture_profiled(workload, settings, stages)
         else:

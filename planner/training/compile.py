@@ -13,7 +13,7 @@ from planner.capture.step import LossFn
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.memory import CountedMemory
 from planner.option_settings import default_options, option_settings
-from planner.progress import View
+from planner.progress import OnProgress
 from planner.settings import RunSettings, SolveSettings, TraceSettings, Wait
 from planner.training.optimizers import optimizer_kind
 from planner.training.planning import Planning
@@ -54,7 +54,7 @@ def compile(  # noqa: A001
     params: object = None,
     check_writes: bool = False,
     memory: str | None = None,
-    on_progress: View | None = None,
+    on_progress: OnProgress = None,
 ) -> PlannedStep:
     """Plan the training step of `model` and return it ready to run: the fastest step that fits `budget`.
 
@@ -111,8 +111,8 @@ def compile(  # noqa: A001
             ``reserved-expandable`` with expandable segments, ``device`` or ``device-expandable`` for that and CUDA's context, or
             ``allocated`` for tensors in use. None: ``reserved`` on CUDA, except with `max_overhead`, and ``allocated`` on the
             CPU.
-        on_progress: called with each ``planner.progress.Progress``; ``LineView()`` and ``NotebookView()`` show them. None: log to
-            the logger ``planner``.
+        on_progress: called with each ``planner.progress.Progress``. None: show progress in one line on a terminal and by a bar in
+            a notebook, and log to the logger ``planner``. False: only log.
 
     Returns:
         A callable like ``loss_fn(model(*inputs), target)`` with the same result, bits and gradients. ``step.plan`` is the plan in

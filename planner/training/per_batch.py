@@ -14,7 +14,7 @@ from graphs.units import format_bytes
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn
 from planner.distributed.wrappers import Unwrapped
-from planner.progress import View
+from planner.progress import OnProgress
 from planner.torch_private.core import pytree
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.compile import compile  # noqa: A004
@@ -68,7 +68,7 @@ class BatchPlans:
         *,
         optimizer: torch.optim.Optimizer,
         accumulate: bool,
-        on_progress: View | None = None,
+        on_progress: OnProgress = None,
     ) -> PlannedStep:
         """Return the step for `batch`. If several processes train, all call this, with batches of the same sizes.
 
@@ -115,7 +115,7 @@ class BatchPlans:
         optimizer: torch.optim.Optimizer,
         *,
         accumulate: bool,
-        on_progress: View | None,
+        on_progress: OnProgress,
     ) -> PlannedStep:
         if self._main is not None and self._options.get("cuda_graph", False):
             raise PlannerError(

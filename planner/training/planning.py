@@ -18,7 +18,7 @@ from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.plan_check import check_sizes
 from planner.profiling.kernel_settings import kernel_settings
-from planner.progress import LoggingView, Stages, View
+from planner.progress import OnProgress, Stages, views_of
 from planner.progress.describe import plan_line
 from planner.runtime.channels import HostChannels
 from planner.runtime.cuda_graph import CudaGraphs
@@ -54,7 +54,7 @@ class Planning:
     trace: TraceSettings
     solve: SolveSettings
     run: RunSettings
-    on_progress: View | None = None
+    on_progress: OnProgress = None
 
     def __post_init__(self) -> None:
         check_compatible(self._features)
@@ -132,7 +132,7 @@ class Planning:
             compare_eager=self.run.compare_eager,
             channels=channels,
             slab=shared_slab(next(self.wrapper.module.parameters()).device),
-            stages=Stages(self.on_progress or LoggingView()) if first else Stages(),
+            stages=Stages(*views_of(self.on_progress)) if first else Stages(),
         )
 
     def _made_with(self, solve: SolveSettings) -> dict[str, object]:

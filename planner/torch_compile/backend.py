@@ -20,6 +20,7 @@ from graphs.ir import Graph
 from graphs.short_tracebacks import short_traceback
 from graphs.simulate import simulate
 from planner.budgets import is_share
+from planner.capture.frontend.dynamo_patches import write_data_in_place_where
 from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
 from planner.capture.guards.names import readable
 from planner.capture.lowering.lower import Capture
@@ -245,6 +246,7 @@ def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
 # Must run before Dynamo calls a backend for any frame.
 dynamo_as_eager_where(_runs_as_eager, ExitStack())
 fix_sizes_where(_is_planned)
+write_data_in_place_where(_is_planned, ExitStack())
 
 
 def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:

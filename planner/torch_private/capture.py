@@ -32,6 +32,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.functional_export import create_fx_graph_from_captured_output  # a graph with the arguments of the step
 from torch._dynamo.guards import CheckFunctionManager  # checks guards before each step
+from torch._dynamo.output_graph import OutputGraph  # refuses some results of a capture
 from torch._dynamo.side_effects import SideEffects  # Python values that a step changes
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,  # which frame is being compiled
@@ -105,6 +106,10 @@ SETATTR = (
 # Before 2.13 Dynamo does not follow copy.deepcopy of objects with their own __deepcopy__, or of any (2.11).
 FOLLOWS_COPIES = torch.__version__ >= "2.13"
 
+# The method that refuses results which depend on requires_grad_(); empty before 2.13, where Dynamo refuses the call itself.
+_REQUIRES_GRAD_CHECK = "_check_requires_grad_intermediate_outputs"
+FOLLOWS_REQUIRES_GRAD = _REQUIRES_GRAD_CHECK if hasattr(OutputGraph, _REQUIRES_GRAD_CHECK) else ""
+
 # Torch 2.11 skips guards on the tensors of an unchanged dictionary, though their requires_grad may have changed. Only the
 # version tells; torch compares it with strings as versions.
 GUARD_SETTINGS: dict[str, Any] = {"skip_tensor_guards_with_matching_dict_tags": False} if torch.__version__ < "2.12" else {}
@@ -130,6 +135,23 @@ def fix_sizes_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None
             return update(tx, *args, **kwargs)
 
     _pgo.update_automatic_dynamic = fixed
+
+
+def read_names_of_torch() -> None:
+    """Make Dynamo read texts such as ``type(weight).__module__`` of PyTorch's own classes and functions.
+
+    Libraries ask for them to find tensors of another library without importing it.
+    """
+
+    load = InstructionTranslatorBase._load_attr
+
+    def load_or_read(tx: InstructionTranslatorBase, name: str) -> None:
+        load(tx, name)
+        if isinstance(getattr(tx.stack[-1], "obj", None), TorchInGraphFunctionVariable):
+            found = tx.stack[-1].as_python_constant()
+            tx.stack[-1] = VariableTracker.build(tx, found) if isinstance(found, str) else tx.stack[-1]
+
+    InstructionTranslatorBase._load_attr = load_or_read  # type: ignore[method-assign]
 
 
 def forget_compiled(output: CaptureOutput) -> None:

@@ -1,8 +1,8 @@
 """Patches for statements that Dynamo refuses, though a capture can leave them out or run them beforehand."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -10,25 +10,85 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 
-from planner.torch_private.capture import SETATTR
+from planner.capture.rewrites.outputs import same_layout, storage
+from planner.torch_private.capture import (
+    FOLLOWS_REQUIRES_GRAD,
+    SETATTR,
+    InstructionTranslatorBase,
+    OutputGraph,
+    read_names_of_torch,
+    tensor_method,
+)
+
+read_names_of_torch()
 
 
 @contextmanager
-def ignore_requires_grad_writes() -> Iterator[None]:
-    """Leave out ``hidden.requires_grad = True`` on intermediate tensors: nobody reads that gradient."""
+def allow_requires_grad_writes() -> Iterator[None]:
+    """Follow ``hidden.requires_grad_()`` and ``hidden.requires_grad = True`` on intermediate tensors.
+
+    Models do so to get gradients where their first layers are frozen (``enable_input_require_grads`` of Transformers). Nobody
+    reads the gradient of `hidden` itself. A write that changes nothing is left out. Dynamo refuses results that depend on such a tensor, since ``torch.compile`` might
+    return them without their history; the loss of a step has its own. Before torch 2.13 it follows none: they are left out.
+    """
     owner_of, method = SETATTR
     set_attribute = getattr(owner_of, method)
+    holder, name_of = tensor_method("requires_grad_")
+    write = getattr(holder, name_of)
 
-    def set_or_leave(function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
-        named = name.is_python_constant() and name.as_python_constant() == "requires_grad"
-        if named and owner.is_tensor() and value.is_python_constant() and value.as_python_constant() is True:
-            made = owner.as_proxy().node
-            if made.op not in ("placeholder", "get_attr"):
+    def is_made(owner: Any) -> bool:
+        return bool(owner.is_tensor() and owner.as_proxy().node.op not in ("placeholder", "get_attr"))
+
+    def set_or_write(function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
+        if _is_attribute(owner, name, "requires_grad") and value.is_python_constant():
+            if owner.as_proxy().node.meta["example_value"].requires_grad is value.as_python_constant():
+                return value
+            if is_made(owner):
+                owner.call_method(translator, "requires_grad_", [value], {})
                 return value
         return set_attribute(function, translator, owner, name, value)
 
-    with patch.object(owner_of, method, set_or_leave):
+    def write_or_leave(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return owner if is_made(owner) else write(owner, *args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(owner_of, method, set_or_write))
+        if FOLLOWS_REQUIRES_GRAD:
+            stack.enter_context(patch.object(OutputGraph, FOLLOWS_REQUIRES_GRAD, lambda *_: None))
+        else:
+            stack.enter_context(patch.object(holder, name_of, write_or_leave))
         yield
+
+
+def _is_attribute(owner: Any, name: Any, asked: str) -> bool:
+    """Return True if `name`, a variable of Dynamo's, is the name `asked` of an attribute of the tensor `owner`."""
+    return bool(owner.is_tensor() and name.is_python_constant() and name.as_python_constant() == asked)
+
+
+def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> None:
+    """Capture ``weight.data = value`` of parameters and buffers as ``weight.data.copy_(value)``, until `stack` is closed.
+
+    That is how moving averages of weights are written (MoCo). AOTAutograd follows no input that gets another storage. The values
+    are the same if nothing else shares the memory of `value`; otherwise Dynamo's own way is tried.
+
+    Args:
+        wanted: tells whether a frame is captured for the planner.
+    """
+    owner_of, method = SETATTR
+    set_attribute = getattr(owner_of, method)
+
+    def set_or_copy(function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
+        if _is_attribute(owner, name, "data") and owner.source is not None and value.is_tensor() and wanted(translator):
+            old, new = (variable.as_proxy().node.meta["example_value"] for variable in (owner, value))
+            inputs = {storage(tracked.fake) for tracked in translator.output.tracked_fakes if isinstance(tracked.fake, torch.Tensor)}
+            if same_layout(old, new) and old.dtype is new.dtype and storage(new) not in inputs:
+                owner.var_getattr(translator, "data").call_method(
+                    translator, "copy_", [value.call_method(translator, "detach", [], {})], {}
+                )
+                return value
+        return set_attribute(function, translator, owner, name, value)
+
+    stack.enter_context(patch.object(owner_of, method, set_or_copy))
 
 
 @contextmanager

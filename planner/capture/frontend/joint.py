@@ -11,10 +11,11 @@ from torch import fx, nn
 
 from graphs.errors import TraceError, first_line
 from planner.capture.frontend.dynamo_patches import (
+    allow_requires_grad_writes,
     ignore_cudnn_flags,
-    ignore_requires_grad_writes,
     install_hooks,
     skip_distribution_checks,
+    write_data_in_place_where,
 )
 from planner.capture.frontend.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager
 from planner.capture.frontend.effects import Effect, UnsettledError, check_effects, record_effects, settle
@@ -235,7 +236,8 @@ def _traced(step: TrainingStep, batch: Batch, branches: DataBranches | None, mak
         _settings(stack)
         with ExitStack() as dynamo:
             dynamo.enter_context(forbid_python_random())
-            dynamo.enter_context(ignore_requires_grad_writes())
+            dynamo.enter_context(allow_requires_grad_writes())
+            write_data_in_place_where(lambda _: True, dynamo)
             dynamo.enter_context(ignore_cudnn_flags(device_of(step, batch)))
             dynamo.enter_context(skip_distribution_checks())
             if branches:

@@ -7,6 +7,7 @@ and constants. A view is a call itself, repeated wherever it is read, so that on
 import operator
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -109,11 +110,13 @@ class Source:
             the program.
         name: qualified name in the model, leaf number in the batch, name in the program, or
             TANGENT for the gradient of the loss.
+        parts: names of attributes that lead to the tensor, where the model's is a subclass made of others (quantized weights).
     """
 
     tensor: int
     kind: Kind
     name: str
+    parts: tuple[str, ...] = ()
 
     @property
     def is_tangent(self) -> bool:
@@ -261,10 +264,12 @@ class _Lookups:
     Attributes:
         modules: for each module but the step itself: the position of its parent module, and its name there.
         tensors: for each tensor: its kind, the position of its module or leaf (-1 for the gradient of the loss), and its name.
+        parts: for tensors that are part of another one: their position, and the names of the attributes.
     """
 
     modules: tuple[tuple[int, str], ...]
     tensors: tuple[tuple[Kind, int, str], ...]
+    parts: tuple[tuple[int, tuple[str, ...]], ...]
 
     @staticmethod
     def of(sources: Sequence[Source]) -> "_Lookups":
@@ -286,7 +291,8 @@ class _Lookups:
             elif source.kind is not Kind.CONSTANT and not source.is_tangent:
                 place = int(name)
             tensors.append((source.kind, place, name))
-        return _Lookups(tuple(modules), tuple(tensors))
+        parts = tuple((i, source.parts) for i, source in enumerate(sources) if source.parts)
+        return _Lookups(tuple(modules), tuple(tensors), parts)
 
     def find(self, step: Any, leaves: Sequence[object], constants: Mapping[str, torch.Tensor]) -> list[Any]:
         """Return the static tensors of a step."""
@@ -303,6 +309,8 @@ class _Lookups:
                 found.append(constants[name])
             else:
                 found.append(leaves[place] if place >= 0 else None)
+        for position, names in self.parts:
+            found[position] = reduce(getattr, names, found[position])
         return found
 
 

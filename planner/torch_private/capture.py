@@ -30,7 +30,10 @@ from torch._dynamo.exc import (
     FailOnRecompileLimitHit,  # inputs of too many sizes
     TorchDynamoException,  # its messages need no class name
 )
-from torch._dynamo.functional_export import create_fx_graph_from_captured_output  # a graph with the arguments of the step
+from torch._dynamo.functional_export import (
+    DynamoBytecodeFlatten,  # finds the inputs of the captured graph, starting from the step
+    create_fx_graph_from_captured_output,  # a graph with the arguments of the step
+)
 from torch._dynamo.guards import CheckFunctionManager  # checks guards before each step
 from torch._dynamo.output_graph import OutputGraph  # refuses some results of a capture
 from torch._dynamo.side_effects import SideEffects  # Python values that a step changes
@@ -80,6 +83,7 @@ from torch._functorch._aot_autograd.descriptors import (  # descriptions of the 
     PlainAOTInput,
     PlainAOTOutput,
     SavedForBackwardsAOTOutput,
+    SubclassGetAttrAOTInput,
     TangentAOTInput,
     ViewBaseAOTInput,
 )
@@ -142,7 +146,6 @@ def read_names_of_torch() -> None:
 
     Libraries ask for them to find tensors of another library without importing it.
     """
-
     load = InstructionTranslatorBase._load_attr
 
     def load_or_read(tx: InstructionTranslatorBase, name: str) -> None:

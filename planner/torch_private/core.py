@@ -42,6 +42,7 @@ from torch.utils._mode_utils import no_dispatch  # concrete values are computed 
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees each op that eager PyTorch runs
     is_in_torch_dispatch_mode,  # disabling modes takes time
+    is_traceable_wrapper_subclass,  # a tensor that is made of other tensors
 )
 from torch.utils._python_dispatch import (
     _disable_current_modes as disable_current_modes,  # checks and timings are no ops of the step

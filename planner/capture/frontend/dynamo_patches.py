@@ -14,11 +14,13 @@ from planner.capture.rewrites.outputs import same_layout, storage
 from planner.torch_private.capture import (
     FOLLOWS_REQUIRES_GRAD,
     SETATTR,
+    DynamoBytecodeFlatten,
     InstructionTranslatorBase,
     OutputGraph,
     read_names_of_torch,
     tensor_method,
 )
+from planner.torch_private.core import FunctionalTensor
 
 read_names_of_torch()
 
@@ -28,8 +30,9 @@ def allow_requires_grad_writes() -> Iterator[None]:
     """Follow ``hidden.requires_grad_()`` and ``hidden.requires_grad = True`` on intermediate tensors.
 
     Models do so to get gradients where their first layers are frozen (``enable_input_require_grads`` of Transformers). Nobody
-    reads the gradient of `hidden` itself. A write that changes nothing is left out. Dynamo refuses results that depend on such a tensor, since ``torch.compile`` might
-    return them without their history; the loss of a step has its own. Before torch 2.13 it follows none: they are left out.
+    reads the gradient of `hidden` itself. A write that changes nothing is left out. Dynamo refuses results that depend on such
+    a tensor, since ``torch.compile`` might return them without their history; the loss of a step has its own. Before torch 2.13
+    it follows none: they are left out.
     """
     owner_of, method = SETATTR
     set_attribute = getattr(owner_of, method)
@@ -80,8 +83,13 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
     def set_or_copy(function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
         if _is_attribute(owner, name, "data") and owner.source is not None and value.is_tensor() and wanted(translator):
             old, new = (variable.as_proxy().node.meta["example_value"] for variable in (owner, value))
-            inputs = {storage(tracked.fake) for tracked in translator.output.tracked_fakes if isinstance(tracked.fake, torch.Tensor)}
-            if same_layout(old, new) and old.dtype is new.dtype and storage(new) not in inputs:
+            inputs = {
+                storage(tracked.fake) for tracked in translator.output.tracked_fakes if isinstance(tracked.fake, torch.Tensor)
+            }
+            same = same_layout(old, new) and old.dtype is new.dtype and old.storage_offset() == new.storage_offset()
+            if same and storage(new) == storage(old):
+                return value
+            if same and storage(new) not in inputs:
                 owner.var_getattr(translator, "data").call_method(
                     translator, "copy_", [value.call_method(translator, "detach", [], {})], {}
                 )
@@ -89,6 +97,30 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
         return set_attribute(function, translator, owner, name, value)
 
     stack.enter_context(patch.object(owner_of, method, set_or_copy))
+
+
+@contextmanager
+def keep_attributes(module: nn.Module) -> Iterator[None]:
+    """Keep the attributes of tensors of a captured `module` where AOTAutograd replaces the tensors.
+
+    The captured code reads tensors from them, such as ``weight.quant_state.absmax`` of a quantized weight. A custom Function
+    takes only tensors that are known in the graph, which their views are.
+    """
+    flatten = DynamoBytecodeFlatten.__call__
+    attributes = {name: vars(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers()) if vars(tensor)}
+
+    def functional(constant: torch.Tensor) -> torch.Tensor:
+        return FunctionalTensor.to_functional(constant.detach())
+
+    def with_attributes(self: DynamoBytecodeFlatten, *inputs: object) -> object:
+        for name, held in attributes.items():
+            path, _, last = name.rpartition(".")
+            tensor = getattr(module.get_submodule(path), last)
+            vars(tensor).update({key: value for key, value in held.items() if key not in vars(tensor)})
+        return tuple(functional(value) if type(value) is torch.Tensor else value for value in flatten(self, *inputs))
+
+    with patch.object(DynamoBytecodeFlatten, "__call__", with_attributes) if attributes else nullcontext():
+        yield
 
 
 @contextmanager

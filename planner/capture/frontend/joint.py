@@ -14,6 +14,7 @@ from planner.capture.frontend.dynamo_patches import (
     allow_requires_grad_writes,
     ignore_cudnn_flags,
     install_hooks,
+    keep_attributes,
     skip_distribution_checks,
     write_data_in_place_where,
 )
@@ -256,7 +257,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: DataBranches | None, mak
         elif asks_for_values(module.graph):
             return None
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
-        with kept_in_graphs(CHECKS), hide_sparse_buffers(module), _own_tensors(step):
+        with kept_in_graphs(CHECKS), hide_sparse_buffers(module), keep_attributes(module), _own_tensors(step):
             made = make(stack, module, args, kwargs)
         with disable_current_modes():  # guards look at real tensors
             return made, _guards(output, effects, frames, [*generators, *matrices.names], step, batch)

@@ -11,7 +11,15 @@ from planner.capture.rewrites.outputs import storage
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Batch, leaves
 from planner.passes.program import Source
-from planner.torch_private.capture import AOTInput, BufferAOTInput, ParamAOTInput, PlainAOTInput, ViewBaseAOTInput
+from planner.torch_private.capture import (
+    AOTInput,
+    BufferAOTInput,
+    ParamAOTInput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    ViewBaseAOTInput,
+)
+from planner.torch_private.core import is_traceable_wrapper_subclass
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
@@ -35,25 +43,33 @@ class StaticTensors:
         self._in_storage: dict[int, set[int]] = {}
         self._objects: list[torch.Tensor] = []
         for name, parameter in step.named_parameters(remove_duplicate=False):
-            self.add(Kind.PARAMETER, name, parameter)
+            self._add_parts(Kind.PARAMETER, name, parameter)
         for name, buffer in step.named_buffers(remove_duplicate=False):
             if not is_sparse(buffer):  # its parts are added when the step reads it
-                self.add(Kind.BUFFER, name, buffer)
+                self._add_parts(Kind.BUFFER, name, buffer)
         for index, leaf in enumerate(leaves(batch)):
             if isinstance(leaf, torch.Tensor):
                 self.add(Kind.INPUT, str(index), leaf)
 
-    def add(self, kind: Kind, name: str, value: torch.Tensor) -> int:
-        """Add `value` under the name `name`, and return its id."""
+    def _add_parts(self, kind: Kind, name: str, value: torch.Tensor, parts: tuple[str, ...] = ()) -> None:
+        """Add a tensor of the model; of a subclass that is made of other tensors those that it is made of."""
+        if not is_traceable_wrapper_subclass(value):
+            self.add(kind, name, value, parts)
+            return
+        for part in value.__tensor_flatten__()[0]:
+            self._add_parts(kind, name, getattr(value, part), (*parts, part))
+
+    def add(self, kind: Kind, name: str, value: torch.Tensor, parts: tuple[str, ...] = ()) -> int:
+        """Add `value` under the name `name` and those of `parts` (``Source``), and return its id."""
         if id(value) not in self._by_object:
             cdata = storage(value)
             # An input may be a slice of a data set: only its own bytes count.
             size = value.numel() * value.element_size() if kind is Kind.INPUT else value.untyped_storage().nbytes()
             size = 0 if cdata in self._in_storage else allocated_bytes(size, self.device)
-            self._by_object[id(value)] = self._append(kind, name, size, value)
+            self._by_object[id(value)] = self._append(kind, name, size, value, parts)
             self._in_storage.setdefault(cdata, set()).add(self._by_object[id(value)])
             self._objects.append(value)  # keeps id() and storage identities valid
-        self._by_name[kind, name] = self._by_object[id(value)]
+        self._by_name[kind, ".".join((name, *parts))] = self._by_object[id(value)]
         return self._by_object[id(value)]
 
     def reserve(self, name: str, kind: Kind, size_bytes: int) -> None:
@@ -63,11 +79,14 @@ class StaticTensors:
 
     def find(self, desc: AOTInput) -> int:
         """Return the id of the tensor of a joint graph's input."""
+        parts = ""
+        while isinstance(desc, SubclassGetAttrAOTInput):
+            desc, parts = desc.base, f".{desc.attr}{parts}"
         match desc:
-            case ParamAOTInput(target=name):
-                return self._by_name[Kind.PARAMETER, name]
-            case BufferAOTInput(target=name):
-                return self._by_name[Kind.BUFFER, name]
+            case ParamAOTInput(target=name) if (Kind.PARAMETER, name + parts) in self._by_name:
+                return self._by_name[Kind.PARAMETER, name + parts]
+            case BufferAOTInput(target=name) if (Kind.BUFFER, name + parts) in self._by_name:
+                return self._by_name[Kind.BUFFER, name + parts]
             case PlainAOTInput(idx=index):
                 return self._by_name[Kind.INPUT, str(index)]
             case ViewBaseAOTInput(base_of=view):
@@ -95,14 +114,14 @@ class StaticTensors:
         name = self.tensors[tensor].name
         return name.removeprefix("model.") if self.tensors[tensor].kind is not Kind.INPUT else name.replace("_", " ")
 
-    def _append(self, kind: Kind, name: str, size_bytes: int, value: torch.Tensor | None) -> int:
+    def _append(self, kind: Kind, name: str, size_bytes: int, value: torch.Tensor | None, parts: tuple[str, ...] = ()) -> int:
         tensor = len(self.tensors)
         shape = () if value is None else tuple(value.shape)
         dtype = "" if value is None else dtype_name(value.dtype)
-        unique = name if kind in (Kind.PARAMETER, Kind.BUFFER) else f"{kind}_{name}"
+        unique = ".".join((name, *parts)) if kind in (Kind.PARAMETER, Kind.BUFFER) else f"{kind}_{name}"
         self.tensors.append(Tensor(tensor, unique, size_bytes, (), kind, shape, dtype))
         if value is not None:
-            self.sources.append(Source(tensor, kind, name))
+            self.sources.append(Source(tensor, kind, name, parts))
         return tensor
 
 

@@ -277,6 +277,11 @@ def _separate_gradients(graph: fx.Graph) -> None:
     fixed: list[tuple[object, AOTOutput]] = []
     for value, desc in outputs(graph):
         if isinstance(desc, GradAOTOutput) and isinstance(value, fx.Node):
+            if desc.grad_of not in inputs:
+                raise TraceError(
+                    f"{_name(desc.grad_of)} is trained, and is made of other tensors, such as a quantized weight: freeze it "
+                    "(requires_grad_(False)), or hold it as a plain tensor"
+                )
             if storage(fake(value)) in taken or not keeps_layout(fake(value), fake(inputs[desc.grad_of])):
                 layout = memory_format(fake(inputs[desc.grad_of]))
                 value = call_before(graph.output_node(), aten.clone.default, value, memory_format=layout)

@@ -1,0 +1,124 @@
+"""Frozen weights that are made of other tensors, or have them as attributes: they are constants of the step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from graphs.errors import TraceError
+from graphs.ir import Kind
+from planner.torch_private.core import pytree
+from tests.planner.training.test_supported_code import check_trains_as_eager
+
+
+class Quantized(torch.Tensor):
+    """A weight in 8 bits with a scale for each row."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> "Quantized":
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        self.values_of, self.scale = values, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values_of", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], _meta: None, _size: Any, _stride: Any) -> "Quantized":
+        return cls(parts["values_of"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(func(args[0].values_of), func(args[0].scale))
+        dense = pytree.tree_map_only(cls, lambda weight: weight.values_of * weight.scale, (args, kwargs or {}))
+        return func(*dense[0], **dense[1])
+
+    @staticmethod
+    def of(weight: torch.Tensor) -> "Quantized":
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        return Quantized((weight / scale).round().to(torch.int8), scale)
+
+
+class Dequantized(torch.autograd.Function):
+    """The product with a weight whose scale is an argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.weight, ctx.scale = weight, scale
+        return x @ (weight.detach() * scale).t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient @ (ctx.weight.detach() * ctx.scale), None, None
+
+
+class Scaled(nn.Parameter):
+    """A parameter that holds its scale as an attribute."""
+
+    scale: torch.Tensor
+
+
+class Adapted(nn.Module):
+    """A frozen quantized layer with a trained adapter of low rank."""
+
+    def __init__(self, sizes: tuple[int, int], quantize: Callable[[torch.Tensor], nn.Parameter]) -> None:
+        super().__init__()
+        inner, outer = sizes
+        self.weight = quantize(torch.randn(outer, inner) / inner**0.5)
+        self.down, self.up = nn.Linear(inner, 2), nn.Linear(2, outer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = self.weight
+        frozen = Dequantized.apply(x, held, held.scale) if isinstance(held, Scaled) else F.linear(x, held)
+        return frozen + self.up(self.down(x))
+
+
+def of_parts(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(Quantized.of(weight), requires_grad=False)
+
+
+def with_attribute(weight: torch.Tensor) -> nn.Parameter:
+    parameter = Scaled(weight, requires_grad=False)
+    parameter.scale = weight.abs().amax(1, keepdim=True)
+    return parameter
+
+
+def perceptron(quantize: Callable[[torch.Tensor], nn.Parameter]) -> nn.Module:
+    layers = [(Adapted((32, 64), quantize), nn.GELU(), Adapted((64, 32), quantize)) for _ in range(3)]
+    return nn.Sequential(*(each for block in layers for each in block))
+
+
+def batch_of(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(96, 32, generator=generator), torch.randn(96, 32, generator=generator)
+
+
+@pytest.mark.parametrize("quantize", [of_parts, with_attribute])
+def test_adapters_of_frozen_quantized_weights_train_as_in_eager_mode(quantize: Callable[[torch.Tensor], nn.Parameter]) -> None:
+    check_trains_as_eager(lambda: perceptron(quantize), F.mse_loss, batch_of)
+
+
+def test_quantized_weights_count_with_their_own_bytes() -> None:
+    graph = planner.trace(perceptron(of_parts), F.mse_loss, batch_of(0), passes=1)
+    quantized = {t.name: t.size_bytes for t in graph.tensors if t.kind is Kind.PARAMETER and ".weight." in t.name}
+    assert quantized["model.0.weight.values_of"] == 64 * 32
+    assert quantized["model.0.weight.scale"] == 64 * 4
+
+
+def test_a_replaced_quantized_weight_is_read_anew() -> None:
+    model = perceptron(of_parts)
+    step = planner.compile(model, F.mse_loss, batch_of(0), budget="100%", passes=1, wait=0)
+    model[0].weight = of_parts(torch.ones(64, 32))
+    assert torch.equal(step(*batch_of(0)), F.mse_loss(model(batch_of(0)[0]), batch_of(0)[1]))
+
+
+def test_a_trained_quantized_weight_is_refused() -> None:
+    model = perceptron(lambda weight: nn.Parameter(Quantized.of(weight)))
+    with pytest.raises(TraceError, match="quantized"):
+        planner.trace(model, F.mse_loss, batch_of(0))

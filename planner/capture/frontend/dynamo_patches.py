@@ -1,6 +1,5 @@
 """Patches for statements that Dynamo refuses, though a capture can leave them out or run them beforehand."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -142,13 +141,3 @@ def skip_distribution_checks() -> Iterator[None]:
     """
     with patch.object(Distribution, "_validate_args", False):
         yield
-
-
-def install_hooks(step: nn.Module) -> None:
-    """Install the hooks of Transformers' models that record hidden states, as their first forward pass would."""
-    library = sys.modules.get("transformers.utils.output_capturing")
-    if library is None:
-        return
-    for module in list(step.modules()):
-        if library._CAN_RECORD_REGISTRY.get(module):
-            library.maybe_install_capturing_hooks(module)

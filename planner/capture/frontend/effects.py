@@ -6,7 +6,7 @@ first step sets and later ones read (a mask that is built when first needed) is 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -31,12 +31,14 @@ class Effect:
         attribute: its name; None if the object itself is changed, such as a list.
         where: the line that changes it, in brackets, for messages; empty if unknown.
         replaced: True if a buffer or parameter is replaced by another tensor.
+        constant: the value at the end of the step, in a tuple, if it is a number, a text or None.
     """
 
     owner: str
     attribute: str | None
     where: str
     replaced: bool = False
+    constant: tuple[object] | None = None
 
     @property
     def name(self) -> str:
@@ -105,7 +107,13 @@ def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[
                 f"{readable(effect.name, local, scope)} is replaced by another tensor in the step{effect.where}, which a planned "
                 "step does not do: change it in place (copy_, add_, lerp_)"
             )
-    effects = [effect for effect in effects if not isinstance(_owner(effect, local, scope), Scratch)]
+    effects = [
+        effect
+        for effect in effects
+        if not isinstance(_owner(effect, local, scope), Scratch)
+        # A flag that is set and reset is no effect.
+        and not (effect.constant is not None and _same(effect.constant[0], _found(effect, local, scope)))
+    ]
     changes = _changes(effects, run, local, scope) if effects else {}
     for effect, change in changes.items():
         if change != "always":
@@ -122,26 +130,13 @@ def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[
         raise UnsettledError(unsettled)
 
 
-def settle(effects: list[Effect], run: Callable[[], AbstractContextManager[None]], local: Scope, scope: Scope) -> None:
-    """Set values as the first call of the step sets them, with a warning.
-
-    Args:
-        run: a context manager that calls the step on real tensors, and restores everything when it is left.
-        effects, local, scope: as for ``check_effects``.
-
-    Raises:
-        TraceError: a value cannot be set.
-    """
-    with run():
-        values = [_found(effect, local, scope) for effect in effects]
-    for effect, value in zip(effects, values, strict=True):
+def warn_of_first_call(effects: list[Effect], local: Scope, scope: Scope) -> None:
+    """Warn that the first call of the step has set the values that later ones read; arguments as for ``check_effects``."""
+    for effect in effects:
         name = readable(effect.name, local, scope)
-        if effect.attribute is None or value is _ABSENT:
-            raise TraceError(f"{name} changes in the first step{effect.where}: run the model once before it is planned")
-        setattr(_owner(effect, local, scope), effect.attribute, value)
         warn_caller(
-            f"{name} is set by the first step{effect.where}, and read by later ones: the model was run once to set it, and "
-            "the plan uses the value that it has now",
+            f"{name} is set by the first step{effect.where}, and read by later ones: the model was run once to set it, and the "
+            "plan uses the value that it has now",
         )
 
 
@@ -160,7 +155,11 @@ def _effects(effects: SideEffects) -> list[Effect]:
             module = owner.rpartition(".")[0]
             found += [Effect(module, name, where, replaced=True) for name in _replaced(variable)]
         elif attributes:
-            found += [Effect(owner, name, where) for name, value in attributes.items() if not _is_itself(value, owner, name)]
+            found += [
+                Effect(owner, name, where, constant=_constant(value))
+                for name, value in attributes.items()
+                if not _is_itself(value, owner, name)
+            ]
         else:
             found.append(Effect(owner, None, where))
     return [effect for effect in found if effect.owner.startswith(("L[", "G["))]
@@ -181,6 +180,12 @@ def _storage(variable: Any) -> int | None:
     value = variable.realize() if hasattr(variable, "realize") else variable
     proxy = value.as_proxy() if value is not None and value.is_tensor() else None
     return None if proxy is None else proxy.node.meta["example_value"].untyped_storage()._cdata
+
+
+def _constant(value: Any) -> tuple[object] | None:
+    if not (value.is_python_constant() and isinstance(value.as_python_constant(), int | float | str | None)):
+        return None
+    return (value.as_python_constant(),)
 
 
 def _is_itself(value: Any, owner: str, name: str) -> bool:

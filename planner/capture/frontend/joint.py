@@ -1,8 +1,8 @@
 """The joint graph of a training step: Dynamo captures the forward pass, AOTAutograd adds the backward pass."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,16 +13,15 @@ from graphs.errors import TraceError, first_line
 from planner.capture.frontend.dynamo_patches import (
     allow_requires_grad_writes,
     ignore_cudnn_flags,
-    install_hooks,
     keep_attributes,
     skip_distribution_checks,
     write_data_in_place_where,
 )
 from planner.capture.frontend.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager
-from planner.capture.frontend.effects import Effect, UnsettledError, check_effects, record_effects, settle
+from planner.capture.frontend.effects import Effect, UnsettledError, check_effects, record_effects, warn_of_first_call
 from planner.capture.frontend.failures import failure, own_message
 from planner.capture.frontend.fake_execution import on_fakes
-from planner.capture.frontend.preserved_state import preserve_state
+from planner.capture.frontend.preserved_state import make_first_call, preserve_state
 from planner.capture.frontend.source_lines import location, traced_line
 from planner.capture.guards.branches import DataBranches, asks_for_values
 from planner.capture.guards.data_guards import DataGuards
@@ -34,7 +33,7 @@ from planner.capture.rewrites.cuda_attention import attention_as_on_cuda
 from planner.capture.rewrites.explicit_generators import explicit_generator, record_generators
 from planner.capture.rewrites.outputs import CHECKS
 from planner.capture.rewrites.sparse_products import decompose_sparse_matrices, hide_sparse_buffers
-from planner.capture.signature import Batch, arguments, call, leaves
+from planner.capture.signature import Batch, arguments, leaves
 from planner.capture.step import TrainingStep
 from planner.torch_private.capture import (
     GUARD_SETTINGS,
@@ -134,7 +133,9 @@ def _compiled_with_branches(
 def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
     """Call `trace`, and return its result; restore `step` and `batch` afterwards.
 
-    If the step reads Python values that its first call sets, run it once to set them, and call `trace` again.
+    What a library does once, in the first call of a model (it installs hooks, fills caches), may be what cannot be traced. So if
+    the step cannot be captured, or reads Python values that its first call sets, the first call is made, and `trace` called
+    again.
 
     Raises:
         TraceError: values change in the second call too; or as in `trace`.
@@ -146,20 +147,17 @@ def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
 
     try:
         return once()
-    except UnsettledError as unsettled:
+    except (UnsettledError, TraceError) as error:
+        failed = error
+    try:
+        changed = make_first_call(step, batch)
+    except Exception:  # noqa: BLE001  # the capture says what is wrong with the step
+        changed = False
+    if not changed and isinstance(failed, TraceError):
+        raise failed
+    if isinstance(failed, UnsettledError):
         args, kwargs = arguments(batch)
-
-        @contextmanager
-        def called() -> Iterator[None]:
-            with preserve_state(step, batch), torch.no_grad():
-                call(step, batch)
-                yield
-
-        settle(unsettled.effects, called, {"self": step, "args": args, "kwargs": kwargs}, TrainingStep.forward.__globals__)
-    except TraceError as error:
-        if "maybe_install_capturing_hooks" not in str(error):
-            raise
-        install_hooks(step)  # they stay, as after the model's first step
+        warn_of_first_call(failed.effects, {"self": step, "args": args, "kwargs": kwargs}, TrainingStep.forward.__globals__)
     try:
         return once()
     except UnsettledError as unsettled:

@@ -10,7 +10,7 @@ from torch import nn
 from planner.capture.frontend.python_state import PythonState
 from planner.capture.frontend.random_states import preserve_random_states
 from planner.capture.rewrites.outputs import storage, tensors_in
-from planner.capture.signature import Batch, leaves
+from planner.capture.signature import Batch, call, leaves
 from planner.torch_private.core import FakeTensor, TorchDispatchMode, nn_module, preserve_version_counter
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -42,12 +42,45 @@ def preserve_training_state(step: nn.Module, batch: Batch, *, written: Iterable[
 @contextmanager
 def preserve_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Do as ``preserve_training_state`` where no backward pass runs: gradients are not restored, hooks stay in place."""
-    hooks = [getattr(nn_module, name) for name in vars(nn_module) if name.startswith("_global_")]
-    state = PythonState([step, batch, *hooks])
+    state = PythonState(_roots(step, batch))
+    with ExitStack() as stack:
+        stack.callback(state.restore)
+        stack.enter_context(_preserve_tensors(step, batch, state, written))
+        yield
+
+
+def make_first_call(step: nn.Module, batch: Batch) -> bool:
+    """Call `step` without gradients, and keep the Python values that its first call sets: hooks, caches, lazy attributes.
+
+    Values that a second call changes too, such as counters, are restored, as are tensors and random states.
+
+    Returns:
+        True if anything was kept.
+    """
+    before = PythonState(_roots(step, batch))
+    with torch.no_grad(), _preserve_tensors(step, batch, before):
+        try:
+            call(step, batch)
+            after_first = PythonState(_roots(step, batch))
+            with _preserve_tensors(step, batch, after_first):
+                call(step, batch)
+        except BaseException:
+            before.restore()
+            raise
+        return before.keep_first_call(after_first)
+
+
+def _roots(step: nn.Module, batch: Batch) -> list[object]:
+    """Return the objects whose Python values a step may change: its own, and the hooks on all modules."""
+    return [step, batch, *(getattr(nn_module, name) for name in vars(nn_module) if name.startswith("_global_"))]
+
+
+@contextmanager
+def _preserve_tensors(step: nn.Module, batch: Batch, state: PythonState, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Restore tensors and random states, with those of the generators in `state`."""
     held = (value for module in step.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
     tensors = {id(t): t for t in (*step.buffers(), *held, *tensors_in(leaves(batch)), *written)}.values()
     with ExitStack() as stack:
-        stack.callback(state.restore)
         for generator in state.generators:
             stack.callback(generator.set_state, generator.get_state())
         for tensor in tensors:

@@ -27,8 +27,9 @@ class PythonState:
 
     def __init__(self, roots: Iterable[object]) -> None:
         self.generators: list[torch.Generator] = []
-        self._restore: list[Callable[[], None]] = []
-        self._seen: dict[int, object] = {}  # referenced, so that no other object gets the same id
+        self._contents: dict[int, Any] = {}  # copies of containers, by their ids
+        self._variables: list[tuple[Callable[[object], None], object]] = []  # cells and globals: how to set them
+        self._seen: dict[int, Any] = {}  # referenced, so that no other object gets the same id
         waiting = deque(roots)
         while waiting and len(self._seen) < _MOST_OBJECTS:
             found = waiting.popleft()
@@ -38,13 +39,42 @@ class PythonState:
 
     def restore(self) -> None:
         """Restore the values of the snapshot."""
-        for put_back in self._restore:
-            put_back()
+        for place, before in self._contents.items():
+            _restore_items(self._seen[place], before)
+        for write, before in self._variables:
+            write(before)
+
+    def keep_first_call(self, after_first: "PythonState") -> bool:
+        """Restore what has changed since `after_first` too, and keep what has changed between the snapshots only.
+
+        Returns:
+            True if anything was kept.
+        """
+        kept = False
+        for place, before in self._contents.items():
+            found = self._seen[place]
+            first = after_first._contents.get(place, before)
+            if isinstance(found, dict):
+                wanted = {
+                    key: found[key] if key in found and _is_one(found[key], first.get(key, _ABSENT)) else before.get(key, _ABSENT)
+                    for key in {**before, **found}
+                }
+                wanted = {key: value for key, value in wanted.items() if value is not _ABSENT}
+            else:
+                wanted = _content(found) if _holds_same(found, first) else before
+            kept |= not _holds_same(wanted, before)
+            _restore_items(found, wanted)
+        for place, first in after_first._contents.items():
+            if place not in self._contents:  # made by the first call
+                _restore_items(after_first._seen[place], first)
+        for write, before in self._variables:
+            write(before)
+        return kept
 
     def _visit(self, found: Any) -> Iterator[object]:
         """Save the content of `found`, and yield it."""
-        if (restore := restoring_items(found)) is not None:
-            self._restore.append(restore)
+        if isinstance(found, dict | list | deque | set):
+            self._contents[id(found)] = _content(found)
         match found:
             case torch.Tensor():
                 pass  # no Python state
@@ -64,7 +94,7 @@ class PythonState:
             case CellType():
                 with suppress(ValueError):  # not assigned yet
                     held = found.cell_contents
-                    self._restore.append(partial(setattr, found, "cell_contents", held))
+                    self._variables.append((partial(setattr, found, "cell_contents"), held))
                     yield held
             case nn.Module() | object(__dict__=dict()):
                 own = _is_own(type(found).__module__)
@@ -80,7 +110,7 @@ class PythonState:
         for name in _names(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
-                self._restore.append(partial(function.__globals__.__setitem__, name, value))
+                self._variables.append((partial(function.__globals__.__setitem__, name), value))
                 yield value
 
 
@@ -103,22 +133,37 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def restoring_items(found: Any) -> Callable[[], None] | None:
     """Return a function that restores the present items of a dict, list, deque or set; None for other objects."""
-    match found:
-        case dict():
-            return partial(_restore_items, found, dict(found), found.update)
-        case list() | deque():
-            return partial(_restore_items, found, list(found), found.extend)
-        case set():
-            return partial(_restore_items, found, set(found), found.update)
-    return None
+    return partial(_restore_items, found, _content(found)) if isinstance(found, dict | list | deque | set) else None
 
 
-def _restore_items(place: Any, before: Any, refill: Callable[[Any], None]) -> None:
-    same = place == before if isinstance(place, set) else _same(place, before)
-    if not same or (isinstance(place, dict) and not _same(place.values(), before.values())):
+_ABSENT = object()
+
+
+def _content(found: Any) -> Any:
+    """Return a copy of a container, as a plain dict, list or set."""
+    kind = dict if isinstance(found, dict) else set if isinstance(found, set) else list
+    return kind(found)
+
+
+def _restore_items(place: Any, before: Any) -> None:
+    if not _holds_same(place, before):
         place.clear()
-        refill(before)
+        (place.extend if isinstance(place, list | deque) else place.update)(before)
+
+
+def _holds_same(now: Any, before: Any) -> bool:
+    """Return True if two containers have the same objects, in the same order unless they are sets."""
+    if isinstance(now, set):
+        return bool(now == before)
+    if isinstance(now, dict) and not _same(now.values(), before.values()):
+        return False
+    return _same(now, before)
 
 
 def _same(now: Collection[object], before: Collection[object]) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+def _is_one(a: object, b: object) -> bool:
+    """Return True if both are one object, or equal numbers or texts."""
+    return a is b or (type(a) is type(b) and isinstance(a, int | float | str | bytes) and a == b)

@@ -20,6 +20,7 @@ from planner.capture.frontend.eager_ops import refuse_cpu_only_kernels, separate
 from planner.capture.frontend.joint import compiled_graph, device_of, joint_graph
 from planner.capture.lowering.lower import Capture, lower
 from planner.capture.lowering.statics import StaticTensors, allocated_bytes
+from planner.capture.rewrites.constants import read_constants
 from planner.capture.rewrites.dropout import dropout_as_eager
 from planner.capture.rewrites.layouts import layouts_as_eager
 from planner.capture.rewrites.outputs import fix_outputs
@@ -63,6 +64,7 @@ def capture(
     if as_on_cuda:
         refuse_cpu_only_kernels(graph)
     separate_biases(graph)
+    read_constants(graph)
     layouts_as_eager(graph)
     fix_outputs(graph)
     if not as_on_cuda:

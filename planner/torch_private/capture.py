@@ -148,13 +148,13 @@ def read_names_of_torch() -> None:
     """
     load = InstructionTranslatorBase._load_attr
 
-    def load_or_read(tx: InstructionTranslatorBase, name: str) -> None:
-        load(tx, name)
+    def load_or_read(tx: InstructionTranslatorBase, attr: Any) -> None:
+        load(tx, attr)
         if isinstance(getattr(tx.stack[-1], "obj", None), TorchInGraphFunctionVariable):
             found = tx.stack[-1].as_python_constant()
             tx.stack[-1] = VariableTracker.build(tx, found) if isinstance(found, str) else tx.stack[-1]
 
-    InstructionTranslatorBase._load_attr = load_or_read  # type: ignore[method-assign]
+    InstructionTranslatorBase._load_attr = load_or_read  # type: ignore[assignment, method-assign]
 
 
 def forget_compiled(output: CaptureOutput) -> None:

@@ -42,10 +42,12 @@ from torch.utils._mode_utils import no_dispatch  # concrete values are computed 
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees each op that eager PyTorch runs
     is_in_torch_dispatch_mode,  # disabling modes takes time
-    is_traceable_wrapper_subclass,  # a tensor that is made of other tensors
 )
 from torch.utils._python_dispatch import (
     _disable_current_modes as disable_current_modes,  # checks and timings are no ops of the step
+)
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as _is_traceable_wrapper_subclass,
 )
 from torch.utils._sympy.interp import sympy_interp  # evaluates a condition on other numbers
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # in Python's arithmetic
@@ -108,6 +110,12 @@ neg_view = torch._neg_view
 foreach_copy_ = torch._foreach_copy_
 # Reads the numbers in a mask, which no graph can do.
 detect_is_causal_mask = transformer._detect_is_causal_mask
+
+
+def names_of_parts(value: torch.Tensor) -> list[str]:
+    """Return the names of the attributes with the tensors that a tensor of a subclass is made of; none of a plain tensor."""
+    parts: Any = value  # no subclass of both types exists for type checkers
+    return list(parts.__tensor_flatten__()[0]) if _is_traceable_wrapper_subclass(parts) else []
 
 
 def kernel_settings() -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """The joint graph of a training step: Dynamo captures the forward pass, AOTAutograd adds the backward pass."""
 
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 

@@ -19,7 +19,7 @@ from planner.torch_private.capture import (
     SubclassGetAttrAOTInput,
     ViewBaseAOTInput,
 )
-from planner.torch_private.core import is_traceable_wrapper_subclass
+from planner.torch_private.core import names_of_parts
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
@@ -53,11 +53,11 @@ class StaticTensors:
 
     def _add_parts(self, kind: Kind, name: str, value: torch.Tensor, parts: tuple[str, ...] = ()) -> None:
         """Add a tensor of the model; of a subclass that is made of other tensors those that it is made of."""
-        if not is_traceable_wrapper_subclass(value):
-            self.add(kind, name, value, parts)
-            return
-        for part in value.__tensor_flatten__()[0]:
+        made_of = names_of_parts(value)
+        for part in made_of:
             self._add_parts(kind, name, getattr(value, part), (*parts, part))
+        if not made_of:
+            self.add(kind, name, value, parts)
 
     def add(self, kind: Kind, name: str, value: torch.Tensor, parts: tuple[str, ...] = ()) -> int:
         """Add `value` under the name `name` and those of `parts` (``Source``), and return its id."""
@@ -79,10 +79,11 @@ class StaticTensors:
 
     def find(self, desc: AOTInput) -> int:
         """Return the id of the tensor of a joint graph's input."""
-        parts = ""
-        while isinstance(desc, SubclassGetAttrAOTInput):
-            desc, parts = desc.base, f".{desc.attr}{parts}"
-        match desc:
+        parts, whole = "", desc
+        while isinstance(whole, SubclassGetAttrAOTInput):
+            parts = f".{whole.attr}{parts}"
+            whole = whole.base
+        match whole:
             case ParamAOTInput(target=name) if (Kind.PARAMETER, name + parts) in self._by_name:
                 return self._by_name[Kind.PARAMETER, name + parts]
             case BufferAOTInput(target=name) if (Kind.BUFFER, name + parts) in self._by_name:

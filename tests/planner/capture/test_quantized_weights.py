@@ -51,11 +51,11 @@ class Dequantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         ctx.weight, ctx.scale = weight, scale
-        return x @ (weight.detach() * scale).t()
+        return x @ (weight.detach() * (2 * scale)).t()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient @ (ctx.weight.detach() * ctx.scale), None, None
+        return gradient @ (ctx.weight.detach() * (2 * ctx.scale)), None, None
 
 
 class Scaled(nn.Parameter):
@@ -102,6 +102,15 @@ def batch_of(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("quantize", [of_parts, with_attribute])
 def test_adapters_of_frozen_quantized_weights_train_as_in_eager_mode(quantize: Callable[[torch.Tensor], nn.Parameter]) -> None:
     check_trains_as_eager(lambda: perceptron(quantize), F.mse_loss, batch_of)
+
+
+def test_attributes_of_weights_are_not_overwritten() -> None:
+    model = perceptron(with_attribute)
+    before = [layer.weight.scale.clone() for layer in model if isinstance(layer, Adapted)]
+    step = planner.compile(model, F.mse_loss, batch_of(0), budget="100%", passes=1, wait=0)
+    step(*batch_of(0)).backward()
+    scales = [layer.weight.scale for layer in model if isinstance(layer, Adapted)]
+    assert all(map(torch.equal, scales, before))
 
 
 def test_quantized_weights_count_with_their_own_bytes() -> None:

@@ -33,6 +33,9 @@ from solvers.baselines.sac import LISTS, SacRule, SaveList, save_lists
 # Fractions of the Memory Budget API by backend; Inductor compiles for a minute or more each time.
 BUDGETS = MappingProxyType({"aot_eager": (1.0, 0.75, 0.5, 0.25, 0.0), "inductor": (1.0, 0.5, 0.0)})
 
+# Every so many blocks is checkpointed, as with ``every_n_layers`` of Hugging Face's Transformers.
+EVERY = (2, 3, 4)
+
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -69,12 +72,14 @@ def baseline_methods(
         targets: targets of the forward ops: SAC with all lists of kinds among them, not only the named ones.
     """
     choices = block_choices(model)
+    layers = _count_layers(model)
     sacs = [partial(sac, rule) for rule in SacRule if not targets or any(map(LISTS[rule].has, targets))]
     sacs += [partial(sac, save_list=known) for known in unnamed_lists(targets)]
     useless = [sac(rule) for rule in SacRule if targets and not any(map(LISTS[rule].has, targets))]  # their steps raise
     return [
         eager(),
         *(checkpoint_blocks(**choice) for choice in choices),
+        *(checkpoint_blocks(every=every) for every in EVERY if every < layers),
         *(make(**choice) for make in sacs for choice in choices),
         *useless,
         *(memory_budget(fraction, backend) for backend, fractions in budgets.items() for fraction in fractions),
@@ -87,19 +92,23 @@ def eager() -> Method:
     return Method("eager", TrainingStep)
 
 
-def checkpoint_blocks(level: int = 1, *, depth: int = 0) -> Method:
-    """Return ``torch.utils.checkpoint`` around every block of `level`, or of `depth`: see ``planner.studies.blocks``."""
+def checkpoint_blocks(level: int = 1, *, depth: int = 0, every: int = 1) -> Method:
+    """Return ``torch.utils.checkpoint`` around each block of `level`, or of `depth`: see ``planner.studies.blocks``.
+
+    Args:
+        every: n for the first of each n blocks only, as ``activation_checkpointing_enable(every_n_layers=n)`` of Transformers.
+    """
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        step, wrapped = TrainingStep(model, loss_fn), _blocks(model, level, depth)
+        step, modules = TrainingStep(model, loss_fn), checkpointed_blocks(model, level, depth)[::every]
 
         def run(*args: object, **kwargs: object) -> Any:
-            with _wrapped(wrapped, lambda forward: partial(checkpoint, forward, use_reentrant=False)):
+            with wrapped(modules, lambda forward: partial(checkpoint, forward, use_reentrant=False)):
                 return step(*args, **kwargs)
 
         return run
 
-    return Method(f"checkpoint-blocks{_at(level, depth)}", prepare)
+    return Method(f"checkpoint-blocks{_at(level, depth)}{f' every {every}' if every > 1 else ''}", prepare)
 
 
 def sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0, save_list: SaveList | None = None) -> Method:
@@ -116,12 +125,12 @@ def sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0, save_
     name = f"{rule}{f' {saves.name}' if save_list else ''}{_at(level, depth)}"
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        step, wrapped = TrainingStep(model, loss_fn), _blocks(model, level, depth)
+        step, modules = TrainingStep(model, loss_fn), checkpointed_blocks(model, level, depth)
 
         def run(*args: object, **kwargs: object) -> Any:
             saved: set[str] = set()
-            contexts = partial(_contexts, saves, saved)
-            with _wrapped(wrapped, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)):
+            contexts = partial(save_contexts, saves, saved)
+            with wrapped(modules, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)):
                 returned = step(*args, **kwargs)
             if not saved:
                 raise InapplicableError(f"{name} saves nothing: no op in the blocks is one of {', '.join(sorted(saves.ops))}")
@@ -196,8 +205,20 @@ def auto_sac() -> Method:
     return Method("auto-sac", prepare)
 
 
-def _blocks(model: nn.Module, level: int, depth: int) -> list[nn.Module]:
+def checkpointed_blocks(model: nn.Module, level: int = 1, depth: int = 0) -> list[nn.Module]:
+    """Return the blocks of `level`, or of `depth`, that can be checkpointed.
+
+    Raises:
+        InapplicableError: the model has none.
+    """
     return checkpointable(blocks_at(model, depth) if depth else blocks(model, level))
+
+
+def _count_layers(model: nn.Module) -> int:
+    try:
+        return len(checkpointed_blocks(model))
+    except InapplicableError:
+        return 0
 
 
 def _at(level: int, depth: int) -> str:
@@ -205,7 +226,7 @@ def _at(level: int, depth: int) -> str:
 
 
 @contextmanager
-def _wrapped(modules: Sequence[nn.Module], wrap: Wrap) -> Iterator[None]:
+def wrapped(modules: Sequence[nn.Module], wrap: Wrap) -> Iterator[None]:
     """Wrap the modules' ``forward`` inside the context; recomputation calls the plain one."""
     before = [(module, vars(module).get("forward")) for module in modules]
     try:
@@ -219,7 +240,7 @@ def _wrapped(modules: Sequence[nn.Module], wrap: Wrap) -> Iterator[None]:
                 vars(module)["forward"] = forward
 
 
-def _contexts(saves: SaveList, saved: set[str]) -> Contexts:
+def save_contexts(saves: SaveList, saved: set[str]) -> Contexts:
     """Return the contexts of SAC for one region; targets whose outputs are saved are added to `saved`."""
     # Torch 2.11 calls the policy again during recomputation.
     counts = {(half, again): count() for half in saves.halved for again in (False, True)}

@@ -7,27 +7,36 @@ device and the host thus mean the same as for a plan.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from planner.capture.step import LossFn, TrainingStep
 from planner.runtime.channels import HostChannels
 from planner.runtime.host_memory import HostTensor
 from planner.runtime.measure import Step
 from planner.runtime.transfers import Transfer
-from planner.studies.baselines import Method
+from planner.studies.baselines import Method, checkpointed_blocks, save_contexts, wrapped
+from planner.studies.blocks import InapplicableError
 from planner.torch_private.core import current_autograd_node
+from solvers.baselines.sac import LISTS, SacRule
 
+_HOOKS = "respect_saved_tensors_hooks"
+_THROUGH_HOOKS = {_HOOKS: True} if _HOOKS in signature(checkpoint).parameters else {}
 _STASH, _LEAST_BYTES = 5, 1024  # values of torchtune's OffloadActivations
 
 
 def offloading_methods(channels: HostChannels) -> list[Method]:
-    """Return both methods, with copies by `channels`, which limit the host memory."""
-    return [save_on_cpu(channels), offload_activations(channels)]
+    """Return the methods, with copies by `channels`, which limit the host memory."""
+    checkpointing = offload_checkpoints(channels), offload_checkpoints(channels, SacRule.LISTED)
+    return [save_on_cpu(channels), *checkpointing, offload_activations(channels)]
 
 
 def save_on_cpu(channels: HostChannels) -> Method:
@@ -43,6 +52,41 @@ def offload_activations(channels: HostChannels) -> Method:
     streams run ahead of the computation, while the CPU waits. A view of a parameter counts as one here.
     """
     return _method("offload-activations", channels, stash=_STASH, least_bytes=_LEAST_BYTES, parameters=False)
+
+
+def offload_checkpoints(channels: HostChannels, rule: SacRule | None = None) -> Method:
+    """Return ``save_on_cpu`` around each checkpointed block, as ``offload=True`` of Transformers' checkpointing does.
+
+    The inputs of blocks go to the host. With a `rule` blocks are checkpointed selectively: what is saved in them goes to the host
+    as well from torch 2.14 on (``respect_saved_tensors_hooks``); before, it bypasses hooks and stays on the device.
+    """
+
+    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
+        step, modules = TrainingStep(model, loss_fn), checkpointed_blocks(model)
+
+        def run(*args: object, **kwargs: object) -> Any:
+            hooks = _Hooks(channels, 0, 0, frozenset())
+
+            def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+                def run_block(*inputs: Any, **options: Any) -> Any:
+                    with saved_tensors_hooks(hooks.pack, hooks.unpack):
+                        return checkpoint(forward, *inputs, use_reentrant=False, **selective, **options)
+
+                return run_block
+
+            saved: set[str] = set()
+            selective: dict[str, Any] = {}
+            if rule is not None:
+                selective = {"context_fn": partial(save_contexts, LISTS[rule], saved), **_THROUGH_HOOKS}
+            with wrapped(modules, wrap):
+                returned = step(*args, **kwargs)
+            if rule is not None and not saved:
+                raise InapplicableError(f"{rule} saves nothing: no op in the blocks is one of {', '.join(LISTS[rule].ops)}")
+            return returned
+
+        return run
+
+    return Method(f"save-on-cpu {rule or 'checkpoint-blocks'}", prepare)
 
 
 def _method(name: str, channels: HostChannels, *, stash: int, least_bytes: int, parameters: bool) -> Method:

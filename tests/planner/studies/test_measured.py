@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from graphs.errors import ModelError
+from planner.capture.step import LossFn, TrainingStep
 from planner.models import Workload
-from planner.runtime.measure import StepOutcome
+from planner.runtime.measure import Step, StepOutcome
 from planner.studies.baselines import (
     Method,
     auto_sac,
@@ -222,6 +223,37 @@ def test_a_unet_is_checkpointed_by_its_blocks() -> None:
         <= peaks["sac depth 1"]
         < peaks["eager"]
     )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_every_so_many_blocks_are_checkpointed_as_by_transformers(every: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=97, n_positions=64, n_embd=32, n_layer=6, n_head=2, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    if not hasattr(model, "activation_checkpointing_enable"):
+        pytest.skip("this release of Transformers checkpoints all layers")
+    tokens = torch.randint(97, (4, 64))
+
+    def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
+        step = TrainingStep(model, loss_fn)
+
+        def run(*args: object, **kwargs: object) -> object:
+            model.activation_checkpointing_enable(every_n_layers=every)
+            try:
+                return step(*args, **kwargs)
+            finally:
+                model.activation_checkpointing_disable()
+
+        return run
+
+    built = Workload(model, None, {"input_ids": tokens, "labels": tokens})
+    plain, ours, theirs = measure(built, eager(), checkpoint_blocks(every=every), Method("transformers", prepare))
+    assert ours.peak_bytes == theirs.peak_bytes < plain.peak_bytes
+    assert ours.exactness is theirs.exactness is Exactness.IDENTICAL
 
 
 def test_lists_that_have_a_name_are_not_tried_twice() -> None:

@@ -8,12 +8,13 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu as torch_save_on_cpu
 
 from planner.capture.step import TrainingStep
-from planner.models import Workload
+from planner.models import Workload, build
 from planner.runtime.channels import HostChannels
 from planner.runtime.measure import loss_of
-from planner.studies.baselines import eager
+from planner.studies.baselines import checkpoint_blocks, eager, sac
 from planner.studies.measured import Benchmark, Exactness
-from planner.studies.offloading import offload_activations, offloading_methods, save_on_cpu
+from planner.studies.offloading import offload_activations, offload_checkpoints, offloading_methods, save_on_cpu
+from solvers.baselines.sac import SacRule
 from tests.support.models.steps import make
 
 
@@ -21,7 +22,7 @@ from tests.support.models.steps import make
 def test_offloading_methods_are_exact_and_move_memory_to_the_host(name: str) -> None:
     channels = HostChannels(torch.device("cpu"))
     benchmark = Benchmark(make(name), host=channels.memory)
-    plain, saved, stashed = map(benchmark.enter, (eager(), *offloading_methods(channels)))
+    plain, saved, stashed = map(benchmark.enter, (eager(), save_on_cpu(channels), offload_activations(channels)))
     for row in (plain, saved, stashed):
         assert row.error is None and row.exactness is Exactness.IDENTICAL and row.differences == ()
     assert plain.host_bytes == 0
@@ -46,6 +47,28 @@ class Counting(torch_save_on_cpu):
             return packed
 
         self.pack_hook = pack
+
+
+def test_checkpoints_on_the_host_are_exact_and_hold_less_on_the_device() -> None:
+    channels = HostChannels(torch.device("cpu"))
+    benchmark = Benchmark(build("gpt2", layers=4, width=64, heads=4, vocab=500, batch=8, seq=128), host=channels.memory)
+    found = {method.name: benchmark.enter(method) for method in (checkpoint_blocks(), sac(), *offloading_methods(channels))}
+    for row in found.values():
+        assert row.error is None and row.exactness is Exactness.IDENTICAL
+    peaks = {name: row.peak_bytes or 0 for name, row in found.items()}
+    hosts = {name: row.host_bytes or 0 for name, row in found.items()}
+    assert hosts["checkpoint-blocks"] == hosts["sac"] == 0 < hosts["save-on-cpu checkpoint-blocks"]
+    assert hosts["save-on-cpu checkpoint-blocks"] <= hosts["save-on-cpu sac"] < hosts["save-on-cpu"]
+    assert peaks["save-on-cpu checkpoint-blocks"] < peaks["checkpoint-blocks"]
+    assert peaks["save-on-cpu checkpoint-blocks"] <= peaks["save-on-cpu sac"] < peaks["sac"]
+    assert channels.memory.used_bytes == 0
+
+
+def test_a_list_that_no_op_is_in_does_not_apply() -> None:
+    workload = make("resnet18")
+    method = offload_checkpoints(HostChannels(torch.device("cpu")), SacRule.ATTENTION)
+    row = Benchmark(workload).enter(method)
+    assert not row.applies and "saves nothing" in (row.error or "")
 
 
 @pytest.mark.parametrize("name", ["gpt2_written", "gpt2_sdpa", "resnet18"])

@@ -161,7 +161,10 @@ def test_bytes_matter_in_large_budgets() -> None:
 def test_result_records_solver_settings_and_versions() -> None:
     result = solve(ask(training_chain(5), 4, tolerance=0.01, time_limit_s=60))
     assert result.solver == "windows"
-    assert dict(result.settings) == {"tolerance": 0.01, "time_limit_s": 60, "params": WindowsParams().recorded()}
+    windows = result.settings["windows"]
+    assert isinstance(windows, list) and windows == sorted(set(windows)) and windows[-1] == len(training_chain(5).ops) - 1
+    asked = {"tolerance": 0.01, "time_limit_s": 60, "params": WindowsParams().recorded()}
+    assert dict(result.settings) == {**asked, "windows": windows}
     assert set(result.versions) == {"highs", "scipy", "numpy"}
     assert result.seconds > 0
     assert get_solver("windows")(ask(training_chain(5), 4)).solver == "windows"

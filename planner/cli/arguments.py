@@ -6,8 +6,10 @@ Commands import their needs when they run, so that ``--help`` answers at once.
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
@@ -44,12 +46,39 @@ MODEL_HELP = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one line, as all commands do."""
+    """A parser that reports errors in one line, as all commands do, with the names that are close to an unknown one."""
+
+    _given: Sequence[str] = ()
+    _commands: "argparse._SubParsersAction[Any] | None" = None
+
+    def add_subparsers(self, **settings: Any) -> Any:
+        """Add commands as argparse does, and remember them."""
+        self._commands = super().add_subparsers(**settings)
+        return self._commands
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments as argparse does; unknown options of a command are an error of that command, which knows its own."""
+        self._given = sys.argv[1:] if args is None else list(args)
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return known, rest
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and a pointer to the help, and exit."""
-        complain(f"{message} (see {self.prog} --help)")
+        """Print the error, the names that were probably meant, and a pointer to the help, and exit."""
+        meant = self._close_names()
+        said = f": did you mean {' and '.join(meant)}?" if meant else ""
+        complain(f"{message}{said} (see {self.prog} --help)")
         raise SystemExit(USAGE)
+
+    def _close_names(self) -> list[str]:
+        """Return names of commands and options that are close to the unknown ones among the arguments."""
+        known = re.findall(r"--[a-z][a-z-]*", self.format_usage())
+        words = [word.partition("=")[0] for word in self._given if word.startswith("--")]
+        if self._commands is not None:
+            known, words = list(self._commands.choices), [word for word in self._given if not word.startswith("-")][:1]
+        unknown = [word for word in words if not any(name.startswith(word) for name in known)]
+        return list(dict.fromkeys(name for word in unknown for name in get_close_matches(word, known, n=1)))
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"

@@ -1,6 +1,7 @@
 """``planner solve``: solve a graph for a budget."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
@@ -60,7 +61,11 @@ def add(commands: Commands) -> None:
         help="find the least memory at which the step takes at most this much longer: 10%% or 0.1",
     )
     parser.add_argument(
-        "-o", "--output", type=argument_types.output, metavar="FILE", help="the plan to write (default: only print what is found)"
+        "-o",
+        "--output",
+        type=argument_types.output,
+        metavar="FILE",
+        help="the plan to write (default: beside the graph, model.plan.json)",
     )
     add_solver(parser)
     _add_limits(parser)
@@ -103,7 +108,6 @@ def _add_limits(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Solve, and write the plan if requested; return the exit code."""
-    from graphs.io.files import check_writable
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
     from planner.plan_files import naming
@@ -113,8 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.solving import solve
 
     graph = read_graph(arguments.graph)
-    if arguments.output is not None:
-        check_writable(arguments.output, arguments.graph)
+    output = _output(arguments)
     if arguments.write_model is not None:
         _write_model(graph, arguments)
     params = _params(arguments)
@@ -132,16 +135,37 @@ def run(arguments: argparse.Namespace) -> int:
             on_progress=stage.solving(base_s=graph.time_s),
             should_stop=interrupt,
         )
-    if arguments.output is not None:
-        write_plan(naming(plan, arguments.output, arguments.graph), arguments.output)
-    written = "" if arguments.output is None else f"\nwritten to {arguments.output}"
+    write_plan(naming(plan, output, arguments.graph), output)
     print_result(
         arguments,
-        lambda: {"output": arguments.output, **plan_data(plan)},
-        lambda: f"{plan_text(plan)}{written}",
-        written=(arguments.output, arguments.write_model),
+        lambda: {"output": output, **plan_data(plan)},
+        lambda: f"{plan_text(plan)}\nwritten to {output}",
+        written=(output, arguments.write_model),
     )
     return DONE
+
+
+def _output(arguments: argparse.Namespace) -> str:
+    """Return the file for the plan: the one that was asked for, or one beside the graph.
+
+    Raises:
+        OutputError, UsageError: it cannot be written, or what is there already is no plan.
+    """
+    from graphs.errors import FormatError
+    from graphs.io.files import check_writable
+    from planner.plans.document import read_record
+
+    graph = Path(arguments.graph)
+    if arguments.output is None and not graph.is_file():
+        raise UsageError(f"{graph} is no regular file that a plan could be kept beside: name the plan's file with -o")
+    output = str(graph.with_name(f"{graph.stem}.plan.json") if arguments.output is None else arguments.output)
+    check_writable(output, graph)
+    if arguments.output is None and Path(output).exists():
+        try:
+            read_record(output)
+        except FormatError as error:
+            raise UsageError(f"the plan would be kept in {output}, which holds something else: name a file with -o") from error
+    return output
 
 
 def _params(arguments: argparse.Namespace) -> "WindowsParams | None":

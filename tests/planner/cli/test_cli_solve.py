@@ -39,15 +39,31 @@ def test_solve_writes_a_plan_that_fits(graph_file: Path, tmp_path: Path, capsys:
     assert plan.settings["tolerance"] == 0.001
 
 
-def test_solve_prints_json_and_writes_only_on_request(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_solve_prints_json_and_keeps_the_plan_beside_the_graph(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = call(capsys, "solve", graph_file, "--budget", "100%", "--solver", "keep-everything", "--json", "--quiet")
     assert (said.code, said.err) == (0, "")
     data = json.loads(said.out)
-    assert (data["status"], data["output"], data["recomputed"]) == ("optimal", None, 0)
+    beside = graph_file.with_name(f"{graph_file.stem}.plan.json")
+    assert (data["status"], data["output"], data["recomputed"]) == ("optimal", str(beside), 0)
     assert data["overhead"] == pytest.approx(0, abs=1e-12)
     assert data["gap"] == pytest.approx(0, abs=1e-12)
     assert data["predicted_peak_bytes"] == data["budget_bytes"]
-    assert list(graph_file.parent.iterdir()) == [graph_file]
+    assert set(graph_file.parent.iterdir()) == {graph_file, beside}
+    assert read_plan(beside).graph.fingerprint == read_graph(graph_file).fingerprint
+
+
+def test_a_plan_beside_the_graph_replaces_a_plan_and_nothing_else(graph_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beside = graph_file.with_name(f"{graph_file.stem}.plan.json")
+    for budget in ("100%", "80%"):
+        assert f"written to {beside}" in call(capsys, "solve", graph_file, "--budget", budget).out
+        assert read_plan(beside).budget_bytes <= read_plan(beside).graph.keep_everything_peak_bytes
+    kept = read_plan(beside).budget_bytes
+    assert kept == int(0.8 * read_plan(beside).graph.keep_everything_peak_bytes)
+    for text in ("notes", graph_file.read_text()):
+        beside.write_text(text)
+        said = call(capsys, "solve", graph_file, "--budget", "80%")
+        refused(said, 2, str(beside), "holds something else: name a file with -o")
+        assert beside.read_text() == text
 
 
 def test_a_work_limit_gives_the_same_plan_each_time(graph_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,8 @@ def add(commands: Commands) -> None:
         commands,
         "compare",
         "compare the optimal schedule with other methods at several budgets",
-        "Writes rows.csv, table.md, overhead.png and memory.png; rows that are already in rows.csv are kept.\n"
+        "Prints the eight best methods, and writes rows.csv, table.md and, if matplotlib is installed, overhead.png and\n"
+        "memory.png of all. Rows that are already in rows.csv are kept.\n"
         "With --measure also measured.png, and graph.json with the times that a continued comparison uses.\n"
         "Ctrl-C ends it with the rows that are done; the same command continues with the others. A second one quits at once.\n"
         "exit codes: 0 a schedule in some row, 2 usage, 4 none in any, 130 interrupted, 1 anything else\n\n"
@@ -99,11 +100,13 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.files import check_folder
     from planner.cli.interrupt import StopOnInterrupt
     from planner.progress import LineView
-    from planner.report.comparisons import table_text, write_report
+    from planner.report.comparison_screen import screen_text
+    from planner.report.comparisons import write_report
     from planner.studies.compare import cut_short, methods_named
     from planner.studies.comparison_rows import ComparisonRow
     from planner.studies.rows import read_rows
-    from planner.views.figures import new_figure
+    from planner.studies.tables import by
+    from planner.views.figures import can_plot
 
     if arguments.measure and arguments.model.endswith(".json"):
         raise UsageError(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")
@@ -122,7 +125,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--measure measures on this machine, and --cluster would use others: leave one of them out")
     settings = study_settings(arguments, time_limit_s=_ROW_S, total_time_limit_s=_TOTAL_S)
     methods = methods_named(arguments.methods, offload=settings.options.offloads)
-    new_figure()  # without matplotlib no computation is useful
     folder = Path(arguments.output)
     check_folder(folder)
     with (
@@ -131,13 +133,16 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         rows = (_measure if arguments.measure else _simulate)(arguments, methods, settings, progress, interrupt)
     known = read_rows(folder / "rows.csv", ComparisonRow)
-    if known:
-        write_report(known, folder)
-    ended = ", ".join(f"{row.method} at {row.budget} ({row.time_limit_s:.3g} s)" for row in rows if cut_short(row))
+    figures = can_plot()
+    written = ", ".join(path.name for path in (write_report(known, folder, figures=figures) if known else ()))
+    missing = "" if figures else " (figures need matplotlib: pip install 'remat-planner[plots]')"
+    cut = by((row for row in rows if cut_short(row)), "method")
+    ended = ", ".join(f"{method} ({', '.join(row.budget for row in own)})" for method, own in cut.items())
     more = f"\nended by their time limit: {ended}; for more, raise --total-time-limit and name a new folder" if ended else ""
     if arguments.json or known:
         data = {"holds": "comparison", "rows": [asdict(row) for row in rows]}
-        print_result(arguments, lambda: data, lambda: f"{table_text(known)}{more}")
+        said = f"\nwritten to {folder}: rows.csv, {written}{missing}"
+        print_result(arguments, lambda: data, lambda: f"{screen_text(known)}{more}{said}")
     if interrupt():
         return INTERRUPTED
     return DONE if any(row.time_s is not None for row in rows) else LIMIT

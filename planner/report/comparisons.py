@@ -46,17 +46,23 @@ _ISO_MEMORY = (
 )
 
 
-def write_report(rows: Sequence[ComparisonRow], folder: Path) -> None:
-    """Write ``table.md``, ``overhead.png`` and ``memory.png``, and ``measured.png`` if there are measurements.
+def write_report(rows: Sequence[ComparisonRow], folder: Path, *, figures: bool = True) -> list[Path]:
+    """Write ``table.md``, ``overhead.png`` and ``memory.png``, and ``measured.png`` if there are measurements; return the files.
+
+    Args:
+        figures: False to write the table only.
 
     Raises:
         PlannerError: matplotlib is not installed.
     """
-    write_text(folder / "table.md", table_text(rows))
-    plot_overhead(rows, folder / "overhead.png")
-    plot_memory(rows, folder / "memory.png")
-    if any(row.measured_s is not None for row in rows):
-        plot_measured(rows, folder / "measured.png")
+    written = [folder / "table.md"]
+    write_text(written[0], table_text(rows))
+    measured = any(row.measured_s is not None for row in rows)
+    plots = {"overhead": plot_overhead, "memory": plot_memory, **({"measured": plot_measured} if measured else {})}
+    for name, plot in plots.items() if figures else ():
+        written.append(folder / f"{name}.png")
+        plot(rows, written[-1])
+    return written
 
 
 def table_text(rows: Sequence[ComparisonRow]) -> str:

@@ -5,6 +5,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,6 +130,11 @@ def drawn(path: Path, title: str, *, columns: int = 3) -> Iterator["Axes"]:
     set_title(axes, title)
     add_legend(figure, axes, columns=columns)
     save_figure(figure, path)
+
+
+def can_plot() -> bool:
+    """Return True if matplotlib is installed; it is not imported."""
+    return find_spec("matplotlib") is not None
 
 
 def new_figure() -> "Figure":

@@ -1,0 +1,79 @@
+"""A comparison on a terminal: one row per method, the best first, within 100 columns."""
+
+import builtins
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphs.io.formats import write_graph
+from graphs.synthetic.small import training_chain
+from planner.report.comparison_screen import METHODS, screen_text
+from planner.studies.compare import compare, methods_named
+from planner.studies.comparison_rows import ComparisonRow
+from planner.studies.settings import StudySettings
+from solvers.registry import SOLVERS
+from tests.support.cli import call
+
+BUDGETS = ("100%", "90%", "80%", "70%", "60%", "50%")
+NAMES = ("windows", *(name for name in methods_named("all") if name != "windows" and not SOLVERS[name].large_programs))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[ComparisonRow]:
+    return compare(training_chain(8), BUDGETS, NAMES, tmp_path_factory.mktemp("rows"), StudySettings(total_time_limit_s=20))
+
+
+def lines(rows: Sequence[ComparisonRow], **settings: int) -> list[list[str]]:
+    return [line.split("  ") for line in screen_text(rows, **settings).splitlines()]
+
+
+def test_the_best_methods_fit_a_terminal(rows: list[ComparisonRow]) -> None:
+    text = screen_text(rows)
+    assert max(map(len, text.splitlines())) <= 100
+    assert len(text.splitlines()) == METHODS + 4
+    assert f"{METHODS} of {len(NAMES)} methods and 4 of 6 budgets; table.md has all" in text
+
+
+def test_methods_are_sorted_and_ours_and_the_best_baseline_are_marked(rows: list[ComparisonRow]) -> None:
+    every = lines(rows, methods=len(NAMES))[2:-2]
+    assert sorted(line[0] for line in every) == sorted(NAMES)
+    marked = {line[-1].strip(): line[0] for line in every if line[-1].strip() in ("ours", "best baseline")}
+    found = {name: [row.overhead for row in rows if row.method == name and row.overhead is not None] for name in NAMES}
+    ranks = [(-len(found[line[0]]), sum(found[line[0]]) / max(1, len(found[line[0]]))) for line in every]
+    assert ranks == sorted(ranks)
+    assert marked["ours"] == "windows"
+    assert marked["best baseline"] == next(line[0] for line in every if line[0] != "windows")
+
+
+def test_ours_is_shown_where_others_are_better(rows: list[ComparisonRow]) -> None:
+    few = [row for row in rows if row.method != "windows" or row.budget == "100%"]
+    assert any(line[0] == "windows" for line in lines(few, methods=3))
+
+
+def test_compare_needs_no_matplotlib(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, folder, imported = tmp_path / "model.json", tmp_path / "out", builtins.__import__
+    write_graph(training_chain(4), graph)
+
+    def without(name: str, *arguments: Any, **settings: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return imported(name, *arguments, **settings)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr("planner.views.figures.find_spec", lambda _: None)
+    asked = ["compare", graph, "--budgets", "100%,80%", "--methods", "windows,chen-sqrt", "--jobs", "1", "-o", folder]
+    said = call(capsys, *asked)
+    assert said.code == 0
+    assert f"written to {folder}: rows.csv, table.md (figures need matplotlib: pip install 'remat-planner[plots]')" in said.out
+    assert sorted(path.name for path in folder.iterdir()) == ["rows.csv", "table.md"]
+
+
+def test_compare_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    graph, folder = tmp_path / "model.json", tmp_path / "out"
+    write_graph(training_chain(4), graph)
+    said = call(capsys, "compare", graph, "--budgets", "100%", "--methods", "windows", "--jobs", "1", "-o", folder)
+    assert f"written to {folder}: rows.csv, table.md, overhead.png, memory.png" in said.out
+    assert {path.name for path in folder.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png"}

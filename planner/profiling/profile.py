@@ -153,6 +153,7 @@ def profile(
         profiler.measure()
     once = [op for op in capture.graph.program if (cost := profiler.costs.get(op.id)) is not None and not cost.repeats]
     warn_of_unrepeatable_ops(once)
+    _warn_of_modelled_ops(profiler.failed)
     return mark_executed_once(_with_costs(capture, profiler.costs, device, passes), {op.id for op in once})
 
 
@@ -197,6 +198,7 @@ class _Profiler:
     Attributes:
         costs: cost by op id; ops that call nothing are missing.
         keys: by op id, all that its cost depends on.
+        failed: ops whose costs are modelled, each with the error that it raised.
     """
 
     capture: Capture
@@ -207,6 +209,7 @@ class _Profiler:
     on_op: Callable[[int, int], None] | None
     costs: dict[int, OpCost] = field(default_factory=dict)
     keys: dict[int, _Key] = field(default_factory=dict)
+    failed: list[tuple[Op, Exception]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         sources = self.capture.program.sources
@@ -362,10 +365,7 @@ class _Profiler:
         composed, fakes = calls.composed, calls.fakes or ()
         if composed is None and node is None:
             raise PlannerError(f"op {op.name} cannot be measured alone: {first_line(error)}") from error
-        warn_caller(
-            f"op {op.name} cannot be measured alone ({first_line(error)}): its time is modelled, and a workspace that it may "
-            "need is not in the plan; leave a margin",
-        )
+        self.failed.append((op, error))
         if composed is not None:
             time_s, workspace = modelled_composed(composed, fakes, model)
             return OpCost(time_s, workspace, tuple(map(TensorSpec.smallest, composed(*fakes))))
@@ -383,6 +383,22 @@ class _Profiler:
                 f"device like it, roofline=, of {', '.join(DEVICES)}"
             ) from error
         return found
+
+
+def _warn_of_modelled_ops(failed: Sequence[tuple[Op, Exception]]) -> None:
+    """Warn once of all ops that cannot be measured; those that differ in their inputs only count as one name."""
+    if not failed:
+        return
+    op, error = failed[0]
+    said = f"op {op.name} cannot be measured alone ({first_line(error)}): its time is modelled, and a workspace that it may need"
+    if len(failed) > 1:
+        targets = ", ".join(dict.fromkeys(op.target for op, _ in failed))
+        said = (
+            f"{len(failed)} ops cannot be measured alone ({targets}), the first of them {op.name} ({first_line(error)}): their "
+            "times are modelled, and workspaces that they may need"
+        )
+    verb = "is" if len(failed) == 1 else "are"
+    warn_caller(f"{said} {verb} not in the plan; leave a margin")
 
 
 def _with_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.device, passes: int) -> Capture:

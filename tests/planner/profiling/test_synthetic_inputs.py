@@ -62,3 +62,38 @@ def test_offsets_of_padded_windows_are_valid() -> None:
     pooling = [op for op in step.measured.ops if "max_pool2d_with_indices_backward" in op.name]
     assert pooling
     assert all(op.time_s > 0 for op in pooling)
+
+
+def _refuse(x: Tensor) -> Tensor:
+    raise ValueError("it runs on no values")
+
+
+PARTICULAR = torch.library.custom_op("planner_tests::particular", _refuse, mutates_args=(), schema="(Tensor x) -> Tensor")
+PARTICULAR.register_fake(torch.empty_like)
+
+
+class Particular(nn.Module):
+    """Ops of several shapes that do not run on synthetic values."""
+
+    def __init__(self, shapes: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(8 + i) for i in range(shapes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.sum()
+        for weight in self.weights:
+            with torch.no_grad():
+                kept = PARTICULAR(weight * x.sum())
+            total = total + (weight * kept).sum()
+        return total
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"), [(1, "op particular"), (5, "5 ops cannot be measured alone (planner_tests.particular.default)")]
+)
+def test_ops_that_cannot_be_measured_are_one_warning(shapes: int, said: str) -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        planner.trace(Particular(shapes), None, (torch.randn(8),), passes=1)
+    (message,) = (str(one.message) for one in warned if "measured alone" in str(one.message))
+    assert said in message and "it runs on no values" in message

@@ -133,7 +133,7 @@ class _GraphLowering:
         """Return the results of the forward pass, and the gradients."""
         if (count := self.forward_outputs) is not None:
             values = [self.values[v] if isinstance(v, fx.Node) else v for v, _ in found]
-            return values[:count], [(-1, value) for value in values[count:]]
+            return _apart([value for value, _ in found[:count]], values[:count]), [(-1, value) for value in values[count:]]
         returned, gradients = [], []
         for value, desc in found:
             if isinstance(value, fx.Node) and isinstance(desc, GradAOTOutput):
@@ -297,6 +297,15 @@ class _GraphLowering:
         """Return the module in which `node` was called; for a backward node, the module of its forward node."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         return _module_path(stack) if stack else self.modules.get(node.meta.get("seq_nr"), "")
+
+
+def _apart(nodes: Sequence[object], values: Sequence[Argument]) -> list[Argument]:
+    """Return `values` with a tensor of its own for each result: one of two that share memory may need no gradient."""
+    results: list[Argument] = []
+    for node, value in zip(nodes, values, strict=True):
+        is_alias = isinstance(node, fx.Node) and (node.target is torch.ops.aten.detach.default or value in values[: len(results)])
+        results.append(Call(torch.ops.aten.detach.default, (value,)) if is_alias else value)
+    return results
 
 
 def graph_of(ops: Sequence[Op], tensors: Sequence[Tensor], program: Program, provenance: Mapping[str, object]) -> Graph:

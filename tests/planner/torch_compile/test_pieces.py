@@ -73,6 +73,12 @@ def test_a_piece_of_one_operation_trains_as_eager(name: str) -> None:
     assert_exact([before, [Call(name, (0, 1), kept=False)], [Call("linear", (1,), kept=True)]], compiled)
 
 
+def test_a_detached_alias_of_a_result_gets_no_gradient() -> None:
+    both = [Call("detached beside", (0,), kept=False), Call("tanh", (0,), kept=True), Call("nothing", (1,), kept=False)]
+    assert_exact([both, [Call("add", (1, 2), kept=True)], [Call("multiply two", (1, 2), kept=True)]], compiled)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["add a number", "unbind"])
 def test_a_piece_without_kernels_in_a_pass_runs_beside_those_with(name: str) -> None:
     torch.manual_seed(0)

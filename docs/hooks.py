@@ -73,8 +73,8 @@ def notebook_page(notebook: dict[str, Any]) -> str:
             data = output.get("data", {"text/plain": output.get("text", "")})
             if "image/png" in data:
                 parts.append(f"![figure](data:image/png;base64,{''.join(data['image/png']).replace(chr(10), '')})")
-            else:
-                parts.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
+            elif text := "".join(data["text/plain"]).rstrip():  # progress leaves nothing behind
+                parts.append(f"```text\n{text}\n```")
     return "\n\n".join(parts)
 
 

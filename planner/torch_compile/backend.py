@@ -41,12 +41,19 @@ from planner.torch_private.capture import (
     PlainAOTInput,
     aot_autograd,
     boxed_nop,
+    capture_gradients_where,
     fix_sizes_where,
     functorch_config,
     innermost_backend,
+    refuse_double_backward,
 )
 from planner.torch_private.core import pytree
 
+_DOUBLE_BACKWARD = (
+    "gradients are computed of the gradients of a model that runs by its plan, and the plan has only the first: compute them "
+    "inside the model's forward pass, plan the whole step with planner.compile, or train in a block of "
+    "planner.rematerialize(budget=...)"
+)
 _BUDGETS: dict[int, SharedBudget] = {}  # by the id of a torch.compile call's backend object, as long as that exists
 
 
@@ -108,7 +115,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     # As in training loops, backward() is called outside of autocast.
     with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
         compiled: Callable[..., Any] = compiler(module, inputs)
-    return _detaching(compiled, planned)
+    return _detaching(refuse_double_backward(compiled, _DOUBLE_BACKWARD), planned)
 
 
 def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
@@ -247,6 +254,7 @@ def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
 dynamo_as_eager_where(_runs_as_eager, ExitStack())
 fix_sizes_where(_is_planned)
 write_data_in_place_where(_is_planned, ExitStack())
+capture_gradients_where(_is_planned)
 
 
 def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:

@@ -1,8 +1,9 @@
 """Private names of Dynamo and AOTAutograd: capture of a step, and changes to it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -100,6 +101,11 @@ from torch._guards import (
 )
 from torch._inductor import config as inductor_config  # random numbers as eager PyTorch draws them, to compare with
 
+from graphs.errors import PlannerError
+from planner.torch_private.core import pytree
+
+T = TypeVar("T")
+
 # The function that captures setattr(): torch 2.13 has a class for it, earlier releases a method.
 SETATTR = (
     (_builtin.SetAttrBuiltinVariable, "_call_setattr")
@@ -117,6 +123,9 @@ FOLLOWS_REQUIRES_GRAD = _REQUIRES_GRAD_CHECK if hasattr(OutputGraph, _REQUIRES_G
 # Torch 2.11 skips guards on the tensors of an unchanged dictionary, though their requires_grad may have changed. Only the
 # version tells; torch compares it with strings as versions.
 GUARD_SETTINGS: dict[str, Any] = {"skip_tensor_guards_with_matching_dict_tags": False} if torch.__version__ < "2.12" else {}
+
+# Gradients inside the step (torch.autograd.grad) are captured as ops, where Dynamo knows how: not before 2.12.
+GRADIENT_SETTINGS: dict[str, Any] = {"trace_autograd_ops": True} if hasattr(dynamo_config, "trace_autograd_ops") else {}
 
 
 def tensor_method(name: str) -> tuple[Any, str]:
@@ -155,6 +164,47 @@ def read_names_of_torch() -> None:
             tx.stack[-1] = VariableTracker.build(tx, found) if isinstance(found, str) else tx.stack[-1]
 
     InstructionTranslatorBase._load_attr = load_or_read  # type: ignore[assignment, method-assign]
+
+
+def capture_gradients_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
+    """Make Dynamo capture ``torch.autograd.grad`` in the frames that are `wanted`, if it can, where it would break the graph."""
+    run = InstructionTranslator.run
+
+    def run_or_capture(tx: InstructionTranslator) -> None:
+        with dynamo_config.patch(**GRADIENT_SETTINGS) if GRADIENT_SETTINGS and wanted(tx) else nullcontext():
+            run(tx)
+
+    InstructionTranslator.run = run_or_capture  # type: ignore[method-assign]
+
+
+def refuse_double_backward(compiled: Callable[..., T], message: str) -> Callable[..., T]:
+    """Return `compiled`, a function of AOTAutograd, that raises a `PlannerError` when its gradients are differentiated.
+
+    AOTAutograd raises an error of its own, without a way out. Its class of autograd functions is known from the first call on;
+    before torch 2.13 it has no method for this.
+    """
+    classes: list[Any] = []
+
+    def run(*args: Any) -> T:
+        outputs = compiled(*args)
+        if not classes:
+            nodes = (output.grad_fn for output in pytree.tree_leaves(outputs) if isinstance(output, torch.Tensor))
+            classes.extend({kind for node in nodes if hasattr(kind := getattr(node, "_forward_cls", None), "_double_backward")})
+            for kind in classes:
+                kind._double_backward = staticmethod(partial(refuse, kind._double_backward))
+        return outputs
+
+    def refuse(differentiable: Callable[..., Any], *args: Any) -> Any:
+        gradients = differentiable(*args)
+        nodes = {g.grad_fn for g in pytree.tree_leaves(gradients) if isinstance(g, torch.Tensor) and g.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(stop)
+        return gradients
+
+    def stop(_: object) -> None:
+        raise PlannerError(message)
+
+    return run
 
 
 def forget_compiled(output: CaptureOutput) -> None:

@@ -36,6 +36,7 @@ from planner.capture.rewrites.sparse_products import decompose_sparse_matrices, 
 from planner.capture.signature import Batch, arguments, leaves
 from planner.capture.step import TrainingStep
 from planner.torch_private.capture import (
+    GRADIENT_SETTINGS,
     GUARD_SETTINGS,
     CaptureOutput,
     JointWithDescriptors,
@@ -285,6 +286,7 @@ def _settings(stack: ExitStack) -> None:
             # Side effects are checked by planner.capture.frontend.effects.
             replay_side_effects=False,
             skip_nnmodule_hook_guards=False,
+            **GRADIENT_SETTINGS,
             **GUARD_SETTINGS,
         )
     )

@@ -174,7 +174,7 @@ def capture_gradients_where(wanted: Callable[[InstructionTranslatorBase], bool])
         with dynamo_config.patch(**GRADIENT_SETTINGS) if GRADIENT_SETTINGS and wanted(tx) else nullcontext():
             run(tx)
 
-    InstructionTranslator.run = run_or_capture  # type: ignore[method-assign]
+    InstructionTranslator.run = run_or_capture  # type: ignore[assignment, method-assign]
 
 
 def refuse_double_backward(compiled: Callable[..., T], message: str) -> Callable[..., T]:

@@ -23,7 +23,7 @@ from graphs.errors import PlannerError, TraceError
 from planner.budgets import budget_or_overhead
 from planner.capture.frontend.effects import Scratch
 from planner.capture.frontend.preserved_state import preserve_training_state
-from planner.distributed.wrappers import InReplicated, unwrap
+from planner.distributed.wrappers import InReplicated, Unwrapped, unwrap
 from planner.progress import LoggingView
 from planner.training.per_batch import BatchPlans, check_options
 from planner.training.sizes import Shapes, shapes_of
@@ -35,7 +35,9 @@ _LOGGED = "logged by training_step"
 class PlannedTraining(pl.Callback):
     """A callback that plans ``training_step``: ``Trainer(callbacks=[PlannedTraining(budget="8GB")])``.
 
-    The first batch is planned for when it comes. Values that ``training_step`` logs are logged as usual; they must be tensors.
+    The first batch is planned for when it comes. Values that ``training_step`` logs are logged as usual: tensors and numbers. If
+    a number that it reads has changed, such as ``self.current_epoch``, the step is captured again and keeps its plan, in one
+    process.
     """
 
     @short_traceback
@@ -86,7 +88,8 @@ class PlannedTraining(pl.Callback):
                 f"strategy {type(trainer.strategy).__name__} is not planned: use a single device or strategy='ddp', or "
                 "planner.compile with fully_shard in a loop of your own"
             )
-        self._plans = BatchPlans(wrapper, self._budget, self._options)
+        follows = type(wrapper) is Unwrapped and not self._options.get("cuda_graph", False)
+        self._plans = BatchPlans(wrapper, self._budget, {"replan": follows, **self._options})
         vars(pl_module)["training_step"] = _planned(step, self._plans, trainer)
 
     def on_train_batch_end(
@@ -185,10 +188,12 @@ class _Logs(Scratch):
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Record a value, as ``LightningModule.log`` would log it."""
+        if isinstance(value, int | float):  # part of the plan, which is captured again when the number has changed
+            value = torch.tensor(value, dtype=torch.get_default_dtype())
         if not isinstance(value, torch.Tensor):
             raise TraceError(
-                f"training_step logs {name!r}, which is {type(value).__name__}, not a tensor: it would be part of the plan, the "
-                "same in every step; log it in on_train_batch_end"
+                f"training_step logs {name!r}, which is {type(value).__name__}, neither a tensor nor a number: log what it "
+                "computes, or log it in on_train_batch_end"
             )
         self.values[name] = value
         self.options[name] = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **options}

@@ -50,6 +50,7 @@ from torch._dynamo.utils import (
 )
 from torch._dynamo.variables import (
     BuiltinVariable,  # `@` between captured values
+    OptimizerVariable,  # an optimizer, whose parameters become inputs
     TensorVariable,  # a tensor while code is captured
     TorchInGraphFunctionVariable,  # has the handlers of specially captured functions
     UserDefinedObjectVariable,  # an object that is carried along unchanged

@@ -77,6 +77,28 @@ class Weighted(Module):
         return loss
 
 
+class Annealed(Module):
+    """Reads and logs numbers that change in each epoch and in each step, and branches on one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = min(1.0, (self.current_epoch + 1) / 4)
+        self.log("epoch", self.current_epoch)
+        self.log("weight", weight, on_epoch=True)
+        self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        logits = self(batch[0])
+        spread = logits.square().mean() * 0.99**self.global_step
+        return F.cross_entropy(logits, batch[1]) + weight * (spread if self.current_epoch else spread.sqrt())
+
+
+def test_numbers_that_change_are_followed(tmp_path: Path) -> None:
+    data = (batches(2), batches(1))
+    eager, eager_logs = trained(Annealed(), tmp_path, data=data)
+    planned, planned_logs = trained(Annealed(), tmp_path, PlannedTraining(HALF_WAY, **QUICK), data=data)
+    assert planned_logs == eager_logs and planned_logs[-1]["epoch"] == 1
+    pairs = zip(planned.state_dict().items(), eager.state_dict().items(), strict=True)
+    assert [name for (name, a), (_, b) in pairs if not torch.equal(a, b)] == []
+
+
 def test_means_of_an_epoch_count_the_rows_of_a_smaller_last_batch(tmp_path: Path) -> None:
     whole, last = batches(2).dataset
     data = (DataLoader([whole, tuple(part[:3] for part in last)], batch_size=None), batches(1))
@@ -145,9 +167,9 @@ class Indexed(Module):
         return self(batch[0]).mean() * (batch_idx + 1)
 
 
-class LogsNumber(Module):
+class LogsText(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("epoch", self.current_epoch)
+        self.log("kind", "training")
         return self(batch[0]).mean()
 
 
@@ -166,7 +188,7 @@ class OtherOptimizer(Module):
     ("make", "kind", "message"),
     [
         (Indexed, TraceError, "batch_idx"),
-        (LogsNumber, TraceError, "training_step logs 'epoch', which is int, not a tensor"),
+        (LogsText, TraceError, "training_step logs 'kind', which is str, neither a tensor nor a number"),
         (ByHand, PlannerError, "automatic_optimization=False is not planned"),
         (OtherOptimizer, PlannerError, "what memory Rprop takes is not known"),
     ],

@@ -15,7 +15,9 @@ from planner.torch_private.capture import (
     SETATTR,
     DynamoBytecodeFlatten,
     InstructionTranslatorBase,
+    OptimizerVariable,
     OutputGraph,
+    UserDefinedObjectVariable,
     read_names_of_torch,
     tensor_method,
 )
@@ -119,6 +121,13 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
         return tuple(functional(value) if type(value) is torch.Tensor else value for value in flatten(self, *inputs))
 
     with patch.object(DynamoBytecodeFlatten, "__call__", with_attributes) if attributes else nullcontext():
+        yield
+
+
+@contextmanager
+def read_optimizers() -> Iterator[None]:
+    """Read the groups of an optimizer, such as its learning rate, as those of any object: its parameters are no inputs then."""
+    with patch.object(OptimizerVariable, "var_getattr", UserDefinedObjectVariable.var_getattr):
         yield
 
 

@@ -123,6 +123,22 @@ def test_sizes_vary_without_planning_again(*, replan: bool) -> None:
         assert torch.equal(step(x, y), F.mse_loss(model(x), y))
 
 
+def test_the_plan_is_kept_where_only_numbers_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, loss_fn = settings_and_loss()
+    model = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 3))
+    step = planner.compile(model, loss_fn, batch_of(8), budget="1MB", replan=True, compare_eager=False)
+    first = step.plan
+    monkeypatch.setattr(Compiler, "profile", None)  # nothing is measured or solved again
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for settings.alpha in (0.5, 0.25, 0.125):
+            loss = step(*batch_of(8))
+            with torch.no_grad():
+                assert torch.equal(loss, loss_fn(model(batch_of(8)[0]), batch_of(8)[1]))
+            assert step.plan.schedule == first.schedule
+    assert ["settings.alpha was 1.0" in str(warning.message) for warning in caught] == [True]
+
+
 def test_replan_warning_names_the_change_only() -> None:
     step = planner.compile(MutatedBuffer(), F.mse_loss, batch_of(8), budget="1MB", replan=True)
     with pytest.warns(UserWarning, match="planned again: input 0") as caught:

@@ -43,6 +43,7 @@ from planner.torch_private.capture import (
     boxed_nop,
     capture_gradients_where,
     fix_sizes_where,
+    forget_saved_values,
     functorch_config,
     innermost_backend,
     refuse_double_backward,
@@ -115,6 +116,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     # As in training loops, backward() is called outside of autocast.
     with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
         compiled: Callable[..., Any] = compiler(module, inputs)
+    forget_saved_values()
     return _detaching(refuse_double_backward(compiled, _DOUBLE_BACKWARD), planned)
 
 

@@ -208,6 +208,18 @@ def refuse_double_backward(compiled: Callable[..., T], message: str) -> Callable
     return run
 
 
+def forget_saved_values() -> None:
+    """Let go of what custom autograd functions have saved in captures that are done: fake tensors, in a cycle through C++.
+
+    The garbage collector does not see that cycle, and who counts the tensors that Python knows of would find them.
+    """
+    for kind in torch.autograd.Function.__subclasses__():
+        if kind.__qualname__.startswith("AutogradFunctionApply.__call__."):
+            cells = dict(zip(kind.forward.__code__.co_freevars, kind.forward.__closure__ or (), strict=True))
+            if "saved_values" in cells:
+                cells["saved_values"].cell_contents = None
+
+
 def forget_compiled(output: CaptureOutput) -> None:
     """Remove the global that Dynamo makes for a capture, which would keep the model's tensors alive."""
     if output.backend_input is not None:

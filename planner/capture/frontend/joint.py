@@ -48,6 +48,7 @@ from planner.torch_private.capture import (
     dynamo_config,
     dynamo_phase,
     forget_compiled,
+    forget_saved_values,
     fullgraph_capture,
     functorch_config,
     get_traced_fn,
@@ -260,6 +261,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: DataBranches | None, mak
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
         with kept_in_graphs(CHECKS), hide_sparse_buffers(module), keep_attributes(module), _own_tensors(step):
             made = make(stack, module, args, kwargs)
+        forget_saved_values()
         with disable_current_modes():  # guards look at real tensors
             return made, _guards(output, effects, frames, [*generators, *matrices.names], step, batch)
 

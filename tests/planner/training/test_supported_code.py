@@ -1,5 +1,6 @@
 """Code that models are written with besides layers: each is trained by a plan that recomputes, with eager PyTorch's bits."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -450,3 +451,35 @@ def test_torch_compile_and_planning_take_sparse_matrices_in_turn() -> None:
 def test_a_sparse_batch_is_refused_with_a_way_out() -> None:
     with pytest.raises(TraceError, match=r"input 0 is a sparse tensor, .*: give a matrix that does not change to the model"):
         planner.trace(Between(lambda _, x: x), F.mse_loss, (adjacency(torch.sparse_coo), batch_of(0)[1]))
+
+
+class Doubled(torch.autograd.Function):
+    """Reads what it saves twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return 2 * x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (x, _), (_, weight) = ctx.saved_tensors, ctx.saved_tensors
+        return 2 * gradient @ weight.t(), 2 * x.t() @ gradient
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(32, 32) / 8 for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = Doubled.apply(x, weight).tanh()
+        return x
+
+
+def test_a_capture_leaves_no_tensors_of_custom_functions() -> None:
+    check_trains_as_eager(Doubling, F.mse_loss, lambda number: (batch_of(number % 2)[0], batch_of(number % 2)[0]))
+    gc.collect()
+    tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
+    assert not any(map(torch._is_functional_tensor, tensors))

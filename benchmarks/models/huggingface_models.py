@@ -101,6 +101,19 @@ def time_series() -> Workload:
     return Workload(model, None, {"past_values": torch.randn(8, 64, 3), "future_values": torch.randn(8, 16, 3)})
 
 
+def llava() -> Workload:
+    """Build a model of images and text, whose parts install hooks in their first call."""
+    import transformers
+
+    text = transformers.LlamaConfig(vocab_size=VOCABULARY, **_LLAMA)
+    vision = transformers.CLIPVisionConfig(**{**_VIT, "image_size": 16, "patch_size": 8}, projection_dim=16)
+    options = {"text_config": text, "vision_config": vision, "image_token_index": VOCABULARY - 1, "image_seq_length": 4}
+    model = build_model("LlavaConfig", "LlavaForConditionalGeneration", **options)
+    ids = torch.randint(3, VOCABULARY - 1, (_BATCH, _LENGTH))
+    ids[:, 2:6] = VOCABULARY - 1
+    return Workload(model, None, {"input_ids": ids, "pixel_values": torch.randn(_BATCH, 3, 16, 16), "labels": ids.clone()})
+
+
 def _of_both(**sizes: int) -> dict[str, int]:
     """Return the options of an encoder and a decoder of the same sizes."""
     return {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()}
@@ -147,6 +160,7 @@ MODELS: dict[str, Callable[[], Workload]] = {
     "resnet": partial(image_classifier, "ResNet", 64, **_STAGES, embedding_size=16, layer_type="basic"),
     "segformer": segformer,
     "clip": clip,
+    "llava": llava,
     "wav2vec2": speech_classifier,
     "whisper": whisper,
     "patchtst": time_series,

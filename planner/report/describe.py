@@ -123,8 +123,9 @@ def plan_info_text(plan: Plan) -> str:
 
 
 def _plain(settings: Mapping[str, object]) -> list[tuple[str, object]]:
-    """Return the settings for people to read, without nested parameters of the solver."""
-    return [(name, value) for name, value in settings.items() if not isinstance(value, Mapping) and name != DEVICES_KEY]
+    """Return the settings for people to read, without nested parameters of the solver and its windows."""
+    hidden = (DEVICES_KEY, "windows")
+    return [(name, value) for name, value in settings.items() if not isinstance(value, Mapping) and name not in hidden]
 
 
 def run_data(report: "RunReport") -> dict[str, object]:

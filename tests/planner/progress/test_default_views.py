@@ -5,7 +5,7 @@ import os
 import pty
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,10 +27,11 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bytes]]:
     os.set_blocking(reader, False)
 
     def read() -> bytes:
-        try:
-            return os.read(reader, 1 << 16)
-        except BlockingIOError:
-            return b""
+        written = b""
+        with suppress(BlockingIOError):
+            while part := os.read(reader, 1 << 16):  # at most what the terminal buffers
+                written += part
+        return written
 
     with os.fdopen(writer, "w") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stream)

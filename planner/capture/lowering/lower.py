@@ -303,7 +303,10 @@ def _apart(nodes: Sequence[object], values: Sequence[Argument]) -> list[Argument
     """Return `values` with a tensor of its own for each result: one of two that share memory may need no gradient."""
     results: list[Argument] = []
     for node, value in zip(nodes, values, strict=True):
-        is_alias = isinstance(node, fx.Node) and (node.target is torch.ops.aten.detach.default or value in values[: len(results)])
+        done = len(results)  # a node that is returned twice stays one tensor, whose gradients autograd adds
+        is_alias = isinstance(node, fx.Node) and (
+            node.target is torch.ops.aten.detach.default or (value in values[:done] and node not in nodes[:done])
+        )
         results.append(Call(torch.ops.aten.detach.default, (value,)) if is_alias else value)
     return results
 

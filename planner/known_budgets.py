@@ -19,7 +19,7 @@ from planner.settings import SolveSettings
 from solvers.bounds import least_budget_bound
 from solvers.clock import left
 from solvers.order.solve import SolvedOrder
-from solvers.request import Request
+from solvers.request import Request, Start
 from solvers.result import Result, SolveProgress, Status
 
 _TIGHT = 1.15  # times the bound on the least budget: for budgets below, the least budget is looked for before the solve
@@ -78,7 +78,7 @@ class KnownBudgets:
         return self.settings.solver in REORDERED and not self.settings.arena
 
     def begin(self) -> Request:
-        """Look for the least budget if the budget is tight, and return the request for the solve."""
+        """Look for the least budget if the budget is tight; return the request of the solve, which starts from its schedule."""
         graph, clock = self.request.graph, self.request.clock
         least_bytes = least_budget_bound(*without_offload(graph)).budget_bytes
         if self.memory is not CountedMemory.ALLOCATED:
@@ -86,7 +86,8 @@ class KnownBudgets:
         if self.names_least and least_bytes <= self.request.budget_bytes < _TIGHT * least_bytes:
             until = clock.now + _TIGHT_SHARE * left(clock)
             self._look(lambda: clock.now > until or self.must_stop())
-        return replace(self.request, on_progress=self._tell)
+        known = None if self._witness is None else Start(self._witness)
+        return replace(self.request, on_progress=self._tell, start=self.request.start or known)
 
     def must_stop_solve(self) -> bool:
         """Return True if the solve must end, because all must, or because the caller stops it and a schedule is known."""

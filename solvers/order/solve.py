@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 
 from solvers.bounds import any_order_need
 from solvers.order.background import OrderSearch
-from solvers.order.reorder import Reordering, in_program_order, reordered
+from solvers.order.reorder import Reordering, in_order_of, in_program_order, reordered
 from solvers.registry import Solver
 from solvers.request import Request, Start
-from solvers.result import SOLVED, Result, SolveProgress, Status, is_within
+from solvers.result import SOLVED, Ending, Result, SolveProgress, Status, is_within
 
 SEARCH_SHARE = 0.25  # share of the limit for the search of an order
 _SEARCH_LEAST = 2.0  # of the clock: least time of a search that was begun with a shorter solve
 _AGAIN, _AGAIN_LEAST = 4.0, 10.0  # time of a solve in another order: a multiple of the proof in program order, and at least
 _REFUTED = 0.1  # of the tolerance: a solve in another order ends when it could gain no more
-_PATIENCE, _PATIENCE_SHARE = 30.0, 0.25  # of the clock, and of its limit: without any schedule in program order
+_PATIENCE, _PATIENCE_SHARE = 30.0, 0.25  # of the clock, and of its limit: without any schedule in an order
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,20 @@ def solve_in_best_order(solve: Solver, request: Request) -> SolvedOrder:
     The order is searched in the background of the solve in program order, which ends when an order is found. Its proof stands;
     the other order is tried only if more than the tolerance is left above keeping everything, and for a time in proportion. If
     neither proves its schedule, the solve in program order goes on. If program order has no schedule, any order that needs less
-    is tried.
+    is tried, first that of the request's start. No order without a schedule takes the time of the others.
     """
+    solved = _solve_in_orders(solve, request)
+    if solved.result.ended is not Ending.STOPPED:
+        return solved
+    ended = request.ending()  # it may be this module that has stopped it
+    return replace(solved, result=replace(solved.result, graph=request.graph, ended=ended))
+
+
+def _solve_in_orders(solve: Solver, request: Request) -> SolvedOrder:
     clock, began = request.clock, request.clock.now
     program = in_program_order(request.graph)
     with OrderSearch(request.graph, clock.part(SEARCH_SHARE * clock.limit)) as search:
-        patience = _Patience(request, min(_PATIENCE, _PATIENCE_SHARE * clock.limit))
+        patience = _Patience(request)
         stopping = replace(
             request,
             on_progress=patience,
@@ -71,19 +79,45 @@ def solve_in_best_order(solve: Solver, request: Request) -> SolvedOrder:
         took = clock.now - began
         search.wait(max(_SEARCH_LEAST, took))
     if first.result.schedule is not None:
-        if search.better is not None:
-            best = _again(first, search.better, took, solve, request)
-            solved = first.result.status in SOLVED or best.result.status in SOLVED
-            return best if solved or request.stopped() else _faster(best, _continued(first, solve, request))
-        return _faster(first, _continued(first, solve, request)) if patience.gave_up else first
+        if search.better is None:
+            return _faster(first, _continued(first, solve, request)) if patience.gave_up else first
+        best = _again(first, search.better, took, solve, request)
+        if first.result.status in SOLVED or best.result.status in SOLVED or request.stopped():
+            return best
+        faster = _faster(best, _continued(first, solve, request))
+        return _continued(best, solve, request) if faster is best and not request.stopped() else faster
     if _fits_in_no_order(request):
         return first
-    order = search.found or reordered(request.graph, clock.part(SEARCH_SHARE * clock.limit), request.interrupted)
+    order = _order_of_start(request) or search.found
+    order = order or reordered(request.graph, clock.part(SEARCH_SHARE * clock.limit), request.interrupted)
     if order.changed:
-        proved = first.result.status is Status.INFEASIBLE
-        second = solve_in(order, solve, request)
-        return second if proved else _also_in_program_order(second, solve, request)
+        return _without_program_order(first, order, solve, request)
     return solve_in(program, solve, request) if patience.gave_up else first
+
+
+def _without_program_order(first: SolvedOrder, order: Reordering, solve: Solver, request: Request) -> SolvedOrder:
+    """Solve in `order` where `first`, in program order, has no schedule; go back to program order if `order` has none either."""
+    if first.result.status is Status.INFEASIBLE:
+        return solve_in(order, solve, request)
+    patience = _Patience(request)
+    impatient = replace(request, on_progress=patience, should_stop=lambda: request.interrupted() or patience.is_over())
+    second = solve_in(order, solve, impatient)
+    if second.result.schedule is not None:
+        return _continued(second, solve, request) if patience.gave_up else second
+    if request.stopped() or not (patience.gave_up or second.result.status is Status.INFEASIBLE):
+        return second
+    third = solve_in(first.order, solve, request)
+    if third.result.status is not Status.INFEASIBLE:
+        return third
+    return second if second.result.status is Status.INFEASIBLE else solve_in(order, solve, request)
+
+
+def _order_of_start(request: Request) -> Reordering | None:
+    """Return the order of the request's start; None if it has none or is in program order."""
+    if request.start is None or not request.graph.plain:
+        return None
+    order = in_order_of(request.graph, request.start.schedule)
+    return order if order.changed else None
 
 
 def _faster(first: SolvedOrder, second: SolvedOrder) -> SolvedOrder:
@@ -93,7 +127,7 @@ def _faster(first: SolvedOrder, second: SolvedOrder) -> SolvedOrder:
 
 
 def _continued(first: SolvedOrder, solve: Solver, request: Request) -> SolvedOrder:
-    """Solve in program order again, from the schedule of `first`, a shorter solve."""
+    """Solve in the order of `first`, a shorter solve, again, from its schedule."""
     assert first.result.schedule is not None
     return solve_in(first.order, solve, replace(request, start=Start(first.result.schedule)))
 
@@ -116,18 +150,22 @@ def _again(first: SolvedOrder, order: Reordering, took: float, solve: Solver, re
     assert time_s is not None
     proved = first.result.status in SOLVED
     until = clock.now + max(_AGAIN_LEAST, _AGAIN * took) if proved else math.inf
-    bounds_s = [0.0]
+    bounds_s, gained = [0.0], False
 
     def note(progress: SolveProgress) -> None:
+        nonlocal gained
         bounds_s.append(progress.bound_s or 0.0)
         best_s = time_s if progress.best_s is None else min(time_s, progress.best_s)
+        gained = not is_within(time_s, best_s, request.tolerance.first)
         request.tell(f"{progress.activity}, in another order of the ops", best_s, progress.bound_s)
 
     def ended() -> bool:
         refuted = proved and is_within(time_s, bounds_s[-1], _REFUTED * request.tolerance.at(clock.now))
-        return refuted or clock.now > until or request.interrupted()
+        late = clock.now > until and not gained
+        return refuted or late or (not proved and patience.is_over()) or request.interrupted()
 
-    second = solve_in(order, solve, replace(request, on_progress=note, should_stop=ended))
+    patience = _Patience(replace(request, on_progress=note))
+    second = solve_in(order, solve, replace(request, on_progress=patience, should_stop=ended))
     found = second.result
     if found.time_s is None or found.time_s > time_s:
         return first
@@ -150,10 +188,10 @@ class _Patience:
         gave_up: True once it has been; that solve may still have ended with a schedule.
     """
 
-    def __init__(self, request: Request, limit: float) -> None:
+    def __init__(self, request: Request) -> None:
         self.gave_up = False
         self._request = request
-        self._until = request.clock.now + limit
+        self._until = request.clock.now + min(_PATIENCE, _PATIENCE_SHARE * request.clock.limit)
         self._found = False
 
     def __call__(self, progress: SolveProgress) -> None:

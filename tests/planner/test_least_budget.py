@@ -24,6 +24,7 @@ from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
 from solvers.least import least_known
 from solvers.order.reorder import in_program_order, reordered
+from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 
@@ -135,6 +136,31 @@ def test_a_named_budget_does_where_the_solve_finds_nothing(seed: int, monkeypatc
     plan = planner.solve(graph, named[1])
     assert plan.peak_bytes == least.found_bytes <= plan.budget_bytes
     assert (plan.status, plan.bound_s) == ("feasible", graph.time_s)
+
+
+def test_a_solve_at_the_least_budget_improves_on_its_schedule() -> None:
+    graph = random_graph(3, 30)  # in another order of lower peak there is no schedule within this budget
+    least = least_budget(graph)
+    plan = planner.solve(graph, least.found_bytes, work_limit=10.0)
+    assert plan.time_s < simulate(graph, least.schedule).time_s
+    assert (plan.status, plan.ended, plan.settings["reordered"]) == (Status.OPTIMAL, None, False)
+
+
+@pytest.mark.parametrize("memory", [CountedMemory.ALLOCATED, CountedMemory.RESERVED])
+def test_the_schedule_of_the_least_budget_is_the_start(memory: CountedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = on_a_gpu(25)
+    least = least_budget(graph, memory)
+    given: list[Request] = []
+
+    def solve(request: Request) -> Result:
+        given.append(request)
+        return get_solver("windows")(request)
+
+    monkeypatch.setattr("planner.known_budgets._TIGHT", 10.0)  # the bound on reserved memory is far below the least budget
+    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: solve)
+    plan = planner.solve(graph, least.found_bytes, memory=memory, work_limit=2.0, arena=False)
+    assert given[0].start is not None and given[0].start.schedule == least.schedule
+    assert plan.time_s <= simulate(graph, least.schedule).time_s
 
 
 def test_a_named_budget_of_reserved_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:

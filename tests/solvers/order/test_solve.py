@@ -1,5 +1,6 @@
 """Which orders of the ops a graph is solved in, and which result counts."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs.ir import Graph, Phase
+from graphs.schedule import keep_everything
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
@@ -18,7 +20,7 @@ from solvers.order.reorder import constraints, in_order_of, lowers_peak, may_low
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order
 from solvers.registry import get_solver
 from solvers.request import Request, Start
-from solvers.result import Result, SolveProgress, Status
+from solvers.result import Ending, Result, SolveProgress, Status
 from solvers.tolerance import Tolerance
 from tests.solvers.order.test_reorder import weight_gradients
 
@@ -131,6 +133,71 @@ def test_a_schedule_found_as_patience_ends_does_not_end_the_solve() -> None:
 
     found = solve_in_best_order(solve, Request(graph, budget_bytes, Tolerance.of(1e-3), WorkClock(100.0)))
     assert calls == 2 and found.result.status is Status.OPTIMAL
+
+
+def waiting(request: Request) -> Result:
+    """Spend the time of a solve that finds nothing."""
+    while not request.stopped():
+        request.clock.spend(1.0)
+    return Result(request.graph, request.budget_bytes, Status.LIMIT, None, None, "windows", 1.0)
+
+
+def test_an_order_without_a_schedule_leaves_time_for_program_order() -> None:
+    graph, clock = weight_gradients(), WorkClock(100.0)
+    calls: list[Graph] = []
+
+    def solve(request: Request) -> Result:
+        calls.append(request.graph)
+        return get_solver("windows")(request) if len(calls) > 2 else waiting(request)
+
+    found = solve_in_best_order(solve, Request(graph, 53_000, clock=clock))
+    assert calls == [graph, reordered(graph).graph, graph] and clock.now < 60
+    assert found.result.status is Status.OPTIMAL and not found.order.changed
+
+
+def test_the_order_of_the_start_is_tried_before_others() -> None:
+    graph = random_graph(2, 40)
+    before, _ = constraints(graph)
+    order = permuted(graph, swapped(before))
+    assert order.changed and order.original != reordered(graph).original
+    calls: list[Request] = []
+
+    def solve(request: Request) -> Result:
+        calls.append(request)
+        return waiting(request) if len(calls) == 1 else get_solver("windows")(request)
+
+    start = Start(order.schedule_of_source(keep_everything(order.graph)))
+    peak_bytes = max(keep_everything_peak_bytes(graph), keep_everything_peak_bytes(order.graph))
+    found = solve_in_best_order(solve, Request(graph, peak_bytes, clock=WorkClock(100.0), start=start))
+    assert [call.graph for call in calls] == [graph, order.graph]
+    assert calls[1].start is not None and calls[1].start.schedule == keep_everything(order.graph)
+    assert found.result.status is Status.OPTIMAL and found.order == order
+
+
+def swapped(before: Sequence[Collection[int]]) -> list[int]:
+    """Return the program order with the first two ops in turn exchanged that may be."""
+    order = list(range(len(before)))
+    op = next(op for op in order[1:] if op - 1 not in before[op])
+    order[op - 1 : op + 1] = [op, op - 1]
+    return order
+
+
+def test_a_solve_that_makes_way_for_another_order_says_why_all_ended() -> None:
+    graph = weight_gradients()
+    known = get_solver("windows")(Request(graph, 53_000)).schedule
+
+    def solve(request: Request) -> Result:
+        request.tell("searching", 1e9, None)
+        if request.graph != graph:
+            return waiting(request)
+        while not request.stopped():  # until another order is found
+            request.clock.spend(0.1)
+        ended = request.ending()
+        assert ended is Ending.STOPPED
+        return Result(graph, request.budget_bytes, Status.FEASIBLE, known, graph.time_s, "windows", 1.0, ended=ended)
+
+    found = solve_in_best_order(solve, Request(graph, 53_000, Tolerance.of(0.0), WorkClock(100.0)))
+    assert (found.result.schedule, found.result.ended) == (known, Ending.LIMIT)
 
 
 @pytest.mark.slow

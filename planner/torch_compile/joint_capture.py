@@ -16,7 +16,7 @@ from planner.capture.lowering.statics import StaticTensors
 from planner.capture.options.traced import with_traced
 from planner.capture.rewrites.dropout import dropout_as_eager
 from planner.capture.rewrites.layouts import layouts_as_eager
-from planner.capture.rewrites.outputs import outputs, storage, tensors_in
+from planner.capture.rewrites.outputs import outputs, storage, tensors_in, unwrap_checks
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
@@ -53,6 +53,7 @@ def capture_joint(
         UsageError: shapes are dynamic.
         TraceError: an op cannot be in a static graph.
     """
+    unwrap_checks(module.graph)
     placeholders = module.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in placeholders]
     if any(isinstance(value, torch.Tensor) and is_sparse(value) for value in values):

@@ -174,8 +174,7 @@ class _GraphLowering:
         if node.target is with_effects:
             raise TraceError(
                 f"{location(traced_line(node.meta.get('stack_trace')))} calls {node.args[1]}, whose effects torch.compile "
-                "orders, and no plan can: use planner.compile for functions of torch.linalg that raise errors, or those that do "
-                "not (inv_ex, cholesky_ex, solve_ex)"
+                "orders, and no plan can: call it before or after the model"
             )
         if called is None:
             raise TraceError(

@@ -58,8 +58,8 @@ def fix_outputs(graph: fx.Graph) -> None:
 def unwrap_checks(graph: fx.Graph) -> None:
     """Replace checks that pass on tokens, which order effects, by plain calls in `graph`, in place.
 
-    They run once and in their place, as all ops that are not recomputed, so no token is needed. Before torch 2.13 they are
-    plain calls anyway.
+    They run once and in their place, as all ops that are not recomputed, so no token is needed: inputs and outputs that are
+    tokens have no value any more. Before torch 2.13 checks are plain calls anyway.
     """
     effects = graph.find_nodes(op="call_function", target=with_effects)
     if not effects or any(node.args[1] not in CHECKS for node in effects):
@@ -74,10 +74,10 @@ def unwrap_checks(graph: fx.Graph) -> None:
             graph.erase_node(item)
         graph.erase_node(node)
     kinds = ForwardTokenAOTOutput | BackwardTokenAOTOutput
-    _set_outputs(graph, [(value, desc) for value, desc in outputs(graph) if not isinstance(desc, kinds)])
+    _set_outputs(graph, [(None if isinstance(desc, kinds) else value, desc) for value, desc in outputs(graph)])
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["desc"], ForwardTokenAOTInput | BackwardTokenAOTInput):
-            graph.erase_node(node)
+            node.meta["val"] = None
 
 
 def check_outputs(graph: fx.Graph) -> None:

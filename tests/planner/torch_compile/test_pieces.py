@@ -78,6 +78,35 @@ def test_a_detached_alias_of_a_result_gets_no_gradient() -> None:
     assert_exact([both, [Call("add", (1, 2), kept=True)], [Call("multiply two", (1, 2), kept=True)]], compiled)
 
 
+class Inverting(nn.Module):
+    """Functions of torch.linalg that check their results; the first checks a matrix that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.register_buffer("matrix", torch.eye(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x) + torch.linalg.cholesky(self.matrix)[0]
+        square = hidden.t() @ hidden + torch.eye(SIZE)
+        return self.outer(torch.linalg.solve(square, torch.linalg.inv(square)).tanh())
+
+
+@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+def test_checks_of_linear_algebra_run_once_and_are_planned(wrap: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    torch.manual_seed(0)
+    model = Inverting()
+    plain, x = copy.deepcopy(model), torch.randn(SIZE, SIZE)
+    planned = wrap(model)
+    for _ in range(2):
+        planned(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    model.matrix.neg_()
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+        planned(x)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["add a number", "unbind"])
 def test_a_piece_without_kernels_in_a_pass_runs_beside_those_with(name: str) -> None:

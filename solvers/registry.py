@@ -6,6 +6,7 @@ from importlib import import_module
 
 from graphs.checks import check_plain
 from graphs.errors import PlannerError, UsageError
+from graphs.ir import Graph
 from graphs.options.offload import without_offload
 from solvers.request import Request
 from solvers.result import Result
@@ -23,6 +24,9 @@ class Entry:
     optional ops of the program's device; with `devices`, those with other devices. Others accept plain graphs only. With
     `only_transfers` it requires transfers to the host; with `only_devices` it requires other devices and accepts no other
     options. With `large_programs` it solves integer or linear programs of the whole graph, and may take its whole time limit.
+
+    `program_time` names a function ``module:function`` of graph and budget: about the least seconds in which its program can have
+    a solution; "" if it is not known.
     """
 
     module: str
@@ -35,6 +39,10 @@ class Entry:
     devices: bool = False
     only_devices: bool = False
     large_programs: bool = False
+    program_time: str = ""
+
+
+_CHECKMATE_TIME = "solvers.baselines.common.checkmate_program:program_time_s"
 
 
 def _baseline(module: str, description: str, rule: str = "", *, params: str = "", large_programs: bool = False) -> Entry:
@@ -66,17 +74,23 @@ SOLVERS: dict[str, Entry] = {
         devices=True,
     ),
     "keep-everything": _baseline("keep_everything", "keep everything: no recomputation"),
-    "checkmate": _baseline(
-        "checkmate",
-        "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)",
-        params="CheckmateParams",
-        large_programs=True,
+    "checkmate": replace(
+        _baseline(
+            "checkmate",
+            "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)",
+            params="CheckmateParams",
+            large_programs=True,
+        ),
+        program_time=_CHECKMATE_TIME,
     ),
-    "rounding": _baseline(
-        "rounding",
-        "Checkmate's linear relaxation, rounded in two phases (PuLP)",
-        params="RoundingParams",
-        large_programs=True,
+    "rounding": replace(
+        _baseline(
+            "rounding",
+            "Checkmate's linear relaxation, rounded in two phases (PuLP)",
+            params="RoundingParams",
+            large_programs=True,
+        ),
+        program_time=_CHECKMATE_TIME,
     ),
     "checkpoint-blocks": _baseline(
         "checkpoint_blocks", "recompute the forward of each block before its backward, for the blocks that fit best"
@@ -160,6 +174,15 @@ SOLVERS: dict[str, Entry] = {
         "XEngine's program: least makespan of devices that run in parallel; small graphs (HiGHS)", "xengine-overlapped"
     ),
 }
+
+
+def program_time_s(name: str, graph: Graph, budget_bytes: int) -> float:
+    """Return about the least seconds in which the program of the solver `name` can have a solution; 0 if that is not known."""
+    if not (where := check_solver(name).program_time):
+        return 0.0
+    module, function = where.split(":")
+    time_s: float = getattr(import_module(module), function)(graph, budget_bytes)
+    return time_s
 
 
 def check_solver(name: str) -> Entry:

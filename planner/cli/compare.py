@@ -102,10 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.progress import LineView
     from planner.report.comparison_screen import screen_text
     from planner.report.comparisons import write_report
-    from planner.studies.compare import cut_short, methods_named
+    from planner.studies.compare import methods_named
     from planner.studies.comparison_rows import ComparisonRow
     from planner.studies.rows import read_rows
-    from planner.studies.tables import by
     from planner.views.figures import can_plot
 
     if arguments.measure and arguments.model.endswith(".json"):
@@ -136,9 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     figures = can_plot()
     written = ", ".join(path.name for path in (write_report(known, folder, figures=figures) if known else ()))
     missing = "" if figures else " (figures need matplotlib: pip install 'remat-planner[plots]')"
-    cut = by((row for row in rows if cut_short(row)), "method")
-    ended = ", ".join(f"{method} ({', '.join(row.budget for row in own)})" for method, own in cut.items())
-    more = f"\nended by their time limit: {ended}; for more, raise --total-time-limit and name a new folder" if ended else ""
+    more = _time_limits(rows)
     if arguments.json or known:
         data = {"holds": "comparison", "rows": [asdict(row) for row in rows]}
         said = f"\nwritten to {folder}: rows.csv, {written}{missing}"
@@ -146,6 +143,22 @@ def run(arguments: argparse.Namespace) -> int:
     if interrupt():
         return INTERRUPTED
     return DONE if any(row.time_s is not None for row in rows) else LIMIT
+
+
+def _time_limits(rows: "Sequence[ComparisonRow]") -> str:
+    """Return lines about the rows whose time limits were too short; "" if there are none."""
+    from planner.studies.compare import cut_short, not_begun
+    from planner.studies.tables import by
+
+    short = by((row for row in rows if cut_short(row)), "method")
+    budgets = {method: f"{method} ({', '.join(row.budget for row in own)})" for method, own in short.items()}
+    refused = [method for method, own in short.items() if not_begun(own[0])]
+    lines = [f"not begun: {budgets[method]}: {short[method][0].message}" for method in refused]
+    if ended := ", ".join(said for method, said in budgets.items() if method not in refused):
+        lines.append(f"ended by their time limit: {ended}")
+    if lines:
+        lines.append("for more, raise --total-time-limit, or --time-limit for each row, and name a new folder")
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _simulate(

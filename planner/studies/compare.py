@@ -25,8 +25,8 @@ from planner.studies.workers import never
 from planner.visible import visible
 from solvers.clock import Clock, WallClock, left
 from solvers.order.reorder import in_program_order
-from solvers.registry import SOLVERS, get_solver
-from solvers.result import SOLVED
+from solvers.registry import SOLVERS, get_solver, program_time_s
+from solvers.result import SOLVED, Reason
 
 _DEFAULTS = StudySettings()
 _SHORTEST_S = 1.0  # seconds for a row after the total time has run out
@@ -99,6 +99,10 @@ class SolveRow:
             versions=self._versions(result.versions),
         )
         return Solved(row, result.schedule)
+
+    def program_time_s(self, task: Task) -> float:
+        """Return about the least seconds in which the program of a task can have a solution; 0 if that is not known."""
+        return program_time_s(task.method, in_program_order(without_options(self.graph)).graph, task.budget_bytes)
 
     def row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> ComparisonRow:
         """Return a row before anything is solved or measured."""
@@ -202,7 +206,8 @@ def compare(
     absent = set(missing(kept, places, graph.time_s))
     waiting = [task for task in tasks if task.key in absent]
     done = len(tasks) - len(waiting)
-    shared = Shares(waiting, WallClock(settings.total_time_limit_s), settings.time_limit_s, settings.jobs)
+    clock = WallClock(settings.total_time_limit_s)
+    shared = Shares(waiting, clock, settings.time_limit_s, settings.jobs, needs=judge.program_time_s)
     for solved in run(judge, shared.take, should_stop, jobs=min(settings.jobs, max(1, len(waiting))), cluster=settings.cluster):
         if should_stop():
             continue
@@ -230,10 +235,24 @@ def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[s
 
 
 class Shares:
-    """A queue of tasks with shares of a common time limit: the optimum, fast methods, then solvers of large programs."""
+    """A queue of tasks with shares of a common time limit: the optimum, fast methods, then solvers of large programs.
 
-    def __init__(self, tasks: Sequence[Task], clock: Clock, time_limit_s: float, jobs: int) -> None:
-        self._waiting = sorted(tasks, key=lambda task: (task.method != OPTIMUM, SOLVERS[task.method].large_programs))
+    Of the large programs, those that need least come first. Each gets what it needs to have a solution, and an equal part of what
+    is left when all have that. Those for which that is too little are refused by their solvers, at no cost for the others.
+
+    Args:
+        needs: seconds that the program of a task needs at least; 0 if that is not known.
+    """
+
+    def __init__(
+        self, tasks: Sequence[Task], clock: Clock, time_limit_s: float, jobs: int, *, needs: Callable[[Task], float]
+    ) -> None:
+        self._needed_s = {task.key: math.ceil(needs(task)) if _shares(task) else 0 for task in tasks}
+
+        def turn(task: Task) -> tuple[bool, bool, int]:
+            return task.method != OPTIMUM, SOLVERS[task.method].large_programs, self._needed_s[task.key]
+
+        self._waiting = sorted(tasks, key=turn)
         self._clock = clock
         self._time_limit_s = time_limit_s
         self._jobs = jobs
@@ -246,10 +265,23 @@ class Shares:
         if not _shares(task):
             return replace(task, time_limit_s=self._time_limit_s)
         left_s = left(self._clock)
-        share_s = min(left_s, left_s * self._jobs / (1 + sum(map(_shares, self._waiting))))
+        share_s = min(left_s, self._share_s(task, left_s * self._jobs))
         if share_s < self._time_limit_s:
             share_s = max(_SHORTEST_S, math.floor(share_s))
         return replace(task, time_limit_s=min(self._time_limit_s, share_s))
+
+    def _share_s(self, task: Task, left_s: float) -> float:
+        """Return the share of `task`, the next one, in what is left for all that share it."""
+        sharing = [task, *filter(_shares, self._waiting)]
+        if task.method == OPTIMUM:  # whose bound is for all
+            return left_s / len(sharing)
+        most_s, spare_s, served = min(left_s / self._jobs, self._time_limit_s), left_s, 0
+        for other in sharing:
+            needed_s = self._needed_s[other.key]
+            if needed_s > min(most_s, spare_s):
+                break
+            spare_s, served = spare_s - needed_s, served + 1
+        return self._needed_s[task.key] + spare_s / served if served else left_s
 
 
 def _shares(task: Task) -> bool:
@@ -258,8 +290,13 @@ def _shares(task: Task) -> bool:
 
 
 def cut_short(row: ComparisonRow) -> bool:
-    """Return True if a method was stopped by its time limit before it finished."""
-    return row.seconds is not None and row.seconds >= row.time_limit_s and row.status not in SOLVED
+    """Return True if a method was stopped by its time limit before it finished, or not begun because that is too short."""
+    return not_begun(row) or (row.seconds is not None and row.seconds >= row.time_limit_s and row.status not in SOLVED)
+
+
+def not_begun(row: ComparisonRow) -> bool:
+    """Return True if a method did not begin, since its time limit is too short for its program."""
+    return row.reason == Reason.TIME and row.seconds is not None and row.seconds < row.time_limit_s
 
 
 def _one_line(message: str) -> str:

@@ -7,6 +7,7 @@ Its schedules execute each op at most once per stage, in program order; a stage 
 exist, and at tight budgets one of them may be the only feasible one, or faster: the optimum is no bound on all schedules.
 """
 
+import math
 import os
 import tempfile
 from dataclasses import dataclass
@@ -60,8 +61,8 @@ def solve(request: Request) -> Result:
     verdict = Verdict(Status.INFEASIBLE, message=too_small_message(graph, budget_bytes, least))
     if budget_bytes >= least.budget_bytes:
         model = CheckmateModel(problem_of(graph, budget_bytes), params.variant)
-        if (message := model.too_large()) is not None:
-            verdict = Verdict(Status.LIMIT, None, graph.time_s, message, Reason.SIZE)
+        if (refusal := model.refusal(request.clock.limit)) is not None:
+            verdict = Verdict(Status.LIMIT, None, graph.time_s, *refusal)
         else:
             request.tell("writing Checkmate's program", None, graph.time_s)
             written = model.build(request.stopped)
@@ -98,8 +99,8 @@ def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *
     if budget_bytes < least.budget_bytes:
         raise BudgetError(too_small_message(graph, budget_bytes, least))
     model = CheckmateModel(problem_of(graph, budget_bytes), variant)
-    if (message := model.too_large()) is not None:
-        raise PlannerError(message)
+    if (refusal := model.refusal(math.inf)) is not None:
+        raise PlannerError(refusal[0])
     model.build()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "model")

@@ -64,8 +64,8 @@ def solve(request: Request) -> Result:
     least = least_budget_bound(graph)
     if budget_bytes < least.budget_bytes:
         verdict = Verdict(Status.INFEASIBLE, message=too_small_message(graph, budget_bytes, least))
-    elif (too_large := CheckmateModel(rounding.problem).too_large()) is not None:
-        verdict = Verdict(Status.LIMIT, message=too_large, reason=Reason.SIZE)
+    elif (refusal := CheckmateModel(rounding.problem).refusal(request.clock.limit)) is not None:
+        verdict = Verdict(Status.LIMIT, None, graph.time_s, *refusal)
     else:
         rounding.run()
         verdict = rounding.verdict()

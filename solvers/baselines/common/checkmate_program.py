@@ -11,6 +11,7 @@ execution and once afterwards: D[t,x] = R[t,p(x)] S[t,x] subtracts the copy.
 - An op that must run once, or has an input that was written in place since, has R = 0.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,9 +19,16 @@ from typing import Any
 
 import pulp
 
-from solvers.problem import Problem
+from graphs.ir import Graph
+from graphs.units import format_seconds
+from solvers.bounds import least_budget_bound
+from solvers.problem import Problem, problem_of
+from solvers.result import Reason
 
 MOST_BINARIES = 500_000  # of R and S: PuLP takes several GB for more
+# Seconds to write the program and solve its relaxation once: half of what 1,600 to 12,000 variables R and S took on a busy core.
+# The first schedule takes ten times as long and more.
+_LEAST_S, _LEAST_POWER = 1e-4, 1.2
 _WHOLE = 1e-4  # tolerance on binaries
 _MEMORY_RANGE = 1e4  # the budget in the program's unit of memory
 _TIME_RANGE = 1e3  # the step without recomputation in its unit of time
@@ -54,6 +62,18 @@ PUBLISHED = CheckmateVariant()
 NEVER, ALWAYS = 0, 1  # constants in place of variables
 Term = Any  # a variable of PuLP, NEVER or ALWAYS
 Weighted = tuple[Term, float]
+
+
+def least_time_s(count: int) -> float:
+    """Return about the least seconds after which a program of `count` variables R and S can have a solution."""
+    return _LEAST_S * math.pow(count, _LEAST_POWER)
+
+
+def program_time_s(graph: Graph, budget_bytes: int) -> float:
+    """Return ``least_time_s`` of the program of a graph; 0 if it is refused in any time."""
+    model = CheckmateModel(problem_of(graph, budget_bytes))
+    refused = budget_bytes < least_budget_bound(graph).budget_bytes or model.refusal(math.inf)
+    return 0.0 if refused else least_time_s(model.count())
 
 
 class CheckmateModel:
@@ -97,16 +117,23 @@ class CheckmateModel:
                 return False
         return True
 
-    def too_large(self) -> str | None:
-        """Return the message that the program has too many variables, None if it does not; nothing is built."""
+    def count(self) -> int:
+        """Return the number of variables R and S; nothing is built."""
         passing = sum(self.ops - 1 - self.problem.producer[x] for x in self.passing_before(self.ops))
-        count = passing + sum(last - i for i, last in enumerate(self.last_stage))
-        if count <= MOST_BINARIES:
-            return None
-        return (
-            f"Checkmate's program for {self.ops:,} ops has {count:,} variables R and S, more than {MOST_BINARIES:,}, "
-            "the most that this solver supports: use the solver windows"
-        )
+        return passing + sum(last - i for i, last in enumerate(self.last_stage))
+
+    def refusal(self, limit_s: float) -> tuple[str, Reason] | None:
+        """Return why the program is not begun: too large, or too long for a time limit; None if neither. Nothing is built."""
+        count = self.count()
+        what = f"Checkmate's program for {self.ops:,} ops has {count:,} variables R and S"
+        if count > MOST_BINARIES:
+            most = f"{MOST_BINARIES:,}, the most that this solver supports"
+            return f"{what}, more than {most}: use the solver windows", Reason.SIZE
+        if (needed_s := least_time_s(count)) > limit_s:
+            needs = f"to write it and solve its relaxation once takes about {format_seconds(needed_s)} or more"
+            limit = f"its limit is {format_seconds(limit_s)}"
+            return f"{what}: {needs}, and {limit}. Raise the time limit, or use the solver windows", Reason.TIME
+        return None
 
     @property
     def is_mip(self) -> bool:

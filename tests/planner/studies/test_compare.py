@@ -108,7 +108,7 @@ def test_methods_with_large_programs_run_last_and_share_remaining_time() -> None
     methods = ("checkmate", "lru", "rounding", OPTIMUM)
     tasks = [Task(RunBy.SIMULATOR, method, budget, 1) for budget in ("80%", "60%") for method in methods]
     clock = WorkClock(40.0)
-    shares = Shares(tasks, clock, 60.0, jobs=2)
+    shares = Shares(tasks, clock, 60.0, jobs=2, needs=lambda _: 0.0)
     taken = []
     while (task := shares.take()) is not None:
         assert task.time_limit_s is not None
@@ -117,8 +117,43 @@ def test_methods_with_large_programs_run_last_and_share_remaining_time() -> None
     assert [method for method, _, _ in taken] == [OPTIMUM] * 2 + ["lru"] * 2 + ["checkmate", "rounding"] * 2
     assert [budget for _, budget, _ in taken] == ["80%", "60%"] * 2 + ["80%", "80%", "60%", "60%"]
     assert [limit for _, _, limit in taken] == [13, 15, 60, 60, 18, 18, 18, 9]
-    unlimited = Shares(tasks, WorkClock(math.inf), 60.0, jobs=1)
+    unlimited = Shares(tasks, WorkClock(math.inf), 60.0, jobs=1, needs=lambda _: 30.0)
     assert {task.time_limit_s for task in iter(unlimited.take, None)} == {60.0}
+
+
+def test_large_programs_get_the_time_that_they_need_or_leave_it_to_others() -> None:
+    needs = {"rounding": 8.2, "checkmate": 20.0, "monet": 0.0}
+    tasks = [
+        Task(RunBy.SIMULATOR, method, budget, 1) for budget in ("80%", "60%") for method in ("checkmate", "rounding", "monet")
+    ]
+
+    def limits(total_s: float, time_limit_s: float = 60.0) -> list[tuple[str, float | None]]:
+        clock, taken = WorkClock(total_s), []
+        shares = Shares(tasks, clock, time_limit_s, jobs=1, needs=lambda task: needs[task.method])
+        while (task := shares.take()) is not None:
+            assert task.time_limit_s is not None
+            taken.append((task.method, task.time_limit_s))
+            clock.spend(task.time_limit_s if needs[task.method] <= task.time_limit_s else 0.0)
+        return taken
+
+    # What is left after both of rounding does for one of checkmate only.
+    assert limits(42.0) == [("monet", 1.0)] * 2 + [("rounding", 9.0), ("rounding", 10.0), ("checkmate", 21.0), ("checkmate", 1.0)]
+    assert limits(90.0) == [("monet", 5.0)] * 2 + [("rounding", 14.0)] * 2 + [("checkmate", 26.0)] * 2
+    assert limits(90.0, 12.0)[2:] == [("rounding", 12.0)] * 2 + [("checkmate", 12.0)] * 2
+
+
+def test_a_program_that_will_not_end_in_its_time_says_so_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = transformer(TransformerSize(layers=6))
+    write_graph(graph, tmp_path / "six.json")
+    where = ["compare", str(tmp_path / "six.json"), "--budgets", "70%", "-o", str(tmp_path / "out"), "--quiet"]
+    assert main([*where, "--methods", "lru,checkmate,rounding", "--time-limit", "3"]) == 0
+    rows = {row.method: row for row in read_rows(tmp_path / "out" / "rows.csv", ComparisonRow)}
+    for method in ("checkmate", "rounding"):
+        assert rows[method].reason == Reason.TIME and (rows[method].seconds or 0.0) < 1.0
+        assert "to write it and solve its relaxation once takes about" in rows[method].message
+    said = capsys.readouterr().out
+    assert f"not begun: checkmate (70%): {rows['checkmate'].message}" in said
+    assert "for more, raise --total-time-limit, or --time-limit for each row" in said
 
 
 def test_where_time_is_up_the_last_rows_are_tried_for_a_moment_and_said_to_be_cut_short(tmp_path: Path) -> None:
@@ -290,7 +325,8 @@ def test_compare_command_writes_table_and_figures(graph: Graph, tmp_path: Path, 
     ]
     out = tmp_path / "deep" / "results"
     assert main([*words, "-o", str(out)]) == 0
-    assert "| budget | windows | keep-everything | bound |" in capsys.readouterr().out
+    assert f"written to {out}: rows.csv, table.md, overhead.png, memory.png" in capsys.readouterr().out
+    assert "| budget | windows | keep-everything | bound |" in (out / "table.md").read_text()
     assert {file.name for file in out.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png"}
     assert main([*words, "-o", str(out), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -298,11 +334,11 @@ def test_compare_command_writes_table_and_figures(graph: Graph, tmp_path: Path, 
     assert len(data["rows"]) == 4
 
 
-def test_compare_command_accepts_options(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_command_accepts_options(graph: Graph, tmp_path: Path) -> None:
     write_graph(graph, tmp_path / "model.json")
     asked = ["--options", "offload", "--link", "50GB/s", "--host-budget", "64GB", "--methods", "save-on-cpu,delta", "--quiet"]
     assert main(["compare", str(tmp_path / "model.json"), "--budgets", "80%", *asked, "-o", str(tmp_path / "out")]) == 0
-    assert "| budget | save-on-cpu | delta | bound |" in capsys.readouterr().out
+    assert "| budget | save-on-cpu | delta | bound |" in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_compare_command_reports_invalid_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The reference program: how a solve ends."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -52,9 +53,9 @@ def test_the_size_of_the_program_is_foretold(monkeypatch: pytest.MonkeyPatch) ->
         model = CheckmateModel(problem_of(random_graph(seed, 12), 1000))
         model.build()
         monkeypatch.setattr("solvers.baselines.common.checkmate_program.MOST_BINARIES", len(model.R) + len(model.S) - 1)
-        assert f"has {len(model.R) + len(model.S)} variables" in str(model.too_large())
+        assert f"has {len(model.R) + len(model.S)} variables" in str(model.refusal(math.inf))
         monkeypatch.setattr("solvers.baselines.common.checkmate_program.MOST_BINARIES", len(model.R) + len(model.S))
-        assert model.too_large() is None
+        assert model.refusal(math.inf) is None
 
 
 @pytest.mark.parametrize("time_limit_s", [1e-9, 0.02])

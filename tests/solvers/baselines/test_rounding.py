@@ -163,8 +163,9 @@ def test_a_budget_below_the_needs_of_an_op_is_infeasible() -> None:
     assert "budget 6 B is below 7 B" in result.message
 
 
-def test_time_is_up_before_a_relaxation_is_solved() -> None:
+def test_time_is_up_before_a_relaxation_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_training_step(0, 40)
+    monkeypatch.setattr("solvers.baselines.common.checkmate_program._LEAST_S", 0.0)  # so that it is begun
     result = solve(ask(graph, budget_at(graph, 0.2), time_limit_s=1e-9))
     assert (result.status, result.bound_s) == (Status.LIMIT, graph.time_s)
     assert "no relaxation for" in result.message

@@ -201,7 +201,10 @@ class Isolated:
         returned = self._step(*args, **kwargs)
         loss = loss_of(returned)
         if self._ends is None:
-            self._ends = _ends(loss)
+            reached, nested = _ends(loss)
+            if nested:  # a nested pass ends at parameters that the outer graph does not reach
+                reached = list({id(tensor): tensor for tensor in (*reached, *self._known.values())}.values())
+            self._ends = reached, nested
         reached, nested = self._ends
         with torch.autocast(loss.device.type, enabled=False):  # training loops call backward() outside
             if nested:

@@ -207,9 +207,10 @@ def test_reentrant_checkpoints_are_compared_too() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 3)
+            self.inside = nn.Sequential(nn.Linear(16, 16), nn.GELU())  # reached by the nested backward pass only
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = torch.utils.checkpoint.checkpoint(F.gelu, self.first(x), use_reentrant=True)
+            hidden = torch.utils.checkpoint.checkpoint(self.inside, self.first(x), use_reentrant=True)
             return self.last(hidden)
 
     workload = plain()._replace(model=Checkpointed())

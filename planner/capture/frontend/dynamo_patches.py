@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 
+from graphs.errors import TraceError
+from planner.capture.frontend.source_lines import current_line, location
 from planner.capture.rewrites.outputs import same_layout, storage
 from planner.torch_private.capture import (
     FOLLOWS_REQUIRES_GRAD,
@@ -17,8 +19,10 @@ from planner.torch_private.capture import (
     InstructionTranslatorBase,
     OptimizerVariable,
     OutputGraph,
+    TorchDynamoException,
     UserDefinedObjectVariable,
     read_names_of_torch,
+    source_name,
     tensor_method,
 )
 from planner.torch_private.core import FunctionalTensor
@@ -34,6 +38,9 @@ def allow_requires_grad_writes() -> Iterator[None]:
     reads the gradient of `hidden` itself. A write that changes nothing is left out. Dynamo refuses results that depend on such
     a tensor, since ``torch.compile`` might return them without their history; the loss of a step has its own. Before torch 2.13
     it follows none: they are left out.
+
+    Raises:
+        TraceError: a tensor of the batch is told to require a gradient. Eager PyTorch gives it one, at every step.
     """
     owner_of, method = SETATTR
     set_attribute = getattr(owner_of, method)
@@ -43,6 +50,14 @@ def allow_requires_grad_writes() -> Iterator[None]:
     def is_made(owner: Any) -> bool:
         return bool(owner.is_tensor() and owner.as_proxy().node.op not in ("placeholder", "get_attr"))
 
+    def refuse_input(owner: Any) -> None:
+        if owner.source is not None and source_name(owner.source).startswith(("L['args']", "L['kwargs']")):
+            raise TraceError(
+                f"{location(current_line())} changes requires_grad of a tensor of the batch, which a plan takes as it is given: "
+                "write x = x.detach().requires_grad_() instead, which is a tensor of the step's own, or call requires_grad_() on "
+                "the batch before the step, which then gives it a gradient"
+            )
+
     def set_or_write(function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
         if _is_attribute(owner, name, "requires_grad") and value.is_python_constant():
             if owner.as_proxy().node.meta["example_value"].requires_grad is value.as_python_constant():
@@ -50,17 +65,24 @@ def allow_requires_grad_writes() -> Iterator[None]:
             if is_made(owner):
                 owner.call_method(translator, "requires_grad_", [value], {})
                 return value
+            refuse_input(owner)
         return set_attribute(function, translator, owner, name, value)
 
     def write_or_leave(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        return owner if is_made(owner) else write(owner, *args, **kwargs)
+        return owner if is_made(owner) else write_or_refuse(owner, *args, **kwargs)
+
+    def write_or_refuse(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return write(owner, *args, **kwargs)
+        except TorchDynamoException:
+            refuse_input(owner)
+            raise
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(owner_of, method, set_or_write))
         if FOLLOWS_REQUIRES_GRAD:
             stack.enter_context(patch.object(OutputGraph, FOLLOWS_REQUIRES_GRAD, lambda *_: None))
-        else:
-            stack.enter_context(patch.object(holder, name_of, write_or_leave))
+        stack.enter_context(patch.object(holder, name_of, write_or_refuse if FOLLOWS_REQUIRES_GRAD else write_or_leave))
         yield
 
 

@@ -141,7 +141,7 @@ def _storages(values: object) -> dict[int, torch.Tensor]:
 
 @contextmanager
 def preserve_tensor(tensor: torch.Tensor, view: torch.Tensor | None = None) -> Iterator[None]:
-    """Restore the values of `tensor` at the end, and the version counter of it (or of its `view`) in autograd.
+    """Restore `tensor` at the end: its values, requires_grad, and the version counter of it (or of its `view`) in autograd.
 
     The copy of what is on a GPU is in the host's memory: the device may have none left besides what the step takes. With `view`,
     whose whole storage is `tensor`, an op is about to write it, and the copy is made where the op runs.
@@ -150,12 +150,15 @@ def preserve_tensor(tensor: torch.Tensor, view: torch.Tensor | None = None) -> I
     counted = tensor if view is None else view
     before = tensor.detach().to(place, copy=True)
     versioned = nullcontext() if counted.is_inference() else preserve_version_counter(counted)
+    trained = tensor.requires_grad
     try:
         yield
     finally:
         with torch.no_grad(), versioned:
             if not has_same_values(tensor.detach().to(place), before):
                 tensor.copy_(before)
+        if tensor.is_leaf and tensor.requires_grad is not trained:
+            tensor.requires_grad_(trained)
 
 
 def has_same_values(a: torch.Tensor, b: torch.Tensor) -> bool:

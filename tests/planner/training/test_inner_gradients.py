@@ -12,7 +12,7 @@ from torch.autograd import grad
 from torch.func import functional_call, hessian, jacrev, jvp, vjp, vmap
 
 import planner
-from graphs.errors import PlannerError
+from graphs.errors import PlannerError, TraceError
 from planner.torch_private.capture import GRADIENT_SETTINGS
 from tests.planner.training.test_supported_code import check_trains_as_eager
 
@@ -173,3 +173,45 @@ def network_of(critic: nn.Module) -> nn.Module:
     copy = network()
     copy.load_state_dict(critic.state_dict())
     return copy
+
+
+class Critic(nn.Module):
+    """A model with a penalty on the gradient of its input, which `follow` makes require a gradient."""
+
+    def __init__(self, follow: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.follow = follow
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.follow(x)
+        score = self.layers(x)
+        (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return score + gradient.square().sum(1, keepdim=True)
+
+
+def by_attribute(x: Tensor) -> Tensor:
+    x.requires_grad = True
+    return x
+
+
+def own_tensor(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+@pytest.mark.parametrize("follow", [lambda x: x.requires_grad_(True), by_attribute])
+def test_requires_grad_of_the_batch_is_refused_with_ways_out(follow: Callable[[Tensor], Tensor]) -> None:
+    x, y, model = torch.randn(16, 8), torch.randn(16, 1), Critic(follow)
+    with pytest.raises(TraceError, match=r"changes requires_grad of a tensor of the batch.* x\.detach\(\)\.requires_grad_\(\)"):
+        planner.compile(model, F.mse_loss, (x, y), budget="100%")
+    assert not x.requires_grad
+    F.mse_loss(model(x), y).backward()  # eager PyTorch leaves a gradient in the batch
+    expected = [p.grad for p in model.parameters()]
+    for mended, batch in ((model, x.detach().clone().requires_grad_()), (Critic(own_tensor), x.detach())):
+        mended.load_state_dict(model.state_dict())
+        step = planner.compile(mended, F.mse_loss, (batch, y), budget="100%")
+        mended.zero_grad()
+        step(batch, y).backward()
+        assert all(map(torch.equal, expected, (p.grad for p in mended.parameters())))
+        assert batch.grad is None or torch.equal(batch.grad, x.grad)
+        assert batch.requires_grad is (batch.grad is not None)

@@ -79,11 +79,13 @@ class KnownBudgets:
 
     def begin(self) -> Request:
         """Look for the least budget if the budget is tight; return the request of the solve, which starts from its schedule."""
-        graph, clock = self.request.graph, self.request.clock
+        graph, clock, budget_bytes = self.request.graph, self.request.clock, self.request.budget_bytes
         least_bytes = least_budget_bound(*without_offload(graph)).budget_bytes
         if self.memory is not CountedMemory.ALLOCATED:
-            least_bytes = reserved_beside(graph, self.memory).bound(least_bytes)
-        if self.names_least and least_bytes <= self.request.budget_bytes < _TIGHT * least_bytes:
+            beside = reserved_beside(graph, self.memory)
+            least_bytes = beside.bound(least_bytes) - beside.context_bytes
+            budget_bytes -= beside.context_bytes  # which makes no budget tighter
+        if self.names_least and least_bytes <= budget_bytes < _TIGHT * least_bytes:
             until = clock.now + _TIGHT_SHARE * left(clock)
             self._look(lambda: clock.now > until or self.must_stop())
         known = None if self._witness is None else Start(self._witness)

@@ -12,7 +12,7 @@ MODELS_STAMP := $(MODELS)/.installed
 # What pip installs without constraints.txt, as it does for users: made again each time, for one Python or another.
 LATEST := .venv-latest-$(notdir $(PYTHON))
 
-.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-training bench-first-step try-models gpu clean
+.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-training bench-first-step try-models try-entries gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -105,6 +105,9 @@ bench-compression: $(STAMP) ## 300 steps with all that can be kept compressed in
 try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500 random ones by plans, into results/models (ARGS=--fresh)
 	$(MODELS)/bin/python -m benchmarks.try_models $(ARGS)
 	$(BIN)/python -m pytest -m slow tests/planner/training/test_random_models.py
+
+try-entries: $(STAMP) $(MODELS_STAMP) ## these models by planner.compile, checkpoint, rematerialize and as a backend, into results/entries (ARGS='--models peft/oft-llama --entries compile,backend')
+	$(MODELS)/bin/python -m benchmarks.entries $(ARGS)
 
 results: bench-solve ## all under results/ but results/compiled, in about an hour (ARGS=--fresh to do all anew)
 	$(BIN)/python -m benchmarks.compare $(ARGS)

@@ -9,6 +9,7 @@ if a step takes more than its budget.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -16,7 +17,7 @@ import torch
 import planner
 from benchmarks.runner import SEED, Runner, take_turns, whole_step
 from benchmarks.solves import least_bytes
-from benchmarks.try_models import FAILED, RAN, failed, in_a_process, trying
+from benchmarks.try_models import FAILED, RAN, REPEATS, failed, in_a_process, trying
 from graphs.units import format_bytes
 from planner import tracing
 from planner.models import Workload
@@ -66,7 +67,7 @@ def try_one(case: tuple[str, str], known: Sequence[ArenaModelRow], *, repeats: i
     """Yield the rows of one model."""
     source, model = case
     blank = ArenaModelRow(source=source, model=model, way=EAGER, status=RAN, **provenance())
-    return in_a_process(compared, blank, repeats, _LIMIT_S)
+    return in_a_process(partial(compared, repeats=repeats), blank, _LIMIT_S)
 
 
 def compared(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: int) -> Iterator[ArenaModelRow]:
@@ -184,7 +185,7 @@ def _line(row: ArenaModelRow) -> str:
 
 
 STUDY = Study(ArenaModelRow, try_one, pages={"table.md": table}, failures=failures)
-main = trying(STUDY, __doc__, out="results/arena_models", say=_line)
+main = trying(STUDY, __doc__, out="results/arena_models", say=_line, repeats=REPEATS)
 
 
 if __name__ == "__main__":

@@ -44,16 +44,22 @@ def benchmark(
     """
 
     def main(words: Sequence[str] | None = None) -> int:
-        parser = command_line(description, study.row, models=models, out=out)
-        for name, setting in settings.items():
-            said = f"{setting.said} (default: %(default)s)"
-            parser.add_argument(f"--{name}", type=setting.form, default=setting.default, help=said)
-        arguments = parser.parse_args(words)
+        arguments, run = read_settings(command_line(description, study.row, models=models, out=out), study.run, settings, words)
         one_thread()
-        run = partial(study.run, **{name: getattr(arguments, name) for name in settings})
         return carry_out(replace(study, run=run), arguments, {(name,): name for name in arguments.models})
 
     return main
+
+
+def read_settings(
+    parser: argparse.ArgumentParser, run: Callable[..., Any], settings: Mapping[str, Setting], words: Sequence[str] | None
+) -> tuple[argparse.Namespace, Callable[..., Any]]:
+    """Return the arguments in `words`, and `run` with those of `settings`."""
+    for name, setting in settings.items():
+        said = f"{setting.said} (default: %(default)s)"
+        parser.add_argument(f"--{name}", type=setting.form, default=setting.default, help=said)
+    arguments = parser.parse_args(words)
+    return arguments, partial(run, **{name: getattr(arguments, name) for name in settings})
 
 
 def command_line(description: str | None, row: Any, *, models: Collection[str] = (), out: str) -> argparse.ArgumentParser:
@@ -81,15 +87,22 @@ def command_line(description: str | None, row: Any, *, models: Collection[str] =
 
 def add_names(parser: argparse.ArgumentParser, flag: str, names: Collection[str], default: str | None = None) -> None:
     """Add an argument for some of `names`, separated by commas; by default for all of them."""
+    every = ",".join(names)
+    parser.add_argument(
+        flag, type=names_of(flag[2:-1], names), default=default or every, help=f"with commas, of {every} (default: %(default)s)"
+    )
+
+
+def names_of(kind: str, names: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Return the function that reads some of `names`, of a `kind`, separated by commas."""
 
     def some(text: str) -> tuple[str, ...]:
         found = tuple(text.split(","))
         if unknown := [name for name in found if name not in names]:
-            raise argparse.ArgumentTypeError(f"there is no {flag[2:-1]} {unknown[0]!r}: choose from {', '.join(names)}")
+            raise argparse.ArgumentTypeError(f"there is no {kind} {unknown[0]!r}: choose from {', '.join(names)}")
         return found
 
-    every = ",".join(names)
-    parser.add_argument(flag, type=some, default=default or every, help=f"with commas, of {every} (default: %(default)s)")
+    return some
 
 
 def carry_out(

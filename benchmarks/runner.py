@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ class Runner:
         left: dict[str, torch.Tensor | None] = {}
         for i, batch in enumerate(batches(like, STEPS, seed=SEED)):
             optimizer.zero_grad()
-            loss = loss_of(call(self.step, batch))
+            loss = loss_of(call(self._forward, batch))
             loss.backward()
             left[f"loss of step {i}"] = loss.detach().clone()
             for name, parameter in whole.named_parameters():
@@ -63,18 +64,26 @@ class Runner:
         """Return the most bytes in storages at once in a forward and backward pass."""
         self._clear()
         with LiveStorages(self._there(batch)) as storages:
-            returned = call(self.step, batch)  # held, as a training loop holds it
+            returned = call(self._forward, batch)  # held, as a training loop holds it
             loss_of(returned).backward()
         return storages.peak_bytes
 
     def peak_bytes(self, batch: Batch) -> int:
         """Return the peak including the memory of kernels, by the allocator's events."""
         self._clear()
-        return measure_memory(self.step, batch, static_bytes=self.static_bytes(batch), device=torch.device("cpu")).peak_bytes
+        static_bytes = self.static_bytes(batch)
+        return measure_memory(self._forward, batch, static_bytes=static_bytes, device=torch.device("cpu")).peak_bytes
 
     def static_bytes(self, batch: Batch) -> int:
         """Return the bytes of parameters, buffers and `batch`."""
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._there(batch)}.values())
+
+    def _forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return what the step returns, after what the model's ``between`` does with its leaves before the backward pass."""
+        returned = self.step(*inputs, **named)
+        if hasattr(self.workload.model, "between"):
+            self.workload.model.between(leaves(returned))
+        return returned
 
     def _state(self) -> list[torch.Tensor]:
         whole = whole_step(self.workload)

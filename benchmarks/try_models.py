@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 import planner
-from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.command import Setting, carry_out, command_line, one_thread, read_settings
 from benchmarks.runner import SEED, Runner, take_turns, whole_step
 from benchmarks.solves import least_bytes
 from graphs.errors import PlannerError, first_line, typed_line
@@ -230,25 +230,25 @@ def sources() -> dict[str, Mapping[str, Callable[[], Workload]]]:
     }
 
 
-def rows_of_model(trial: Callable[..., Iterable[R]], blank: Any, repeats: int) -> Iterator[R]:
+def rows_of_model(trial: Callable[..., Iterable[R]], blank: Any) -> Iterator[R]:
     """Yield the rows of a `trial` of one model, including its failure, with the columns of `blank`."""
     one_thread()
     try:
-        yield from trial(sources()[blank.source][blank.model], blank, repeats=repeats)
+        yield from trial(sources()[blank.source][blank.model], blank)
     except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
         yield failed(blank, error)
 
 
-def in_a_process(trial: Callable[..., Iterable[R]], blank: R, repeats: int, limit_s: float) -> Iterator[R]:
+def in_a_process(trial: Callable[..., Iterable[R]], blank: R, limit_s: float) -> Iterator[R]:
     """Yield the rows of a trial of one model, by a process of its own, which may fail as a row does.
 
     Args:
-        trial: yields rows with a `way`, some perhaps twice; of a function that makes the model, `blank`, and `repeats`.
+        trial: yields rows with a `way`, some perhaps twice; of a function that makes the model, and `blank`.
         blank: the columns that all rows share, with the names of the source and the model.
     """
     rows: dict[str, Any] = {}
     try:
-        for row in stream(rows_of_model, trial, blank, repeats, variables=ALONE, limit_s=limit_s):
+        for row in stream(rows_of_model, trial, blank, variables=ALONE, limit_s=limit_s):
             rows[row.way] = row
     except ProcessError as error:
         rows["process"] = replace(blank, way="process", status=FAILED, message=str(error))
@@ -259,7 +259,7 @@ def try_one(case: tuple[str, str], known: Sequence[TriedRow], *, repeats: int) -
     """Yield the rows of one model."""
     source, model = case
     blank = TriedRow(source=source, model=model, way=EAGER, status=RAN, **provenance(packages=PACKAGES))
-    return in_a_process(tried, blank, repeats, _LIMIT_S)
+    return in_a_process(partial(tried, repeats=repeats), blank, _LIMIT_S)
 
 
 def plans(rows: Iterable[TriedRow]) -> list[TriedRow]:
@@ -379,7 +379,7 @@ def failures(rows: Sequence[TriedRow]) -> Iterator[str]:
 
 
 def trying(
-    study: Study[tuple[str, str], Any], description: str | None, *, out: str, say: Callable[[Any], str]
+    study: Study[tuple[str, str], Any], description: str | None, *, out: str, say: Callable[[Any], str], **settings: Setting
 ) -> Callable[[Sequence[str] | None], int]:
     """Return the ``main`` of a benchmark that tries the models: writes rows and table after each; returns 1 on failures.
 
@@ -387,19 +387,16 @@ def trying(
         study: of cases that are source and model. Its order is set here, and missing packages are looked for again.
         description, out: as for ``command_line``.
         say: as for ``carry_out``.
+        settings: as for ``benchmark``.
     """
 
     def main(words: Sequence[str] | None = None) -> int:
         names = [f"{source}/{model}" for source, models in sources().items() for model in models]
-        parser = command_line(description, study.row, models=names, out=out)
-        parser.add_argument(
-            "--repeats", type=argument_types.count, default=9, help="steps timed of each way (default: %(default)s)"
-        )
-        arguments = parser.parse_args(words)
+        arguments, run = read_settings(command_line(description, study.row, models=names, out=out), study.run, settings, words)
         one_thread()
         tried = replace(
             study,
-            run=partial(study.run, repeats=arguments.repeats),
+            run=run,
             again=lambda rows: any(row.status == MISSING for row in rows),
             order=lambda row: names.index(f"{row.source}/{row.model}"),
         )
@@ -415,7 +412,8 @@ def _line(row: TriedRow) -> str:
 
 
 STUDY = Study(TriedRow, try_one, pages={"table.md": table}, failures=failures)
-main = trying(STUDY, __doc__, out="results/models", say=_line)
+REPEATS = Setting(9, "steps timed of each way", argument_types.count)
+main = trying(STUDY, __doc__, out="results/models", say=_line, repeats=REPEATS)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from inspect import isfunction
 
-from benchmarks.models import dense, images, inner_gradients, sequences
+from benchmarks.models import dense, images, inner_gradients, own_targets, sequences
 from planner.models import Workload
 
 # Each function that one of the modules defines builds a model.
 MODELS: dict[str, Callable[[], Workload]] = {
     name: make
-    for module in (dense, images, inner_gradients, sequences)
+    for module in (dense, images, inner_gradients, own_targets, sequences)
     for name, make in vars(module).items()
     if isfunction(make) and make.__module__ == module.__name__
 }

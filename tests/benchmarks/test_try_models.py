@@ -4,6 +4,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def test_model_that_cannot_be_built_is_a_row(error: Exception, status: str, monk
 
     monkeypatch.setattr(try_models, "sources", lambda: {"tests": {"broken": make}})
     blank = TriedRow(source="tests", model="broken", way=EAGER, status=RAN)
-    (row,) = rows_of_model(try_models.tried, blank, 1)
+    (row,) = rows_of_model(partial(try_models.tried, repeats=1), blank)
     assert (row.status, row.message) == (status, f"{type(error).__name__}: {error}")
 
 
@@ -175,7 +176,7 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
         about = {"source": source, "model": model, "way": EAGER, "status": next(statuses)}
         return [TriedRow(**about, storages_bytes=90, peak_bytes=100, different=0)]  # type: ignore[arg-type]
 
-    main = trying(replace(STUDY, run=try_one), None, out=str(tmp_path), say=str)
+    main = trying(replace(STUDY, run=try_one), None, out=str(tmp_path), say=str, repeats=try_models.REPEATS)
     names = ["by hand/mlp", "timm/vit"]
     words = ["--models", ",".join(names)]
     for more, expected in (([], names), ([], ["timm/vit"]), ([], []), (["--fresh"], names)):

@@ -1,0 +1,258 @@
+"""The models of try-models by every entry point: ``make try-entries`` writes results/entries/.
+
+Each model is trained for some steps within a budget by ``planner.compile``, ``planner.checkpoint``,
+``torch.compile(backend="planner")`` and ``planner.rematerialize``, in a process of its own. Refusals, failures and timeouts are
+rows too. The benchmark fails if results are not bit-identical to eager's, or if a step exceeds its budget.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+import planner
+from benchmarks.command import Setting, names_of
+from benchmarks.runner import SEED, Runner, whole_step
+from benchmarks.solves import least_bytes
+from benchmarks.try_models import EAGER, FAILED, MISSING, PACKAGES, RAN, failed, in_a_process, trying
+from graphs.units import format_bytes
+from planner import tracing
+from planner.eager.session import Rematerialization
+from planner.models import Workload
+from planner.plans.summary import summarize
+from planner.runtime.measure import Step, StepOutcome
+from planner.studies.experiment import Study
+from planner.studies.rows import Made, column, key, made, provenance, value
+from planner.studies.tables import Column, bullets, markdown, side_by_side
+
+COMPILE, CHECKPOINT, BACKEND, REMATERIALIZE = ENTRIES = ("compile", "checkpoint", "backend", "rematerialize")
+_LEAST_LIMIT_S = 5.0
+_SOLVE: dict[str, Any] = {"time_limit_s": 10.0, "tolerance": 0.01}
+_LIMIT_S = 300.0
+_ENOUGH_BYTES = 2**40
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryRow(Made):
+    """One model, trained by one entry point within one budget."""
+
+    source: str = key("where the model is from")
+    model: str = key()
+    way: str = key("eager, or an entry point and how far its budget is from the least budget to the peak")
+    status: str = column("ran, refused (with one clear line), failed in another way, or missing: a package is not installed")
+    message: str | None = value("of what was refused or failed")
+    budget_bytes: int | None = value("of the plan")
+    peak_bytes: int | None = value("the most of the allocator's in a forward and backward pass, with what kernels take")
+    different: int | None = value(
+        "how many losses, gradients, parameters, buffers, random states are not eager's to the last bit"
+    )
+    first_difference: str | None = value("the name of one of them")
+    seed: int = column("of weights, batches and random state", default=SEED)
+    transformers: str = made("its version, as of the others")
+    timm: str = made()
+    torchvision: str = made()
+    diffusers: str = made()
+    peft: str = made()
+
+    @property
+    def entry(self) -> str:
+        """The entry point."""
+        return self.way.partition(" at ")[0]
+
+
+def try_one(case: tuple[str, str], known: Sequence[EntryRow], *, entries: Sequence[str]) -> Iterator[EntryRow]:
+    """Yield the rows of one model by those of `entries` that are not known."""
+    source, model = case
+    found = {row.entry for row in known if row.status != MISSING}
+    left = [entry for entry in entries if entry not in found]
+    blank = EntryRow(source=source, model=model, way=EAGER, status=RAN, **provenance(packages=PACKAGES))
+    return in_a_process(partial(entered, entries=left), blank, _LIMIT_S) if left else iter(())
+
+
+def entered(make: Callable[[], Workload], row: EntryRow, *, entries: Sequence[str]) -> Iterator[EntryRow]:
+    """Yield the rows of a model: of eager PyTorch, then of each of `entries`.
+
+    Args:
+        make: the model with a loss function and a batch; random weights.
+        row: the columns that its rows share.
+        entries: some of ENTRIES.
+    """
+
+    def fresh() -> Workload:
+        torch.manual_seed(SEED)
+        return make()
+
+    plain = fresh()
+    reference = Runner(plain, whole_step(plain)).train(plain.batch)
+    eager = _plain(fresh)
+    row = _judged(row, reference, eager.train(plain.batch))
+    peak_bytes = eager.peak_bytes(plain.batch)
+    yield replace(row, way=EAGER, peak_bytes=peak_bytes)
+    row = replace(row, different=None, first_difference=None)
+    budgets = _budgets(fresh, peak_bytes, eager.static_bytes(plain.batch))
+    del eager
+    for entry in entries:
+        shares = {"50%": _ENOUGH_BYTES} if entry == REMATERIALIZE else budgets
+        for share, budget_bytes in shares.items():
+            one = replace(row, way=f"{entry} at {share}", budget_bytes=budget_bytes)
+            try:
+                if entry == REMATERIALIZE:
+                    yield _rematerialized(fresh, reference, one)
+                    continue
+                workload = fresh()
+                runner = Runner(workload, _STEPS[entry](workload, budget_bytes))
+                one = _judged(one, reference, runner.train(workload.batch))
+                yield replace(one, peak_bytes=runner.peak_bytes(workload.batch))
+            except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
+                yield failed(one, getattr(error, "inner_exception", error))  # of a backend
+
+
+def _budgets(fresh: Callable[[], Workload], peak_bytes: int, static_bytes: int) -> dict[str, int]:
+    """Return the peak, and half way to it from the least budget; if that is unknown, from half of what comes and goes."""
+    try:
+        graph = tracing.trace(*fresh(), passes=1)
+    except Exception:  # noqa: BLE001 (planner.compile will say why in its row)
+        least = (static_bytes + peak_bytes) // 2
+    else:
+        least, peak_bytes = least_bytes(graph, _LEAST_LIMIT_S), summarize(graph).keep_everything_peak_bytes
+    return {"100%": peak_bytes, "50%": (least + peak_bytes) // 2}
+
+
+def _compile(workload: Workload, budget_bytes: int) -> Step:
+    return planner.compile(*workload, budget=budget_bytes, **_SOLVE)
+
+
+def _checkpoint(workload: Workload, budget_bytes: int) -> Step:
+    return planner.checkpoint(whole_step(workload), budget=budget_bytes, **_SOLVE)
+
+
+def _backend(workload: Workload, budget_bytes: int) -> Step:
+    return torch.compile(whole_step(workload), backend="planner", options={"budget": budget_bytes, **_SOLVE})
+
+
+_STEPS: dict[str, Callable[[Workload, int], Step]] = {COMPILE: _compile, CHECKPOINT: _checkpoint, BACKEND: _backend}
+
+
+def _rematerialized(fresh: Callable[[], Workload], reference: StepOutcome, row: EntryRow) -> EntryRow:
+    """Return the row of ``planner.rematerialize``, half way from a budget that is enough to the peak.
+
+    Training and measuring have blocks of their own: a block counts all tensors, also the results that are kept to be compared.
+    """
+
+    def train(runner: Runner, _: int) -> StepOutcome:
+        return runner.train(runner.workload.batch)
+
+    def measure(runner: Runner, static_bytes: int) -> int:
+        batch = runner.workload.batch
+        return static_bytes + runner.peak_bytes(batch) - runner.static_bytes(batch)
+
+    def peak_and_least(work: Callable[[Runner, int], object]) -> tuple[int, int]:
+        session, _ = _in_a_block(fresh, _ENOUGH_BYTES, work)
+        return session.peak_bytes, session.least_budget()
+
+    peak, least = peak_and_least(measure)
+    budget_bytes = (peak + least) // 2
+    _, taken_bytes = _in_a_block(fresh, budget_bytes, measure)
+    _, outcome = _in_a_block(fresh, peak_and_least(train)[0] - (peak - budget_bytes), train)
+    return _judged(replace(row, budget_bytes=budget_bytes, peak_bytes=taken_bytes), reference, outcome)
+
+
+def _in_a_block(
+    fresh: Callable[[], Workload], budget_bytes: int, work: Callable[[Runner, int], T]
+) -> tuple[Rematerialization, T]:
+    """Return a block, and what `work` returned in it for the model and the bytes of all tensors at its beginning."""
+    runner = _plain(fresh)
+    with planner.rematerialize(budget_bytes) as session:
+        return session, work(runner, session.peak_bytes)
+
+
+def _plain(fresh: Callable[[], Workload]) -> Runner:
+    workload = fresh()
+    return Runner(workload, whole_step(workload))
+
+
+def _judged(row: EntryRow, reference: StepOutcome, outcome: StepOutcome) -> EntryRow:
+    differences = reference.differences(outcome)
+    return replace(row, different=len(differences), first_difference=differences[0] if differences else None)
+
+
+def over(row: EntryRow) -> bool:
+    """Return True if a step exceeded its budget, including the memory of kernels."""
+    return row.budget_bytes is not None and (row.peak_bytes or 0) > row.budget_bytes
+
+
+def summary(rows: Sequence[EntryRow]) -> Iterator[str]:
+    """Yield the results of each entry point, in sentences."""
+    for entry in ENTRIES:
+        tried = [row for row in rows if row.entry == entry]
+        ran = [row for row in tried if row.status == RAN]
+        yield (
+            f"{entry}: {len(ran)} of {len(tried)} runs ended, {sum(row.different == 0 for row in ran)} with eager PyTorch's "
+            f"bits, {sum(map(over, ran))} over the budget"
+        )
+
+
+def _said(row: EntryRow) -> str:
+    if row.status != RAN:
+        return row.status
+    bits = "same bits" if row.different == 0 else f"{row.different} differ"
+    return f"{bits}, {format_bytes(row.peak_bytes or 0)} of {format_bytes(row.budget_bytes or 0)}"
+
+
+_WAYS = (*(f"{entry} at {share}" for entry in _STEPS for share in ("100%", "50%")), f"{REMATERIALIZE} at 50%")
+TABLE = (
+    Column("model", lambda row: f"{row.source}/{row.model}"),
+    Column("eager's peak", "peak_bytes", at=EAGER),
+    *(Column(way, _said, at=way) for way in _WAYS),
+)
+
+
+def table(rows: Sequence[EntryRow]) -> str:
+    """Return all of it, as Markdown."""
+    note = (
+        "Bits of losses, gradients, parameters, buffers and random state after three steps, and the measured peak of the budget. "
+        "Budgets are so far from the least one of planner.compile to the peak.\n"
+    )
+    without = [f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in rows if row.status != RAN]
+    return "\n".join(
+        (
+            "# Models by every entry point\n",
+            bullets(summary(rows)),
+            note,
+            markdown(side_by_side(rows, "way", "source", "model"), TABLE),
+            "## Not run\n",
+            bullets(without) if without else "Nothing.\n",
+        )
+    )
+
+
+def failures(rows: Sequence[EntryRow]) -> Iterator[str]:
+    """Yield a line for each failure: results that are not eager's though eager repeats itself, too much memory, crashes."""
+    unsteady = {row.model for row in rows if row.way == EAGER and row.different}
+    for row in rows:
+        name = f"{row.source}/{row.model}, {row.way}"
+        if row.different and row.model not in unsteady:
+            yield f"{name}: {row.different} results are not eager's: {row.first_difference}"
+        if over(row):
+            yield f"{name}: took {format_bytes(row.peak_bytes or 0)}, over its budget of {format_bytes(row.budget_bytes or 0)}"
+        if row.status == FAILED:
+            yield f"{name}: {row.message}"
+
+
+def _line(row: EntryRow) -> str:
+    found = f"{row.different} results are not eager's" if row.status == RAN else f"{row.status}: {row.message}"
+    return f"{row.source}/{row.model}, {row.way}: {found}"
+
+
+STUDY = Study(EntryRow, try_one, whole=False, pages={"table.md": table}, failures=failures)
+_SETTING = Setting(",".join(ENTRIES), "entry points, with commas", names_of("entry point", ENTRIES))
+main = trying(STUDY, __doc__, out="results/entries", say=_line, entries=_SETTING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Models by every entry point: the rows are measured, and what must not be is noticed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import entries
+from benchmarks.entries import BACKEND, CHECKPOINT, COMPILE, ENTRIES, REMATERIALIZE, STUDY, EntryRow, entered, failures, try_one
+from benchmarks.models.parts import Residual
+from benchmarks.runner import Runner, whole_step
+from benchmarks.try_models import EAGER, FAILED, MISSING, RAN, REFUSED
+from planner.models import Workload
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+BLANK = EntryRow(source="tests", model="tiny", way=EAGER, status=RAN)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "_LEAST_LIMIT_S", 1.0)
+    monkeypatch.setattr(entries, "_SOLVE", {"time_limit_s": 60.0, "tolerance": 0.5})
+
+
+def blocks() -> Workload:
+    layers = [Residual(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)) for _ in range(3)]
+    return Workload(nn.Sequential(*layers), F.mse_loss, (torch.randn(64, 16), torch.randn(64, 16)))
+
+
+class Centred(nn.Module):
+    """Its centre changes between the passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.layer(x)
+        return ((out - self.centre) ** 2).mean(), out
+
+    @torch.no_grad()
+    def between(self, outputs: list[torch.Tensor]) -> None:
+        self.centre.copy_(outputs[-1].mean(0))
+
+
+class Reading(nn.Module):
+    """A graph break divides it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        return (hidden * (2.0 if hidden.sum().item() > 0 else 3.0)).sum()
+
+
+def test_every_entry_point_has_rows_with_bits_and_memory() -> None:
+    rows = {row.way: row for row in entered(blocks, BLANK, entries=ENTRIES)}
+    shares = [f"{entry} at {share}" for entry in (COMPILE, CHECKPOINT, BACKEND) for share in ("100%", "50%")]
+    assert list(rows) == [EAGER, *shares, f"{REMATERIALIZE} at 50%"]
+    assert [(row.status, row.different) for row in rows.values()] == [(RAN, 0)] * len(rows), rows
+    assert list(failures(list(rows.values()))) == []
+    assert all(row.budget_bytes for way, row in rows.items() if way != EAGER)
+    for way in shares[1::2]:
+        assert (rows[way].peak_bytes or 0) < (rows[EAGER].peak_bytes or 0)
+
+
+def test_model_that_is_refused_by_one_entry_point_is_tried_by_the_others() -> None:
+    rows = entered(lambda: Workload(Reading(), None, (torch.randn(256, 16),)), BLANK, entries=(COMPILE, REMATERIALIZE))
+    statuses = {row.way: row.status for row in rows}
+    assert statuses["compile at 100%"] == statuses["compile at 50%"] == REFUSED
+    assert statuses["rematerialize at 50%"] == RAN
+
+
+def test_between_the_passes_a_model_changes_its_buffers() -> None:
+    workload = Workload(Centred(), None, (torch.randn(4, 8),))
+    runner = Runner(workload, whole_step(workload))
+    outcome = runner.train(workload.batch)
+    assert outcome.values["buffer model.centre"].abs().sum() > 0  # type: ignore[union-attr]
+    for measure in (runner.storages_bytes, runner.peak_bytes):
+        workload.model.centre.zero_()
+        measure(workload.batch)
+        assert workload.model.centre.abs().sum() > 0
+
+
+def test_entry_points_with_rows_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def in_a_process(trial: Callable[..., object], blank: EntryRow, limit_s: float) -> list[EntryRow]:
+        asked.append(tuple(trial.keywords["entries"]))  # type: ignore[attr-defined]
+        return []
+
+    monkeypatch.setattr(entries, "in_a_process", in_a_process)
+    known = [replace(BLANK, way=f"{COMPILE} at 50%"), replace(BLANK, way=f"{CHECKPOINT} at 50%", status=MISSING)]
+    for wanted in ((COMPILE, CHECKPOINT), (COMPILE,)):
+        list(try_one(("tests", "tiny"), known, entries=wanted))
+    assert asked == [(CHECKPOINT,)]
+
+
+def test_failures_report_differences_budgets_and_crashes() -> None:
+    ran = replace(BLANK, way="backend at 50%", different=0, budget_bytes=60, peak_bytes=60)
+    wrong = replace(ran, different=2, first_difference="loss of step 0")
+    assert list(failures([ran])) == []
+    assert list(failures([wrong])) == ["tests/tiny, backend at 50%: 2 results are not eager's: loss of step 0"]
+    assert list(failures([replace(BLANK, different=1), wrong])) == []
+    assert list(failures([replace(ran, peak_bytes=61)])) == ["tests/tiny, backend at 50%: took 61 B, over its budget of 60 B"]
+    assert list(failures([replace(ran, status=FAILED, message="SystemError: worse")])) == [
+        "tests/tiny, backend at 50%: SystemError: worse"
+    ]
+
+
+def test_unknown_entry_point_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        entries.main(["--entries", "compile,nothing", "--out", str(tmp_path)])
+    assert "there is no entry point 'nothing': choose from compile, checkpoint, backend, rematerialize" in capsys.readouterr().err
+    assert not STUDY.whole

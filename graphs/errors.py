@@ -84,6 +84,10 @@ class SmallerBatchError(MismatchError):
     """A step called with a batch that is smaller than planned for, in the first dimension of its tensors only."""
 
 
+class NumberMismatchError(MismatchError):
+    """A step called when a Python number that it read has another value than when it was planned."""
+
+
 class CopyError(PlannerError):
     """A copy between the device and the host that failed: the step is lost, the model is as before it."""
 

@@ -23,7 +23,7 @@ from graphs.errors import PlannerError, TraceError
 from planner.budgets import budget_or_overhead
 from planner.capture.frontend.effects import Scratch
 from planner.capture.frontend.preserved_state import preserve_training_state
-from planner.distributed.wrappers import InReplicated, Unwrapped, unwrap
+from planner.distributed.wrappers import InReplicated, unwrap
 from planner.progress import LoggingView
 from planner.training.per_batch import BatchPlans, check_options
 from planner.training.sizes import Shapes, shapes_of
@@ -88,8 +88,7 @@ class PlannedTraining(pl.Callback):
                 f"strategy {type(trainer.strategy).__name__} is not planned: use a single device or strategy='ddp', or "
                 "planner.compile with fully_shard in a loop of your own"
             )
-        follows = type(wrapper) is Unwrapped and not self._options.get("cuda_graph", False)
-        self._plans = BatchPlans(wrapper, self._budget, {"replan": follows, **self._options})
+        self._plans = BatchPlans(wrapper, self._budget, self._options)
         vars(pl_module)["training_step"] = _planned(step, self._plans, trainer)
 
     def on_train_batch_end(

@@ -173,7 +173,7 @@ class RunSettings:
     cuda_graph: bool = False
     arena: bool | None = None
     dynamic: bool = False
-    replan: bool = False
+    replan: bool | None = None
     max_plans: int = 32
     compare_eager: bool = True
     check_writes: bool = False

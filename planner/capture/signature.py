@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphs.errors import MismatchError, TraceError
+from graphs.errors import MismatchError, NumberMismatchError, TraceError
 from planner.torch_private.core import pytree
 
 # The arguments of a step: by position, or by name.
@@ -177,9 +177,10 @@ class Signature:
         """
         for name, value, leaf in zip(self.names, self.values, leaves, strict=True):
             if value is not None and not _is_same(leaf, value[0]):
-                raise MismatchError(
-                    f"{name} is {leaf!r}, but the step was planned for {value[0]!r}, which is part of its graph: "
-                    "make another plan for this value, or pass it as a tensor"
+                kind = NumberMismatchError if _is_number(leaf) and _is_number(value[0]) else MismatchError
+                raise kind(
+                    f"{name} is {leaf!r}, but the step was planned for {value[0]!r}",
+                    ", which is part of its graph: make another plan for this value, or pass it as a tensor",
                 )
 
     def differs_in_numbers_only(self, leaves: Sequence[object]) -> bool:
@@ -190,6 +191,10 @@ class Signature:
     def unflatten(self, results: Sequence[torch.Tensor]) -> object:
         """Return the results of the step, from the loss and the other tensors."""
         return join_returned(*pytree.tree_unflatten(results, self.returned))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _is_same(value: object, other: object) -> bool:

@@ -45,7 +45,7 @@ def compile(  # noqa: A001
     max_plans: int = 32,
     cuda_graph: bool = False,
     arena: bool | None = None,
-    replan: bool = False,
+    replan: bool | None = None,
     compare_eager: bool = True,
     kernels: str = "eager",
     other_devices: Sequence[str] = (),
@@ -93,8 +93,9 @@ def compile(  # noqa: A001
         arena: run the step in one block of memory, at planned addresses, which is kept from step to step (``docs/addresses.md``).
             It is at most the budget, and on a CPU needs a C++ compiler. None: on CUDA, where the plan would otherwise reserve
             more than its budget; never on a CPU.
-        replan: plan again, with a warning, when the model, the loss function or a value that they read has changed. False: raise
-            MismatchError.
+        replan: plan again, with a warning, when the model, the loss function or a value that they read has changed. None: only
+            where numbers or flags have changed, on one process and without CUDA graphs; other changes raise MismatchError.
+            False: any change does. In each case a plan is kept where only arguments of ops differ.
         compare_eager: compare the step with plain eager PyTorch if that fits, and warn where results differ (``EagerWarning``).
             This takes as long as a few steps.
         kernels: ``eager`` for the kernels of eager PyTorch, or ``inductor`` for those of ``torch.compile``; results are then

@@ -1,13 +1,16 @@
 """Planned steps of one model: capture, profile, solve, and measure."""
 
-from collections.abc import Callable, Set
+import re
+import time
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphs.errors import BudgetError, InfeasibleError
+from graphs.errors import BudgetError, InfeasibleError, PlannerError
 from graphs.ir import Graph
 from graphs.pools import HOST
+from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
 from planner.budgets import allowed_overhead
 from planner.capture.lowering.lower import Capture
@@ -43,7 +46,7 @@ from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
 from planner.training.graph_room import GraphBudget, with_room_for_pool
 from planner.training.improvement import Consultation, Improvement, over_budget, with_arena
-from planner.training.step import PlannedStep
+from planner.training.step import Follow, PlannedStep
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
@@ -68,6 +71,8 @@ class Compiler:
         channels: channels for transfers to and from the host in all its steps; None if no graph offers them.
         stages: receiver of progress reports.
         slab: the memory of all its steps that run in an arena.
+        follows: True if a step is captured again when a number that it read has changed.
+        named: the numbers that warnings have named.
     """
 
     wrapper: Unwrapped
@@ -79,6 +84,8 @@ class Compiler:
     channels: HostChannels | None = None
     stages: Stages = field(default_factory=Stages)
     slab: SharedSlab | SharedPool = field(default_factory=SharedSlab)
+    follows: bool = False
+    named: set[str] = field(default_factory=set)
 
     def capture(self, batch: Batch) -> Capture:
         """Return the step on `batch` with the sizes of its shapes; nothing is executed."""
@@ -172,7 +179,7 @@ class Compiler:
             copying=self._copier(captured, plan.budget_bytes, measured=True),
             executor=executor,
             improving=self._improving(captured, plan, executor, solved_bytes, finds=True),
-        )
+        ).follow_with(self._follower())
 
     def _graph_budget(self, graph: Graph, budget: str | int) -> GraphBudget | None:
         """Return the budget of reserved memory for a step that is recorded; None for others, and for other budgets."""
@@ -256,6 +263,44 @@ class Compiler:
 
         return copying
 
+    def _follower(self) -> Follow | None:
+        """Return the function that makes a step for numbers that have changed; None if steps do not follow them."""
+        if not self.follows:
+            return None
+
+        def followed(what: str, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
+            began, name = time.perf_counter(), re.split(" (?:was|is) ", what)[0]
+            step = self._with_numbers(batch, steps)
+            if name not in self.named:
+                self.named.add(name)
+                again = "captured again" if any(step.plan is other.plan for other in steps) else "planned again"
+                cost = f"said once; each new value takes about {time.perf_counter() - began:.1g} s, a tensor in its place none"
+                warn_caller(f"{again}: {what} ({cost})")
+            return step
+
+        return followed
+
+    def _with_numbers(self, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
+        """Return the step on `batch` with the present numbers, by the plan of one of `steps` if the graph is the same."""
+        captured = replace(self, stages=Stages()).capture(batch)
+        for step in steps:
+            try:
+                same = self.captured_for(step.plan, captured, batch)
+                check_same_graph(step.plan.graph, summarize(with_recorded(same.graph, step.plan.settings)))
+            except PlannerError:  # a number has chosen other ops
+                continue
+            if self.search.run.arena and isinstance(self.slab, SharedSlab):  # its first step is recorded
+                executor, _ = replace(self, stages=Stages())._executor(same, batch, step.plan)
+            else:
+                executor = self._made_executor(same, step.plan)
+            executor.start_training(step.plan.budget_bytes, check_writes=self.search.run.check_writes)
+            copying = self._copier(same, step.plan.budget_bytes, measured=False)
+            return PlannedStep(step.plan, self.wrapper.wrapped(executor), step.measured, copying=copying, executor=executor)
+        with self.stages.restart() as stages:
+            made = replace(self, stages=stages, compare_eager=False).make(captured, batch, steps[0].plan.budget_bytes)
+            stages.finish(plan_line(made.plan))
+        return made
+
     def reuse(
         self, captured: Capture, batch: Batch, plan: Plan, measured: Graph | None, *, improves: bool = False
     ) -> PlannedStep:
@@ -286,7 +331,8 @@ class Compiler:
         improving = self._improving(captured, plan, executor, plan.budget_bytes, finds=False) if improves else None
         copying = self._copier(captured, plan.budget_bytes, measured=False)
         run = self.wrapper.wrapped(executor)
-        return PlannedStep(plan, run, measured, copying=copying, executor=executor, improving=improving)
+        step = PlannedStep(plan, run, measured, copying=copying, executor=executor, improving=improving)
+        return step.follow_with(self._follower())
 
     def _compared(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
         """Return `plan` with its comparison with eager PyTorch, if requested; return freed memory to the system."""

@@ -178,6 +178,14 @@ class Improvement:
         self._before = None
         return swap
 
+    def follow(self, executor: Executor) -> None:
+        """Observe `executor`, which runs the current plan with other numbers from now on."""
+        self._time_ops_of(executor)
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = PeakWatch(executor)
+        self._executor = executor
+
     def stop(self) -> None:
         """Stop the search."""
         self._end_solve()

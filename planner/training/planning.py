@@ -1,7 +1,6 @@
 """From settings to a planned step: the settings are checked together, and one compiler makes the steps of a model."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
 
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 
 from graphs.errors import PlannerError, UsageError
-from graphs.ir import Graph
 from graphs.options.option import Feature
 from planner.budgets import allowed_overhead, cache_key
 from planner.capture.lowering.lower import Capture
@@ -19,7 +17,6 @@ from planner.compatibility import check_compatible, find_conflict
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.plan_check import check_sizes
-from planner.plans.plan import Plan
 from planner.profiling.kernel_settings import kernel_settings
 from planner.progress import OnProgress, Stages, views_of
 from planner.progress.describe import plan_line
@@ -92,14 +89,12 @@ class Planning:
         compiler = self._compiler(channels, solve)
         made_with = self._made_with(solve)
 
-        def plan_size(
-            batch: Batch, budget: str | int, compiler: Compiler = compiler, earlier: PlannedStep | None = None
-        ) -> PlannedStep:
+        def plan_size(batch: Batch, budget: str | int, compiler: Compiler = compiler) -> PlannedStep:
             with compiler.stages.restart() as stages:
-                return _planned(replace(compiler, stages=stages), batch, budget, made_with, earlier)
+                return _planned(replace(compiler, stages=stages), batch, budget, made_with)
 
-        def make(batch: Batch, budget: str | int, earlier: PlannedStep | None = None) -> PlannedStep:
-            first = plan_size(batch, budget, earlier=earlier)
+        def make(batch: Batch, budget: str | int) -> PlannedStep:
+            first = plan_size(batch, budget)
             others = replace(compiler, compare_eager=False, search=compiler.search if run.dynamic else compiler.search.at_once())
             sizes = SizePlans(partial(plan_size, compiler=others), first.plan.budget_bytes, max_plans=run.max_plans)
             if run.dynamic:
@@ -137,6 +132,7 @@ class Planning:
             compare_eager=self.run.compare_eager,
             channels=channels,
             slab=shared_slab(next(self.wrapper.module.parameters()).device),
+            follows=self.run.replan is not False and find_conflict(self._features | {Feature.REPLAN}) is None,
             stages=Stages(*views_of(self.on_progress)) if first else Stages(),
         )
 
@@ -177,18 +173,11 @@ def check_trains() -> None:
     check_no_transform("planner.compile is called")
 
 
-def _planned(
-    compiler: Compiler,
-    batch: Batch,
-    budget: str | int,
-    made_with: Mapping[str, object],
-    earlier: PlannedStep | None = None,
-) -> PlannedStep:
-    """Return the step for batches like `batch`, by the plan of an earlier step or from the cache if possible.
+def _planned(compiler: Compiler, batch: Batch, budget: str | int, made_with: Mapping[str, object]) -> PlannedStep:
+    """Return the step for batches like `batch`, from the cache if possible.
 
     Args:
         made_with: settings that plans depend on.
-        earlier: a step that was planned before some value changed, which often changes arguments of ops only.
     """
     wrapper, cache = compiler.wrapper, compiler.search.run.cache
     plans = wrapper.ranks.each(lambda: None if cache is None else PlanCache(cache))
@@ -203,22 +192,16 @@ def _planned(
             compiler.stages.finish(plan_line(step.plan))
             return step
 
-        def reuse(plan: Plan, measured: Graph | None, compiler: Compiler = compiler) -> PlannedStep:
-            planned = compiler.captured_for(plan, captured, batch)
-            check_sizes(planned.graph, plan)
-            return compiler.reuse(planned, batch, plan, measured)
-
         def find() -> PlannedStep:
-            if earlier is not None:
-                with suppress(PlannerError):
-                    return reuse(earlier.plan, earlier.measured, replace(compiler, compare_eager=False))
             if plans is None:
                 return make()
             path = plans.path({"budget": cache_key(budget), **_made_for(captured, wrapper.module), **made_with})
             kept = plans.load(path, budget)
             if kept is not None:
                 try:
-                    return reuse(kept, None)
+                    planned = compiler.captured_for(kept, captured, batch)
+                    check_sizes(planned.graph, kept)
+                    return compiler.reuse(planned, batch, kept, None)
                 except PlannerError as error:
                     warn_unusable(path, error)
             step = make()

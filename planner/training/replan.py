@@ -18,26 +18,19 @@ class ReplannedStep(PlannedStep):
     """
 
     def __init__(
-        self,
-        make: Callable[[Batch, str | int, PlannedStep | None], PlannedStep],
-        batch: Batch,
-        budget: str | int,
-        *,
-        max_plans: int,
+        self, make: Callable[[Batch, str | int], PlannedStep], batch: Batch, budget: str | int, *, max_plans: int
     ) -> None:
         """Plan for `batch`.
 
         Args:
-            make: a planned step for a batch and a budget; by the plan of an earlier step, if there is one and its graph is the
-                same, as it is if only numbers have changed.
+            make: a planned step for a batch and a budget.
             batch, budget: as in ``planner.compile``. A share is of the first plan's peak.
             max_plans: number of cached plans; the least recently used one is dropped first.
         """
-        first = make(batch, budget, None)
+        first = make(batch, budget)
         super().__init__(first.plan, first._run, first.measured)
         self._make, self._max_plans = make, max_plans
         self._kept = [first]
-        self._named: set[str] = set()  # what warnings have named
 
     @short_traceback
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -55,13 +48,9 @@ class ReplannedStep(PlannedStep):
             else:
                 self._use(step)
                 return returned
-        name = refused[0].partition(" was ")[0]
-        if name not in self._named:
-            self._named.add(name)
-            once = "said once; each new value is captured again, in about the time of a few steps"
-            warn_caller(f"planned again: {refused[0]} ({once})")
+        warn_caller(f"planned again: {refused[0]}")
         batch: Batch = kwargs or args
-        step = self._make(detach_batch(batch), self.plan.budget_bytes, self._kept[0])
+        step = self._make(detach_batch(batch), self.plan.budget_bytes)
         returned = step(*args, **kwargs)
         self._use(step)
         return returned

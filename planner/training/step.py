@@ -2,13 +2,13 @@
 
 import os
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
-from graphs.errors import MismatchError, PlannerError, SmallerBatchError
+from graphs.errors import MismatchError, NumberMismatchError, PlannerError, SmallerBatchError
 from graphs.ir import Graph
 from graphs.short_tracebacks import short_traceback, warn_caller
 from planner.capture.signature import Batch, detach_batch
@@ -37,6 +37,11 @@ class PlanUse:
     step: int
     seconds: float
     reason: str
+
+
+_MOST_NUMBERS = 8  # that a step keeps captures for, because they may come back
+# Makes a step for numbers that have changed: from what has changed, a batch, and the steps for earlier numbers.
+Follow = Callable[[str, Batch, "Sequence[PlannedStep]"], "PlannedStep"]
 
 
 class PlannedStep:
@@ -78,6 +83,8 @@ class PlannedStep:
         self._copying, self._executor = copying, executor
         self._counted_copies = 0
         self._improving = improving
+        self._followed: Follow | None = None
+        self._earlier: list[PlannedStep] = []  # for other numbers, which may come back
         self._smaller: SizePlans | None = None
         self._keep: Callable[[Plan], None] | None = None
         self._began = time.monotonic()
@@ -104,7 +111,12 @@ class PlannedStep:
         except SmallerBatchError:
             if self._smaller is None:
                 raise
-        return self._smaller.step(kwargs or args)(*args, **kwargs)
+            return self._smaller.step(kwargs or args)(*args, **kwargs)
+        except NumberMismatchError as error:
+            if self._followed is None:
+                raise
+            self._follow(error.what, self._followed, *args, **kwargs)
+        return self._run(*args, **kwargs)
 
     def __reduce__(self) -> NoReturn:
         raise PlannerError(
@@ -165,6 +177,11 @@ class PlannedStep:
         """Run batches that are smaller in their first dimension by the steps of `sizes`."""
         self._smaller = sizes
 
+    def follow_with(self, followed: Follow | None) -> "PlannedStep":
+        """Follow numbers that change by `followed`; None if that is an error. Return this step."""
+        self._followed = followed
+        return self
+
     def keep_with(self, keep: Callable[[Plan], None]) -> None:
         """Call `keep` with the current plan, and with each later plan once its peak has been measured."""
         keep(self.plan)
@@ -180,6 +197,7 @@ class PlannedStep:
         if swap is not None:
             self.measured, self._run = swap.graph, self._improving.wrapped(swap.executor)
             self._executor = swap.executor
+            self._earlier = [step for step in self._earlier if step.plan.schedule != before.schedule]
             self._note_use(swap.reason)
 
     def _note_use(self, reason: str) -> None:
@@ -201,6 +219,32 @@ class PlannedStep:
             self._replace_by(self._copying(detach_batch(batch), changed))
             self._note_use("it keeps copies of what changes between the passes")
         self._counted_copies = len(changed)
+
+    def _follow(self, what: str, followed: Follow, *args: object, **kwargs: object) -> None:
+        """Run by the plan for the present numbers from now on: an earlier capture, another one, or another plan."""
+        batch: Batch = kwargs or args
+        before = PlannedStep(self.plan, self._run, self.measured, copying=self._copying, executor=self._executor)
+        steps = [before, *self._earlier]
+        step = next((step for step in self._earlier if step._takes(*args, **kwargs)), None)
+        step = step or followed(what, detach_batch(batch), steps)
+        self._earlier = [other for other in steps if other is not step][:_MOST_NUMBERS]
+        if step.plan.schedule != self.plan.schedule:
+            self._replace_by(step)
+            self._note_use(f"{what}, which chooses other ops")
+            return
+        assert step._executor is not None
+        self._run, self._executor, self._copying, self._counted_copies = step._run, step._executor, step._copying, 0
+        if self._improving is not None:
+            self._improving.improvement.follow(step._executor)
+
+    def _takes(self, *args: object, **kwargs: object) -> bool:
+        """Return True if the step was planned for such a batch, and for the present numbers."""
+        assert self._executor is not None
+        try:
+            self._executor.check(*args, **kwargs)
+        except MismatchError:
+            return False
+        return True
 
     def _replace_by(self, step: "PlannedStep") -> None:
         """Run by `step`, and search for better plans as it does."""

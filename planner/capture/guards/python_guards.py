@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphs.errors import MismatchError
-from planner.capture.guards.messages import code_of, explain, fails, is_mode
+from graphs.errors import MismatchError, NumberMismatchError
+from planner.capture.guards.messages import code_of, explain, fails, is_mode, is_number
 from planner.capture.guards.names import Scope, accessor, readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, asks_for_layout, replaceable
 from planner.capture.rewrites.sparse_products import is_sparse, part_addresses
@@ -144,7 +144,8 @@ class PythonGuards:
         if parts and is_mode(parts[0]):
             mode = "train" if "== True" in code_of(parts[0]) else "eval"
             return MismatchError(f"{why}{where}", f". {OTHER_MODE.format(mode=mode)}")
-        return MismatchError(f"{why}{where}", f": the plan depends on it; {WAYS_OUT}")
+        kind = NumberMismatchError if parts and is_number(parts[0], local, self.scope) else MismatchError
+        return kind(f"{why}{where}", f": the plan depends on it; {WAYS_OUT}")
 
 
 def build_guards(

@@ -46,7 +46,7 @@ def test_trains_as_eager_while_things_change(dynamic: bool) -> None:
 
     compare()
     settings.alpha = 0.5
-    with pytest.warns(UserWarning, match=r"planned again: settings.alpha was 1.0 .* and is 0.5 now"):
+    with pytest.warns(UserWarning, match=r"captured again: settings.alpha was 1.0 .* and is 0.5 now"):
         compare()
     planned.outer.bias.requires_grad_(False), eager.outer.bias.requires_grad_(False)
     with pytest.warns(UserWarning, match=r"planned again: model.outer.bias.requires_grad was True"):
@@ -64,7 +64,7 @@ def test_the_second_plan_comes_through_the_cache(tmp_path: Path, monkeypatch: py
     step = planner.compile(MutatedBuffer(), loss_fn, batch_of(8), budget="1MB", replan=True, cache=tmp_path)
     monkeypatch.setattr(Compiler, "solve", lambda *_: pytest.fail("solved again"))
     settings.alpha = 0.5
-    with pytest.warns(UserWarning, match="planned again: settings.alpha"):
+    with pytest.warns(UserWarning, match="captured again: settings.alpha"):
         step(*batch_of(8))
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -128,8 +128,11 @@ def test_masks_dicts_and_numbers_that_depend_on_the_rows(*, dynamic: bool) -> No
         batch = masked(n)
         found = outcome(step, model, batch, seed=1)
         assert outcome(TrainingStep(model, None), model, batch, seed=1).differences(found) == ()
-    with pytest.raises(MismatchError, match=r"'extra'\['items'\] is 7, but the step was planned for 108"):
-        step(**{**masked(12), "extra": {**masked(12)["extra"], "items": 7}})
+    batch = masked(12)
+    batch["extra"]["items"] = 7
+    with pytest.warns(UserWarning, match=r"captured again: input 'extra'\['items'\] is 7, but the step was planned for 108"):
+        found = outcome(step, model, batch, seed=1)
+    assert outcome(TrainingStep(model, None), model, batch, seed=1).differences(found) == ()
 
 
 def test_gradients_accumulate_over_whole_and_smaller_batches() -> None:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributions import Distribution
@@ -21,6 +22,7 @@ from planner.torch_private.capture import (
     OutputGraph,
     TorchDynamoException,
     UserDefinedObjectVariable,
+    VariableBuilder,
     read_names_of_torch,
     source_name,
     tensor_method,
@@ -150,6 +152,18 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
 def read_optimizers() -> Iterator[None]:
     """Read the groups of an optimizer, such as its learning rate, as those of any object: its parameters are no inputs then."""
     with patch.object(OptimizerVariable, "var_getattr", UserDefinedObjectVariable.var_getattr):
+        yield
+
+
+@contextmanager
+def read_numpy_floats() -> Iterator[None]:
+    """Read an ``np.float64``, which is a Python float, as that: Dynamo makes an array of it, and its ops round differently."""
+
+    def wrap(builder: Any, value: np.float64) -> Any:
+        return builder.wrap_literal(float(value))
+
+    wraps = VariableBuilder._type_dispatch()  # by types; Dynamo caches it
+    with patch.object(VariableBuilder, "_type_dispatch", lambda *_: {**wraps, np.float64: wrap}):
         yield
 
 

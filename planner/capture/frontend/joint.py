@@ -14,6 +14,7 @@ from planner.capture.frontend.dynamo_patches import (
     allow_requires_grad_writes,
     ignore_cudnn_flags,
     keep_attributes,
+    read_numpy_floats,
     read_optimizers,
     skip_distribution_checks,
     write_data_in_place_where,
@@ -243,6 +244,7 @@ def _traced(step: TrainingStep, batch: Batch, branches: DataBranches | None, mak
             dynamo.enter_context(ignore_cudnn_flags(device_of(step, batch)))
             dynamo.enter_context(skip_distribution_checks())
             dynamo.enter_context(read_optimizers())
+            dynamo.enter_context(read_numpy_floats())
             if branches:
                 dynamo.enter_context(branches.take())
             matrices = dynamo.enter_context(decompose_sparse_matrices())

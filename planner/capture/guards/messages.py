@@ -96,8 +96,8 @@ def is_mode(part: str) -> bool:
 
 def is_number(part: str, local: Scope, scope: Scope) -> bool:
     """Return True if the guard `part` is about a value that was a number or a flag, and is one now; a mode is none."""
-    found = re.fullmatch(r"(?P<source>.+) (?:==|is) (?P<planned>[-+\w.]+)", code_of(part)) or re.fullmatch(
-        r"___check_type_id\((?P<source>.+), \d+\), type=<class '(?P<planned>int|float|bool)'>", code_of(part)
+    found = re.fullmatch(r"(?P<source>.+) (?:==|is) (?P<planned>[-+\w.()]+)", code_of(part)) or re.fullmatch(
+        r"___check_type_id\((?P<source>.+), \d+\), type=<class '(?P<planned>int|float|bool|numpy.float64)'>", code_of(part)
     )
     if found is None or is_mode(part) or found["source"].startswith("len(") or found["planned"] == "None":
         return False

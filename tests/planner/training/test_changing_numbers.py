@@ -6,6 +6,7 @@ from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,6 +85,27 @@ def test_numbers_in_arithmetic_keep_the_plan(
     with pytest.warns(UserWarning, match="captured again") as caught:
         change(twins, monkeypatch)
     assert len({str(warning.message) for warning in caught}) == len(caught) and twins.step.plan.schedule == schedule
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_of_numpy_are_followed_and_round_as_in_eager(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    planned = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 3)).to(dtype)
+    eager, batch = deepcopy(planned), (torch.randn(8, 24, dtype=dtype), torch.randn(8, 3, dtype=dtype))
+    settings = SimpleNamespace(weight=np.float64(0.1))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss((output * settings.weight).exp() / (settings.weight + 0.7), target)
+
+    step = planner.compile(planned, loss, batch, budget="1MB", compare_eager=False)
+
+    def compare() -> None:
+        assert torch.equal(step(*batch), loss(eager(batch[0]), batch[1]))
+
+    compare()
+    settings.weight = np.cos(settings.weight)
+    with pytest.warns(UserWarning, match="captured again: settings.weight was np.float64"):
+        compare()
 
 
 def test_a_number_that_chooses_a_branch_is_planned_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,9 +273,9 @@ class Compiler:
             step = self._with_numbers(batch, steps)
             if name not in self.named:
                 self.named.add(name)
-                again = "captured again" if any(step.plan is other.plan for other in steps) else "planned again"
+                again = "captured again: " if any(step.plan is other.plan for other in steps) else "planned again: "
                 cost = f"said once; each new value takes about {time.perf_counter() - began:.1g} s, a tensor in its place none"
-                warn_caller(f"{again}: {what} ({cost})")
+                warn_caller(f"{again}{what} ({cost})")
             return step
 
         return followed

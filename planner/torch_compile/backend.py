@@ -5,7 +5,6 @@ saved between them, and which are recomputed (``planner.torch_compile.planned_gr
 breaks and recompilations.
 """
 
-import copy
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.errors import PlannerError
+from graphs.errors import PlannerError, TraceError
 from graphs.ir import Graph
-from graphs.short_tracebacks import short_traceback
+from graphs.short_tracebacks import short_traceback, warn_caller
 from graphs.simulate import simulate
 from planner.budgets import is_share
 from planner.capture.frontend.dynamo_patches import write_data_in_place_where
@@ -30,7 +29,7 @@ from planner.progress import LoggingView, Stage, Stages
 from planner.progress.describe import saved_line
 from planner.torch_compile import polyfills as polyfills  # registers them with Dynamo
 from planner.torch_compile.backend_settings import BackendSettings, settings_of
-from planner.torch_compile.joint_capture import capture_joint
+from planner.torch_compile.joint_capture import capture_joint, rewrite_as_eager
 from planner.torch_compile.planned_graph import PlannedGraph, device_of
 from planner.torch_compile.shared_budget import SharedBudget
 from planner.torch_private.capture import (
@@ -42,6 +41,7 @@ from planner.torch_private.capture import (
     aot_autograd,
     boxed_nop,
     capture_gradients_where,
+    default_partition,
     fix_sizes_where,
     forget_saved_values,
     functorch_config,
@@ -54,6 +54,10 @@ _DOUBLE_BACKWARD = (
     "gradients are computed of the gradients of a model that runs by its plan, and the plan has only the first: compute them "
     "inside the model's forward pass, plan the whole step with planner.compile, or train in a block of "
     "planner.rematerialize(budget=...)"
+)
+_NOT_PLANNED = (
+    "a graph of the model runs without a plan, and keeps what eager PyTorch keeps: {}. The budget does not limit its memory; "
+    "graphs that follow count what it keeps"
 )
 _BUDGETS: dict[int, SharedBudget] = {}  # by the id of a torch.compile call's backend object, as long as that exists
 
@@ -90,16 +94,22 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         device, measure = _device(joint, budget.settings.roofline), budget.settings.roofline is None
+        rewrite_as_eager(joint.graph)
+        unplanned = _copy_of(joint)  # capture changes the graph
         with _stages() as stages:
-            with stages.stage(Stage.MEASURE) as stage:
-                captured = capture_joint(
-                    joint,
-                    device,
-                    measure=measure,
-                    forward_outputs=num_fwd_outputs,
-                    options=budget.traced,
-                    on_op=stage.advance,
-                )
+            try:
+                with stages.stage(Stage.MEASURE) as stage:
+                    captured = capture_joint(
+                        joint,
+                        device,
+                        measure=measure,
+                        forward_outputs=num_fwd_outputs,
+                        options=budget.traced,
+                        on_op=stage.advance,
+                    )
+            except TraceError as error:
+                warn_caller(_NOT_PLANNED.format(error))
+                return default_partition(unplanned, (), num_fwd_outputs=num_fwd_outputs)
             graph = budget.graph(joint, captured, outputs=num_fwd_outputs)
             graph.input_names, graph.check_writes = _input_names(module, joint, captured), budget.settings.run.check_writes
             _plan(graph, add, stages)
@@ -109,8 +119,8 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     def forward(inner: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
         return planned[0].forward if planned else boxed_nop(inner, examples)
 
-    def backward(_: fx.GraphModule, __: object) -> Callable[..., Any]:
-        return planned[0].backward
+    def backward(inner: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+        return planned[0].backward if planned else boxed_nop(inner, examples)
 
     compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
     # As in training loops, backward() is called outside of autocast.
@@ -210,10 +220,20 @@ def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], stages: Stag
     stages.finish(saved_line(found.peak_bytes, summary.keep_everything_peak_bytes, overhead, None))
 
 
+def _copy_of(joint: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a joint graph with the same fake values."""
+    graph = fx.Graph()
+    returned = graph.graph_copy(joint.graph, {})
+    graph.output(returned).meta = dict(joint.graph.output_node().meta)
+    return fx.GraphModule(joint, graph)
+
+
 def _as_eager(joint: fx.GraphModule, forward_outputs: int) -> Graph:
     """Return a joint graph as eager PyTorch runs it, with each op measured alone, as with ``kernels="eager"``."""
     fallback = find_device(_device_name(joint)) or get_device("h100")  # for ops that do not run on synthetic values
-    return capture_joint(copy.deepcopy(joint), fallback, measure=True, forward_outputs=forward_outputs).graph
+    joint = _copy_of(joint)
+    rewrite_as_eager(joint.graph)
+    return capture_joint(joint, fallback, measure=True, forward_outputs=forward_outputs).graph
 
 
 def _trains(module: fx.GraphModule) -> bool:

@@ -16,7 +16,7 @@ from planner.capture.lowering.statics import StaticTensors
 from planner.capture.options.traced import with_traced
 from planner.capture.rewrites.dropout import dropout_as_eager
 from planner.capture.rewrites.layouts import layouts_as_eager
-from planner.capture.rewrites.outputs import outputs, storage, tensors_in, unwrap_checks
+from planner.capture.rewrites.outputs import check_layouts, outputs, storage, tensors_in, unwrap_checks
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
@@ -42,7 +42,7 @@ def capture_joint(
     """Return the joint graph as ops and storages, with the time and memory of each op.
 
     Args:
-        module: the joint graph.
+        module: the joint graph, after ``rewrite_as_eager``.
         device: device for modelled times.
         measure: True to measure each op on its own device instead.
         forward_outputs: number of outputs of the forward pass.
@@ -50,9 +50,10 @@ def capture_joint(
         on_op: as in ``planner.profiling.profile.profile``.
 
     Raises:
-        UsageError: shapes are dynamic.
+        UsageError: sizes are dynamic.
         TraceError: an op cannot be in a static graph.
     """
+    check_layouts(module.graph)
     unwrap_checks(module.graph)
     placeholders = module.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in placeholders]
@@ -68,10 +69,7 @@ def capture_joint(
     if dynamic:
         check_compatible({Feature.TORCH_COMPILE, Feature.VARYING_SIZES})
     where = next(value.device for value in values if isinstance(value, torch.Tensor))
-    separate_biases(module.graph)
     separate_tangents(module.graph)
-    layouts_as_eager(module.graph)
-    dropout_as_eager(module.graph)
     statics = Placeholders(placeholders, where)
     generator = torch.default_generator
     signature, found_on = Signature.of((), pytree.tree_structure(())), {"device": where.type}
@@ -88,6 +86,13 @@ def capture_joint(
         captured = with_traced(mark_custom_ops(captured), options)
         captured = replace(captured, graph=model_times(captured, device))
     return replace(captured, graph=once(captured.graph, mutated_inputs(module, statics)))
+
+
+def rewrite_as_eager(graph: fx.Graph) -> None:
+    """Make a joint graph compute what eager PyTorch computes, to the last bit, in place."""
+    separate_biases(graph)
+    layouts_as_eager(graph)
+    dropout_as_eager(graph)
 
 
 def separate_tangents(graph: fx.Graph) -> None:

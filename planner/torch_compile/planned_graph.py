@@ -309,6 +309,11 @@ class PlannedGraph:
     backward._boxed_call = True  # type: ignore[attr-defined]
 
 
+def is_plan(saved: torch.Tensor) -> bool:
+    """Return True if a planned graph has saved this tensor to know the plan of its forward pass."""
+    return hasattr(saved.untyped_storage(), "inputs")
+
+
 def _made_forward(graph: Graph) -> list[int]:
     """Return the tensors on the device that are made by ops of the forward pass, or only by optional ops."""
     made = dict.fromkeys(t for op in graph.program if op.phase is Phase.FORWARD for t in op.outputs)

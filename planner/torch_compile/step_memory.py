@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.capture.lowering.statics import allocated_bytes
+from planner.torch_compile.planned_graph import is_plan
 from planner.torch_private.core import disable_current_modes
 
 # Bytes by the identity of a storage.
@@ -116,12 +117,13 @@ def _union(parts: Iterable[Mapping[int, int]]) -> Storages:
 
 
 def _held_by_autograd(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the saved tensors of the autograd nodes behind `nodes`, without those of compiled graphs."""
+    """Yield the saved tensors of the autograd nodes behind `nodes`, without those of planned graphs."""
     pending, seen = list(nodes), set(nodes)
     while pending:
         node = pending.pop()
-        if type(node).__name__ != "CompiledFunctionBackward":
-            yield from _saved(node)
+        saved = list(_saved(node))
+        if not any(map(is_plan, saved)):
+            yield from saved
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
@@ -130,7 +132,7 @@ def _held_by_autograd(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
     for name in dir(node):
-        if name.startswith("_saved_") or name == "saved_tensors":
+        if name.startswith("_saved_") or name in ("saved_tensors", "_tensors_no_vc_check"):
             try:
                 value = getattr(node, name)
             except RuntimeError:

@@ -94,6 +94,7 @@ from torch._functorch.aot_autograd import (
     aot_compile_joint_with_descriptors,  # splits it in two, and has each compiled
     aot_export_joint_with_descriptors,  # makes it
 )
+from torch._functorch.partitioners import default_partition  # keeps the tensors that autograd would
 from torch._guards import (
     Guard,  # one condition on Python values
     GuardsSet,  # those of a capture

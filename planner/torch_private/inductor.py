@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import fx
-from torch._functorch.partitioners import default_partition  # keeps the tensors that autograd would
 from torch._inductor import config as _config
 from torch._inductor import ir as inductor_ir  # buffers and their layouts
 from torch._inductor.codecache import PyCodeCache  # the modules that it has loaded

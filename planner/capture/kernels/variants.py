@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from planner.torch_private.capture import functorch_config, inductor_config
-from planner.torch_private.inductor import CustomPartitionerFn, default_partition
+from planner.torch_private.capture import default_partition, functorch_config, inductor_config
+from planner.torch_private.inductor import CustomPartitionerFn
 
 _BUDGET = 0.8  # of the bytes that min-cut would save, by PyTorch's estimate
 

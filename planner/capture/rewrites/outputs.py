@@ -86,7 +86,7 @@ def check_outputs(graph: fx.Graph) -> None:
     Raises:
         TraceError: as ``fix_outputs``.
     """
-    _check_layouts(graph)
+    check_layouts(graph)
     _check_writes(graph)
     _check_loss(graph)
     _check_gradients(graph)
@@ -169,7 +169,8 @@ def _check_gradients(graph: fx.Graph) -> None:
         raise TraceError("no parameter with requires_grad=True gets a gradient from the loss: there is nothing to train")
 
 
-def _check_layouts(graph: fx.Graph) -> None:
+def check_layouts(graph: fx.Graph) -> None:
+    """Raise TraceError if a tensor of `graph` is sparse."""
     for node in graph.nodes:
         if any(value.layout is not torch.strided for value in tensors_in(node.meta.get("val"))):
             gradients = [desc.grad_of for value, desc in outputs(graph) if value is node and isinstance(desc, GradAOTOutput)]

@@ -1,14 +1,19 @@
 """Whatever graph Dynamo hands over between two graph breaks is planned, with the bits of eager PyTorch."""
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import planner
+from planner.torch_compile.planned_graph import PlannedGraph
+from planner.torch_compile.shared_budget import SharedBudget
+from planner.torch_compile.step_memory import PassStorages
 from tests.support.models.random_pieces import OPERATIONS, SIZE, Call, Pieces, random_pieces
 
 pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -105,6 +110,69 @@ def test_checks_of_linear_algebra_run_once_and_are_planned(wrap: Callable[[nn.Mo
     model.matrix.neg_()
     with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
         planned(x)
+
+
+class Branching(nn.Module):
+    """Three graphs, of which no plan can hold the second; the third reads what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.middle, self.outer = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.rows = nn.Embedding(4, SIZE, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x).tanh()
+        torch._dynamo.graph_break()
+        hidden = self.in_branches(hidden).sin()
+        torch._dynamo.graph_break()
+        return self.outer(hidden).tanh()
+
+    def in_branches(self, hidden: Tensor) -> Tensor:
+        hidden = self.middle(hidden).relu()
+        return torch.cond(hidden.sum() > 0, lambda h: h.sin(), lambda h: h.cos(), (hidden,))
+
+
+class WithSparseGradients(Branching):
+    def in_branches(self, hidden: Tensor) -> Tensor:
+        return self.middle(hidden) + self.rows(torch.arange(SIZE) % 4)
+
+
+@pytest.mark.parametrize(
+    ("made", "why"), [(Branching, "the model uses 'true_graph_0'"), (WithSparseGradients, "the gradient of an input is sparse")]
+)
+@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+def test_a_graph_that_no_plan_can_hold_runs_as_eager_beside_planned_ones(
+    wrap: Callable[[nn.Module], Callable[..., Any]], made: type[Branching], why: str, graphs: list[PlannedGraph]
+) -> None:
+    torch.manual_seed(0)
+    model = made()
+    plain, x = copy.deepcopy(model), torch.randn(SIZE, SIZE)
+    planned = wrap(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            planned(x).square().sum().backward()
+            plain(x).square().sum().backward()
+    assert [str(w.message).count(why) for w in said if "runs without a plan" in str(w.message)] == [1]
+    assert len(graphs) == 2
+    for given, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (given.grad is None) == (wanted.grad is None)
+        assert given.grad is None or torch.equal(given.grad.to_dense(), wanted.grad.to_dense())
+
+
+def test_what_an_unplanned_graph_keeps_counts_for_the_graphs_that_follow(graphs: list[PlannedGraph]) -> None:
+    model, held = Branching(), list[int]()
+    begin = SharedBudget._begin
+
+    def noted(budget: SharedBudget, graph: PlannedGraph, args: Sequence[object]) -> Any:
+        held.append(sum(PassStorages.of(args).held.values()))
+        return begin(budget, graph, args)
+
+    with patch.object(SharedBudget, "_begin", noted):
+        compiled(model)(torch.randn(SIZE, SIZE)).sum().backward()
+    activation_bytes = SIZE * SIZE * 4
+    assert held[0] == 0
+    assert held[1] >= 2 * activation_bytes
 
 
 @pytest.mark.slow

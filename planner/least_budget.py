@@ -5,14 +5,16 @@ the rates of links to the host do not matter. So ``planner info``, ``solve``, ``
 solve at that budget has the schedule that proves it feasible.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from graphs.errors import ScheduleError
-from graphs.ir import Graph
+from graphs.ir import Graph, Op
 from graphs.options import without_options
 from graphs.options.offload import without_offload
+from graphs.options.selection import TRACED
 from graphs.schedule import Schedule
+from graphs.simulate import simulate
 from planner.allocated_budget import solver_in
 from planner.memory import CountedMemory
 from planner.reserved import counted_bytes, reserved_beside
@@ -28,6 +30,7 @@ from solvers.tolerance import Tolerance
 
 # Units of work: for the order of the ops; in each order, for schedules without a program; for the solves after that.
 _ORDER, _KNOWN, _SOLVES = 2.0, 1.0, 1.0
+_LINK = 25e9  # bytes per second of all transfers
 _PRECISION = 0.005  # of the budget found: where the search ends
 _NEXT = 0.6  # position of the next budget in the bracket, nearer to the feasible end
 _SLICE, _SLICE_LEAST = 0.3, 0.5  # of the work that is left, and in its unit: for each budget of reserved memory
@@ -44,12 +47,14 @@ class LeastBudget:
         found_bytes: bytes that `schedule` needs of the memory that the budget counts.
         schedule: of the graph; it runs within `found_bytes`.
         order: the ops in the order of its first executions.
+        larger: schedules that were met in solves, with their orders; some need more and take less time.
     """
 
     proved_bytes: int
     found_bytes: int
     schedule: Schedule
     order: tuple[int, ...]
+    larger: tuple["LeastBudget", ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -75,7 +80,8 @@ def least_budget(
         reorders: False for schedules in program order only.
         should_stop: polled; once True, the best so far is returned, and not remembered.
     """
-    key = (graph.ops, graph.tensors, graph.kept, graph.pools, graph.limits, repr(graph.provenance), memory, reorders)
+    origin = {key: value for key, value in graph.provenance.items() if key != TRACED}  # the ops say which options there are
+    key = (graph.ops, graph.tensors, graph.kept, graph.pools, graph.limits, repr(origin), memory, reorders)
     if (known := _remembered.get(key)) is not None:
         return known
     stop = should_stop or (lambda: False)
@@ -88,15 +94,21 @@ def least_budget(
 
 
 def _with_even_links(graph: Graph) -> Graph:
-    """Return `graph` with a second for each byte of its transfers: what schedules hold does not depend on the rates of links."""
+    """Return `graph` with transfers of one usual rate: what schedules hold does not depend on the rates of links.
+
+    Which tensors are sent does, and with that what an allocator reserves: at no usual rate are all transfers dear, or free.
+    """
     if all(not op.is_transfer for op in graph.ops):
         return graph
-    ops = tuple(replace(op, time_s=float(graph.tensors[op.inputs[0]].size_bytes)) if op.is_transfer else op for op in graph.ops)
-    return replace(graph, ops=ops)
+
+    def time_s(op: Op) -> float:
+        return graph.tensors[op.inputs[0]].size_bytes / _LINK
+
+    return replace(graph, ops=tuple(replace(op, time_s=time_s(op)) if op.is_transfer else op for op in graph.ops))
 
 
 def _search(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, reorders: bool) -> LeastBudget:
-    """Search in program order and in the order of lower peak without solving programs, then narrow the better one by solves.
+    """Search in program order and in the order of lower peak without solving programs, then narrow the bracket by solves.
 
     Graphs with optional ops are not narrowed: their programs are large.
     """
@@ -104,14 +116,13 @@ def _search(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, re
     if reorders and (other := reordered(graph, WorkClock(_ORDER), stop)).changed:
         orders.append(other)
     found = [_without_programs(order, memory, stop) for order in orders]
-    proved_bytes = min(least.proved_bytes for least in found)
-    if not graph.plain:
-        found += _without_options(graph, memory, stop, reorders=reorders)
-    best = min(found, key=lambda least: least.found_bytes)
     if graph.plain:
-        others = [least.proved_bytes for least in found if least is not best]
-        best = (_narrowed if memory is CountedMemory.ALLOCATED else _narrowed_reserved)(graph, best, memory, stop)
-        proved_bytes = min([best.proved_bytes, *others])
+        best = (_narrowed if memory is CountedMemory.ALLOCATED else _narrowed_reserved)(graph, found, memory, stop)
+        proved_bytes = best.proved_bytes
+    else:
+        proved_bytes = min(least.proved_bytes for least in found)
+        found += _without_options(graph, memory, stop, reorders=reorders)
+        best = min(found, key=lambda least: least.found_bytes)
     return replace(best, proved_bytes=min(proved_bytes, best.found_bytes))
 
 
@@ -145,38 +156,53 @@ def _judged(order: Reordering, schedule: Schedule, memory: CountedMemory, proved
     return LeastBudget(proved_bytes, counted_bytes(graph, schedule, memory), schedule, order.original)
 
 
-def _narrowed(graph: Graph, known: LeastBudget, memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
-    """Return the bracket of allocated bytes after solves for less, in the order of `known`."""
+def _narrowed(graph: Graph, found: Sequence[LeastBudget], memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
+    """Return the bracket of allocated bytes after solves for less, in the order of the least of `found`."""
+    known = min(found, key=lambda least: least.found_bytes)
+    others = [least.proved_bytes for least in found if least is not known]
     order = permuted(graph, known.order)
     schedule = order.schedule_of_graph(known.schedule)
-    found = narrowed(order.graph, schedule, WorkClock(_SOLVES), precision=_PRECISION, should_stop=stop)
-    return _judged(order, found.schedule, memory, found.proved_bytes)
+    solved = narrowed(order.graph, schedule, WorkClock(_SOLVES), precision=_PRECISION, should_stop=stop)
+    best = _judged(order, solved.schedule, memory, solved.proved_bytes)
+    return replace(best, proved_bytes=min([best.proved_bytes, *others]))
 
 
-def _narrowed_reserved(graph: Graph, known: LeastBudget, memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
-    """Return the bracket of reserved bytes after solves for less, in the order of `known`.
+def _narrowed_reserved(
+    graph: Graph, found: Sequence[LeastBudget], memory: CountedMemory, stop: Callable[[], bool]
+) -> LeastBudget:
+    """Return the bracket of reserved bytes after solves for less, in the last order of `found`.
 
     The schedule that needs the fewest allocated bytes may reserve much more than another. So budgets of reserved memory below
     what it reserves are solved, each until a schedule fits; those that nothing was found for stay open, unless they are refuted.
+    The first budget is hardly above: whole segments are reserved, so that schedules that reserve about the same may take very
+    different times. The fastest within the precision counts.
     """
-    clock, run, failures = WorkClock(_SOLVES), solver_in(permuted(graph, known.order)), 0
-    refused_bytes = known.proved_bytes  # nothing was found at this budget, though nothing was proved
+    *others, known = found
+    clock, run, failures, seen = WorkClock(_SOLVES), solver_in(permuted(graph, known.order)), 0, list(found)
 
     def learn(schedule: Schedule) -> None:
-        nonlocal known
-        if (size := counted_bytes(graph, schedule, memory)) < known.found_bytes:
-            known = replace(known, found_bytes=size, schedule=schedule)
+        seen.append(replace(known, found_bytes=counted_bytes(graph, schedule, memory), schedule=schedule))
 
-    while known.found_bytes - refused_bytes > _PRECISION * known.found_bytes and failures < _FAILURES and not stop():
-        budget_bytes = int(refused_bytes + _NEXT * (known.found_bytes - refused_bytes))
+    def least_bytes() -> int:
+        return min(least.found_bytes for least in seen)
+
+    budget_bytes = most_bytes = int((1 + _PRECISION) * least_bytes())
+    refused_bytes = known.proved_bytes  # nothing was found at this budget, though nothing was proved
+    while failures < _FAILURES and not stop():
         limited = clock.part(max(_SLICE_LEAST, _SLICE * left(clock)))
         first = Request(graph, budget_bytes, Tolerance.of(1.0), limited, should_stop=lambda: True)
         result = solve_counted(run, first, memory, must_stop=stop, on_least=learn).result
-        if result.schedule is None:
-            refused_bytes, failures = budget_bytes + 1, failures + 1
-        else:
+        if result.schedule is not None:
             learn(result.schedule)
             failures = 0
+        elif budget_bytes < most_bytes:
+            refused_bytes, failures = budget_bytes + 1, failures + 1
         if result.status is Status.INFEASIBLE:
-            known = replace(known, proved_bytes=refused_bytes)
-    return known
+            known = replace(known, proved_bytes=budget_bytes + 1)
+        if least_bytes() - refused_bytes <= _PRECISION * least_bytes():
+            break
+        budget_bytes = int(refused_bytes + _NEXT * (least_bytes() - refused_bytes))
+    near = [least for least in seen if least.found_bytes <= (1 + _PRECISION) * least_bytes()]
+    fastest = min(near, key=lambda least: (simulate(graph, least.schedule).time_s, least.found_bytes))
+    proved_bytes = min(least.proved_bytes for least in (known, *others))
+    return replace(fastest, proved_bytes=proved_bytes, larger=tuple(least for least in seen if least is not fastest))

@@ -18,14 +18,15 @@ from planner.studies.frontier import Frontier, evenly, outside_in
 from planner.studies.solves import result_in
 from planner.studies.workers import ignore, never
 from solvers.clock import Clock, WallClock, left
-from solvers.order.reorder import Reordering, reordered
+from solvers.order.reorder import reordered
 from solvers.result import SOLVED, Status
 
 BETWEEN = 5  # budgets between the least one and eager PyTorch's peak
 CHEAP = 0.1  # overhead that is recommended if nothing is known about a device
 _TOLERANCE = 0.005
 # Shares of the time limit.
-_ORDER, _CURVE = 0.1, 0.3
+_LEAST, _CURVE = 0.4, 0.3
+_OPTION_LEAST = 0.5  # of the time of one option; the rest is for its solve
 
 
 def advise_graph(  # noqa: PLR0913  # those of planner.advise
@@ -68,10 +69,10 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
             raise UsageError(f"the option {name!r} runs ops on other devices, which advice is not given on: leave it out")
     least = work.least
     budgets = evenly(least.found_bytes, max(least.found_bytes, work.eager_bytes), BETWEEN + 2)[1:-1]
-    wanted = budgets
+    wanted = {least.found_bytes, *budgets}
     if available_bytes is not None and least.found_bytes <= available_bytes < work.eager_bytes:
-        wanted = tuple(sorted({*budgets, available_bytes}))
-    work.solve(wanted)
+        wanted.add(available_bytes)
+    work.solve(sorted(wanted))
     middle_bytes = budgets[len(budgets) // 2] if budgets else least.found_bytes
     offered = work.try_options(names, middle_bytes, link, host_budget)
     return Advice(
@@ -105,14 +106,12 @@ class _Analysis:
         plain = with_options(graph, ())
         self.summary, self.eager_bytes = summarize(plain), eager_bytes(plain, memory)
         self.tell("looking for the least budget")
-        order = reordered(plain, clock.part(_ORDER * clock.limit))
-        self.known, self.least = self._least_in(order)
+        self.known, self.least = self._least_of(plain, clock.part(_LEAST * clock.limit))
 
-    def _least_in(self, order: Reordering) -> tuple[Frontier, LeastBudget]:
-        known, least = (
-            Frontier(order, _TOLERANCE, self.memory),
-            least_budget(order.source, self.memory, should_stop=self.should_stop),
-        )
+    def _least_of(self, graph: Graph, clock: Clock) -> tuple[Frontier, LeastBudget]:
+        """Return the least budget that is found before the limit, and what is known in an order of the ops, with its schedule."""
+        known = Frontier(reordered(graph, clock), _TOLERANCE, self.memory)
+        least = least_budget(graph, self.memory, should_stop=lambda: left(clock) <= 0 or self.should_stop())
         known.learn_least(least)
         return known, least
 
@@ -147,8 +146,7 @@ class _Analysis:
         alone = self.price(budget_bytes)
         if not offered:
             return OptionAdvice(name, 0, True, self.least.proved_bytes, self.least.found_bytes, alone)
-        order = reordered(graph, clock.part(_ORDER * clock.limit))
-        known, least = self._least_in(order)
+        known, least = self._least_of(graph, clock.part(_OPTION_LEAST * clock.limit))
         _solve(known, budget_bytes, clock.part(max(0.1, left(clock))), self.should_stop)
         price = _price(known, budget_bytes, self.summary.time_s)
         if price.overhead is None or (alone.overhead is not None and alone.overhead < price.overhead):

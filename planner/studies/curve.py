@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ORDER_SHARE = 0.25  # share of the time for an order of the ops
+_LEAST_SHARE = 0.25  # likewise, at most, for the least feasible budget, where the grid begins
 _DEFAULTS = StudySettings()
 _WITH_OPTIONS = 0.6  # share of the time with options; the same budgets are then solved without them
 
@@ -210,14 +211,14 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
     if isinstance(budgets, int):
         if budgets < 1:
             raise BudgetError(f"{budgets} budgets were asked for: must be at least 1")
-        least = _least_in(known, how)
+        least = _least_in(known, how, clock.part(_LEAST_SHARE * clock.limit))
         wanted = evenly(least.found_bytes, max(least.found_bytes, whole_bytes), budgets)
     else:
         wanted = tuple(sorted({budget_in_bytes(budget, whole_bytes) for budget in budgets}))
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
         if finds_least:
-            least = _least_in(known, how)
+            least = _least_in(known, how, clock.part(_LEAST_SHARE * clock.limit))
     plan = Turns(
         known, wanted, clock=clock, time_limit_s=how.settings.time_limit_s, jobs=how.settings.jobs, on_activity=how.on_activity
     )
@@ -244,10 +245,11 @@ def _solve(
     return result_in(order, *asked, tolerance=tolerance, must_stop=should_stop)
 
 
-def _least_in(known: Frontier, how: _How) -> LeastBudget:
-    """Return the least budget of the graph, and add its schedule to what is known."""
+def _least_in(known: Frontier, how: _How, clock: Clock) -> LeastBudget:
+    """Return the least budget of the graph that is found before the limit, and add its schedule to what is known."""
     how.on_activity("looking for the least feasible budget")
-    least = least_budget(known.order.source, known.memory, reorders=how.reorder is not False, should_stop=how.should_stop)
+    graph, reorders = known.order.source, how.reorder is not False
+    least = least_budget(graph, known.memory, reorders=reorders, should_stop=lambda: left(clock) <= 0 or how.should_stop())
     known.learn_least(least)
     return least
 

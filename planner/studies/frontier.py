@@ -122,7 +122,7 @@ class Frontier:
         return _Known(found.time_s, counted_bytes, found.peak_bytes, reserved_bytes, schedule)
 
     def learn_least(self, least: LeastBudget) -> None:
-        """Add the schedule of the least budget of the graph, and the bound of single ops in this order.
+        """Add the schedules of the search for the least budget of the graph, and the bound of single ops in this order.
 
         A schedule in another order may be faster than the bounds of this one. It counts only where none in this order fits.
         """
@@ -130,9 +130,10 @@ class Frontier:
         if not self._counts_allocated:
             proved_bytes = reserved_beside(self.order.source, self.memory).bound(proved_bytes)
         self.infeasible_bytes = max(self.infeasible_bytes, proved_bytes - 1)
-        if least.order == self.order.original:
-            self.learn_schedule(least.schedule)
-        else:
+        for found in (least, *least.larger):
+            if found.order == self.order.original:
+                self.learn_schedule(found.schedule)
+        if least.order != self.order.original:
             self._other = self._judged(least.schedule)
 
     @property

@@ -12,6 +12,7 @@ from graphs.options.offload import OFFLOAD
 from graphs.options.surroundings import Link, Surroundings
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.transformer import TransformerSize, transformer
 from planner import least_budget as remembered
 from planner.facts.graph import graph_facts
 from planner.least_budget import least_budget
@@ -104,6 +105,28 @@ def test_another_schedule_than_that_of_least_peak_reserves_less() -> None:
     reserved, allocated = least_budget(graph, CountedMemory.RESERVED), least_budget(graph)
     assert reserved.found_bytes < 0.9 * counted_bytes(graph, allocated.schedule, CountedMemory.RESERVED)
     assert simulate(graph, reserved.schedule).peak_bytes > allocated.found_bytes
+
+
+def test_of_schedules_that_reserve_about_the_same_the_fastest_counts() -> None:
+    graph = replace(transformer(TransformerSize(layers=2)), provenance={"device": "h200"})
+    orders = (in_program_order(graph), reordered(graph, WorkClock(2.0)))
+    unsolved = [order.schedule_of_source(least_known(order.graph, WorkClock(1.0))) for order in orders]
+    needs = [(counted_bytes(graph, schedule, CountedMemory.RESERVED), simulate(graph, schedule).time_s) for schedule in unsolved]
+    known_bytes, time_s = min(needs)
+    least = least_budget(graph, CountedMemory.RESERVED)
+    assert least.found_bytes <= 1.005 * known_bytes
+    assert simulate(graph, least.schedule).time_s < 0.97 * time_s
+    known = Frontier(orders[1], 0.01, CountedMemory.RESERVED)
+    known.learn_least(least)
+    above = known.point(int(1.3 * least.found_bytes), None)  # by a schedule that was met on the way
+    assert above.time_s is not None and graph.time_s < above.time_s < simulate(graph, least.schedule).time_s
+
+
+def test_the_program_of_a_graph_is_searched_once_for_all_options_that_it_was_traced_with() -> None:
+    graph = random_training_step(1, 8)
+    least = least_budget(graph)
+    assert least_budget(replace(graph, provenance={**graph.provenance, "options": ["chunks"]})) is least
+    assert least_budget(replace(graph, provenance={**graph.provenance, "device": "h200"})) is not least
 
 
 def test_stopped_search_returns_a_valid_bracket_and_is_not_remembered() -> None:

@@ -1,7 +1,9 @@
 """Advice on budgets: what it says of a graph, which budget it recommends, and that it ends in time."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +18,17 @@ from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_bytes
 from planner.capture.options import options_to_try
+from planner.least_budget import LeastBudget, least_budget
 from planner.memory import CountedMemory
 from planner.plans.summary import summarize
 from planner.reserved import eager_bytes
+from planner.studies import budget_analysis
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import BETWEEN, advise_graph
+from planner.studies.solves import result_in
+from solvers.clock import Clock
+from solvers.order.reorder import Reordering
+from solvers.result import Result
 
 LINK = {"link": "1000GB/s", "host_budget": "1GB"}
 
@@ -182,3 +190,23 @@ def test_cuda_advice_counts_and_reports_reserved_memory(memory: CountedMemory | 
     assert f"budgets count        {counted.said}, of which eager PyTorch takes" in text
     takes = "PyTorch's allocator and CUDA's context take" if counted.counts_context else "PyTorch's allocator reserves"
     assert f"{takes} {format_bytes(found.recommended.reserved_bytes or 0)} for it" in text
+
+
+def test_a_slow_search_for_the_least_budget_leaves_time_to_solve_for_it(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    solved: dict[int, float] = {}  # time limits by budget
+
+    def slow(graph: Graph, memory: CountedMemory, *, should_stop: Callable[[], bool]) -> LeastBudget:
+        began = time.monotonic()
+        while not should_stop():
+            assert time.monotonic() - began < 10.0, "the search was not stopped"
+            time.sleep(0.01)
+        return least_budget(graph, memory, should_stop=should_stop)
+
+    def noted(order: Reordering, budget_bytes: int, memory: CountedMemory, clock: Clock, **settings: Any) -> Result:
+        solved[budget_bytes] = clock.limit
+        return result_in(order, budget_bytes, memory, clock, **settings)
+
+    monkeypatch.setattr(budget_analysis, "least_budget", slow)
+    monkeypatch.setattr(budget_analysis, "result_in", noted)
+    advice = advised(graph)
+    assert advice.least.budget_bytes in solved and min(solved.values()) > 0.1

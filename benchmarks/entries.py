@@ -216,7 +216,8 @@ def table(rows: Sequence[EntryRow]) -> str:
     """Return all of it, as Markdown."""
     note = (
         "Bits of losses, gradients, parameters, buffers and random state after three steps, and the measured peak of the budget. "
-        "Budgets are so far from the least one of planner.compile to the peak.\n"
+        "Budgets are so far from the least one of planner.compile to the peak. That of planner.rematerialize is for "
+        "tensors alone, and its peaks have also what kernels take for themselves.\n"
     )
     without = [f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in rows if row.status != RAN]
     return "\n".join(

@@ -9,8 +9,8 @@ import pytest
 
 RESULTS = Path(__file__).parents[2] / "results"
 NAMES = (
-    *("addresses", "arena", "arena_models", "arena_training", "compiled", "compression", "eager", "executor", "first_step"),
-    *("offload", "options", "placement", "predicted_peaks", "reserved", "resident", "solve"),
+    *("addresses", "arena", "arena_models", "arena_training", "compiled", "compression", "eager", "entries", "executor"),
+    *("first_step", "offload", "options", "placement", "predicted_peaks", "reserved", "resident", "solve"),
 )
 # Benchmarks by their folders of results, with further arguments.
 FOLDERS: dict[str, tuple[str, ...]] = {
@@ -23,7 +23,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "offload/max_batch": ("offload_sizes",),
     "training": ("training", "--device", "cpu"),
 }
-WITH_FAILURES = ("gpu/plans", "gpu/ways")  # budgets that cannot be met, and graphs that took more than theirs
+WITH_FAILURES = ("entries", "gpu/plans", "gpu/ways")  # budgets that cannot be met, and graphs that took more than theirs
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="some benchmarks measure memory as on Linux")

@@ -19,6 +19,7 @@ from functools import cached_property
 from graphs.checks import check_graph
 from graphs.pools import COMPUTE, DEVICE, TRANSFER, Pool
 from graphs.requests import MemoryRequest
+from graphs.text import graph_html, graph_text
 from graphs.units import format_bytes
 
 TANGENT = "tangent"  # name of the gradient of the loss among the inputs
@@ -194,13 +195,9 @@ class Graph:
 
     def __str__(self) -> str:
         """Return a summary of one screen."""
-        from graphs.text import graph_text  # which imports this module
-
         return graph_text(self)
 
     def _repr_html_(self) -> str:
-        from graphs.text import graph_html
-
         return graph_html(self)
 
     def holding(self, kind: Kind, name: str, size_bytes: int) -> "Graph":

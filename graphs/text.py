@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 from html import escape
+from typing import TYPE_CHECKING
 
-from graphs.ir import Graph, Kind, Op, Phase
-from graphs.options import without_options
-from graphs.schedule import keep_everything
-from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from graphs.ir import Graph, Op, Phase
 
 _LARGEST = 5
 
 
-def graph_text(graph: Graph) -> str:
+def graph_text(graph: "Graph") -> str:
     """Return a summary of `graph`: its ops, memory and time, and its largest tensors and slowest ops."""
     lines = list(_lines(graph))
     width = max(len(name) for name, _ in lines)
@@ -29,34 +29,28 @@ def graph_text(graph: Graph) -> str:
     )
 
 
-def graph_html(graph: Graph) -> str:
+def graph_html(graph: "Graph") -> str:
     """Return the summary of `graph` as HTML for a notebook."""
     return f"<pre>{escape(graph_text(graph))}</pre>"
 
 
-def _lines(graph: Graph) -> Iterator[tuple[str, str]]:
+def _lines(graph: "Graph") -> Iterator[tuple[str, str]]:
     for key in ("model", "device", "inputs"):
         if key in graph.provenance:
             value = graph.provenance[key]
             yield key, _printable(", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
     program, optional = graph.program, len(graph.ops) - len(graph.program)
-    phases = ", ".join(f"{_count(program, phase):,} {phase}" for phase in Phase if _count(program, phase))
-    yield "ops", f"{len(program):,} ({phases})" + (f", and {optional:,} optional ones" if optional else "")
+    phases = tuple(dict.fromkeys(op.phase for op in program))
+    counts = ", ".join(f"{sum(op.phase is phase for op in program):,} {phase}" for phase in phases)
+    yield "ops", f"{len(program):,} ({counts})" + (f", and {optional:,} optional ones" if optional else "")
     yield "tensors", f"{len(graph.tensors):,}"
-    times = ", ".join(f"{phase} {format_seconds(_time_s(program, phase))}" for phase in Phase if _time_s(program, phase))
+    times = ", ".join(f"{phase} {format_seconds(_time_s(program, phase))}" for phase in phases if _time_s(program, phase))
     yield "step time", f"{format_seconds(graph.time_s)} ({times})" if times else "not measured yet"
-    sizes = {kind: sum(t.size_bytes for t in graph.tensors if not t.producers and t.kind is kind) for kind in Kind}
-    kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sizes.items() if size)
+    kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in graph.static_bytes_by_kind.items() if size)
     yield "static memory", f"{format_bytes(graph.static_bytes)}" + (f" ({kinds})" if kinds else "")
-    eager = without_options(graph).out_of_place()
-    yield "peak", f"{format_bytes(simulate(eager, keep_everything(eager)).peak_bytes)} without recomputation"
 
 
-def _count(ops: tuple[Op, ...], phase: Phase) -> int:
-    return sum(op.phase is phase for op in ops)
-
-
-def _time_s(ops: tuple[Op, ...], phase: Phase) -> float:
+def _time_s(ops: "tuple[Op, ...]", phase: "Phase") -> float:
     return sum(op.time_s for op in ops if op.phase is phase)
 
 

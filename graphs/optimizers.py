@@ -1,42 +1,83 @@
-"""Optimizers with known memory. To add one, add a line."""
+"""The memory of optimizers: by the name of a usual one, or as measured from an optimizer."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """The memory of an optimizer's state, and the classes of PyTorch that it describes.
+    """The memory of a usual optimizer, whatever the parameters.
 
     Attributes:
         copies: copies of the trained parameters in its state.
         counter_bytes: size of the step counter of each parameter, a tensor on the CPU.
         temporaries: copies of the trained parameters that it holds while it runs, with the kernels that are the default on CUDA
             (``foreach``): square roots of the second moments.
-        classes: names in ``torch.optim``.
-        switches: values of their boolean options.
     """
 
     copies: int
     counter_bytes: int = 0
     temporaries: int = 0
-    classes: tuple[str, ...] = ()
-    switches: Mapping[str, bool] = field(default_factory=dict)
 
-    def describes(self, class_name: str, options: Mapping[str, object]) -> bool:
-        """Return True if this is ``torch.optim.<class_name>`` with these options of a parameter group."""
-        return class_name in self.classes and all(bool(options[name]) is on for name, on in self.switches.items())
+    def state_sizes(self, parameters: Sequence[int], *, is_cpu: bool) -> tuple[int, ...]:
+        """Return the bytes of each tensor in its state, given those of the trained parameters."""
+        return (*tuple(parameters) * self.copies, *[self.counter_bytes] * (is_cpu * len(parameters)))
+
+    def temporary_sizes(self, parameters: Sequence[int]) -> tuple[int, ...]:
+        """Return the bytes of the tensors that it holds at once while it runs."""
+        return tuple(parameters) * self.temporaries
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOptimizer:
+    """The memory of an optimizer with its own parameters, on their device.
+
+    Attributes:
+        name: its class, for people.
+        state: bytes of each tensor in its state.
+        temporaries: bytes of the tensors that it holds at once while it runs.
+    """
+
+    name: str
+    state: tuple[int, ...]
+    temporaries: tuple[int, ...]
+
+    def state_sizes(self, parameters: Sequence[int], *, is_cpu: bool) -> tuple[int, ...]:
+        """Return the bytes of each tensor in its state."""
+        del parameters, is_cpu
+        return self.state
+
+    def temporary_sizes(self, parameters: Sequence[int]) -> tuple[int, ...]:
+        """Return the bytes of the tensors that it holds at once while it runs."""
+        del parameters
+        return self.temporaries
+
+    @property
+    def recorded(self) -> dict[str, object]:
+        """It as in the provenance of a graph."""
+        return {"name": self.name, "state": list(self.state), "temporaries": list(self.temporaries)}
 
 
 # By name, as in the settings of a trace.
 OPTIMIZERS: dict[str, Optimizer] = {
     "none": Optimizer(0),
-    "sgd": Optimizer(0, classes=("SGD",), switches={"momentum": False}),
-    "momentum": Optimizer(1, classes=("SGD",), switches={"momentum": True}),
-    "adamw": Optimizer(2, counter_bytes=4, temporaries=1, classes=("Adam", "AdamW"), switches={"amsgrad": False}),
+    "sgd": Optimizer(0),
+    "momentum": Optimizer(1),
+    "adamw": Optimizer(2, counter_bytes=4, temporaries=1),
 }
 
 
-def optimizer_of(provenance: Mapping[str, object]) -> Optimizer:
-    """Return the optimizer that a graph of this provenance was traced for; one without memory if it is none of ``OPTIMIZERS``."""
-    return OPTIMIZERS.get(str(provenance.get("optimizer")), OPTIMIZERS["none"])
+def optimizer_of(provenance: Mapping[str, object]) -> str | MeasuredOptimizer:
+    """Return the optimizer that a graph of this provenance was traced for: a name in ``OPTIMIZERS``, or a measured one."""
+    match provenance.get("optimizer"):
+        case {"name": str(name), "state": [*state], "temporaries": [*temporaries]}:
+            return MeasuredOptimizer(name, tuple(map(int, state)), tuple(map(int, temporaries)))
+        case str(name) if name in OPTIMIZERS:
+            return name
+        case _:
+            return "none"
+
+
+def optimizer_memory(optimizer: str | MeasuredOptimizer) -> Optimizer | MeasuredOptimizer:
+    """Return the memory of an optimizer, given by a name in ``OPTIMIZERS`` or measured."""
+    return OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer

@@ -22,7 +22,7 @@ from graphs.allocators.training import (
     usage_of,
 )
 from graphs.ir import Graph, Kind
-from graphs.optimizers import optimizer_of
+from graphs.optimizers import optimizer_memory, optimizer_of
 from graphs.options import without_options
 from graphs.options.option import Feature
 from graphs.pools import DEVICE
@@ -151,9 +151,9 @@ class Beside:
 def reserved_beside(graph: Graph, memory: CountedMemory) -> Beside:
     """Return the memory that a budget of `memory` must have for the step of `graph` whatever the plan."""
     library_bytes, parameters = sum(_libraries(graph)), graph.static_bytes_by_kind.get(Kind.PARAMETER, 0)
-    optimizer = optimizer_of(graph.provenance)
+    temporaries = optimizer_memory(optimizer_of(graph.provenance)).temporary_sizes([parameters])
     kept_bytes = sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].pool == DEVICE)
-    in_use_bytes = graph.static_bytes + kept_bytes + optimizer.temporaries * parameters + library_bytes
+    in_use_bytes = graph.static_bytes + kept_bytes + sum(temporaries) + library_bytes
     return Beside(library_bytes, _counted_context_bytes(graph, memory), in_use_bytes)
 
 

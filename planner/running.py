@@ -6,6 +6,7 @@ from statistics import median
 
 from torch import nn
 
+from graphs.optimizers import optimizer_of
 from graphs.options import without_options
 from graphs.options.option import Feature
 from graphs.pools import HOST
@@ -214,7 +215,7 @@ def _captured(plan: Plan, workload: Workload, stages: Stages) -> Capture:
     provenance = plan.graph.provenance
     with stages.stage(Stage.CAPTURE):
         settings = TraceSettings(
-            optimizer=str(provenance.get("optimizer", "none")),
+            optimizer=optimizer_of(provenance),
             accumulate=bool(provenance.get("accumulate", False)),
             name=str(provenance.get("model", "")),
         )

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from graphs.errors import UsageError
-from graphs.optimizers import OPTIMIZERS
+from graphs.optimizers import OPTIMIZERS, MeasuredOptimizer
 from graphs.options.option import Feature
 from planner.capture.options import check_traced, parsed, traced_options
 from planner.compatibility import check_compatible
@@ -78,7 +78,7 @@ class TraceSettings:
         UsageError: there is no such option, optimizer or device, or a setting conflicts with a roofline.
     """
 
-    optimizer: str = "none"
+    optimizer: str | MeasuredOptimizer = "none"
     accumulate: bool = False
     roofline: str | None = None
     passes: int = 5
@@ -91,7 +91,7 @@ class TraceSettings:
         check_traced(self.options)
         if self.passes < 1:
             raise UsageError(f"passes is {self.passes}: must be at least 1")
-        if self.optimizer not in OPTIMIZERS:
+        if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
             raise UsageError(f"unknown optimizer {self.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
         if self.roofline is not None:
             get_device(self.roofline)

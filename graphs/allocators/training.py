@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from graphs.addresses import Buffer, buffers_of, moments_of
 from graphs.allocators.caching import DEFAULT, CachingAllocator, DeviceFullError, Level, Rules
 from graphs.ir import Graph, Kind, Tensor
-from graphs.optimizers import optimizer_of
+from graphs.optimizers import MeasuredOptimizer, optimizer_memory, optimizer_of
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule, boundary
 
@@ -65,7 +65,8 @@ def training_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, library
     """
     held = [tensor for tensor in graph.tensors if tensor.static and tensor.pool == pool and tensor.size_bytes]
     parameters = [tensor.size_bytes for tensor in held if tensor.kind is Kind.PARAMETER]
-    optimizer = optimizer_of(graph.provenance)
+    optimizer = optimizer_memory(optimizer_of(graph.provenance))
+    measured = optimizer.state if isinstance(optimizer, MeasuredOptimizer) else None
 
     def sizes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
         divided = (_divided(t.size_bytes, parameters) if t.kind in _FOR_ALL_PARAMETERS else [t.size_bytes] for t in tensors)
@@ -77,8 +78,8 @@ def training_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, library
         static=sizes(tensor for tensor in held if tensor.kind is not Kind.OPTIMIZER_STATE),
         buffers=buffers_of(graph, schedule, pool=pool, moments=moments),
         libraries=tuple(library_bytes),
-        state=sizes(tensor for tensor in held if tensor.kind is Kind.OPTIMIZER_STATE),
-        temporaries=tuple(parameters) * optimizer.temporaries,
+        state=measured or sizes(tensor for tensor in held if tensor.kind is Kind.OPTIMIZER_STATE),
+        temporaries=optimizer.temporary_sizes(parameters),
     )
 
 

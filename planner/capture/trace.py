@@ -15,7 +15,7 @@ from torch import nn
 
 from graphs.errors import TraceError
 from graphs.ir import Kind
-from graphs.optimizers import OPTIMIZERS
+from graphs.optimizers import MeasuredOptimizer, optimizer_memory
 from planner.capture.frontend.eager_ops import refuse_cpu_only_kernels, separate_biases
 from planner.capture.frontend.joint import compiled_graph, device_of, joint_graph
 from planner.capture.lowering.lower import Capture, lower
@@ -37,7 +37,7 @@ def capture(
     loss_fn: LossFn | None,
     batch: Batch,
     *,
-    optimizer: str = "none",
+    optimizer: str | MeasuredOptimizer = "none",
     accumulate: bool = False,
     as_on_cuda: bool = False,
     name: str = "",
@@ -48,7 +48,7 @@ def capture(
         loss_fn: a function from the model's output to the loss, or None if the model returns it: see ``TrainingStep``.
         batch: real or fake tensors, or nested lists, tuples and dicts of them: a sequence of positional arguments, or a mapping
             of named ones.
-        optimizer: a name in ``graphs.optimizers``: its state counts as static bytes.
+        optimizer: a name in ``graphs.optimizers``, or a measured one: its state counts as static bytes.
         accumulate: count gradients of earlier batches as memory too.
         as_on_cuda: choose the kernels that CUDA would (attention), to plan without a GPU.
         name: name of the model, for the provenance.
@@ -56,7 +56,7 @@ def capture(
     Raises:
         TraceError: the step cannot be captured as one static graph, or has no scalar loss to train on.
     """
-    step = _step(model, loss_fn, batch, optimizer)
+    step = _step(model, loss_fn, batch)
     device = device_of(model, batch)
     joint, guards, branches = joint_graph(step, batch, as_on_cuda=as_on_cuda)
     graph = joint.graph_module.graph
@@ -83,7 +83,7 @@ def capture_kernels(
     batch: Batch,
     *,
     variant: "CompileVariant",
-    optimizer: str = "none",
+    optimizer: str | MeasuredOptimizer = "none",
     accumulate: bool = False,
     name: str = "",
 ) -> Capture:
@@ -98,7 +98,7 @@ def capture_kernels(
     from planner.capture.kernels.halves import compile_halves  # importing Inductor takes a second
     from planner.capture.kernels.lower import lower_step
 
-    step = _step(model, loss_fn, batch, optimizer)
+    step = _step(model, loss_fn, batch)
     begin = time.perf_counter()
     halves, guards, conditions = compiled_graph(
         step, batch, lambda export: partial(compile_halves, variant=variant, export=export)
@@ -112,7 +112,7 @@ def capture_kernels(
     return replace(lowered, guards=guards, conditions=conditions, whole=halves.called_as(step))
 
 
-def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch, optimizer: str) -> TrainingStep:
+def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch) -> TrainingStep:
     check_module(model)
     check_tensors(model)
     check_batch(batch)
@@ -121,20 +121,21 @@ def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch, optimizer: str
     return TrainingStep(model, loss_fn)
 
 
-def _statics(step: TrainingStep, batch: Batch, device: torch.device, optimizer: str, *, accumulate: bool) -> StaticTensors:
+def _statics(
+    step: TrainingStep, batch: Batch, device: torch.device, optimizer: str | MeasuredOptimizer, *, accumulate: bool
+) -> StaticTensors:
     """Return the static tensors of the step; `device` is the one that is planned for."""
     statics = StaticTensors(step, batch, device)
-    trained = [allocated_bytes(p.nbytes, device) for p in step.parameters() if p.requires_grad]
-    trained_bytes = sum(trained)
-    state = OPTIMIZERS[optimizer]
-    counted_bytes = state.counter_bytes * len(trained) if device.type == "cpu" else 0
-    statics.reserve("optimizer_state", Kind.OPTIMIZER_STATE, state.copies * trained_bytes + counted_bytes)
-    statics.reserve("accumulated_gradients", Kind.ACCUMULATED_GRADIENT, accumulate * trained_bytes)
+    trained = [p.nbytes for p in step.parameters() if p.requires_grad]
+    state = optimizer_memory(optimizer).state_sizes(trained, is_cpu=device.type == "cpu")
+    statics.reserve("optimizer_state", Kind.OPTIMIZER_STATE, sum(allocated_bytes(size, device) for size in state))
+    gradients_bytes = sum(allocated_bytes(size, device) for size in trained)
+    statics.reserve("accumulated_gradients", Kind.ACCUMULATED_GRADIENT, accumulate * gradients_bytes)
     return statics
 
 
 def _provenance(
-    model: nn.Module, batch: Batch, device: torch.device, optimizer: str, *, accumulate: bool, name: str
+    model: nn.Module, batch: Batch, device: torch.device, optimizer: str | MeasuredOptimizer, *, accumulate: bool, name: str
 ) -> dict[str, object]:
     return {
         "model": name or type(model).__name__,
@@ -142,7 +143,7 @@ def _provenance(
         "parameters": sum(p.numel() for p in model.parameters()),
         "parameter_dtype": "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
         "device": device.type,
-        "optimizer": optimizer,
+        "optimizer": optimizer if isinstance(optimizer, str) else optimizer.recorded,
         "accumulate": accumulate,
         "torch": torch.__version__,
     }

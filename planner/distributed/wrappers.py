@@ -162,7 +162,8 @@ class Sharded(Unwrapped):
         """
         whole_bytes, unit_bytes = _trained_bytes(self.module), max(_own_bytes(unit) for unit in self._units)
         captured = super().capture(loss_fn, batch, settings, variant)
-        captured = _shrunk(captured, self._trained_shard_bytes / max(1, whole_bytes))
+        if isinstance(settings.optimizer, str):  # a measured state is of the shards
+            captured = _shrunk(captured, self._trained_shard_bytes / max(1, whole_bytes))
         graph = captured.graph.holding(Kind.PARAMETER, "parameter_shards", self._shard_bytes)
         return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, TO_SEND, unit_bytes))
 

@@ -238,6 +238,8 @@ def provenance_lines(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
     def text(name: str, value: object) -> str:
         if name == MEASURED_LINK:
             return str(measured_link(provenance))
+        if name == "optimizer" and isinstance(value, Mapping):
+            return str(value.get("name"))
         if name == DEVICES_KEY:
             return "; ".join(map(str, decode_devices(provenance)))
         if name == LEFT_OUT and isinstance(value, list | tuple):

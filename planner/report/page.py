@@ -18,6 +18,7 @@ from planner.facts.timeline import Burst, Execution, ModuleCost, PeakTensor, Tim
 from planner.plans.eager import EagerComparison
 from planner.report.chart import charts
 from planner.report.chrome_trace import chrome_trace
+from planner.report.describe import provenance_lines
 from planner.report.other_streams import other_streams, travels
 from planner.studies.curve import CurveRow
 from planner.visible import visible
@@ -103,7 +104,7 @@ def page(facts: StepFacts, curve: Sequence[CurveRow] = ()) -> str:
         "seconds": f"{plan.seconds:.2f}",
         "ending": plan.ending,
         "versions": ", ".join(f"{name} {version}" for name, version in plan.versions.items()),
-        "provenance": ", ".join(f"{name} {visible(value)}" for name, value in graph.provenance.items()),
+        "provenance": ", ".join(f"{name} {value}" for name, value in provenance_lines(graph.provenance)),
         "fingerprint": plan.graph.fingerprint,
     }
     template = made.from_string(_resource("page.html"))

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from graphs.optimizers import MeasuredOptimizer
 from graphs.short_tracebacks import short_traceback
 from planner.budgets import budget_or_overhead
 from planner.capture.signature import Batch
-from planner.capture.step import LossFn
+from planner.capture.step import LossFn, TrainingStep
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.memory import CountedMemory
 from planner.option_settings import default_options, option_settings
 from planner.progress import OnProgress
 from planner.settings import RunSettings, SolveSettings, TraceSettings, Wait
-from planner.training.optimizers import optimizer_kind
+from planner.training.optimizers import measure_optimizer
 from planner.training.planning import Planning
 from planner.training.step import PlannedStep
 from solvers.tolerance import WIDENING, Tolerance
@@ -72,7 +73,8 @@ def compile(  # noqa: A001
             ``60%`` or 0.6 of the predicted peak of plain eager PyTorch; or ``auto`` for what the device has free.
         max_overhead: in place of a budget: plan the least memory at which the step takes at most this much longer than keeping
             everything, as 0.1 or ``10%``. Not with ``kernels="inductor"``.
-        optimizer: the optimizer, or ``none``, ``sgd``, ``momentum`` or ``adamw``: its state is counted in memory.
+        optimizer: the optimizer, whose state is counted in memory: any, made from parameters of the model; or ``none``, ``sgd``,
+            ``momentum`` or ``adamw``.
         accumulate: True if gradients of earlier batches are in memory when a step begins (gradient accumulation).
         solver, tolerance, time_limit_s, reorder: as in ``planner.solve``.
         passes: number of times that each distinct op is timed.
@@ -130,7 +132,7 @@ def compile(  # noqa: A001
         OutOfMemoryError: one op alone needs more than is free.
         OutputError: plans cannot be written to `cache`.
     """
-    optimizer = optimizer if isinstance(optimizer, str) else optimizer_kind(optimizer)
+    wrapper = unwrap(model)
     solve = SolveSettings(
         solver=solver,
         tolerance=Tolerance.of(tolerance),
@@ -141,7 +143,7 @@ def compile(  # noqa: A001
         memory=CountedMemory.of(memory),
     )
     trace = TraceSettings(
-        optimizer=optimizer,
+        optimizer=_memory_of_optimizer(optimizer, TrainingStep(wrapper.module, loss_fn)),
         accumulate=accumulate,
         passes=passes,
         measure_link=solve.options.measures_link,
@@ -161,5 +163,9 @@ def compile(  # noqa: A001
         wait=Wait.of(wait),
         swap=swap,
     )
-    planning = Planning(unwrap(model), loss_fn, trace, solve, run, on_progress)
+    planning = Planning(wrapper, loss_fn, trace, solve, run, on_progress)
     return planning.step(batch, budget_or_overhead(budget, max_overhead))
+
+
+def _memory_of_optimizer(optimizer: str | torch.optim.Optimizer, step: TrainingStep) -> str | MeasuredOptimizer:
+    return optimizer if isinstance(optimizer, str) else measure_optimizer(optimizer, step.parameters())

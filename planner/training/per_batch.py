@@ -19,7 +19,6 @@ from planner.torch_private.core import pytree
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.compile import compile  # noqa: A004
 from planner.training.lru import LRUCache
-from planner.training.optimizers import optimizer_kind
 from planner.training.sizes import Shapes, shapes_of
 from planner.training.step import PlannedStep
 
@@ -78,7 +77,7 @@ class BatchPlans:
             on_progress: shows how the first size is planned, unless the options name another.
 
         Raises:
-            PlannerError: its memory is unknown, or the processes' batches differ; or as in ``planner.compile``.
+            PlannerError: its memory cannot be measured, or the processes' batches differ; or as in ``planner.compile``.
         """
         key = self._key(batch)
         self._check_same(key, batch)
@@ -124,7 +123,7 @@ class BatchPlans:
             )
         options = {"accumulate": accumulate, **self._options}
         if "optimizer" not in options:
-            options["optimizer"] = optimizer_kind(optimizer)
+            options["optimizer"] = optimizer
         budget = with_auto_resolved(self._budget, self._wrapper, batch, optimizer)
         make = partial(compile, self._wrapper, loss_fn, batch, budget=budget)
         if any(kind == key[0] for kind, _ in self._uses):

@@ -40,7 +40,19 @@ def test_trains_as_the_trainer_alone(tmp_path: Path) -> None:
     assert plan.measured_peak_bytes <= plan.budget_bytes
     assert len(plan.schedule.computed) > plan.graph.ops
     assert plan.graph.provenance["accumulate"] is True
-    assert plan.graph.provenance["optimizer"] == "adamw"
+    assert plan.graph.provenance["optimizer"]["name"] == "AdamW"
+
+
+def test_adafactor_trains_as_without_a_plan(tmp_path: Path) -> None:
+    data = sentences(8)
+    eager = trained(transformers.Trainer, tmp_path, data, optim="adafactor")
+    planned = trained(PlannedTrainer, tmp_path, data, options=planned_options(), optim="adafactor")
+    assert_same(planned, eager)
+    plan = planned.planned.plan
+    state = [value for values in planned.optimizer.state.values() for value in values.values()]
+    sizes = sorted(value.nbytes for value in state if isinstance(value, torch.Tensor))
+    assert sorted(plan.graph.provenance["optimizer"]["state"]) == sizes
+    assert plan.measured_peak_bytes <= plan.budget_bytes
 
 
 class Reporter(transformers.TrainerCallback):
@@ -183,8 +195,6 @@ def test_unplannable_trainer_settings_raise(tmp_path: Path) -> None:
         trained(Before, tmp_path, sentences(4), options=planned_options())
     with pytest.raises(PlannerError, match=r"unknown option 'time_limit' of planner\.compile: choose from accumulate, "):
         trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(time_limit=3))
-    with pytest.raises(PlannerError, match="what memory Adafactor takes is not known: name the optimizer"):
-        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(), optim="adafactor")
     with pytest.raises(PlannerError, match=r"label_smoothing_factor is not planned with Weighted\.compute_loss: leave it out"):
         trained(PlannedWeighted, tmp_path, sentences(4), options=planned_options(), label_smoothing_factor=0.1)
     with pytest.raises(PlannerError, match="below"):

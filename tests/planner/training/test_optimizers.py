@@ -1,68 +1,210 @@
-"""Optimizers whose memory is known: one table says all of them."""
+"""The memory of optimizers is measured from the optimizers themselves."""
 
+import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import nn, optim
 
 import planner
+from graphs.allocators.training import training_of
 from graphs.errors import PlannerError
 from graphs.ir import Kind
-from graphs.optimizers import OPTIMIZERS, Optimizer
+from graphs.optimizers import MeasuredOptimizer, optimizer_of
+from graphs.schedule import keep_everything
 from planner.capture.trace import capture
-from planner.cli.main import build_parser
-from planner.training.optimizers import optimizer_kind
+from planner.report.describe import provenance_lines
+from planner.training.optimizers import measure_optimizer
+
+_TAKE_OTHERS = {"Optimizer", "SparseAdam", "LBFGS", "Muon"}  # sparse gradients, a closure, matrices only
+OF_TORCH = sorted(name for name, value in vars(optim).items() if isinstance(value, type) and name not in _TAKE_OTHERS)
+Make = Callable[[list[nn.Parameter]], optim.Optimizer]
+MORE: dict[str, Make] = {
+    "momentum": partial(optim.SGD, lr=0.1, momentum=0.9),  # type: ignore[dict-item]
+    "amsgrad": partial(optim.AdamW, amsgrad=True),
+    "foreach": partial(optim.AdamW, foreach=True),
+    "fused": partial(optim.AdamW, fused=True),
+    "tensor lr": lambda parameters: optim.Adam(parameters, lr=torch.tensor(0.1)),
+    "centered": partial(optim.RMSprop, centered=True, momentum=0.9),
+    "two groups": lambda p: optim.SGD([{"params": p[:1], "momentum": 0.9}, {"params": p[1:]}], lr=0.1),
+    "matrices": lambda p: optim.Muon([q for q in p if q.dim() == 2]),
+}
 
 
-def parameters() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.ones(3))]
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (torch.optim.SGD, "sgd"),
-        (partial(torch.optim.SGD, momentum=0.9), "momentum"),
-        (torch.optim.Adam, "adamw"),
-        (torch.optim.AdamW, "adamw"),
-    ],
-)
-def test_optimizers_of_torch_are_recognized(make: Any, kind: str) -> None:
-    assert optimizer_kind(make(parameters(), lr=0.1)) == kind
+def backward(model: nn.Module) -> torch.Tensor:
+    model.zero_grad()
+    loss: torch.Tensor = model(torch.ones(3, 6)).square().sum()
+    loss.backward()
+    return loss
 
 
-def test_the_optimizer_may_be_given_itself() -> None:
-    accelerate = pytest.importorskip("accelerate.optimizer")
-    model, batch = nn.Linear(4, 1), (torch.randn(2, 4), torch.randn(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    pytest.importorskip("accelerate").Accelerator(cpu=True)
-    for given in (optimizer, accelerate.AcceleratedOptimizer(optimizer)):
-        step = planner.compile(model, nn.functional.mse_loss, batch, budget="100%", optimizer=given, passes=1)
-        assert step.plan.graph.provenance["optimizer"] == "momentum"
+def real_sizes(optimizer: optim.Optimizer) -> list[int]:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    flat = [x for value in values for x in (value if isinstance(value, list) else [value])]
+    return sorted(x.nbytes for x in flat if isinstance(x, torch.Tensor))
 
 
-class SGD(torch.optim.SGD):
-    """Another one of the same name."""
-
-
-@pytest.mark.parametrize("make", [partial(torch.optim.AdamW, amsgrad=True), torch.optim.Adagrad, SGD])
-def test_unknown_optimizers_raise(make: Any) -> None:
-    with pytest.raises(PlannerError, match=r"takes is not known: .* one of 'none' \(0\), 'sgd' .*, 'adamw' \(2\)"):
-        optimizer_kind(make(parameters(), lr=0.1))
-
-
-def test_one_line_is_all_that_another_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        OPTIMIZERS, "amsgrad", Optimizer(3, counter_bytes=4, classes=("Adam", "AdamW"), switches={"amsgrad": True})
-    )
-    model, batch = nn.Linear(4, 1), (torch.randn(2, 4), torch.randn(2, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
-    nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+@pytest.mark.parametrize("make", [*(getattr(optim, name) for name in OF_TORCH), *MORE.values()], ids=[*OF_TORCH, *MORE])
+def test_the_state_is_that_of_a_real_step(make: Make) -> None:
+    model = network()
+    optimizer = make(list(model.parameters()))
+    before = copy.deepcopy((optimizer.state_dict(), model.state_dict(), torch.get_rng_state()))
+    measured = measure_optimizer(optimizer, model.parameters())
+    for old, new in zip(before, (optimizer.state_dict(), model.state_dict(), torch.get_rng_state()), strict=True):
+        torch.testing.assert_close(old, new, rtol=0, atol=0)
+    assert all(p.grad is None for p in model.parameters())
+    backward(model)
     optimizer.step()
-    state_bytes = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-    kind = optimizer_kind(optimizer)
-    graph = capture(model, nn.functional.mse_loss, batch, optimizer=kind).graph
-    assert graph.static_bytes_by_kind[Kind.OPTIMIZER_STATE] == state_bytes
-    assert build_parser().parse_args(["trace", "zoo:mlp", "-o", "x", "--optimizer", kind]).optimizer == kind
+    assert sorted(measured.state) == real_sizes(optimizer)
+    assert sorted(measure_optimizer(optimizer, model.parameters()).state) == real_sizes(optimizer)
+
+
+def test_a_history_counts_when_it_is_full() -> None:
+    model = network()
+    optimizer = optim.LBFGS(model.parameters(), lr=0.01, history_size=3)
+    measured = measure_optimizer(optimizer, model.parameters())
+    for _ in range(3):
+        optimizer.step(lambda: backward(model))
+    assert sum(measured.state) == sum(real_sizes(optimizer))
+
+
+def test_temporaries_are_those_of_the_kernels() -> None:
+    model = network()
+    sizes = sorted(p.nbytes for p in model.parameters())
+    for options, expected in (({"foreach": True}, sizes), ({"fused": True}, [])):
+        measured = measure_optimizer(optim.AdamW(model.parameters(), **options), model.parameters())
+        assert sorted(measured.temporaries) == expected
+
+
+class Quantized(torch.Tensor):
+    """A tensor made of codes and a scale."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> "Quantized":
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> "Quantized":
+        return Quantized(**parts)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+class Sign(optim.Optimizer):
+    """Keeps 8-bit state for large tensors and full state for small ones; its constructor takes what no other does."""
+
+    def __init__(self, model: nn.Module, *, bits: int) -> None:
+        self.seen: dict[str, torch.Tensor] = {}
+        super().__init__(list(model.parameters()), {"bits": bits})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                small, self.seen["last"] = p.numel() < 20, p.grad
+                codes = torch.zeros_like(p, dtype=torch.uint8)
+                self.state[p] = {"moment": torch.zeros_like(p) if small else Quantized(codes, torch.ones(1))}
+            if p.grad.norm() > 1e9:
+                raise OverflowError
+            p.data.add_(p.grad.sign(), alpha=-0.01)
+
+
+def test_state_of_subclasses_of_tensors_counts_their_parts() -> None:
+    model = network()
+    optimizer = Sign(model, bits=8)
+    optim.lr_scheduler.LambdaLR(optim.SGD(model.parameters(), lr=0.1), lambda _: 1.0)
+    measured = measure_optimizer(optimizer, model.parameters())
+    assert sorted(measured.state) == sorted([96, 4, 16 * 4, 64, 4, 4 * 4])
+    assert not optimizer.seen
+
+
+def test_schedulers_and_hooks_do_not_notice() -> None:
+    model, steps = network(), []
+    optimizer = optim.AdamW(model.parameters())
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    assert measure_optimizer(optimizer, model.parameters()).state
+    assert not steps
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()
+
+
+def test_other_parameters_do_not_count() -> None:
+    model, other = network(), nn.Linear(3, 3)
+    optimizer = optim.Adam([*model[0].parameters(), *other.parameters()])  # type: ignore[index, union-attr]
+    model[0].bias.requires_grad_(False)  # type: ignore[index, union-attr]
+    assert sorted(measure_optimizer(optimizer, model.parameters()).state) == [4, 384, 384]
+
+
+def test_an_optimizer_of_another_model_raises() -> None:
+    batch = torch.randn(3, 6), torch.randn(3, 4)
+    model = network()
+    optimizer = optim.AdamW(copy.deepcopy(model).parameters())
+    with pytest.raises(PlannerError, match=r"optimizer \(AdamW\) has no parameter of this model"):
+        planner.compile(model, F.mse_loss, batch, budget="100%", optimizer=optimizer, passes=1)
+
+
+class OfNumPy(optim.Optimizer):
+    """Leaves PyTorch."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.grad.numpy()
+            self.state[p]["moment"] = torch.zeros_like(p)
+
+
+def test_steps_that_cannot_be_measured_say_what_to_do() -> None:
+    model = network()
+    optimizer = OfNumPy(model.parameters(), {})
+    with pytest.raises(PlannerError, match=r"memory of OfNumPy cannot be measured.*call its step\(\) before .*'adamw' \(2\)"):
+        measure_optimizer(optimizer, model.parameters())
+    backward(model)
+    optimizer.step()
+    assert sum(measure_optimizer(optimizer, model.parameters()).state) == sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_state_is_static_memory_of_the_plan(*, wrapped: bool) -> None:
+    model, batch = network(), (torch.randn(3, 6), torch.randn(3, 4))
+    given = optimizer = optim.Adafactor(model.parameters())
+    if wrapped:
+        accelerate = pytest.importorskip("accelerate")
+        accelerate.Accelerator(cpu=True)
+        given = accelerate.optimizer.AcceleratedOptimizer(optimizer)
+    step = planner.compile(model, F.mse_loss, batch, budget="100%", optimizer=given, passes=1)
+    for _ in range(2):
+        step(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    without = capture(model, F.mse_loss, batch).graph.static_bytes
+    assert step.plan.graph.static_bytes - without == sum(real_sizes(optimizer))
+
+
+def test_a_graph_keeps_the_measured_memory() -> None:
+    model, batch = network(), (torch.randn(3, 6), torch.randn(3, 4))
+    measured = MeasuredOptimizer("Own", (100, 7), (30,))
+    graph = capture(model, F.mse_loss, batch, optimizer=measured).graph
+    assert graph.static_bytes_by_kind[Kind.OPTIMIZER_STATE] == 107
+    training = training_of(graph, keep_everything(graph))
+    assert (training.state, training.temporaries) == ((100, 7), (30,))
+    assert optimizer_of(graph.provenance) == measured
+    assert ("optimizer", "Own") in provenance_lines(graph.provenance)

@@ -6,10 +6,10 @@ from inspect import isfunction
 from benchmarks.models import dense, images, inner_gradients, own_targets, sequences
 from planner.models import Workload
 
-# Each function that one of the modules defines builds a model.
+# Each public function that one of the modules defines builds a model.
 MODELS: dict[str, Callable[[], Workload]] = {
     name: make
     for module in (dense, images, inner_gradients, own_targets, sequences)
     for name, make in vars(module).items()
-    if isfunction(make) and make.__module__ == module.__name__
+    if isfunction(make) and make.__module__ == module.__name__ and not name.startswith("_")
 }

@@ -139,7 +139,7 @@ def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
 
     What a library does once, in the first call of a model (it installs hooks, fills caches), may be what cannot be traced. So if
     the step cannot be captured, or reads Python values that its first call sets, the first call is made, and `trace` called
-    again.
+    again. If that fails too, what the first call has set is restored.
 
     Raises:
         TraceError: values change in the second call too; or as in `trace`.
@@ -154,18 +154,23 @@ def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
     except (UnsettledError, TraceError) as error:
         failed = error
     try:
-        changed = make_first_call(step, batch)
+        restore = make_first_call(step, batch)
     except Exception:  # noqa: BLE001  # the capture says what is wrong with the step
-        changed = False
-    if not changed and isinstance(failed, TraceError):
+        restore = None
+    if restore is None and isinstance(failed, TraceError):
         raise failed
     if isinstance(failed, UnsettledError):
         args, kwargs = arguments(batch)
         warn_of_first_call(failed.effects, {"self": step, "args": args, "kwargs": kwargs}, TrainingStep.forward.__globals__)
-    try:
-        return once()
-    except UnsettledError as unsettled:
-        raise TraceError(f"{unsettled} changes in the second step too: run the model before it is planned") from unsettled
+    with ExitStack() as stack:
+        if restore is not None:
+            stack.callback(restore)
+        try:
+            traced = once()
+        except UnsettledError as unsettled:
+            raise TraceError(f"{unsettled} changes in the second step too: run the model before it is planned") from unsettled
+        stack.pop_all()
+    return traced
 
 
 def _with_branches(step: TrainingStep, batch: Batch) -> Traced:

@@ -1,6 +1,6 @@
 """Context managers that restore everything a training step changes: tensors, gradients, random states, Python objects."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -49,25 +49,25 @@ def preserve_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Ten
         yield
 
 
-def make_first_call(step: nn.Module, batch: Batch) -> bool:
+def make_first_call(step: nn.Module, batch: Batch) -> Callable[[], None] | None:
     """Call `step` without gradients, and keep the Python values that its first call sets: hooks, caches, lazy attributes.
 
     Values that a second call changes too, such as counters, are restored, as are tensors and random states.
 
     Returns:
-        True if anything was kept.
+        A function that restores what was kept; None if nothing was.
     """
     before = PythonState(_roots(step, batch))
-    with torch.no_grad(), _preserve_tensors(step, batch, before):
+    with torch.no_grad(), _preserve_tensors(step, batch, before), UndoWrites():
         try:
             call(step, batch)
             after_first = PythonState(_roots(step, batch))
-            with _preserve_tensors(step, batch, after_first):
+            with _preserve_tensors(step, batch, after_first), UndoWrites():
                 call(step, batch)
         except BaseException:
             before.restore()
             raise
-        return before.keep_first_call(after_first)
+        return before.restore if before.keep_first_call(after_first) else None
 
 
 def _roots(step: nn.Module, batch: Batch) -> list[object]:

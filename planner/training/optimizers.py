@@ -79,12 +79,13 @@ def _fake_steps(
     Raises:
         PlannerError: its step does not run on fake tensors.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         nothing = nn.Parameter(torch.empty(0), requires_grad=False)
         fakes = {id(p): nothing for group in optimizer.param_groups for p in group["params"]}
         for p in trained:
             local = p.to_local() if hasattr(p, "to_local") else p  # the shard of this process
-            fakes[id(p)] = nn.Parameter(mode.from_tensor(local.detach()))
+            like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
+            fakes[id(p)] = nn.Parameter(like)
             fakes[id(p)].grad = torch.zeros_like(fakes[id(p)])
         fake = _fake_optimizer(optimizer, fakes)
         step = inspect.getattr_static(type(fake), "step")

@@ -17,7 +17,7 @@ import torch
 import planner
 from benchmarks.runner import SEED, Runner, take_turns, whole_step
 from benchmarks.solves import least_bytes
-from benchmarks.try_models import FAILED, RAN, REPEATS, failed, in_a_process, trying
+from benchmarks.try_models import RAN, REPEATS, failed, find_failures, in_a_process, list_not_run, trying
 from graphs.units import format_bytes
 from planner import tracing
 from planner.models import Workload
@@ -154,30 +154,24 @@ TABLE = (
 
 def table(rows: Sequence[ArenaModelRow]) -> str:
     """Return all of it, as Markdown."""
-    without = [f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in rows if row.status != RAN]
     return "\n".join(
         (
             "# Models of many kinds in an arena\n",
             bullets(summary(rows)),
             "Times are multiples of eager PyTorch's in the same turn.\n",
             markdown(side_by_side(rows, "way", "source", "model"), TABLE),
-            "## Not run\n",
-            bullets(without) if without else "Nothing.\n",
+            list_not_run(rows),
         )
     )
 
 
 def failures(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
     """Yield a line for each failure: results that are not eager's though eager repeats itself, too much memory, crashes."""
-    unsteady = {row.model for row in rows if row.way == EAGER and row.different}
-    for row in rows:
-        name = f"{row.source}/{row.model}, {row.way}"
-        if row.different and row.model not in unsteady:
-            yield f"{name}: {row.different} results are not eager's"
-        if over(row):
-            yield f"{name}: took {format_bytes(row.taken_bytes or 0)}, over its budget of {format_bytes(row.budget_bytes or 0)}"
-        if row.status == FAILED:
-            yield f"{name}: {row.message}"
+    yield from find_failures(
+        rows,
+        lambda row: (row.taken_bytes or 0) if over(row) else None,
+        lambda row: f"{row.different} results are not eager's",
+    )
 
 
 def _line(row: ArenaModelRow) -> str:

@@ -17,7 +17,7 @@ import planner
 from benchmarks.command import Setting, names_of
 from benchmarks.runner import SEED, Runner, whole_step
 from benchmarks.solves import least_bytes
-from benchmarks.try_models import EAGER, FAILED, MISSING, PACKAGES, RAN, failed, in_a_process, trying
+from benchmarks.try_models import EAGER, MISSING, PACKAGES, RAN, failed, find_failures, in_a_process, list_not_run, trying
 from graphs.units import format_bytes
 from planner import tracing
 from planner.eager.session import Rematerialization
@@ -219,30 +219,24 @@ def table(rows: Sequence[EntryRow]) -> str:
         "Budgets are so far from the least one of planner.compile to the peak. That of planner.rematerialize is for "
         "tensors alone, and its peaks have also what kernels take for themselves.\n"
     )
-    without = [f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in rows if row.status != RAN]
     return "\n".join(
         (
             "# Models by every entry point\n",
             bullets(summary(rows)),
             note,
             markdown(side_by_side(rows, "way", "source", "model"), TABLE),
-            "## Not run\n",
-            bullets(without) if without else "Nothing.\n",
+            list_not_run(rows),
         )
     )
 
 
 def failures(rows: Sequence[EntryRow]) -> Iterator[str]:
     """Yield a line for each failure: results that are not eager's though eager repeats itself, too much memory, crashes."""
-    unsteady = {row.model for row in rows if row.way == EAGER and row.different}
-    for row in rows:
-        name = f"{row.source}/{row.model}, {row.way}"
-        if row.different and row.model not in unsteady:
-            yield f"{name}: {row.different} results are not eager's: {row.first_difference}"
-        if over(row):
-            yield f"{name}: took {format_bytes(row.peak_bytes or 0)}, over its budget of {format_bytes(row.budget_bytes or 0)}"
-        if row.status == FAILED:
-            yield f"{name}: {row.message}"
+    yield from find_failures(
+        rows,
+        lambda row: (row.peak_bytes or 0) if over(row) else None,
+        lambda row: f"{row.different} results are not eager's: {row.first_difference}",
+    )
 
 
 def _line(row: EntryRow) -> str:

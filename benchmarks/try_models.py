@@ -378,6 +378,33 @@ def failures(rows: Sequence[TriedRow]) -> Iterator[str]:
     yield from (f"{row.source}/{row.model}, {row.way}: {row.message}" for row in failed)
 
 
+def list_not_run(rows: Sequence[Any]) -> str:
+    """Return the section of a table on the ways that did not run, with the reason of each, as Markdown."""
+    without = [f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in rows if row.status != RAN]
+    return "\n".join(("## Not run\n", bullets(without) if without else "Nothing.\n"))
+
+
+def find_failures(
+    rows: Sequence[Any], taken_over: Callable[[Any], int | None], describe_difference: Callable[[Any], str]
+) -> Iterator[str]:
+    """Yield a line for each failure: results that are not eager's though eager repeats itself, too much memory, crashes.
+
+    Args:
+        rows: with one for eager PyTorch of each model.
+        taken_over: returns the bytes that were taken if that is over the budget; None otherwise.
+        describe_difference: returns what is said of results that are not eager's.
+    """
+    unsteady = {row.model for row in rows if row.way == EAGER and row.different}
+    for row in rows:
+        name = f"{row.source}/{row.model}, {row.way}"
+        if row.different and row.model not in unsteady:
+            yield f"{name}: {describe_difference(row)}"
+        if (taken_bytes := taken_over(row)) is not None:
+            yield f"{name}: took {format_bytes(taken_bytes)}, over its budget of {format_bytes(row.budget_bytes or 0)}"
+        if row.status == FAILED:
+            yield f"{name}: {row.message}"
+
+
 def trying(
     study: Study[tuple[str, str], Any], description: str | None, *, out: str, say: Callable[[Any], str], **settings: Setting
 ) -> Callable[[Sequence[str] | None], int]:

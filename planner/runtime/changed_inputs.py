@@ -59,7 +59,7 @@ class ChangedInputs:
         self._is_first = False
 
     def begin(self, room_bytes: int) -> None:
-        """In the next step, take copies that fit in `room_bytes` between the passes, and look for all writes."""
+        """Take copies that fit in `room_bytes` between the passes of the next step, and look for all writes."""
         self._is_first = True
         for t in self.recomputed_from:
             size_bytes = self._graph.tensors[t].size_bytes

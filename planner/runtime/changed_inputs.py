@@ -58,14 +58,19 @@ class ChangedInputs:
         self._copied = self.changed.intersection(self.recomputed_from)
         self._is_first = False
 
-    def begin(self, room_bytes: int) -> None:
-        """Take copies that fit in `room_bytes` between the passes of the next step, and look for all writes."""
+    def begin(self, room_bytes: int) -> int:
+        """Take copies that fit in `room_bytes` between the passes of the next step, and look for all writes.
+
+        Return the bytes that are left.
+        """
         self._is_first = True
+        self._copied = self.changed.intersection(self.recomputed_from)
         for t in self.recomputed_from:
             size_bytes = self._graph.tensors[t].size_bytes
             if t not in self._copied and size_bytes <= room_bytes:
                 self._copied = self._copied | {t}
                 room_bytes -= size_bytes
+        return room_bytes
 
     def save(self, value_of: Callable[[int], torch.Tensor]) -> Sequence[Input]:
         """Return the values of the tensors at the end of a forward pass, first those in ``recomputed_from``.

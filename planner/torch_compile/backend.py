@@ -32,6 +32,7 @@ from planner.torch_compile.backend_settings import BackendSettings, settings_of
 from planner.torch_compile.joint_capture import capture_joint, rewrite_as_eager
 from planner.torch_compile.planned_graph import PlannedGraph, device_of
 from planner.torch_compile.shared_budget import SharedBudget
+from planner.torch_compile.unplanned_graph import UnplannedGraph
 from planner.torch_private.capture import (
     BufferAOTInput,
     InstructionTranslator,
@@ -39,7 +40,6 @@ from planner.torch_private.capture import (
     ParamAOTInput,
     PlainAOTInput,
     aot_autograd,
-    boxed_nop,
     capture_gradients_where,
     default_partition,
     fix_sizes_where,
@@ -56,8 +56,8 @@ _DOUBLE_BACKWARD = (
     "planner.rematerialize(budget=...)"
 )
 _NOT_PLANNED = (
-    "a graph of the model runs without a plan, and keeps what eager PyTorch keeps: {}. The budget does not limit its memory; "
-    "graphs that follow count what it keeps"
+    "a graph of the model runs without a plan, and keeps what eager PyTorch keeps: {}. The planned graphs of the step leave room "
+    "for its tensors"
 )
 _BUDGETS: dict[int, SharedBudget] = {}  # by the id of a torch.compile call's backend object, as long as that exists
 
@@ -88,6 +88,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
     """Compile `module` with eager PyTorch's kernels, run by a schedule that may change between steps."""
     planned: list[PlannedGraph] = []
+    unplanned_graph = UnplannedGraph()
     add = _adding(module, inputs, budget)
 
     def partition(
@@ -117,17 +118,18 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         return graph.interface()
 
     def forward(inner: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
-        return planned[0].forward if planned else boxed_nop(inner, examples)
+        return planned[0].forward if planned else unplanned_graph.forward(inner, examples)
 
     def backward(inner: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
-        return planned[0].backward if planned else boxed_nop(inner, examples)
+        return planned[0].backward if planned else unplanned_graph.backward(inner, examples)
 
     compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
     # As in training loops, backward() is called outside of autocast.
     with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
         compiled: Callable[..., Any] = compiler(module, inputs)
     forget_saved_values()
-    return _detaching(refuse_double_backward(compiled, _DOUBLE_BACKWARD), planned)
+    compiled = refuse_double_backward(compiled, _DOUBLE_BACKWARD)
+    return _detaching(compiled, planned) if planned else budget.count(unplanned_graph, compiled)
 
 
 def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
@@ -146,7 +148,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
     from planner.torch_private.inductor import compile_fx  # importing Inductor takes a second
 
     if not _trains(module):
-        return compile_fx(module, inputs)  # type: ignore[return-value]
+        return budget.count(UnplannedGraph(), compile_fx(module, inputs))  # type: ignore[arg-type]
     add, stages = _adding(module, inputs, budget), _stages()
     captured: Capture | None = None
     with stages, stages.stage(Stage.MEASURE, "compiling and measuring kernels"), suppress(NothingCompiledError):

@@ -19,6 +19,7 @@ from graphs.overwriting import overwritten_saved_tensors
 from graphs.pools import COMPUTE, HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
+from graphs.units import UNLIMITED_BYTES
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import outputs, storage, tensors_in
 from planner.runtime.arena import Arena
@@ -151,9 +152,6 @@ class PlannedGraph:
 
         read = [program.sources[i].tensor for i in later if program.sources[i].tensor in position]
         changed = ChangedInputs(graph, [t for t in read if t not in self.tangents], self.captured.copied)
-        if self.arena is None:
-            kept = graph.static_bytes + kept_bytes(graph, schedule)
-            changed.begin(simulate(graph, schedule).peak_bytes - kept)
         return Passes(forward, backward, code.lines, changed)
 
     def _static(self, nodes: Sequence[fx.Node], given: Sequence[Any]) -> list[Any]:
@@ -199,6 +197,7 @@ class PlannedGraph:
         self._schedule = schedule
         if self.arena is not None:
             self.arena.forget()
+        self.copy_inputs(UNLIMITED_BYTES)
 
     @property
     def kept_bytes(self) -> int:
@@ -269,6 +268,19 @@ class PlannedGraph:
     def names_of(self, tensors: Iterable[int]) -> str:
         """Return the names of inputs."""
         return ", ".join(self.input_names[t] for t in sorted(tensors))
+
+    def copy_inputs(self, room_bytes: int) -> int:
+        """Copy inputs between the next two passes, in case they change, within the plan's peak; return what is left of the room.
+
+        Args:
+            room_bytes: the most bytes that the copies may take.
+        """
+        if self.arena is not None:
+            return room_bytes
+        graph = self.captured.graph
+        own_bytes = simulate(graph, self._schedule).peak_bytes - graph.static_bytes - self.kept_bytes
+        allowed_bytes = min(own_bytes, room_bytes)
+        return room_bytes - allowed_bytes + self._passes[-1].changed_inputs.begin(allowed_bytes)
 
     def count_copies(self) -> None:
         """Keep copies of changed inputs for the backward pass, and count them: the graph must be planned again."""

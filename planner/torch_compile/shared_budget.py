@@ -43,10 +43,12 @@ from planner.torch_compile.step_memory import (
     PassStorages,
     bytes_beside_requests,
     bytes_of_others,
+    peak_of_unplanned,
     sizes_beside_requests,
     unread,
 )
 from planner.torch_compile.together import Together
+from planner.torch_compile.unplanned_graph import UnplannedGraph
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +101,7 @@ class SharedBudget:
         self._learning = True
         self._largest_bytes = 0  # peak of a step without recomputation
         self._known: dict[PlannedGraph, PassStorages] = {}
+        self._before: dict[UnplannedGraph, PassStorages] = {}  # the last pass of each, before planned graphs
         self._slab = SharedSlab() if settings.run.arena else None
 
     def graph(self, joint: fx.GraphModule, captured: Capture, *, outputs: int) -> PlannedGraph:
@@ -144,7 +147,7 @@ class SharedBudget:
             self.budget = _auto_bytes(inputs, model := list(model))
         self._runs = [run for run in self._runs if run.alive]
         graph.watch = lambda args: self._begin(graph, args)
-        runs = [*(run.seen for run in self._runs), PassStorages.of(inputs)]
+        runs = [*(run.seen for run in self._runs), self._storages(inputs)]
         kept = [run.graph.kept_bytes for run in self._runs]
         others = bytes_of_others(runs, len(runs) - 1, kept)
         order = [*(run.graph for run in self._runs), graph]
@@ -229,6 +232,7 @@ class SharedBudget:
             kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
             peaks = [summarize(graph).keep_everything_peak_bytes for graph in captured]
             step_bytes = max(peak + bytes_of_others(runs, i, kept) for i, peak in enumerate(peaks))
+            step_bytes = max(step_bytes, peak_of_unplanned(runs, kept))
         elif len(graphs) == 1:
             step_bytes = eager_bytes(captured[0], self.memory) + bytes_of_others(runs, 0, [])
         else:
@@ -251,7 +255,7 @@ class SharedBudget:
         if graph.changed:
             self._count_copies(graph)
         if self._learning:
-            self._known[graph] = PassStorages.of(args)
+            self._known[graph] = self._storages(args)
         run = _ForwardRun(graph, self._known[graph])
 
         def end(returned: list[Any], plan: torch.Tensor) -> None:
@@ -261,6 +265,29 @@ class SharedBudget:
             self._runs.append(run)
 
         return end
+
+    def count(self, graph: UnplannedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `compiled`, which runs `graph`, such that its memory counts for the planned graphs of its steps."""
+
+        def call(*args: Any) -> Any:
+            returned = compiled(*args)
+            if self._learning:
+                seen = PassStorages.of(args, graph)
+                seen.returned(returned)
+                if any(run.alive for run in self._runs):
+                    self._runs[-1].seen.followed_by.append(seen)
+                else:
+                    self._before[graph] = seen
+            return returned
+
+        return call
+
+    def _storages(self, inputs: Iterable[object]) -> PassStorages:
+        """Return the storages that are known before a pass of a planned graph."""
+        found = PassStorages.of(inputs)
+        for seen in self._before.values():
+            found.hold(seen)
+        return found
 
     def _count_copies(self, graph: PlannedGraph) -> None:
         """Plan `graph` again, with copies of the inputs that were written between its passes, for the same peak as before."""
@@ -285,11 +312,12 @@ class SharedBudget:
             seen = [run.seen for run in runs]
             whole = self.whole(step, seen)
             self._planned[step] = _StepBudget(whole, whole - bytes_beside_requests(seen))
-            if len(runs) > 1 or runs[0].graph.lean is not None:
+            if len(runs) > 1 or runs[0].graph.lean is not None or seen[0].followed_by:
                 together = self._together(runs, self._given(step, whole, alone=False))
                 together.warn_of_first_step()
                 together.plan()
                 self._fit_reserved(runs, whole)
+                together.copy_inputs()
         if self._slab is not None and step in self._planned:
             self._fit_arena(runs, self._planned[step])
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -10,6 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from planner.capture.lowering.statics import allocated_bytes
 from planner.torch_compile.planned_graph import is_plan
 from planner.torch_private.core import disable_current_modes
+
+if TYPE_CHECKING:
+    from planner.torch_compile.unplanned_graph import UnplannedGraph
 
 # Bytes by the identity of a storage.
 Storages = dict[int, int]
@@ -22,8 +25,10 @@ class PassStorages:
     Attributes:
         inputs: storages that it read: parameters, buffers, inputs.
         trained: storages of `inputs` that will have a ``grad`` and are not outputs of another graph.
-        held: storages that autograd held for ops outside of graphs.
+        held: storages that autograd held for ops outside of graphs, or that graphs without a plan have read or made before.
         made: storages of its results, without its inputs.
+        unplanned: its graph, if that runs without a plan.
+        followed_by: the passes of graphs without a plan between this one and the next planned one.
         identities: references that keep the ids of storages from being reused.
     """
 
@@ -31,10 +36,12 @@ class PassStorages:
     trained: Storages
     held: Storages
     made: Storages = field(default_factory=dict)
+    unplanned: "UnplannedGraph | None" = None
+    followed_by: list["PassStorages"] = field(default_factory=list)
     identities: list[StorageWeakRef] = field(default_factory=list)
 
     @classmethod
-    def of(cls, inputs: Iterable[object]) -> "PassStorages":
+    def of(cls, inputs: Iterable[object], unplanned: "UnplannedGraph | None" = None) -> "PassStorages":
         """Return the storages that are known before the pass."""
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
         trained = [t for t in tensors if t.requires_grad and t.grad_fn is None]
@@ -44,6 +51,7 @@ class PassStorages:
             storages(tensors),
             storages(trained),
             storages(held),
+            unplanned=unplanned,
             identities=[StorageWeakRef(t.untyped_storage()) for t in (*tensors, *held)],
         )
 
@@ -53,10 +61,16 @@ class PassStorages:
         self.made.update({s: size for s, size in storages(tensors).items() if s not in self.inputs})
         self.identities.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
 
+    def hold(self, other: "PassStorages") -> None:
+        """Add the inputs and outputs of a pass without a plan that are still in memory."""
+        alive = {identity.cdata for identity in other.identities if not identity.expired()}
+        self.held.update({s: size for s, size in (other.inputs | other.made).items() if s in alive})
+        self.identities.extend(other.identities)
+
 
 def unread(model: Iterable[torch.Tensor], runs: Sequence[PassStorages]) -> PassStorages | None:
     """Return a pass that reads the tensors of `model` that none of `runs` reads; None if there are none."""
-    read = _union(run.inputs for run in runs)
+    read = _union(run.inputs for run in _all_passes(runs))
     found = [t for t in model if t.untyped_storage()._cdata not in read]
     return PassStorages.of(found) if found else None
 
@@ -79,17 +93,42 @@ def bytes_of_others(runs: Sequence[PassStorages], index: int, kept_bytes: Sequen
         kept_bytes: for each earlier run, the bytes that its plan keeps between the passes, without static memory.
     """
     own = runs[index].inputs
-    made = _union(run.made for run in runs)
-    static = _union(s for run in runs for s in (run.inputs, run.held))
+    passes = _all_passes(runs)
+    made = _union(run.made for run in passes)
+    static = _union(s for run in passes for s in (run.inputs, run.held))
     there = sum(size for s, size in static.items() if s not in own and s not in made)
     # Tensors made by an earlier graph and read by this one would be counted twice.
     earlier = _union(run.made for run in runs[:index])
     there += sum(kept_bytes[:index]) - sum(size for s, size in earlier.items() if s in own)
     # Backward: later graphs have made gradients of parameters and of earlier graphs' outputs.
-    grads = _union(run.trained for run in runs[index + 1 :])
-    later, read = (_union(run.inputs for run in some) for some in (runs[index + 1 :], runs))
+    following = _all_passes(runs[index:])[1:]
+    grads = _union(run.trained for run in following)
+    later, read = (_union(run.inputs for run in some) for some in (following, passes))
     waiting = sum(size for s, size in earlier.items() if s in later or s not in read)
     return there + waiting + sum(size for s, size in grads.items() if s not in made)
+
+
+def peak_of_unplanned(runs: Sequence[PassStorages], kept_bytes: Sequence[int]) -> int:
+    """Return the peak memory, in bytes, of a step while its graphs without a plan run; 0 if there are none.
+
+    Args:
+        runs: the forward passes of planned graphs, in order.
+        kept_bytes: the bytes that each keeps between its passes, without static memory.
+    """
+    peak_bytes = 0
+    passes = _all_passes(runs)
+    made = _union(run.made for run in passes)
+    static = _union(s for run in passes for s in (run.inputs, run.held))
+    there = sum(size for s, size in static.items() if s not in made)
+    for i, run in enumerate(runs):
+        for j, here in enumerate(run.followed_by):
+            assert here.unplanned is not None
+            earlier = _union(before.made for before in run.followed_by[:j])
+            following = [*run.followed_by[j + 1 :], *_all_passes(runs[i + 1 :])]
+            grads = _union(after.trained for after in following)
+            beside = sum(kept_bytes[: i + 1]) + sum((earlier | grads).values())
+            peak_bytes = max(peak_bytes, there + beside + here.unplanned.peak_bytes)
+    return peak_bytes
 
 
 def bytes_beside_requests(runs: Sequence[PassStorages]) -> int:
@@ -98,15 +137,21 @@ def bytes_beside_requests(runs: Sequence[PassStorages]) -> int:
     These are inputs that no graph has made, tensors that autograd holds for other ops, and gradients of results that no graph
     reads.
     """
-    read, made = _union(run.inputs for run in runs), _union(run.made for run in runs)
+    read, made = _union(run.inputs for run in _all_passes(runs)), _union(run.made for run in runs)
     return sum(sizes_beside_requests(runs)) + sum(size for s, size in made.items() if s not in read)
 
 
 def sizes_beside_requests(runs: Sequence[PassStorages]) -> list[int]:
     """Return the bytes of each storage that graphs of a step read but have not made, or that autograd holds for other ops."""
-    made = _union(run.made for run in runs)
-    there = _union(s for run in runs for s in (run.inputs, run.held))
+    passes = _all_passes(runs)
+    made = _union(run.made for run in passes)
+    there = _union(s for run in passes for s in (run.inputs, run.held))
     return [size for s, size in there.items() if s not in made]
+
+
+def _all_passes(runs: Iterable[PassStorages]) -> list[PassStorages]:
+    """Return `runs` with the passes of graphs without a plan, in their order."""
+    return [each for run in runs for each in (run, *run.followed_by)]
 
 
 def _union(parts: Iterable[Mapping[int, int]]) -> Storages:

@@ -11,7 +11,7 @@ from graphs.units import format_bytes
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.shared_channels import host_room
-from planner.torch_compile.step_memory import PassStorages, bytes_of_others
+from planner.torch_compile.step_memory import PassStorages, bytes_of_others, peak_of_unplanned
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 
@@ -62,16 +62,29 @@ class Together:
             graph.schedule = schedule
             on_host[graph] = graph.on_host
 
+    def copy_inputs(self) -> None:
+        """Copy inputs in the next step, in case they change between the passes, as far as that fits beside all graphs."""
+        room_bytes = max(0, self._whole - self._peak_bytes())
+        for graph in self._graphs:
+            runs = self._order.count(graph)
+            each_bytes = room_bytes // runs
+            room_bytes -= runs * (each_bytes - graph.copy_inputs(each_bytes))
+
     def warn_of_first_step(self) -> None:
         """Warn if the finished step exceeded the budget."""
-        kept = [graph.kept_bytes for graph in self._order]
-        peaks = [simulate(graph.captured.graph, graph.schedule).peak_bytes for graph in self._order]
-        most = max(peak + bytes_of_others(self._seen, i, kept) for i, peak in enumerate(peaks))
+        most = self._peak_bytes()
         if most > self._whole:
             warn_caller(
                 f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}, because the "
                 "order of its graphs was not known yet: from now on they are planned together",
             )
+
+    def _peak_bytes(self) -> int:
+        """Return the peak of a step by the plans of its graphs."""
+        kept = [graph.kept_bytes for graph in self._order]
+        peaks = [simulate(graph.captured.graph, graph.schedule).peak_bytes for graph in self._order]
+        most = max(peak + bytes_of_others(self._seen, i, kept) for i, peak in enumerate(peaks))
+        return max(most, peak_of_unplanned(self._seen, kept))
 
     def _shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:
         """Return the bytes that each graph may keep between its passes, at most those in `most`, and schedules that keep no more.
@@ -109,6 +122,13 @@ class Together:
                 if schedule is None:
                     raise self._infeasible(graph, room, found)
                 found[graph], kept[graph] = schedule, kept_bytes(graph.captured.graph, schedule)
+        unplanned_bytes = self._peak_of_unplanned(kept)
+        if unplanned_bytes > self._whole:
+            raise InfeasibleError(
+                f"budget {format_bytes(self._whole)} is too small: a graph that runs without a plan takes "
+                f"{format_bytes(unplanned_bytes)} with the memory that the planned graphs keep at least. Raise the budget, or "
+                "lower the batch size"
+            )
         for graph, schedule in found.items():
             if simulate(graph.captured.graph, schedule).peak_bytes > self._room(graph, kept):
                 raise self._infeasible(graph, self._room(graph, kept), found)
@@ -116,6 +136,8 @@ class Together:
 
     def _fitting(self, kept: Mapping[PlannedGraph, int]) -> dict[PlannedGraph, Schedule] | None:
         """Return schedules that keep no more than `kept`; None if none are found."""
+        if self._peak_of_unplanned(kept) > self._whole:
+            return None
         found = {}
         for graph in self._graphs:
             captured, room = without_options(graph.captured.graph), self._room(graph, kept)
@@ -133,9 +155,12 @@ class Together:
         kept_bytes = [kept[other] for other in self._order]
         return self._whole - max(bytes_of_others(self._seen, i, kept_bytes) for i, g in enumerate(self._order) if g is graph)
 
+    def _peak_of_unplanned(self, kept: Mapping[PlannedGraph, int]) -> int:
+        return peak_of_unplanned(self._seen, [kept[graph] for graph in self._order])
+
     def _rest(self, graph: PlannedGraph, room: int, kept: Mapping[PlannedGraph, int]) -> int:
         """Return the part of `room` for the rest of the step after `graph`."""
-        if graph not in self._order[:-1]:
+        if graph not in self._order[:-1] and not self._seen[-1].followed_by:
             return 0
         return max(0, room - graph.captured.graph.static_bytes - kept[graph])
 

@@ -213,3 +213,58 @@ def test_the_rest_of_the_step_needs_its_room() -> None:
     assert len(roomy.ops) == len(captured.ops) + 1
     assert without_rest(captured, keep_everything(roomy)).computed == keep_everything(captured).computed
     assert all(not roomy.tensors[t].static for t in graph.tangents)
+
+
+class FromLeaf(nn.Module):
+    """A piece that no gradient flows through, before a planned one: a copy of the input that gradients are computed of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = stack(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_(True)
+        hidden = self.inner(x)
+        (slope,) = torch.autograd.grad(hidden.sum(), x, create_graph=True)
+        return hidden + slope
+
+
+class WithTeacher(nn.Module):
+    """A piece without gradients that makes targets, before a planned one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.teacher = stack(2), stack(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+        torch._dynamo.graph_break()
+        found = self.inner(x[:, :32].clone())
+        return found - target
+
+
+class WithUnplannedHead(nn.Module):
+    """A piece without a plan that reads tensors and parameters of its own, after a planned one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = stack(2), nn.Linear(32, 256)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        torch._dynamo.graph_break()
+        found = self.head(hidden)
+        return torch.cond(y.sum() > 0, lambda f, y: f * y, lambda f, y: f - y, (found, y)).sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes"), [(FromLeaf, ((512, 32),)), (WithTeacher, ((512, 32),)), (WithUnplannedHead, ((64, 32), (64, 256)))]
+)
+def test_memory_of_graphs_without_a_plan_is_in_the_budget(
+    make: Callable[[], nn.Module], shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    _, budget, peaks = tight(model, tuple(torch.randn(shape) for shape in shapes))
+    assert max(peaks) <= budget + _SCALARS

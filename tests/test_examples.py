@@ -2,12 +2,18 @@
 
 import importlib.util
 import os
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from examples.tiny_planner import CHAIN, Op, judge, main, solve
+from graphs.ir import Graph
+from graphs.synthetic.draft import Draft
+from planner.solving import solve as planner_solve
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -43,3 +49,61 @@ def test_an_example_trains(script: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_an_example_is_short(script: Path) -> None:
     assert len(script.read_text().splitlines()) < 60
+
+
+def as_graph(ops: list[Op]) -> Graph:
+    draft = Draft()
+    for op in ops:
+        draft.op(op.name, op.reads, [op.size_bytes], time_s=op.time_s)
+    return draft.graph(kept=[len(ops) - 1])
+
+
+def random_step(seed: int) -> list[Op]:
+    draw = random.Random(seed)
+    ops: list[Op] = []
+    for i in range(draw.randint(5, 9)):
+        reads = tuple(sorted(draw.sample(range(i), min(i, draw.randint(1, 2)))))
+        ops.append(Op(f"op{i}", reads, draw.randint(1, 5), draw.randint(1, 4)))
+    return ops
+
+
+@pytest.mark.parametrize("ops", [CHAIN, *map(random_step, range(15))], ids=["chain", *map(str, range(15))])
+def test_the_tiny_planner_finds_the_optimum_of_the_planner(ops: list[Op]) -> None:
+    in_order = list(range(len(ops)))
+    keep_everything_s, peak_bytes, _ = judge(ops, in_order)
+    least_bytes = max(sum(ops[j].size_bytes for j in {*op.reads, i}) for i, op in enumerate(ops))
+    for budget_bytes in range(least_bytes, peak_bytes + 1):
+        plan = planner_solve(as_graph(ops), f"{budget_bytes}B", tolerance=0, reorder=False)
+        solution = solve(ops, budget_bytes)
+        assert solution is not None
+        time_s, used_bytes, _ = judge(ops, solution[0])
+        assert used_bytes <= budget_bytes
+        assert time_s == pytest.approx(plan.time_s)
+        assert solution[1] == pytest.approx(plan.time_s)
+    assert time_s == keep_everything_s
+
+
+def test_the_tiny_planner_says_that_nothing_fits() -> None:
+    assert solve(CHAIN, 2) is None
+
+
+def test_the_tiny_judge_refuses_to_read_what_is_not_there() -> None:
+    with pytest.raises(ValueError, match="op f3 reads f2, which is not in memory"):
+        judge(CHAIN, [0, 2])
+
+
+def test_the_tiny_planner_prints_its_schedule(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tiny_planner.py"])
+    main()
+    printed = capsys.readouterr().out
+    assert printed.count("*") == 1 + 3  # the head, and three recomputed ops
+    assert printed in (ROOT / "docs" / "how-it-works.md").read_text()
+    assert "4 of 4 bytes, 15 s; no schedule within them takes less than 15 s" in printed
+
+
+def test_the_tiny_planner_is_short_and_imports_nothing_of_ours() -> None:
+    source = (EXAMPLES / "tiny_planner.py").read_text()
+    lines = len(source.splitlines())
+    assert lines <= 150
+    assert f"in {lines} lines" in (ROOT / "docs" / "how-it-works.md").read_text()
+    assert not re.search(r"^(from|import) (planner|solvers|graphs)", source, re.MULTILINE)

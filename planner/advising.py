@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from planner.capture.step import LossFn
 from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.profiling.devices import get_device
-from planner.progress import OnProgress
+from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.reserved import memory_on
 from planner.runtime.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.runtime.measure import device_name
@@ -25,7 +26,7 @@ from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import Curve
 from planner.studies.curve import curve as solve_budgets
 from planner.studies.settings import StudySettings
-from planner.studies.workers import ignore, never
+from planner.studies.workers import never
 from planner.tracing import trace
 
 _LEAST_S = 20.0  # for the analysis, even after a long trace
@@ -47,7 +48,6 @@ def advise(
     host_budget: str | int | None = None,
     time_limit_s: float = 55.0,
     name: str = "",
-    on_activity: Callable[[str], None] | None = None,
     on_progress: OnProgress = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Advice:
@@ -63,8 +63,7 @@ def advise(
             and the bytes of tensors on the CPU.
         link, host_budget: for ``offload``, as in ``planner.solve``.
         time_limit_s: for trace and analysis together; the analysis has at least 20 s.
-        on_activity: called with a line about what is being done.
-        on_progress: progress of the trace, as in ``planner.trace``.
+        on_progress: as in ``planner.trace``.
         should_stop: polled; when it returns True, the results so far are returned.
 
     Raises:
@@ -76,8 +75,6 @@ def advise(
     names = _options_to_try(roofline) if options is None else tuple(options)
     kind, device, available_bytes = _available(model, batch, roofline)
     counted = memory_on(kind, CountedMemory.of(memory))
-    say = on_activity or ignore
-    say("tracing the step")
     traced = traced_options(names)
     graph = trace(
         model,
@@ -91,18 +88,19 @@ def advise(
         options=traced,
         on_progress=on_progress,
     )
-    return advise_graph(
-        graph,
-        available_bytes=available_bytes,
-        device=device,
-        options=names,
-        memory=counted,
-        link=link,
-        host_budget=host_budget,
-        time_limit_s=max(_LEAST_S, time_limit_s - (time.monotonic() - began)),
-        on_activity=say,
-        should_stop=should_stop or never,
-    )
+    with _reporting(on_progress) as say:
+        return advise_graph(
+            graph,
+            available_bytes=available_bytes,
+            device=device,
+            options=names,
+            memory=counted,
+            link=link,
+            host_budget=host_budget,
+            time_limit_s=max(_LEAST_S, time_limit_s - (time.monotonic() - began)),
+            on_activity=say,
+            should_stop=should_stop or never,
+        )
 
 
 @short_traceback
@@ -117,7 +115,7 @@ def curve(
     time_limit_s: float = 30.0,
     tolerance: float = 1e-3,
     jobs: int = 1,
-    on_activity: Callable[[str], None] | None = None,
+    on_progress: OnProgress = None,
 ) -> Curve:
     """Return the overhead of `graph` at several budgets, each with its bound.
 
@@ -132,7 +130,7 @@ def curve(
         tolerance: on each gap, relative to the whole step.
         jobs: processes that solve at the same time. With more than one, the main module is imported in each: a script needs
             ``if __name__ == "__main__":``.
-        on_activity: called with a line about what is being done.
+        on_progress: as in ``planner.trace``.
 
     Raises:
         BudgetError: a budget cannot be read, or there is none.
@@ -146,7 +144,17 @@ def curve(
         memory=CountedMemory.of(memory),
         jobs=jobs,
     )
-    return solve_budgets(graph, budgets, settings, on_activity=on_activity or ignore)
+    with _reporting(on_progress) as say:
+        return solve_budgets(graph, budgets, settings, on_activity=say)
+
+
+@contextmanager
+def _reporting(on_progress: OnProgress) -> Iterator[Callable[[str], None]]:
+    """Yield the function that is called with a line about each of many solves."""
+    with Stages(*views_of(on_progress), stages=(Stage.SOLVE,)) as stages:
+        with stages.stage(Stage.SOLVE) as stage:
+            yield stage.say
+        stages.finish()
 
 
 def _options_to_try(roofline: str | None) -> tuple[str, ...]:

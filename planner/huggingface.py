@@ -3,6 +3,8 @@
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from graphs.short_tracebacks import short_traceback
@@ -154,29 +156,33 @@ class PlannedTrainer(PlannedTrainerMixin, Trainer):
 
 
 class _TrainerView:
-    """A view in the log of Transformers and, if the trainer has one, next to the bar of training steps; else by itself."""
+    """A view in the log of Transformers, and next to the trainer's bar of training steps or, without one, by itself."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._logger = logging.getLogger("transformers.planner")
-        self._log = LoggingView(self._logger, stages=False)
+        logger = logging.getLogger("transformers.planner")
+        quiet = logging.getLogger("transformers").getEffectiveLevel() > logging.WARNING  # their default shows no INFO
+        logger.setLevel(logging.NOTSET if quiet else logging.INFO)
+        self._log = LoggingView(logger, stages=False)
         bars = (getattr(callback, "training_bar", None) for callback in trainer.callback_handler.callbacks)
         self._bar = next((bar for bar in bars if bar is not None), None)
         self._views = () if self._bar is not None else default_views()
         self._next_s = 0.0
 
     def __call__(self, progress: Progress) -> None:
-        self._log(progress)
+        if progress.event is Event.BEGIN:
+            self._write(progress)
         for view in self._views:
-            view(progress)
-        if self._bar is None or (progress.event is Event.ADVANCE and progress.seconds < self._next_s):
-            return
-        self._next_s = progress.seconds + _BAR_EVERY_S
-        if progress.event not in (Event.DONE, Event.FAILED):
-            self._bar.set_postfix_str(describe(progress))
-            return
-        self._bar.set_postfix_str("")
-        if progress.summary and not self._logger.isEnabledFor(logging.INFO):
-            self._bar.write(progress.summary, file=sys.stderr)
+            view(replace(progress, summary=""))  # the log has it
+        if self._bar is not None and (progress.event is not Event.ADVANCE or progress.seconds >= self._next_s):
+            self._next_s = progress.seconds + _BAR_EVERY_S
+            self._bar.set_postfix_str("" if progress.event in (Event.DONE, Event.FAILED) else describe(progress))
+        if progress.event is not Event.BEGIN:
+            self._write(progress)
+
+    def _write(self, progress: Progress) -> None:
+        """Log `progress` above the bar."""
+        with nullcontext() if self._bar is None else self._bar.external_write_mode(sys.stderr):
+            self._log(progress)
 
 
 class _EchoModel:

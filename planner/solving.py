@@ -22,6 +22,7 @@ from planner.option_settings import option_settings
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
 from planner.plans.summary import other_peaks, summarize
+from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.reserved import (
     arena_of,
     eager_bytes,
@@ -65,7 +66,7 @@ def solve(
     params: object = None,
     memory: str | None = None,
     arena: bool | None = None,
-    on_progress: Tell | None = None,
+    on_progress: OnProgress = None,
     should_stop: Stop | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Plan:
@@ -98,7 +99,8 @@ def solve(
         arena: the budget is for a step that runs in an arena (``docs/addresses.md``): static memory, the arena, and what is
             outside of it. The bound holds for all schedules whose buffers have addresses there. None: on CUDA, for budgets of
             reserved memory without expandable segments, if the plan would otherwise reserve more than its budget.
-        on_progress: called as the solve advances.
+        on_progress: called with each ``planner.progress.Progress``. None: show progress on a terminal and in a notebook, and log
+            to the logger ``planner``; False: only log.
         should_stop: polled; when it returns True, the best schedule so far is returned.
         on_plan: called with each better plan on the way.
 
@@ -120,7 +122,12 @@ def solve(
         memory=CountedMemory.of(memory),
         arena=arena,
     )
-    return solve_graph(graph, budget, settings, on_progress=on_progress, must_stop=should_stop, on_plan=on_plan)
+    with Stages(*views_of(on_progress), stages=(Stage.SOLVE,)) as stages:
+        with stages.stage(Stage.SOLVE) as stage:
+            tell = stage.solving(base_s=summarize(graph).time_s)
+            plan = solve_graph(graph, budget, settings, on_progress=tell, must_stop=should_stop, on_plan=on_plan)
+        stages.finish()
+    return plan
 
 
 def solve_graph(
@@ -139,7 +146,8 @@ def solve_graph(
     Args:
         graph, budget: the graph, and what ``budget_or_overhead`` returns for it.
         settings: settings of the solve.
-        on_progress, on_plan: as in ``solve``.
+        on_progress: called as the solve advances.
+        on_plan: as in ``solve``.
         should_stop: polled; once it returns True, the solve ends as soon as it has a schedule within the budget.
         must_stop: polled; once it returns True, the solve ends with what it has, if anything.
         start: what is known from a solve at other costs.

@@ -66,7 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
             **attributes(arguments, "options", "memory", "link", "host_budget"),
             time_limit_s=arguments.time_limit,
             name=str(arguments.model),
-            on_activity=progress.say,
             on_progress=progress,
             should_stop=interrupt,
         )

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.cli.interrupt import StopOnInterrupt
     from planner.plan_files import naming
     from planner.plans.document import write_plan
-    from planner.progress import LineView, Stage, Stages
+    from planner.progress import LineView
     from planner.report.describe import plan_data, plan_text
     from planner.solving import solve
 
@@ -121,18 +121,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write_model is not None:
         _write_model(graph, arguments)
     params = _params(arguments)
-    with (
-        LineView(quiet=arguments.quiet) as progress,
-        StopOnInterrupt(progress) as interrupt,
-        Stages(progress, stages=(Stage.SOLVE,)).stage(Stage.SOLVE) as stage,
-    ):
+    with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         plan = solve(
             graph,
             time_limit_s=arguments.time_limit,
             params=params,
             **attributes(arguments, "budget", "max_overhead", "solver", "tolerance", "work_limit", "reorder"),
             **attributes(arguments, "options", "link", "host_budget", "exact", "memory", "arena"),
-            on_progress=stage.solving(base_s=graph.time_s),
+            on_progress=progress,
             should_stop=interrupt,
         )
     write_plan(naming(plan, output, arguments.graph), output)

@@ -36,7 +36,8 @@ from planner.profiling.allocator import capped_allocator, cuda_context_bytes
 from planner.report.page import write_pages
 from planner.reserved import memory_on
 from planner.runtime.auto_budget import auto_budget_bytes
-from planner.solving import solve
+from planner.settings import SolveSettings
+from planner.solving import solve_graph
 from planner.torch_private.core import (
     is_functional_tensor,
     is_functorch_wrapped,
@@ -284,7 +285,8 @@ class Rematerialization:
             plan, step = found.plan, found.step
         else:
             params = (MegEngineParams if self._heuristic == MEGENGINE else DtrParams)(thrash_factor=1 + self._max_recomputation)
-            plan = solve(step.graph, self.budget_bytes, solver=self._heuristic, params=params, memory="allocated")
+            settings = SolveSettings(solver=self._heuristic, params=params, memory=CountedMemory.ALLOCATED)
+            plan = solve_graph(step.graph, self.budget_bytes, settings)
         write_pages(Timeline(step.graph, plan), path, trace)
 
     def _enough_bytes(self, step: StepGraph) -> int:

@@ -9,7 +9,7 @@ from planner.progress.stages import Progress, Stage
 def describe(progress: Progress) -> str:
     """Return the current activity in one line; schedules are shown as overhead over keeping everything."""
     parts = [progress.activity]
-    if progress.stage is Stage.SOLVE:
+    if progress.stage is Stage.SOLVE and progress.base_s is not None:
         parts.append("best so far " + ("none yet" if progress.best_s is None else _overhead(progress.best_s, progress.base_s)))
         if progress.bound_s is not None:
             parts.append(f"bound {_overhead(progress.bound_s, progress.base_s)}")

@@ -1,4 +1,7 @@
-"""Progress in a notebook: a bar below the cell, which the summary replaces at the end."""
+"""Progress in a notebook: a bar below the cell, which the summary replaces at the end.
+
+A planning without a summary leaves its place to the next one.
+"""
 
 import time
 from collections.abc import Callable
@@ -41,7 +44,7 @@ class NotebookView:
             self._handle = self._display(_shown(progress), raw=True, display_id=True)
         else:
             self._handle.update(_shown(progress), raw=True)
-        if progress.event in (Event.DONE, Event.FAILED):
+        if progress.summary or progress.event is Event.FAILED:
             self._handle = None
 
 

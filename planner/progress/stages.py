@@ -64,7 +64,7 @@ class Progress:
         seconds, stage_seconds: since the begin of planning, and of the stage.
         left_s: estimate of the seconds until planning ends.
         best_s, bound_s: step time of the best schedule so far, and its lower bound, in the stage ``solve``.
-        base_s: step time of keeping everything, in the stage ``solve``.
+        base_s: step time of keeping everything, in the stage ``solve`` of one plan.
         summary: the plan in one line at the end; "" before.
     """
 
@@ -104,6 +104,11 @@ class StageReport:
     def advance(self, done: int, count: int) -> None:
         """Report that `done` of `count` equal parts are done. A smaller fraction than before is not reported."""
         self.fraction = max(self.fraction or 0.0, min(1.0, done / max(1, count)))
+        self._report(self)
+
+    def say(self, activity: str) -> None:
+        """Report the present work, in words."""
+        self.activity = activity
         self._report(self)
 
     def solving(self, *, base_s: float, limit_s: float | None = None) -> Callable[[SolveProgress], None]:

@@ -17,16 +17,13 @@ from torch import fx
 from graphs.errors import PlannerError, TraceError
 from graphs.ir import Graph
 from graphs.short_tracebacks import short_traceback, warn_caller
-from graphs.simulate import simulate
 from planner.budgets import is_share
 from planner.capture.frontend.dynamo_patches import write_data_in_place_where
 from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
 from planner.capture.guards.names import readable
 from planner.capture.lowering.lower import Capture
-from planner.plans.summary import summarize
 from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device
-from planner.progress import LoggingView, Stage, Stages
-from planner.progress.describe import saved_line
+from planner.progress import Stage, Stages
 from planner.torch_compile import polyfills as polyfills  # registers them with Dynamo
 from planner.torch_compile.backend_settings import BackendSettings, settings_of
 from planner.torch_compile.joint_capture import capture_joint, rewrite_as_eager
@@ -74,7 +71,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             ``tolerance``, ``wait`` and ``params`` (as in ``planner.compile``; each graph is solved to 1% or for 3 s by default),
             ``arena`` (as there, one for all graphs of a step), ``check_writes``, ``options``, ``link`` and
             ``host_budget`` (as there; all graphs share the host memory), and ``memory`` (as there; the graphs of a step count
-            together, by ``training_of_passes``).
+            together, by ``training_of_passes``), and ``on_progress`` (as there; all graphs of a step have one summary).
 
     Raises:
         PlannerError: options are unknown or do not go together (``planner.compatibility``), or there is no budget.
@@ -97,7 +94,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         device, measure = _device(joint, budget.settings.roofline), budget.settings.roofline is None
         rewrite_as_eager(joint.graph)
         unplanned = _copy_of(joint)  # capture changes the graph
-        with _stages() as stages:
+        with budget.stages() as stages:
             try:
                 with stages.stage(Stage.MEASURE) as stage:
                     captured = capture_joint(
@@ -113,7 +110,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
                 return default_partition(unplanned, (), num_fwd_outputs=num_fwd_outputs)
             graph = budget.graph(joint, captured, outputs=num_fwd_outputs)
             graph.input_names, graph.check_writes = _input_names(module, joint, captured), budget.settings.run.check_writes
-            _plan(graph, add, stages)
+            _plan(graph, add, budget, stages)
         planned.append(graph)
         return graph.interface()
 
@@ -149,7 +146,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
 
     if not _trains(module):
         return budget.count(UnplannedGraph(), compile_fx(module, inputs))  # type: ignore[arg-type]
-    add, stages = _adding(module, inputs, budget), _stages()
+    add, stages = _adding(module, inputs, budget), budget.stages()
     captured: Capture | None = None
     with stages, stages.stage(Stage.MEASURE, "compiling and measuring kernels"), suppress(NothingCompiledError):
         captured = capture_kernels(module, inputs, budget.traced)
@@ -166,7 +163,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         if is_share(budget.budget):
             graph.eager = _as_eager(joint, num_fwd_outputs)
         with stages:
-            _plan(graph, add, stages)
+            _plan(graph, add, budget, stages)
         planned.append(graph)
         return graph.interface()
 
@@ -207,19 +204,11 @@ def _named(placeholder: fx.Node) -> str:
     return re.sub(r"L\['(\w+)'\]", r"\1", path)
 
 
-def _stages() -> Stages:
-    """Return the progress stages of planning one graph, without capture and execution."""
-    return Stages(LoggingView(), stages=(Stage.MEASURE, Stage.SOLVE))
-
-
-def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], stages: Stages) -> None:
-    """Plan `graph` with `add`, and report the plan."""
+def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], budget: SharedBudget, stages: Stages) -> None:
+    """Plan `graph` with `add`, and report the plan if the step has no other graphs."""
     with stages.stage(Stage.SOLVE):
         add(graph)
-    planned = graph.captured.graph
-    summary, found = summarize(planned), simulate(planned, graph.schedule)
-    overhead = found.time_s / summary.time_s - 1 if summary.time_s else 0.0
-    stages.finish(saved_line(found.peak_bytes, summary.keep_everything_peak_bytes, overhead, None))
+    stages.finish(budget.summary_of_only(graph))
 
 
 def _copy_of(joint: fx.GraphModule) -> fx.GraphModule:

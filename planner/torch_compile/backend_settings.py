@@ -14,6 +14,7 @@ from planner.budgets import read_budget
 from planner.compatibility import check_compatible
 from planner.memory import CountedMemory
 from planner.option_settings import option_settings
+from planner.progress import OnProgress
 from planner.settings import RunSettings, SolveSettings, Wait
 from solvers.tolerance import WIDENING, Tolerance
 
@@ -27,6 +28,7 @@ class BackendSettings:
         solve: settings of the solve of each graph.
         run: settings of the run; `kernels`, `arena`, `wait` and `check_writes` are used.
         roofline: device for modelled times; None to measure each op on the model's device.
+        on_progress: as in ``planner.compile``.
 
     Raises:
         UsageError: settings do not go together, or do not work with ``torch.compile``.
@@ -36,6 +38,7 @@ class BackendSettings:
     solve: SolveSettings
     run: RunSettings
     roofline: str | None = None
+    on_progress: OnProgress = None
 
     def __post_init__(self) -> None:
         around = {
@@ -75,6 +78,7 @@ def backend_settings(
     kernels: str = "eager",
     link: str | float | None = None,
     memory: str | None = None,
+    on_progress: OnProgress = None,
     options: Sequence[str] = (),
     params: object = None,
     roofline: str | None = None,
@@ -91,4 +95,4 @@ def backend_settings(
         memory=CountedMemory.of(memory),
     )
     run = RunSettings(kernels=kernels, arena=arena, check_writes=check_writes, wait=Wait.of(wait))
-    return BackendSettings(read_budget(budget), solve, run, roofline)
+    return BackendSettings(read_budget(budget), solve, run, roofline, on_progress)

@@ -13,6 +13,7 @@ from graphs.short_tracebacks import short_traceback
 from planner.budgets import budget_in_bytes, read_budget
 from planner.capture.frontend.joint import logging_methods
 from planner.capture.step import check_module
+from planner.progress import OnProgress
 from planner.settings import Wait
 from planner.torch_compile import backend
 from planner.torch_compile.backend_settings import settings_of
@@ -40,6 +41,7 @@ def checkpoint(
     check_writes: bool = False,
     memory: str | None = None,
     params: object = None,
+    on_progress: OnProgress = None,
 ) -> M:
     """Make `model` keep its saved tensors within `budget`; changes and returns the same object.
 
@@ -54,7 +56,7 @@ def checkpoint(
         budget: as in ``planner.compile``, for the model's parameters, buffers, inputs, gradients and activations. A share is of
             the largest peak without recomputation so far. The loss function, optimizer state and gradients of earlier batches are
             not counted. None removes the plan.
-        time_limit_s, wait, tolerance, kernels, options, link, host_budget, check_writes, memory, params: as in
+        time_limit_s, wait, tolerance, kernels, options, link, host_budget, check_writes, memory, params, on_progress: as in
             ``planner.compile``.
         roofline: device for modelled times; None to measure each op on the model's device.
 
@@ -89,6 +91,7 @@ def checkpoint(
         "check_writes": check_writes,
         "memory": memory,
         "params": params,
+        "on_progress": on_progress,
     }
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None and value != ()}
     settings_of(asked)  # raise before the first call

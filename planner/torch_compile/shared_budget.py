@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -31,6 +32,8 @@ from planner.compatibility import check_compatible
 from planner.memory import CountedMemory
 from planner.option_settings import OptionSettings
 from planner.plans.summary import summarize
+from planner.progress import Stage, Stages, views_of
+from planner.progress.describe import saved_line
 from planner.reserved import eager_bytes, kept_beside_passes, memory_of, memory_on, reserved_for_passes
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.auto_budget import auto_budget_bytes
@@ -43,6 +46,7 @@ from planner.torch_compile.step_memory import (
     PassStorages,
     bytes_beside_requests,
     bytes_of_others,
+    peak_bytes,
     peak_of_unplanned,
     sizes_beside_requests,
     unread,
@@ -98,11 +102,13 @@ class SharedBudget:
         self._shared_channels = None if options.host_bytes is None else SharedChannels(options.host_bytes)
         self._runs: list[_ForwardRun] = []
         self._planned: dict[tuple[PlannedGraph, ...], _StepBudget] = {}  # steps whose graphs are planned together
-        self._learning = True
+        self._learning, self._warned = True, False
         self._largest_bytes = 0  # peak of a step without recomputation
         self._known: dict[PlannedGraph, PassStorages] = {}
         self._before: dict[UnplannedGraph, PassStorages] = {}  # the last pass of each, before planned graphs
         self._slab = SharedSlab() if settings.run.arena else None
+        is_first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        self._views = views_of(settings.on_progress) if is_first else ()
 
     def graph(self, joint: fx.GraphModule, captured: Capture, *, outputs: int) -> PlannedGraph:
         """Return the graph of a capture of `joint`, with the requested options.
@@ -131,6 +137,10 @@ class SharedBudget:
         """The requested options that are found in captured graphs."""
         return self.settings.solve.traced_options
 
+    def stages(self) -> Stages:
+        """Return the progress stages of a planning, without capture and execution; all are shown in one place."""
+        return Stages(*self._views, stages=(Stage.MEASURE, Stage.SOLVE))
+
     def add(self, graph: PlannedGraph, inputs: Sequence[object], model: Iterable[torch.Tensor], *, more: bool) -> None:
         """Plan a graph that was just reached.
 
@@ -153,10 +163,7 @@ class SharedBudget:
         order = [*(run.graph for run in self._runs), graph]
         whole = self.whole(order, runs)
         if self._runs:
-            warn_caller(
-                f"the model is captured as several graphs: this one gets {format_bytes(max(1, whole - others))} of the budget of "
-                f"{format_bytes(whole)}, because those before it keep {format_bytes(others)} until the backward pass",
-            )
+            self._warn_of_several(whole - others, whole)
         elif others >= whole:
             raise InfeasibleError(
                 f"memory outside of the graph to be planned already takes {format_bytes(others)}, and the budget is "
@@ -173,6 +180,16 @@ class SharedBudget:
             self._first_plan(graph, max(1, whole - bytes_of_others([*runs, behind], len(runs) - 1, kept)), more=more)
         except InfeasibleError:
             self._first_plan(graph, room, more=more)  # the model may have parameters that it never reads
+
+    def _warn_of_several(self, room_bytes: int, whole_bytes: int) -> None:
+        """Warn, once, that the model has a second graph."""
+        if not self._warned:
+            self._warned = True
+            warn_caller(
+                f"the model is captured as several graphs: the second one gets {format_bytes(max(1, room_bytes))} of "
+                f"{format_bytes(whole_bytes)}, and each what those before it leave, until all are planned together after the "
+                "first step. Removing graph breaks saves memory (TORCH_LOGS=graph_breaks shows them)",
+            )
 
     def _first_plan(self, graph: PlannedGraph, room: int, *, more: bool) -> None:
         """Plan `graph` within `room` bytes, before the graphs that follow are known."""
@@ -229,16 +246,24 @@ class SharedBudget:
         """
         captured = [graph.captured.graph if graph.eager is None else graph.eager for graph in graphs]
         if self.memory is CountedMemory.ALLOCATED:
-            kept = [kept_bytes(graph, keeping_all(graph)) for graph in captured]
-            peaks = [summarize(graph).keep_everything_peak_bytes for graph in captured]
-            step_bytes = max(peak + bytes_of_others(runs, i, kept) for i, peak in enumerate(peaks))
-            step_bytes = max(step_bytes, peak_of_unplanned(runs, kept))
+            step_bytes = _eager_peak_bytes(captured, runs)
         elif len(graphs) == 1:
             step_bytes = eager_bytes(captured[0], self.memory) + bytes_of_others(runs, 0, [])
         else:
             step_bytes = self._reserved(graphs, runs, [(graph, keeping_all(graph)) for graph in captured])
         self._largest_bytes = max(self._largest_bytes, step_bytes)
         return budget_in_bytes(self.budget, self._largest_bytes) if self._largest_bytes else 1  # all tensors are empty
+
+    def summary_of_only(self, graph: PlannedGraph) -> str:
+        """Return the plan of a graph in one line; "" if the step has other graphs, with which it is planned again."""
+        return "" if self._runs or graph.lean is not None else self._summary([graph], [PassStorages({}, {}, {})])
+
+    def _summary(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> str:
+        """Return the plans of the graphs of a step in one line."""
+        plans = [(graph.captured.graph, graph.schedule) for graph in graphs]
+        time_s, base_s = sum(simulate(*plan).time_s for plan in plans), sum(summarize(graph).time_s for graph, _ in plans)
+        overhead = time_s / base_s - 1 if base_s else 0.0
+        return saved_line(peak_bytes(plans, runs), _eager_peak_bytes([graph for graph, _ in plans], runs), overhead, None)
 
     def _reserved(
         self, order: Sequence[PlannedGraph], seen: Sequence[PassStorages], parts: Sequence[tuple[Graph, Schedule]]
@@ -313,11 +338,14 @@ class SharedBudget:
             whole = self.whole(step, seen)
             self._planned[step] = _StepBudget(whole, whole - bytes_beside_requests(seen))
             if len(runs) > 1 or runs[0].graph.lean is not None or seen[0].followed_by:
-                together = self._together(runs, self._given(step, whole, alone=False))
-                together.warn_of_first_step()
-                together.plan()
-                self._fit_reserved(runs, whole)
-                together.copy_inputs()
+                with self.stages() as stages:
+                    with stages.stage(Stage.SOLVE, f"planning {len(runs)} graphs together"):
+                        together = self._together(runs, self._given(step, whole, alone=False))
+                        together.warn_of_first_step()
+                        together.plan()
+                        self._fit_reserved(runs, whole)
+                        together.copy_inputs()
+                    stages.finish(f"{self._summary(step, seen)}, {len(runs)} graphs")
         if self._slab is not None and step in self._planned:
             self._fit_arena(runs, self._planned[step])
 
@@ -404,6 +432,14 @@ class SharedBudget:
             return known
         allowed = max(budget_bytes - captured.static_bytes - rest_bytes, kept_bytes(captured, known))
         return schedule if kept_bytes(captured, schedule) <= allowed else known
+
+
+def _eager_peak_bytes(graphs: Sequence[Graph], runs: Sequence[PassStorages]) -> int:
+    """Return the peak of the allocated bytes in a step that runs its graphs as eager PyTorch does."""
+    kept = [kept_bytes(graph, keeping_all(graph)) for graph in graphs]
+    peaks = [summarize(graph).keep_everything_peak_bytes for graph in graphs]
+    most = max(peak + bytes_of_others(runs, i, kept) for i, peak in enumerate(peaks))
+    return max(most, peak_of_unplanned(runs, kept))
 
 
 def _auto_bytes(inputs: Sequence[object], model: Sequence[torch.Tensor]) -> int:

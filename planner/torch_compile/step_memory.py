@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphs.ir import Graph
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
 from planner.capture.lowering.statics import allocated_bytes
 from planner.torch_compile.planned_graph import is_plan
+from planner.torch_compile.rest_of_step import kept_bytes
 from planner.torch_private.core import disable_current_modes
 
 if TYPE_CHECKING:
@@ -106,6 +110,13 @@ def bytes_of_others(runs: Sequence[PassStorages], index: int, kept_bytes: Sequen
     later, read = (_union(run.inputs for run in some) for some in (following, passes))
     waiting = sum(size for s, size in earlier.items() if s in later or s not in read)
     return there + waiting + sum(size for s, size in grads.items() if s not in made)
+
+
+def peak_bytes(plans: Sequence[tuple[Graph, Schedule]], runs: Sequence[PassStorages]) -> int:
+    """Return the peak of the allocated bytes in a step whose planned graphs follow these schedules."""
+    kept = [kept_bytes(*plan) for plan in plans]
+    peaks = [simulate(*plan).peak_bytes + bytes_of_others(runs, i, kept) for i, plan in enumerate(plans)]
+    return max(*peaks, peak_of_unplanned(runs, kept))
 
 
 def peak_of_unplanned(runs: Sequence[PassStorages], kept_bytes: Sequence[int]) -> int:

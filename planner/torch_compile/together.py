@@ -11,7 +11,7 @@ from graphs.units import format_bytes
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.shared_channels import host_room
-from planner.torch_compile.step_memory import PassStorages, bytes_of_others, peak_of_unplanned
+from planner.torch_compile.step_memory import PassStorages, bytes_of_others, peak_bytes, peak_of_unplanned
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
 
@@ -81,10 +81,7 @@ class Together:
 
     def _peak_bytes(self) -> int:
         """Return the peak of a step by the plans of its graphs."""
-        kept = [graph.kept_bytes for graph in self._order]
-        peaks = [simulate(graph.captured.graph, graph.schedule).peak_bytes for graph in self._order]
-        most = max(peak + bytes_of_others(self._seen, i, kept) for i, peak in enumerate(peaks))
-        return max(most, peak_of_unplanned(self._seen, kept))
+        return peak_bytes([(graph.captured.graph, graph.schedule) for graph in self._order], self._seen)
 
     def _shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:
         """Return the bytes that each graph may keep between its passes, at most those in `most`, and schedules that keep no more.

@@ -17,6 +17,7 @@ from planner import least_budget as remembered
 from planner.facts.graph import graph_facts
 from planner.least_budget import least_budget
 from planner.memory import CountedMemory
+from planner.progress import Progress
 from planner.reserved import counted_bytes
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import curve
@@ -27,7 +28,7 @@ from solvers.least import least_known
 from solvers.order.reorder import in_program_order, reordered
 from solvers.registry import get_solver
 from solvers.request import Request
-from solvers.result import Result, SolveProgress, Status
+from solvers.result import Result, Status
 
 
 def on_a_gpu(seed: int) -> Graph:
@@ -209,7 +210,7 @@ def test_limit_error_names_budgets_with_and_without_options(monkeypatch: pytest.
     assert facts.least_budget_offload_found_bytes < facts.least_budget_found_bytes
     monkeypatch.setattr("planner.known_budgets._TIGHT", 2.0)
     monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: finds_nothing)
-    heard: list[SolveProgress] = []
+    heard: list[Progress] = []
     with pytest.raises(LimitError) as refused:
         planner.solve(graph, facts.least_budget_found_bytes - 1, on_progress=heard.append)
     known = f" A schedule is known for {facts.least_budget_found_bytes} B."
@@ -236,7 +237,7 @@ def test_the_least_budget_is_looked_for_in_the_first_seconds(monkeypatch: pytest
     monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: solve)
     budget = least_budget(graph).found_bytes + 1
     monkeypatch.setattr(remembered, "_remembered", {})
-    heard: list[SolveProgress] = []
+    heard: list[Progress] = []
     plans: list[planner.Plan] = []
     plan = planner.solve(graph, budget, work_limit=100.0, reorder=False, on_progress=heard.append, on_plan=plans.append)
     assert looked[:3] == [0.0, 0.0, 3.0]

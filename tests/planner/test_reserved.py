@@ -24,12 +24,12 @@ from planner.memory import CountedMemory
 from planner.plan_check import check_plan
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
+from planner.progress import Progress
 from planner.report.graph_text import graph_text
 from planner.reserved import EagerMemory, eager_reserved_bytes, requests_of, reserved_beside
 from planner.settings import SolveSettings
 from planner.solving import solve, solve_graph
 from planner.studies.budget_analysis import advise_graph
-from solvers.result import SolveProgress
 
 MIB = 2**20
 
@@ -197,7 +197,7 @@ def test_a_solve_that_must_stop_does_so_without_a_plan() -> None:
 
 
 def test_each_solve_is_stopped_by_its_own_gap() -> None:
-    seen: list[SolveProgress] = []
+    seen: list[Progress] = []
     solve(chain(size_bytes=6 * MIB), 39 * MIB, work_limit=5.0, arena=False, on_progress=seen.append)
     assert seen[0].best_s is None
     assert any(before.best_s is not None and after.best_s is None for before, after in pairwise(seen))

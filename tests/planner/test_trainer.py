@@ -86,14 +86,25 @@ def test_the_first_plan_is_logged_once(tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
+def test_the_plan_is_said_at_the_default_verbosity(tmp_path: Path) -> None:
+    with lines_of("transformers", level=None) as lines:
+        planned = trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(), max_steps=1)
+    assert lines[0] == "planning: capturing the training step"
+    assert lines[1].startswith(plan_line(planned.planned.history[0].plan))
+    with lines_of("transformers", level=None) as lines:
+        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(), max_steps=1, log_level="error")
+    assert lines == []
+
+
 @pytest.mark.slow
 def test_the_first_plan_is_shown_once_behind_the_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = {"max_steps": 3, "disable_tqdm": False}
-    planned = trained(PlannedTrainer, tmp_path, sentences(10), options=planned_options(), **more)
+    with lines_of("transformers", level=None) as lines:
+        planned = trained(PlannedTrainer, tmp_path, sentences(10), options=planned_options(), **more)
     assert len(planned._plans._steps.values()) == 2
-    shown = capfd.readouterr().err
-    assert "0/3 [00:00<?, ?it/s, capturing the training step]" in shown
-    assert shown.count(plan_line(planned.planned.history[0].plan)) == shown.count("planned: ") == 1
+    assert "0/3 [00:00<?, ?it/s, capturing the training step]" in (text := capfd.readouterr().err)
+    assert "planned: " not in text
+    assert [line.startswith(plan_line(planned.planned.history[0].plan)) for line in lines] == [False, True]
 
 
 @pytest.mark.slow

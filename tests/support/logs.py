@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def lines_of(name: str) -> Iterator[list[str]]:
-    """The messages at INFO and above that reach the logger `name` inside."""
+def lines_of(name: str, *, level: int | None = logging.INFO) -> Iterator[list[str]]:
+    """The messages that reach the handlers of the logger `name` inside, with `level` or, if None, the level that it has."""
     lines: list[str] = []
 
     class Lines(logging.Handler):
@@ -15,11 +15,12 @@ def lines_of(name: str) -> Iterator[list[str]]:
             lines.append(record.getMessage())
 
     logger, handler = logging.getLogger(name), Lines()
-    level = logger.level
+    before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    if level is not None:
+        logger.setLevel(level)
     try:
         yield lines
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        logger.setLevel(before)

@@ -51,6 +51,68 @@ def test_a_terminal_shows_a_line_and_the_summary(monkeypatch: pytest.MonkeyPatch
         assert b"planned: " in read()
 
 
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return F.mse_loss(model(X), Y)
+
+
+def train(model: nn.Module) -> None:
+    for _ in range(3):
+        loss_of(model).backward()
+
+
+def test_a_terminal_shows_what_each_function_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = planner.trace(nn.Linear(16, 4), F.mse_loss, (X, Y), passes=1)
+    with terminal(monkeypatch) as read:
+        planner.solve(graph, "100%", on_progress=False)
+        planner.curve(graph, 2, on_progress=False)
+        assert read() == b""
+        planner.solve(graph, "100%")
+        assert b"looking for a schedule" in read()
+        planner.curve(graph, 2)
+        assert b"looking for the least feasible budget" in read()
+        planner.advise(nn.Linear(16, 4), F.mse_loss, (X, Y), passes=1, time_limit_s=20, options=[])
+        assert b"capturing" in (written := read()) and b"looking for" in written
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_model_without_a_loop_of_ours_has_one_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as read:
+        loss_of(planner.checkpoint(nn.Linear(16, 4), budget="1MB", on_progress=False)).backward()
+        loss_of(torch.compile(nn.Linear(16, 4), backend="planner", options={"budget": "1MB", "on_progress": False})).backward()
+        assert read() == b""
+        for model in (
+            planner.checkpoint(nn.Linear(16, 4), budget="1MB"),
+            torch.compile(nn.Linear(16, 4), backend="planner", options={"budget": "1MB"}),
+        ):
+            train(model)
+            assert read().count(b"planned: ") == 1
+
+
+class Pieces(nn.Module):
+    """A model of three graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.parts[0](x))
+        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        x = torch.relu(self.parts[1](x))
+        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        return self.parts[2](x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_all_graphs_of_a_step_have_one_summary_and_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planner.checkpoint(Pieces(), budget="1MB")
+    with terminal(monkeypatch) as read:
+        with pytest.warns(UserWarning, match="several graphs") as told:
+            train(model)
+        shown = read()
+    assert len(told) == 1 and shown.count(b"planned: ") == 1 and b", 3 graphs, " in shown
+
+
 def test_nothing_is_shown_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
     compiled()

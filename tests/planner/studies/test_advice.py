@@ -21,6 +21,7 @@ from planner.capture.options import options_to_try
 from planner.least_budget import LeastBudget, least_budget
 from planner.memory import CountedMemory
 from planner.plans.summary import summarize
+from planner.progress import Progress, Stage
 from planner.reserved import eager_bytes
 from planner.studies import budget_analysis
 from planner.studies.advice import Advice
@@ -139,11 +140,11 @@ def test_advice_on_a_model_tries_all_options_of_its_step() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())))
     batch = torch.randn(256, 64), torch.randn(256, 64)
-    activities: list[str] = []
-    advice = planner.advise(model, F.mse_loss, batch, passes=1, time_limit_s=20, on_activity=activities.append)
+    seen: list[Progress] = []
+    advice = planner.advise(model, F.mse_loss, batch, passes=1, time_limit_s=20, on_progress=seen.append)
     assert advice.available_bytes is not None and "no plan, for eager PyTorch fits" in advice.recommended.reason
     assert {option.name for option in advice.options} == {"offload", "chunks", "pack", "kernels", "in-place"}
-    assert activities[0] == "tracing the step" and "trying offload" in activities
+    assert seen[0].stage is Stage.CAPTURE and "trying offload" in [progress.activity for progress in seen]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

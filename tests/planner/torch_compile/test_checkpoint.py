@@ -157,7 +157,7 @@ class Broken(nn.Module):
 def test_graph_breaks_share_the_budget(solves: list[int]) -> None:
     torch.manual_seed(0)
     model = planner.checkpoint(Broken(), budget="1MB", **QUICK)
-    with pytest.warns(UserWarning, match="several graphs: this one gets"):
+    with pytest.warns(UserWarning, match="several graphs: the second one gets"):
         assert_trains_as_eager(model)
     unseen_bytes = sum(p.nbytes for p in model.second.parameters())
     assert solves[0] == 10**6 - 2 * unseen_bytes  # the second graph's parameters are seen before it, and their gradients

@@ -16,8 +16,8 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.models import Workload, build
 from planner.plans.plan import Plan
+from planner.progress import Progress
 from planner.solving import solve
-from solvers.result import SolveProgress
 
 
 class TiedWeights(nn.Module):
@@ -149,7 +149,7 @@ def solve_for(seconds: float, graph: Graph, budget: int | str, *, tolerance: flo
     end = time.monotonic() + seconds
     found = False
 
-    def look(progress: SolveProgress) -> None:
+    def look(progress: Progress) -> None:
         nonlocal found
         found |= progress.best_s is not None
 

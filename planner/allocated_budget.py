@@ -15,6 +15,7 @@ from solvers.order.reorder import Reordering, in_order_of, in_program_order, per
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
 from solvers.request import Request
+from solvers.result import Result
 
 # Other solvers are baselines: in program order, unless requested otherwise.
 REORDERED = frozenset({"windows"})
@@ -42,11 +43,16 @@ def solver_of(settings: SolveSettings, graph: Graph) -> Callable[[Request], Solv
             start = asked.start if graph.plain else None
             order = in_program_order(graph) if start is None else in_order_of(graph, start.schedule)
             solved = solve_in(order, run, asked)
-        if (schedule := solved.result.schedule) is None:
-            return solved
-        return replace(solved, result=replace(solved.result, graph=graph, schedule=executed(schedule)))
+        return replace(solved, result=result_as_step_runs(graph, solved.result))
 
     return solve_once
+
+
+def result_as_step_runs(graph: Graph, result: Result) -> Result:
+    """Return `result` with its schedule as a step runs it, judged on `graph` if that is another schedule."""
+    if result.schedule is None or (found := as_step_runs(graph, result.schedule, result.budget_bytes)) is result.schedule:
+        return result
+    return replace(result, graph=graph, schedule=found)
 
 
 def solver_in(order: Reordering, solver: str = "windows") -> Callable[[Request], SolvedOrder]:

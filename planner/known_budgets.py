@@ -109,7 +109,7 @@ class KnownBudgets:
             return result
         self._look(self._is_late)
         if self._least is None or self._witness is None:
-            return replace(result, graph=graph, message=result.message + self._hints())
+            return result.map_to(message=result.message + self._hints())
         same = self._least.order == solved.order.original and result.bound_s is not None
         bound_s = result.bound_s if same else graph.time_s if graph.plain else None
         return replace(

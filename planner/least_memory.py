@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from graphs.ir import Graph
 from graphs.options import without_options
@@ -70,9 +70,9 @@ def least_memory(
     found = solve_at(high_bytes, clock.part(max(1e-3, left(clock))), on_progress, should_stop)
     if found.time_s is None or found.time_s > best_s:
         status = status_of(best_s, found.bound_s, _tolerance(found))
-        found = replace(found, graph=graph, status=status, schedule=best, reason=None, message="")
+        found = found.map_to(status=status, schedule=best, time_s=best_s, peak_bytes=high_bytes, reason=None, message="")
     settings = {**found.settings, "max_overhead": max_overhead, "least_budget_proved_bytes": proved_bytes + 1}
-    return replace(found, graph=graph, settings=settings)
+    return found.map_to(settings=settings)
 
 
 @dataclass(slots=True)

@@ -74,7 +74,7 @@ def solve_counted(
     if first.result.schedule is None:
         said = f" Of the {format_bytes(budget_bytes)}, {beside.lines()}." if beside.kept_bytes else ""
         message = first.result.message + (said if first.result.status is Status.INFEASIBLE else "")
-        return replace(first, result=replace(first.result, graph=graph, budget_bytes=budget_bytes, message=message))
+        return replace(first, result=first.result.map_to(budget_bytes=budget_bytes, message=message))
     search.bound_s = first.result.bound_s
     excess_bytes = search.learn(most_bytes, first.result)
     if search.best is None and arena is False:
@@ -277,13 +277,13 @@ class _Search:
         """Return the result of all solves, of which `first` was for the whole budget."""
         request, best = self.request, self.best
         if self._error is not None:
-            return replace(self._error, graph=request.graph)
-        return replace(
-            first,
-            graph=request.graph,
+            return self._error
+        return first.map_to(
             budget_bytes=request.budget_bytes,
             status=Status.LIMIT if best is None else self._status(best),
             schedule=None if best is None else best.schedule,
+            time_s=None if best is None else best.time_s,
+            peak_bytes=None if best is None else best.peak_bytes,
             bound_s=self.bound_s if best is None or self.bound_s is not None else best.bound_s,
             seconds=request.clock.seconds,
             settings=first.settings if best is None else self._settings(best),

@@ -11,7 +11,7 @@ from graphs.options.selection import differences
 from graphs.schedule import Schedule
 from graphs.short_tracebacks import short_traceback, warn_caller
 from graphs.simulate import simulate
-from planner.allocated_budget import REORDERED, as_step_runs, solver_of
+from planner.allocated_budget import REORDERED, result_as_step_runs, solver_of
 from planner.attributes import attributes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
 from planner.compatibility import check_compatible, find_conflict
@@ -265,10 +265,11 @@ class _Plans:
 
         Raises:
             LimitError, PlannerError: it has no schedule.
+            BudgetError: the schedule's peak on the graph of the plan is over the budget.
         """
         if result.status is Status.LIMIT:
             raise LimitError(result.message)
-        if result.schedule is None or result.peak_bytes is None or result.time_s is None:
+        if result.schedule is None:
             raise PlannerError(f"the solver {result.solver} failed: {result.message}")
         if result.message:
             warn_caller(
@@ -277,6 +278,8 @@ class _Plans:
                 SolverWarning,
             )
         graph, schedule = self.graph, result.schedule
+        judged = simulate(graph, schedule)  # it was mapped back from other problems
+        result = result.map_to(**attributes(judged, "peak_bytes", "time_s"))
         arena_bytes, outside_bytes = map(result.settings.get, ARENA_SIZES)
         limit = {name: clock.limit for name in ("time_limit_s", "work_limit") if name in result.settings}
         plan = Plan(
@@ -287,7 +290,7 @@ class _Plans:
             **attributes(result, "peak_bytes", "time_s", "bound_s", "solver", "versions", "ended"),
             seconds=clock.seconds,
             settings={**result.settings, **limit, **self.settings.options.recorded(graph)},
-            pool_peaks_bytes=other_peaks(graph, simulate(graph, schedule)),
+            pool_peaks_bytes=other_peaks(graph, judged),
             differs=differences(graph, schedule.computed),
             gradient_error=gradient_error(graph, schedule.computed),
             source=graph,
@@ -319,10 +322,7 @@ def _least_memory(
         return run(Request(order.graph, budget_bytes, settings.tolerance, clock, tell, stop, settings.params))
 
     found = least_memory(order.graph, overhead, solve_at, clock, on_progress=on_progress, should_stop=should_stop)
-    result = order.result_of_source(found)
-    if result.schedule is None:
-        return result
-    return replace(result, graph=graph, schedule=as_step_runs(graph, result.schedule, result.budget_bytes))
+    return result_as_step_runs(graph, order.result_of_source(found))
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:

@@ -1,8 +1,9 @@
 """The result of a solver, and its progress."""
 
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from graphs.errors import BudgetError
 from graphs.ir import Graph
@@ -77,9 +78,11 @@ class SolveProgress:
 class Result:
     """A solver's result for one graph and one budget; unknown values are None.
 
-    Time and peak are those of the simulated schedule, never the solver's own figures.
+    Time and peak are those of the simulated schedule, never the solver's own figures. A result is judged when it is made with
+    its graph, and mapped (``map_to``) where a problem was changed and is changed back.
 
     Attributes:
+        graph: to judge the schedule on; None if it was judged, and its time and peak are given.
         budget_bytes: including static bytes.
         status: the way in which the solve ended.
         schedule: present if and only if the status is OPTIMAL, WITHIN or FEASIBLE.
@@ -93,15 +96,15 @@ class Result:
         ended: for FEASIBLE, why there was no more search; None if the solver does not search for a bound.
         message: for INFEASIBLE, LIMIT and ERROR: the problem, the value, the limit and the way out; for FEASIBLE: the error that
             ended the solve after the schedule was found, if any.
-        time_s, peak_bytes: of the schedule.
+        time_s, peak_bytes: of the schedule; given only where it was judged.
 
     Raises:
         BudgetError: the schedule's simulated peak is over the budget.
         ScheduleError: the schedule does not run on the graph.
-        ValueError: status, schedule and reason are inconsistent.
+        ValueError: status, schedule, time and reason are inconsistent.
     """
 
-    graph: InitVar[Graph]
+    graph: InitVar[Graph | None]
     budget_bytes: int
     status: Status
     schedule: Schedule | None
@@ -115,24 +118,31 @@ class Result:
     model_columns: int | None = None
     reason: Reason | None = None
     ended: Ending | None = None
-    time_s: float | None = field(init=False)
-    peak_bytes: int | None = field(init=False)
+    time_s: float | None = None
+    peak_bytes: int | None = None
 
-    def __post_init__(self, graph: Graph) -> None:
-        time_s = peak_bytes = None
-        if self.schedule is not None:
+    def __post_init__(self, graph: Graph | None) -> None:
+        if self.schedule is not None and graph is not None:
             simulation = simulate(graph, self.schedule)
-            time_s, peak_bytes = simulation.time_s, simulation.peak_bytes
-            if peak_bytes > self.budget_bytes:
-                raise BudgetError(
-                    f"{self.solver} made a schedule with a peak of {peak_bytes} B for a budget of {self.budget_bytes} B"
-                )
+            object.__setattr__(self, "time_s", simulation.time_s)
+            object.__setattr__(self, "peak_bytes", simulation.peak_bytes)
+        if (self.schedule is not None) != (self.time_s is not None and self.peak_bytes is not None):
+            raise ValueError("a schedule and its time and peak come together: give the graph to judge it on")
+        if self.peak_bytes is not None and self.peak_bytes > self.budget_bytes:
+            raise BudgetError(
+                f"{self.solver} made a schedule with a peak of {self.peak_bytes} B for a budget of {self.budget_bytes} B"
+            )
         if (self.schedule is not None) != (self.status in (*SOLVED, Status.FEASIBLE)):
             raise ValueError(f"a result that is {self.status} {'has' if self.schedule else 'lacks'} a schedule")
         if self.reason is not None and self.status is not Status.LIMIT:
             raise ValueError(f"a result that is {self.status} has a reason to have found nothing: {self.reason}")
-        object.__setattr__(self, "time_s", time_s)
-        object.__setattr__(self, "peak_bytes", peak_bytes)
+
+    def map_to(self, **changes: Any) -> "Result":
+        """Return this result with other fields, without judging it again: a new schedule has the same time and peak.
+
+        ``planner.solving`` judges each plan, at the end of the chain of changed problems.
+        """
+        return replace(self, graph=None, **changes)
 
     @property
     def gap(self) -> float | None:

@@ -51,7 +51,7 @@ class Reordering:
         Its bound is valid for schedules whose first executions are in the new order.
         """
         schedule = None if result.schedule is None else self.schedule_of_source(result.schedule)
-        return replace(result, graph=self.source, schedule=schedule, settings={**result.settings, "reordered": self.changed})
+        return result.map_to(schedule=schedule, settings={**result.settings, "reordered": self.changed})
 
 
 def reordered(graph: Graph, clock: Clock | None = None, should_stop: Callable[[], bool] | None = None) -> Reordering:

@@ -60,7 +60,7 @@ def solve_in_best_order(solve: Solver, request: Request) -> SolvedOrder:
     if solved.result.ended is not Ending.STOPPED:
         return solved
     ended = request.ending()  # it may be this module that has stopped it
-    return replace(solved, result=replace(solved.result, graph=request.graph, ended=ended))
+    return replace(solved, result=solved.result.map_to(ended=ended))
 
 
 def _solve_in_orders(solve: Solver, request: Request) -> SolvedOrder:

@@ -157,17 +157,21 @@ SOLVERS: dict[str, Entry] = {
         "an LP chooses a fraction for each layer, an ILP its tensors, in rounds (torchtitan)",
         params="AutoPerfParams",
     ),
-    "poet": _offloading(
-        "poet",
-        "POET's program: recompute or page, transfers take no time; small graphs (MILP, HiGHS)",
-        params="PoetParams",
-        large_programs=True,
+    "poet": replace(
+        _offloading(
+            "poet",
+            "POET's program: recompute or page, transfers take no time; small graphs (MILP, HiGHS)",
+            params="PoetParams",
+            large_programs=True,
+        ),
+        program_time="solvers.baselines.poet:program_time_s",
     ),
     "monet": replace(
         _baseline(
             "monet", "MONeT's program: recompute the forward pass, choose kernels; small graphs (HiGHS)", large_programs=True
         ),
         alternatives=True,
+        program_time="solvers.baselines.monet:program_time_s",
     ),
     "xengine": _xengine("XEngine's program for several devices: least sum of times; small graphs (HiGHS)"),
     "xengine-overlapped": _xengine(

@@ -83,8 +83,7 @@ class SolveRow:
         limit_s = self.settings.time_limit_s if task.time_limit_s is None else task.time_limit_s
         row = replace(self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error"), time_limit_s=limit_s)
         try:
-            # Methods that only recompute solve the program alone; its schedules are also schedules with options.
-            graph = self.graph if SOLVERS[task.method].transfers else without_options(self.graph)
+            graph = self._graph_for(task)
             asked = in_program_order(graph), task.budget_bytes, self.memory, WallClock(limit_s), task.method
             result = result_in(*asked, tolerance=self.settings.tolerance, must_stop=should_stop)
         except PlannerError as error:
@@ -102,7 +101,11 @@ class SolveRow:
 
     def program_time_s(self, task: Task) -> float:
         """Return about the least seconds in which the program of a task can have a solution; 0 if that is not known."""
-        return program_time_s(task.method, in_program_order(without_options(self.graph)).graph, task.budget_bytes)
+        return program_time_s(task.method, in_program_order(self._graph_for(task)).graph, task.budget_bytes)
+
+    def _graph_for(self, task: Task) -> Graph:
+        """Return the graph that a method solves: those that only recompute solve the program alone, for schedules of both."""
+        return self.graph if SOLVERS[task.method].transfers else without_options(self.graph)
 
     def row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> ComparisonRow:
         """Return a row before anything is solved or measured."""

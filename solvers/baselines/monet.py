@@ -20,6 +20,7 @@ linearised, and implementations and recomputations too (RF and R): V is their pr
 option ``in_place`` here, which replace several ops and are left out.
 """
 
+import math
 from collections.abc import Iterator
 
 from graphs.checks import check_plain
@@ -29,6 +30,7 @@ from graphs.schedule import Schedule, schedule_of
 from graphs.units import format_bytes
 from solvers import highs
 from solvers.baselines.common.answers import Verdict, judged, result_of
+from solvers.baselines.common.program_size import find_refusal
 from solvers.baselines.common.recomputation import repeatable
 from solvers.highs.builder import TermProgram, Weighted
 from solvers.highs.program import Floats, Outcome, SolveCallbacks
@@ -37,6 +39,7 @@ from solvers.result import Reason, Result, Status, known_class
 
 CLASS = "ops of the forward pass again at most once before each later op, in program order"
 MOST_ENTRIES = 2_000_000  # of the rows of memory: HiGHS takes an hour for less
+_ENTRY_S = 5e-6  # seconds for each of them to write the program and solve its relaxation once: half of what 1,100 to 518,400 took
 _MEMORY_RANGE = 1e4  # the budget in the program's unit of memory
 _TIME_RANGE = 1e3  # the step without recomputation in its unit of time
 
@@ -73,6 +76,16 @@ class MonetProgram(TermProgram):
     def entries(self) -> int:
         """Approximate number of entries in the memory rows."""
         return len(self.stages) * len(self.again) * len(self.passing)
+
+    @property
+    def least_time_s(self) -> float:
+        """About the least seconds after which the program can have a solution."""
+        return _ENTRY_S * self.entries
+
+    def find_refusal(self, limit_s: float) -> tuple[str, Reason] | None:
+        """Return why the program is not begun; None if it is."""
+        what = f"MONeT's program for {len(self.graph.program):,} ops has about {self.entries:,} entries"
+        return find_refusal(what, self.entries, MOST_ENTRIES, self.least_time_s, limit_s)
 
     def build(self) -> None:
         """Add all columns and rows."""
@@ -181,15 +194,17 @@ def solve(request: Request) -> Result:
     return result_of(request, "monet", _verdict(request), settings=settings, versions={"highs": highs.version()})
 
 
+def program_time_s(graph: Graph, budget_bytes: int) -> float:
+    """Return ``least_time_s`` of the program of a graph; 0 if it is refused in any time."""
+    program = MonetProgram(graph, budget_bytes)
+    return 0.0 if program.find_refusal(math.inf) else program.least_time_s
+
+
 def _verdict(request: Request) -> Verdict:
     graph = request.graph
     program = MonetProgram(graph, request.budget_bytes)
-    if program.entries > MOST_ENTRIES:
-        why = (
-            f"MONeT's program for {len(graph.program):,} ops has about {program.entries:,} entries, more than {MOST_ENTRIES:,}, "
-            "the most that this solver supports: use the solver windows"
-        )
-        return Verdict(Status.LIMIT, message=why, reason=Reason.SIZE)
+    if (refusal := program.find_refusal(request.clock.limit)) is not None:
+        return Verdict(Status.LIMIT, None, None, *refusal)
     program.build()
     request.tell("solving MONeT's program", None, None)
     callbacks = SolveCallbacks(should_stop=request.interrupted, interrupted=request.interrupted)

@@ -23,13 +23,16 @@ extended for several outputs of an op, kept tensors and workspaces: F[t,x,k], x 
 its factors; D[t,x] = R[t,p(x)] S[t,x] subtracts second copies.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers import highs
 from solvers.baselines.common.answers import Candidate, answer, failure
 from solvers.baselines.common.offloading import Device, Offer, offer_of, offloading_answer
+from solvers.baselines.common.program_size import find_refusal
 from solvers.baselines.common.recomputation import repeatable
 from solvers.clock import left
 from solvers.highs.builder import ONE, Term, TermProgram
@@ -37,7 +40,9 @@ from solvers.highs.program import Floats, Milp, Outcome, SolveCallbacks
 from solvers.request import Request
 from solvers.result import Reason, Result
 
-MOST_COLUMNS = 60_000
+MOST_COLUMNS = 36_000  # of decisions: with those that linearise products they are 60,000
+# Seconds to write the program and solve its relaxation once: half of what 900 to 17,700 decisions took.
+_LEAST_S, _LEAST_POWER = 3.5e-6, 1.3
 _MEMORY_RANGE = 1e4  # the budget in the program's unit of memory
 _TIME_RANGE = 1e3  # the step without recomputation in its unit of time
 
@@ -76,19 +81,27 @@ class PoetProgram(TermProgram):
         self.fetched: dict[tuple[int, int], int] = {}
         self.sent: dict[tuple[int, int], int] = {}
 
-    def build(self) -> Milp | None:
-        """Build the program; return None if it would be too large."""
+    def count(self) -> int:
+        """Return the number of decisions: R, S, and transfers that can serve a later stage."""
+        again = sum(self.stages - 1 - i for i, fit in enumerate(self.may_repeat) if fit)
+        passing = [x for t in range(self.stages) for x in self.passing_before(t)]
+        return again + len(passing) + sum(3 for x in passing if x in self.offer.by_tensor)
+
+    def find_refusal(self, limit_s: float) -> tuple[str, Reason] | None:
+        """Return why the program is not begun; None if it is."""
+        count = self.count()
+        what = f"POET's program for {self.stages:,} ops has about {count:,} variables"
+        return find_refusal(what, count, MOST_COLUMNS, least_time_s(count), limit_s)
+
+    def build(self) -> Milp:
+        """Build the program."""
         for t in range(self.stages):
             self.add_columns(t)
-            if len(self.cost) > MOST_COLUMNS:
-                return None
         for t in range(self.stages):
             self.add_inputs(t)
             self.add_hand_over(t)
             self.add_memory(t)
             self.add_host_memory(t)
-            if len(self.cost) > MOST_COLUMNS:
-                return None
         return self.milp()
 
     def add_columns(self, t: int) -> None:
@@ -191,6 +204,20 @@ class PoetProgram(TermProgram):
         return self.offer.size_bytes(x) / self.memory_unit
 
 
+def least_time_s(count: int) -> float:
+    """Return about the least seconds after which a program of `count` decisions can have a solution."""
+    return _LEAST_S * math.pow(count, _LEAST_POWER)
+
+
+def program_time_s(graph: Graph, budget_bytes: int) -> float:
+    """Return ``least_time_s`` of the program of a graph; 0 if there is none, or it is refused in any time."""
+    offer = offer_of(graph)
+    if offer is None:
+        return 0.0
+    model = PoetProgram(offer, budget_bytes, 1.0)
+    return 0.0 if model.find_refusal(math.inf) else least_time_s(model.count())
+
+
 def solve(request: Request) -> Result:
     """Return the fastest timed solution; LIMIT if the program is too large, infeasible, or has no solution in time.
 
@@ -203,12 +230,10 @@ def solve(request: Request) -> Result:
     trials: list[Candidate] = []
     for place, power in enumerate(params.powers):
         model = PoetProgram(offer, request.budget_bytes, power)
-        program = model.build()
-        if program is None:
-            why = f"POET's program for {model.stages:,} ops has more than {MOST_COLUMNS:,} variables: use the solver windows"
-            return failure(request, "poet", why, Reason.SIZE, settings=asdict(params))
+        if (refusal := model.find_refusal(request.clock.limit)) is not None:
+            return failure(request, "poet", *refusal, settings=asdict(params))
         found = highs.solve_program(
-            program,
+            model.build(),
             clock=request.clock.part(left(request.clock) / (len(params.powers) - place)),
             absolute_gap=request.tolerance.first * offer.program.time_s / model.time_unit,
             callbacks=SolveCallbacks(should_stop=request.interrupted, interrupted=request.interrupted),

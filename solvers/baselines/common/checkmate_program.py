@@ -20,7 +20,7 @@ from typing import Any
 import pulp
 
 from graphs.ir import Graph
-from graphs.units import format_seconds
+from solvers.baselines.common.program_size import find_refusal
 from solvers.bounds import least_budget_bound
 from solvers.problem import Problem, problem_of
 from solvers.result import Reason
@@ -126,14 +126,7 @@ class CheckmateModel:
         """Return why the program is not begun: too large, or too long for a time limit; None if neither. Nothing is built."""
         count = self.count()
         what = f"Checkmate's program for {self.ops:,} ops has {count:,} variables R and S"
-        if count > MOST_BINARIES:
-            most = f"{MOST_BINARIES:,}, the most that this solver supports"
-            return f"{what}, more than {most}: use the solver windows", Reason.SIZE
-        if (needed_s := least_time_s(count)) > limit_s:
-            needs = f"to write it and solve its relaxation once takes about {format_seconds(needed_s)} or more"
-            limit = f"its limit is {format_seconds(limit_s)}"
-            return f"{what}: {needs}, and {limit}. Raise the time limit, or use the solver windows", Reason.TIME
-        return None
+        return find_refusal(what, count, MOST_BINARIES, least_time_s(count), limit_s)
 
     @property
     def is_mip(self) -> bool:

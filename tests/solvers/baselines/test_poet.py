@@ -69,4 +69,13 @@ def test_program_cost_bounds_the_cost_of_the_schedule(power: float) -> None:
 def test_large_graphs_are_not_tried() -> None:
     graph = with_trips(transformer(TransformerSize(layers=12)), 50e9)
     result = poet.solve(ask(graph, 10**12))
-    assert result.reason is Reason.SIZE and "60,000 variables" in result.message
+    assert result.reason is Reason.SIZE and "more than 36,000, the most that this solver supports" in result.message
+
+
+def test_a_limit_in_which_there_is_no_solution_is_refused_at_once() -> None:
+    graph = with_trips(training_chain(20), 50e9)
+    budget_bytes = simulate(graph, keep_everything(graph)).peak_bytes
+    least_s = poet.program_time_s(graph, budget_bytes)
+    refused = poet.solve(ask(graph, budget_bytes, time_limit_s=0.9 * least_s))
+    assert refused.reason is Reason.TIME and "to write it and solve its relaxation once takes about" in refused.message
+    assert poet.program_time_s(training_chain(20), budget_bytes) == 0.0  # without transfers

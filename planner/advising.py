@@ -38,7 +38,7 @@ def advise(
     loss_fn: LossFn | None,
     batch: Batch,
     *,
-    optimizer: str = "none",
+    optimizer: str | torch.optim.Optimizer = "none",
     accumulate: bool = False,
     roofline: str | None = None,
     passes: int = 5,

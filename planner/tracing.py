@@ -20,6 +20,7 @@ from planner.models import Workload
 from planner.profiling.devices import DeviceSpec, get_device
 from planner.profiling.exactness import needs_comparison, with_exactness
 from planner.profiling.link import MEASURED_LINK
+from planner.profiling.optimizers import memory_of
 from planner.profiling.other_devices import DEVICES_KEY, encode_devices
 from planner.profiling.profile import profile
 from planner.profiling.roofline import model_times
@@ -44,7 +45,7 @@ def trace(
     loss_fn: LossFn | None,
     batch: Batch,
     *,
-    optimizer: str = "none",
+    optimizer: str | torch.optim.Optimizer = "none",
     accumulate: bool = False,
     roofline: str | None = None,
     passes: int = 5,
@@ -63,7 +64,7 @@ def trace(
             batch and returns the loss. The result is a scalar loss, a tuple that begins with it, a dict with ``loss``, or an
             object with an attribute ``loss``.
         batch: inputs and target, by position or by name: real tensors, or fake ones with `roofline`.
-        optimizer: ``none``, ``sgd``, ``momentum`` or ``adamw``: its state is counted in memory.
+        optimizer: the optimizer, whose state is measured and counted in memory, or ``none``, ``sgd``, ``momentum`` or ``adamw``.
         accumulate: count gradients of earlier batches in memory.
         roofline: model the times on this device instead of measuring them: gh200, h200, h100, a100, l4, rtx4090 or cpu. Nothing
             is executed.
@@ -81,7 +82,14 @@ def trace(
         OutOfMemoryError: one op alone needs more than is free.
     """
     settings = TraceSettings(
-        optimizer, accumulate, roofline, passes, measure_link, name, options=tuple(options), other_devices=tuple(other_devices)
+        memory_of(optimizer, TrainingStep(model, loss_fn)),
+        accumulate,
+        roofline,
+        passes,
+        measure_link,
+        name,
+        options=tuple(options),
+        other_devices=tuple(other_devices),
     )
     return trace_workload(Workload(model, loss_fn, batch), settings, on_progress)
 

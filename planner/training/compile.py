@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from graphs.optimizers import MeasuredOptimizer
 from graphs.short_tracebacks import short_traceback
 from planner.budgets import budget_or_overhead
 from planner.capture.signature import Batch
@@ -14,9 +13,9 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.memory import CountedMemory
 from planner.option_settings import default_options, option_settings
+from planner.profiling.optimizers import memory_of
 from planner.progress import OnProgress
 from planner.settings import RunSettings, SolveSettings, TraceSettings, Wait
-from planner.training.optimizers import measure_optimizer
 from planner.training.planning import Planning
 from planner.training.step import PlannedStep
 from solvers.tolerance import WIDENING, Tolerance
@@ -143,7 +142,7 @@ def compile(  # noqa: A001
         memory=CountedMemory.of(memory),
     )
     trace = TraceSettings(
-        optimizer=_memory_of_optimizer(optimizer, TrainingStep(wrapper.module, loss_fn)),
+        optimizer=memory_of(optimizer, TrainingStep(wrapper.module, loss_fn)),
         accumulate=accumulate,
         passes=passes,
         measure_link=solve.options.measures_link,
@@ -165,7 +164,3 @@ def compile(  # noqa: A001
     )
     planning = Planning(wrapper, loss_fn, trace, solve, run, on_progress)
     return planning.step(batch, budget_or_overhead(budget, max_overhead))
-
-
-def _memory_of_optimizer(optimizer: str | torch.optim.Optimizer, step: TrainingStep) -> str | MeasuredOptimizer:
-    return optimizer if isinstance(optimizer, str) else measure_optimizer(optimizer, step.parameters())

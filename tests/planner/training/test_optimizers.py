@@ -12,13 +12,13 @@ from torch import nn, optim
 
 import planner
 from graphs.allocators.training import training_of
-from graphs.errors import PlannerError
+from graphs.errors import PlannerError, UsageError
 from graphs.ir import Kind
 from graphs.optimizers import MeasuredOptimizer, optimizer_of
 from graphs.schedule import keep_everything
 from planner.capture.trace import capture
+from planner.profiling.optimizers import measure_optimizer
 from planner.report.describe import provenance_lines
-from planner.training.optimizers import measure_optimizer
 
 _TAKE_OTHERS = {"Optimizer", "SparseAdam", "LBFGS", "Muon"}  # sparse gradients, a closure, matrices only
 OF_TORCH = sorted(name for name, value in vars(optim).items() if isinstance(value, type) and name not in _TAKE_OTHERS)
@@ -161,6 +161,97 @@ def test_an_optimizer_of_another_model_raises() -> None:
     optimizer = optim.AdamW(copy.deepcopy(model).parameters())
     with pytest.raises(PlannerError, match=r"optimizer \(AdamW\) has no parameter of this model"):
         planner.compile(model, F.mse_loss, batch, budget="100%", optimizer=optimizer, passes=1)
+
+
+def test_a_graph_counts_the_state_of_the_optimizer_itself() -> None:
+    batch = torch.randn(3, 6), torch.randn(3, 4)
+    model = network()
+    optimizer = optim.Adam(model.parameters(), amsgrad=True)
+    graph = planner.trace(model, F.mse_loss, batch, optimizer=optimizer, passes=1)
+    measured = measure_optimizer(optimizer, model.parameters())
+    assert graph.provenance["optimizer"] == measured.recorded
+    plain = planner.trace(model, F.mse_loss, batch, passes=1)
+    assert graph.static_bytes - plain.static_bytes == sum(measured.state)
+    assert planner.solve(graph, "100%").graph.static_bytes == graph.static_bytes
+    advice = planner.advise(model, F.mse_loss, batch, optimizer=optimizer, passes=1, options=[], time_limit_s=20)
+    assert advice.eager_peak_bytes == planner.solve(graph, "100%").graph.keep_everything_peak_bytes
+
+
+@torch.library.custom_op("planner_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+
+@scaled.register_fake
+def _(x: torch.Tensor, by: float) -> torch.Tensor:
+    del by
+    return torch.empty_like(x)
+
+
+class OfNorms(optim.Optimizer):
+    """Passes tensors to an operator that takes numbers, and needs a closure."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["moment"] = torch.ops.planner_tests.scaled(p.grad, torch.linalg.vector_norm(p))
+
+
+class Averaged:
+    """A wrapper of an optimizer that is none itself, and keeps an average beside its state."""
+
+    def __init__(self, base: optim.Optimizer) -> None:
+        self.base = base
+
+    @property
+    def param_groups(self) -> Any:
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.base.state
+
+    def step(self) -> None:
+        self.base.step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["average"] = p.detach().clone()
+
+
+class Beside(optim.Optimizer):
+    """An optimizer with another one, each with state of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.inner = optim.Adam(self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        self.inner.step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old"] = p.clone()
+
+
+@pytest.mark.parametrize(("make", "copies"), [(lambda p: OfNorms(p, {}), 1), (lambda p: Averaged(optim.Adam(p)), 3), (Beside, 3)])
+def test_optimizers_of_other_libraries_are_measured(make: Any, copies: int) -> None:
+    model = network()
+    optimizer = make(model.parameters())
+    measured = measure_optimizer(optimizer, model.parameters())
+    counters = 4 * len([*model.parameters()]) * (copies == 3)
+    assert sum(measured.state) == copies * sum(p.nbytes for p in model.parameters()) + counters
+    for _ in range(2):
+        backward(model)
+        optimizer.step(*[lambda: None] * isinstance(optimizer, OfNorms))
+    assert sorted(measure_optimizer(optimizer, model.parameters()).state) == sorted(measured.state)  # what is there by now
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    batch = torch.randn(3, 6), torch.randn(3, 4)
+    for wrong in (optim.AdamW, 3, None):
+        for call in (planner.trace, planner.advise, partial(planner.compile, budget="100%")):
+            with pytest.raises(UsageError, match="must be the optimizer itself, made from the model's parameters, or one of"):
+                call(network(), F.mse_loss, batch, optimizer=wrong)
 
 
 class OfNumPy(optim.Optimizer):

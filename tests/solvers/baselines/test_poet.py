@@ -73,9 +73,9 @@ def test_large_graphs_are_not_tried() -> None:
 
 
 def test_a_limit_in_which_there_is_no_solution_is_refused_at_once() -> None:
-    graph = with_trips(training_chain(20), 50e9)
-    budget_bytes = simulate(graph, keep_everything(graph)).peak_bytes
+    graph = with_trips(plain := training_chain(20), 50e9)
+    budget_bytes = simulate(plain, keep_everything(plain)).peak_bytes
     least_s = poet.program_time_s(graph, budget_bytes)
     refused = poet.solve(ask(graph, budget_bytes, time_limit_s=0.9 * least_s))
     assert refused.reason is Reason.TIME and "to write it and solve its relaxation once takes about" in refused.message
-    assert poet.program_time_s(training_chain(20), budget_bytes) == 0.0  # without transfers
+    assert poet.program_time_s(plain, budget_bytes) == 0.0  # without transfers

@@ -12,17 +12,37 @@ keeps rows and columns of matrices, Muon takes matrices only.
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from graphs.errors import PlannerError
+from graphs.errors import PlannerError, UsageError
 from graphs.optimizers import OPTIMIZERS, MeasuredOptimizer
+from planner.capture.step import TrainingStep
 from planner.torch_private.core import FakeTensorMode, StorageWeakRef, TorchDispatchMode, names_of_parts, pytree
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def memory_of(optimizer: str | torch.optim.Optimizer, step: TrainingStep) -> str | MeasuredOptimizer:
+    """Return the memory of the optimizer of a training step: measured, or known by a name.
+
+    Raises:
+        PlannerError: it cannot be measured.
+        UsageError: it is no optimizer.
+    """
+    if isinstance(optimizer, str):
+        return optimizer
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise UsageError(
+            f"optimizer is {repr(optimizer)[:80]}: must be the optimizer itself, made from the model's parameters, or one of "
+            f"{', '.join(OPTIMIZERS)}"
+        )
+    return measure_optimizer(optimizer, step.parameters())
 
 
 def measure_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> MeasuredOptimizer:
@@ -48,7 +68,7 @@ def measure_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.
     if isinstance(optimizer, torch.optim.LBFGS):
         return MeasuredOptimizer(name, _history_sizes(optimizer), ())
     devices = {p.device.type for p in held}
-    known = {p: optimizer.state[p] for p in held if optimizer.state.get(p)}
+    known = {p: found for p in held if (found := _state_of(optimizer, p))}
     trained = [p for p in held if p.requires_grad]
     try:
         state, temporaries = _fake_steps(optimizer, trained, devices)
@@ -79,7 +99,7 @@ def _fake_steps(
     Raises:
         PlannerError: its step does not run on fake tensors.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), _Numbers(), torch.no_grad():
         nothing = nn.Parameter(torch.empty(0), requires_grad=False)
         fakes = {id(p): nothing for group in optimizer.param_groups for p in group["params"]}
         for p in trained:
@@ -88,14 +108,14 @@ def _fake_steps(
             fakes[id(p)] = nn.Parameter(like)
             fakes[id(p)].grad = torch.zeros_like(fakes[id(p)])
         fake = _fake_optimizer(optimizer, fakes)
-        step = inspect.getattr_static(type(fake), "step")
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the hooks of all optimizers
+        step = partial(_step_of(type(fake)), fake)
         try:
             with torch.compiler.set_stance("force_eager"):
                 with _Values():  # type: ignore[no-untyped-call]
-                    step(fake)
-                with _Temporaries([*fakes.values()], fake.state, devices) as temporaries:
-                    step(fake)
+                    step()
+                before = [_state_of(fake, p) for p in fakes.values()]
+                with _Temporaries([*fakes.values()], before, devices) as temporaries:
+                    step()
         except Exception as error:
             raise PlannerError(
                 f"the memory of {type(optimizer).__name__} cannot be measured, because its step does not run on tensors without "
@@ -103,7 +123,24 @@ def _fake_steps(
                 "planning, so that its state is there, or name an optimizer that keeps as many copies of the parameters, "
                 f"optimizer= one of {', '.join(f'{name!r} ({known.copies})' for name, known in OPTIMIZERS.items())}"
             ) from error
-        return {p: fake.state.get(fakes[id(p)]) for p in trained}, temporaries.most
+        return {p: _state_of(fake, fakes[id(p)]) for p in trained}, temporaries.most
+
+
+def _step_of(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return the method ``step`` of a class without the hooks of all optimizers, called with a closure if it needs one."""
+    step = inspect.getattr_static(kind, "step")
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is None or closure.default is not closure.empty:
+        return step  # type: ignore[no-any-return]
+    return lambda optimizer: step(optimizer, lambda: torch.zeros(()))
+
+
+def _state_of(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> list[object]:
+    """Return what `optimizer`, and each optimizer that it wraps, keeps for a parameter."""
+    found = [state] if (state := optimizer.state.get(p)) else []
+    wrapped = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+    return [*found, *(state for inner in wrapped for state in _state_of(inner, p))]
 
 
 def _fake_optimizer(optimizer: torch.optim.Optimizer, fakes: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
@@ -125,7 +162,9 @@ def _fake_optimizer(optimizer: torch.optim.Optimizer, fakes: Mapping[int, nn.Par
 
 
 def _copied(value: Any, fakes: Mapping[int, nn.Parameter]) -> Any:
-    """Return `value` with copies of the containers in it, and with `fakes` in place of parameters."""
+    """Return `value` with copies of the containers and optimizers in it, and with `fakes` in place of parameters."""
+    if isinstance(value, torch.optim.Optimizer):
+        return _fake_optimizer(value, fakes)
     if isinstance(value, dict):
         copied = copy.copy(value)
         copied.clear()
@@ -134,6 +173,21 @@ def _copied(value: Any, fakes: Mapping[int, nn.Parameter]) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(_copied(item, fakes) for item in value)
     return fakes.get(id(value), value)
+
+
+class _Numbers(TorchFunctionMode):
+    """Gives operators that take a number one where a step passes a tensor, which is read: a fake one is refused."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function."""
+        del types
+        schema = getattr(getattr(func, "default", func), "_schema", None)
+        if schema is not None:
+            numbers = [str(argument.type) in ("float", "Optional[float]") for argument in schema.arguments]
+            args = [
+                0.5 if number and isinstance(value, torch.Tensor) else value for value, number in zip(args, numbers, strict=False)
+            ]
+        return func(*args, **(kwargs or {}))
 
 
 class _Values(TorchDispatchMode):
@@ -155,9 +209,9 @@ class _Temporaries(_Values):
         most: sizes of the tensors at the peak.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], state: Any, devices: set[str]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], state: object, devices: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        before = [*parameters, *(p.grad for p in parameters), *state.values()]
+        before = [*parameters, *(p.grad for p in parameters), state]
         storages = [tensor.untyped_storage() for tensor in _tensors(before)]
         self._devices, self._before = devices, {storage._cdata: storage for storage in storages}  # none is replaced by another
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}

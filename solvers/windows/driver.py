@@ -16,12 +16,23 @@ from solvers.windows.parts import LAST, Part, end_background, start_in_backgroun
 from solvers.windows.search import Search
 from solvers.windows.strategies.branches import Branches
 from solvers.windows.strategies.commitments import Commitment, Commitments, Orders
-from solvers.windows.strategies.first_schedules import EvictionRules, Imitation, KeepEverything, TightEviction
+from solvers.windows.strategies.first_schedules import (
+    OFFLOADING_RULES_LIMIT,
+    EvictionRules,
+    Imitation,
+    KeepEverything,
+    TightEviction,
+)
 from solvers.windows.strategies.offloaded_orders import OffloadedOrders
 from solvers.windows.strategies.portfolio import OffloadingPortfolio, Portfolio
 from solvers.windows.strategies.refinement import Relaxation
 from solvers.windows.strategies.state_space import StateSpace
 from solvers.windows.strategies.strategy import Strategy
+
+_EARLY_RULES_LIMIT = 0.2  # of the clock: for eviction rules before the relaxation, until one finds a schedule
+_RULES_LIMIT = 1.0  # for the other rules while no other strategy searches
+_OFFLOADED_LIMIT = 4.0  # for orders that offload
+_IMITATION_LIMIT = 4.0  # for all baselines that are imitated
 
 
 def no_limit(search: Search) -> float:
@@ -52,14 +63,14 @@ class SearchStage:
 # Strategies that do not apply to the problem are skipped. The solve ends with the stage that solves it.
 STAGES = (
     SearchStage(KeepEverything),
-    SearchStage(EvictionRules, lambda s: 0.0 if s.problem.offloads else s.params.first_schedule.early_rules_limit),
+    SearchStage(EvictionRules, lambda s: 0.0 if s.problem.offloads else _EARLY_RULES_LIMIT),
     SearchStage(OffloadingPortfolio, in_background=True),
     SearchStage(Relaxation, lambda s: s.params.bound.first_slice),
-    SearchStage(EvictionRules, lambda s: (s.params.offloading if s.problem.offloads else s.params.first_schedule).rules_limit),
+    SearchStage(EvictionRules, lambda s: OFFLOADING_RULES_LIMIT if s.problem.offloads else _RULES_LIMIT),
     SearchStage(Portfolio, in_background=True, improves=True),
-    SearchStage(OffloadedOrders, lambda s: s.params.first_schedule.offloaded_limit),
+    SearchStage(OffloadedOrders, lambda _: _OFFLOADED_LIMIT),
     SearchStage(TightEviction, lambda s: s.params.first_schedule.eviction_limit),
-    SearchStage(Imitation, lambda s: s.params.first_schedule.imitation_limit),
+    SearchStage(Imitation, lambda _: _IMITATION_LIMIT),
     SearchStage(Relaxation, lambda s: s.params.bound.first_slice * s.params.bound.longer, repeated=True),
     SearchStage(StateSpace, last=True),
 )

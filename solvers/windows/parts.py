@@ -33,6 +33,7 @@ POLL = 0.05  # of the clock, between two polls of background searches
 AFTER = 10  # if others start first,
 LAST = 15  # and if those start too
 _GRACE_S = 0.5  # wait of the end of a solve for a background thread
+_BETWEEN_SHARE = 0.05  # of the limit: time between the starts of two processes, if that is less than the parameter
 
 
 def start_in_background(search: Search, function: Callable[[], object], *, nice: int = 0) -> BackgroundThread:
@@ -73,7 +74,7 @@ def wait_for(search: Search, background: "Sequence[BackgroundThread | Part]", sh
 def turn_of(search: Search, place: int) -> float:
     """Return the start of the search at this position; with a clock of seconds they start one after another."""
     params = search.params.parts
-    return 0.0 if search.clock.counts_work else place * min(params.between, params.between_share * search.clock.limit)
+    return 0.0 if search.clock.counts_work else place * min(params.between, _BETWEEN_SHARE * search.clock.limit)
 
 
 def start_process(

@@ -18,6 +18,8 @@ from solvers.windows.stopping import StoppingRule
 
 WORK_PER_EXECUTION = 1e-5  # of a simulation
 _KEPT_SOLUTIONS = 3
+_PASSES = 8  # of pruning over an order
+_NEAR = 1.01  # times the best time: up to it a schedule that offloads is improved although it is not the best
 
 
 @dataclass(slots=True)
@@ -113,9 +115,9 @@ class Search:
 
     def _is_near(self, trial: Trial) -> bool:
         """Return True if a schedule that offloads may become the best after pruning."""
-        return bool(self.problem.offloads) and trial.time_s <= self.params.offloading.near * self.incumbent.best_s
+        return bool(self.problem.offloads) and trial.time_s <= _NEAR * self.incumbent.best_s
 
     def _pruned(self, trial: Trial, discretization: Discretization | None = None) -> Trial:
         """Return `trial` without unnecessary recomputations."""
         should_stop = self.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), self.stopping.stopped)
-        return prune(self.problem, trial, discretization, self.budget_bytes, should_stop, self.params.refinement.passes)
+        return prune(self.problem, trial, discretization, self.budget_bytes, should_stop, _PASSES)

@@ -10,6 +10,9 @@ from solvers.result import is_within
 from solvers.windows.incumbent import Incumbent
 from solvers.windows.params import BoundParams
 
+CLOSE_GAP = 0.05  # of the tolerance: models are solved to it once the tolerance is reached
+_LEAST_MOMENT, _MOMENT_SHARE = 0.5, 0.5  # of the clock, and of the time so far: a solve within the tolerance goes on so long
+
 
 class StoppingRule:
     """The end of a solve: by the caller, the clock, the tolerance on the gap, or memory."""
@@ -76,7 +79,7 @@ class StoppingRule:
         """
         if not self.solved():
             return False
-        if self._incumbent.infeasible or self._is_within(self._params.close_gap * self.tolerance):
+        if self._incumbent.infeasible or self._is_within(CLOSE_GAP * self.tolerance):
             return True
         now = self._clock.now
         self._solved_at = self._solved_at or now
@@ -85,7 +88,7 @@ class StoppingRule:
 
     def extra(self, spent: float) -> float:
         """Return the time for further improvement of a solve that took `spent` to reach the tolerance."""
-        return max(self._params.least_moment, self._params.moment_share * spent)
+        return max(_LEAST_MOMENT, _MOMENT_SHARE * spent)
 
     def enough(self) -> bool:
         """Return True if better schedules need not be searched."""

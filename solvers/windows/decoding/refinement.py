@@ -7,11 +7,14 @@ from itertools import accumulate
 import numpy as np
 
 from solvers.windows.decoding.decode import Trial
-from solvers.windows.params import RefinementParams
 from solvers.windows.relaxation.discretization import Discretization
 
+_PIECE, _MOST_PIECES = 12, 8  # ops of a piece of a long run over the budget, of each of which the worst execution is refined
+_NEARLY = 0.9  # of the budget: what needs so much is likely to exceed it next
+_MOST_WAITS = 4  # places with the longest waits for transfers that are refined
 
-def worst_of_runs(trial: Trial, budget_bytes: int, params: RefinementParams) -> Iterator[int]:
+
+def worst_of_runs(trial: Trial, budget_bytes: int) -> Iterator[int]:
     """Yield for each run of consecutive executions over the budget the one that needs most; several for long runs."""
     over = [step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes]
     runs: list[list[int]] = []
@@ -21,15 +24,13 @@ def worst_of_runs(trial: Trial, budget_bytes: int, params: RefinementParams) -> 
         else:
             runs.append([step])
     for run in runs:
-        pieces = min(params.most_pieces, -(-len(run) // params.piece))
+        pieces = min(_MOST_PIECES, -(-len(run) // _PIECE))
         size = -(-len(run) // pieces)
         for begin in range(0, len(run), size):
             yield max(run[begin : begin + size], key=lambda step: (trial.memory_bytes[step], -step))
 
 
-def refined(
-    discretization: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams, *, ahead: int = 1
-) -> Discretization:
+def refined(discretization: Discretization, trial: Trial, budget_bytes: int, *, ahead: int = 1) -> Discretization:
     """Return `discretization`, refined at every place where `trial` exceeds the budget.
 
     At a first execution of v: row 6; if it is there, a window ends at v. At a recomputation of x before v: a window of its own
@@ -41,7 +42,7 @@ def refined(
     """
     ends, firsts = set(discretization.ends), set(discretization.firsts)
     recomputations, precedences = set(discretization.recomputations), set(discretization.precedences)
-    for step in worst_of_runs(trial, budget_bytes, params):
+    for step in worst_of_runs(trial, budget_bytes):
         op = trial.order.computed[step]
         if trial.order.first[step]:
             (ends if op in firsts else firsts).add(op)
@@ -64,12 +65,12 @@ def refined(
     return closer.split(ends)
 
 
-def where_it_waits(discretization: Discretization, trial: Trial, params: RefinementParams) -> Discretization:
+def where_it_waits(discretization: Discretization, trial: Trial) -> Discretization:
     """Return `discretization` with windows that end at the first executions with the longest waits of `trial`."""
     new = [op for op, first in zip(trial.order.computed, trial.order.first, strict=True) if first]
     done = list(accumulate(trial.order.first, initial=0))
     waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
-    return discretization.split({new[done[place]] for _, place in waits[: params.most_waits]}) if waits else discretization
+    return discretization.split({new[done[place]] for _, place in waits[:_MOST_WAITS]}) if waits else discretization
 
 
 def _recomputed_before(trial: Trial, step: int) -> list[int]:
@@ -84,9 +85,7 @@ def _up_to(op: int, count: int) -> range:
     return range(max(0, op - count + 1), op + 1)
 
 
-def with_stages_in_order(
-    discretization: Discretization, trial: Trial, budget_bytes: int, params: RefinementParams, *, ahead: int = 1
-) -> Discretization:
+def with_stages_in_order(discretization: Discretization, trial: Trial, budget_bytes: int, *, ahead: int = 1) -> Discretization:
     """Return `discretization` with Checkmate's memory rows for the recomputations in stages where `trial` exceeds the budget.
 
     Args:
@@ -103,7 +102,7 @@ def with_stages_in_order(
         done = op
         if any(taken > budget_bytes for _, taken in recomputed):
             stages = [v for v in _up_to(done, ahead) if discretization.is_single(discretization.window_of(v))]
-            ordered.update((v, x) for v in stages for x, taken in recomputed if taken > params.nearly * budget_bytes)
+            ordered.update((v, x) for v in stages for x, taken in recomputed if taken > _NEARLY * budget_bytes)
         recomputed = []
     return replace(discretization, ordered=frozenset(ordered))
 

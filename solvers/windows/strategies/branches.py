@@ -18,7 +18,6 @@ from solvers.problem import OBJECTIVE_SCALE, Problem
 from solvers.result import is_within
 from solvers.windows.decoding.decode import Order, try_out
 from solvers.windows.decoding.refinement import halved
-from solvers.windows.params import BranchParams
 from solvers.windows.relaxation.discretization import Decision, Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.refinement import RelaxationResult, solve_linear_relaxation, solve_relaxation
@@ -29,6 +28,9 @@ Alternatives = tuple[tuple[int, ...], ...]  # alternatives for one heavy place, 
 Decided = frozenset[Decision]
 
 _WHOLE = 0.01  # distance within which a value counts as an integer
+_SPREAD, _SPREAD_SHARE = 0.05, 0.5  # of the capacity, and of the largest: least difference in memory of alternatives to decide on
+_PLACES = 4  # nothing is decided if there are more
+_ALIKE = 3e-3  # of the step: alternatives whose times differ by at most this count as one
 
 
 @dataclass(slots=True)
@@ -65,7 +67,7 @@ class Branches(Strategy):
         self.orders: deque[Order] = deque()
         self.whole = Discretization.whole(search.problem)
         self.here = replace(search.problem, offloads=NO_OFFLOADS)  # keeping everything offloads nothing
-        self.alternatives = _alternatives(search.problem, search.params.branches)
+        self.alternatives = _alternatives(search.problem)
         self.all = [self._branch(frozenset(), -np.inf)]
         if self.alternatives:
             self._solve_linear_relaxation(self.all[0])
@@ -209,7 +211,7 @@ class Branches(Strategy):
         )
 
 
-def _alternatives(problem: Problem, params: BranchParams) -> dict[int, Alternatives]:
+def _alternatives(problem: Problem) -> dict[int, Alternatives]:
     """Return for ops of heavy places the alternatives that are worth a decision, grouped by shared replaced ops.
 
     The result is empty if many places are equally heavy: then no single one matters.
@@ -218,14 +220,14 @@ def _alternatives(problem: Problem, params: BranchParams) -> dict[int, Alternati
     spread = {b: abs(max(problem.own_bytes[i] for i in group) - problem.own_bytes[b]) for b, group in enumerate(groups) if group}
     together: dict[int, frozenset[int]] = {}
     for b, difference in spread.items():
-        if difference >= params.spread * problem.capacity_bytes:
+        if difference >= _SPREAD * problem.capacity_bytes:
             found = frozenset({b}).union(*(together.get(i, ()) for i in groups[b]))
             together.update((i, found) for alternative in found for i in groups[alternative])
-    least = params.share * max(spread.values(), default=0)
+    least = _SPREAD_SHARE * max(spread.values(), default=0)
     heavy = {found for found in together.values() if max(spread[b] for b in found) >= least}
-    if len(heavy) > params.places:
+    if len(heavy) > _PLACES:
         return {}
-    alternatives = {found: _alike(problem, found, params.alike) for found in heavy}
+    alternatives = {found: _alike(problem, found, _ALIKE) for found in heavy}
     return {i: alternatives[found] for found in heavy for b in found for i in (b, *groups[b])}
 
 

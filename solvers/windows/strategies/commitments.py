@@ -25,6 +25,11 @@ from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOptions
 from solvers.windows.strategies.placement import Placements
 from solvers.windows.strategies.substitution import least_instead, simple, with_alternatives
 
+_TOLERANCE_SHARE = 0.25  # of the tolerance: plain graphs of solutions with optional ops are solved to it
+_OPTIONS_SHARE = 2.0  # of such a solve: duration of the search for other options of the best schedule
+_PLACE_FIRST, _PLACE_FIRST_SHARE = 2.0, 0.2  # of the clock, at most of its limit: placements before other strategies,
+_PLACE_SLICE = 0.5  # and at a time in parallel with other searches
+
 
 class Orders(Protocol):
     """A source of orders to commit to."""
@@ -111,7 +116,7 @@ class Commitments:
             self.try_instead(instead)
         if search.incumbent.best is None and not search.problem.offloads:
             self.try_least(params.bound.first_slice)
-        self.place(min(params.placement.first, params.placement.first_share * search.clock.limit))
+        self.place(min(_PLACE_FIRST, _PLACE_FIRST_SHARE * search.clock.limit))
 
     def try_instead(self, instead: frozenset[int]) -> Trial | None:
         """Return the trial with `instead` in place of others and only necessary recomputations; None if impossible."""
@@ -215,10 +220,10 @@ class Commitments:
             is_open = commitment is not None
             if self._options is not None:
                 now = search.clock.now
-                most = max(params.bound.first_slice, params.commitments.options_share * (now - began))
+                most = max(params.bound.first_slice, _OPTIONS_SHARE * (now - began))
                 is_open |= self._options.step(min(most, until - now))
             if self._placements is not None:
-                self.place(max(params.placement.slice, search.clock.now - began))
+                self.place(max(_PLACE_SLICE, search.clock.now - began))
                 is_open |= not self._placements.done
             if not is_open:
                 if closed:
@@ -268,7 +273,7 @@ class Commitments:
     def _begin(self, commitment: Commitment) -> Search:
         """Return the search of a plain graph, with a longer limit than the last time."""
         params = self.search.params
-        tolerance = Tolerance.of(params.commitments.share * self.search.stopping.tolerance)
+        tolerance = Tolerance.of(_TOLERANCE_SHARE * self.search.stopping.tolerance)
         clock = self.search.clock.part(params.bound.first_slice * params.bound.longer**commitment.runs)
         sub = search_of_part(
             self.search,

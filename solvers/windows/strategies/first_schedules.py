@@ -8,7 +8,7 @@ import numpy as np
 from solvers.clock import left
 from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.eviction.rules import EvictionRule, EvictionSettings
+from solvers.eviction.rules import TIGHT_RULES, EvictionRule, EvictionSettings
 from solvers.problem import Problem
 from solvers.registry import get_solver
 from solvers.request import Request
@@ -16,6 +16,11 @@ from solvers.windows.decoding.decode import Order, order_of
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.strategy import Strategy
+
+_FEW_EXECUTIONS = 4.0  # per op of the graph: of rules before models
+OFFLOADING_RULES_LIMIT = 3.0  # of the clock: for eviction rules at all prices, and for random rules in the portfolio
+# Prices of channel time; at the last only tensors that cannot be recomputed are offloaded.
+_PRICES = (0.03, 0.0, 0.1, 1e3)
 
 
 class KeepEverything(Strategy):
@@ -48,7 +53,7 @@ class EvictionRules(Strategy):
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
-        self._rules = with_prices(search.problem, search.params.first_schedule.rules, search.params.offloading.prices)
+        self._rules = with_prices(search.problem, search.params.first_schedule.rules)
         self._begun = False
 
     def step(self, limit: float) -> bool:
@@ -61,7 +66,7 @@ class EvictionRules(Strategy):
             if (rule := next(self._rules, None)) is None:
                 return False
             stopped = stopping.polled(WORK_PER_EVICTION, stopping.stopped)
-            most = search.params.first_schedule.few_executions
+            most = _FEW_EXECUTIONS
             if (order := evicted(search.problem, rule, EvictionSettings(max_factor=most, should_stop=stopped))) is not None:
                 search.offer(order)
         return True
@@ -72,7 +77,7 @@ class TightEviction(Strategy):
 
     def step(self, limit: float) -> bool:
         """Try all rules for about `limit` until there is a schedule; return False."""
-        search, params = self.search, self.search.params.first_schedule
+        search, rules = self.search, self.search.params.first_schedule.rules
         if search.incumbent.best is not None:
             return False
         began = search.clock.now
@@ -83,7 +88,7 @@ class TightEviction(Strategy):
             return search.incumbent.best is not None or search.clock.now > until or search.stopping.stopped()
 
         should_stop = search.stopping.polled(WORK_PER_EVICTION, ended)
-        for rule in with_prices(search.problem, (*params.rules, *params.tight_rules), search.params.offloading.prices):
+        for rule in with_prices(search.problem, (*rules, *TIGHT_RULES)):
             if should_stop():
                 return False
             # The rules may take longer than the limit: half of it is reserved for the least peak.
@@ -123,9 +128,9 @@ def evicted(problem: Problem, rule: EvictionRule, settings: EvictionSettings) ->
     return None if found is None else order_of(problem, *found)
 
 
-def with_prices(problem: Problem, rules: Sequence[EvictionRule], prices: Sequence[float]) -> Iterator[EvictionRule]:
+def with_prices(problem: Problem, rules: Sequence[EvictionRule]) -> Iterator[EvictionRule]:
     """Yield `rules`; with transfers to the host, at one price of channel time after another."""
-    for price in prices if problem.offloads else prices[:1]:
+    for price in _PRICES if problem.offloads else _PRICES[:1]:
         yield from (replace(rule, channel=price) for rule in rules)
 
 

@@ -26,6 +26,19 @@ from solvers.windows.strategies.restricted_model import CandidateSet, build_rest
 from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, even_shares, share_time
 
 Columns = list[int]
+_SMALL_SHARE = 5e-4  # of the capacity, for all tensors that are assumed to be always in memory
+_COARSE_CAPACITIES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # shares of the capacity for which coarse models are solved
+_COARSE_LIMIT = 2.0  # of the clock, for each of them
+_TIGHT_SHARE = 0.85  # of the budget: an op that needs as much has a window of its own
+_LONGER = 1.5  # factor to the limit of each further model with nothing fixed
+_ROUNDS = 20  # of fixing and refining
+_RADIUS, _WIDER = 3, 4  # open windows on both sides of one over the budget; factor to it if the repair costs more than
+_MUCH = 0.01  # of the step
+_OPEN_LIMIT, _OPEN_GAP = 1.0, 1e-4  # of the clock, and of the step, for a model with few open variables
+# A neighbourhood shrinks after a solve that ran out of time, and grows after one that took less than a share of its time.
+_SHRINK, _GROW, _SOON = 0.8, 0.1, 0.25
+_FIRST_PART = 6  # one window or op in so many is open at first
+_SETTLE_GAP = 0.5  # of the tolerance, for models that only have to fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +67,7 @@ class RestrictedModel:
         self.coarse = coarse
         # With optional ops, a tensor that is always in memory would need a sure producer.
         plain = search.problem.places.plain
-        self.small = without_small(search.problem, self.params.small_share) if plain else search.problem
+        self.small = without_small(search.problem, _SMALL_SHARE) if plain else search.problem
         self.known = CandidateSet()
         self.discretization = coarse
         self._best: EncodedTrial | None = None
@@ -75,7 +88,7 @@ class RestrictedModel:
     def add_tight_windows(self, trials: Iterable[Trial]) -> None:
         """Add windows wherever `trials` need much memory."""
         windows = max(self.params.windows, self.params.size // self.search.problem.ops)
-        discretization = tight_windows(self.search.problem, trials, self.params.tight_share * self.search.budget_bytes, windows)
+        discretization = tight_windows(self.search.problem, trials, _TIGHT_SHARE * self.search.budget_bytes, windows)
         self.discretization = self.discretization.ending_at(discretization.ends)
 
     def choose_from(self, ops: Iterable[int]) -> None:
@@ -94,12 +107,12 @@ class RestrictedModel:
         """Return the trials of solutions of coarse models, for several capacities."""
         trials: list[Trial] = []
         search, small, coarse = self.search, self.small, self.coarse
-        for share in self.params.coarse_capacities:
+        for share in _COARSE_CAPACITIES:
             if search.stopping.enough():
                 break
             search.progress.tell("looking for recomputations that pay")
             model = build_relaxation(replace(small, capacity_bytes=int(share * small.capacity_bytes)), coarse)
-            answer = solve_for_schedules(search, model.program, self.params.coarse_limit, gap=search.stopping.tolerance)
+            answer = solve_for_schedules(search, model.program, _COARSE_LIMIT, gap=search.stopping.tolerance)
             if answer.values is None:
                 break
             solution = read_solution(model, answer.values)
@@ -122,7 +135,7 @@ class RestrictedModel:
                 self.offer_solution(model, read_solution(model, values))
             return False
 
-        gap = self.params.settle_gap * search.stopping.tolerance
+        gap = _SETTLE_GAP * search.stopping.tolerance
         answer = solve_for_schedules(search, model.program, limit, gap=gap, on_incumbent=try_solution)
         if answer.outcome is Outcome.INFEASIBLE:
             return not self.more_candidates()
@@ -153,16 +166,16 @@ class RestrictedModel:
         """
         search, budget_bytes = self.search, self.search.budget_bytes
         ahead = 1
-        for _ in range(self.params.rounds):
+        for _ in range(_ROUNDS):
             fits = trial.peak_bytes <= budget_bytes
             if fits and not any(trial.waits_s):
                 return True
             if fits:
-                finer = where_it_waits(self.discretization, trial, search.params.refinement)
+                finer = where_it_waits(self.discretization, trial)
             else:
-                finer = refined(self.discretization, trial, budget_bytes, search.params.refinement, ahead=ahead)
+                finer = refined(self.discretization, trial, budget_bytes, ahead=ahead)
             if not fits and search.problem.places.plain:
-                finer = with_stages_in_order(finer, trial, budget_bytes, search.params.refinement, ahead=ahead)
+                finer = with_stages_in_order(finer, trial, budget_bytes, ahead=ahead)
             finer = replace(finer, precedences=frozenset())
             if finer == self.discretization or search.stopping.enough():
                 return fits
@@ -174,7 +187,7 @@ class RestrictedModel:
             if tried is None:
                 return fits
             # A solution of the same cost has probably moved the excess to an earlier op.
-            ahead = 2 * ahead if tried.time_s < trial.time_s * (1 + self.params.open_gap) else 1
+            ahead = 2 * ahead if tried.time_s < trial.time_s * (1 + _OPEN_GAP) else 1
             if fits and tried.time_s >= trial.time_s:
                 return True
             trial = tried
@@ -187,21 +200,21 @@ class RestrictedModel:
         over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
         over.update(w for w, wait_s in zip(order.windows, trial.waits_s, strict=False) if wait_s)
         encoded = self.encoded(model, trial)
-        much = problem.units(trial.time_s - problem.base_s * (1 - self.params.much))
+        much = problem.units(trial.time_s - problem.base_s * (1 - _MUCH))
         windows = len(model.discretization.ends)
-        radius = self.params.radius
+        radius = _RADIUS
         best: Floats | None = None
         least = np.inf
         while not search.stopping.enough():
             opened = {w for middle in over for w in range(max(0, middle - radius), min(windows, middle + radius + 1))}
             program = fixed_but_for(encoded, columns_in(model, opened))
-            gap = self.params.settle_gap * search.stopping.tolerance
+            gap = _SETTLE_GAP * search.stopping.tolerance
             answer = solve_for_schedules(search, program, self.params.part_limit, gap=gap)
             if answer.values is not None and answer.objective is not None and answer.objective < least:
                 best, least = answer.values, answer.objective
             if least <= much or len(opened) == windows:
                 break
-            radius *= self.params.wider
+            radius *= _WIDER
         return None if best is None else read_solution(model, best)
 
     def offer_solution(self, model: Model, solution: Solution) -> Trial | None:
@@ -214,7 +227,7 @@ class RestrictedModel:
 
     def model(self) -> Model:
         """Return the restricted model in its current state."""
-        return build_restricted(self.small, self.discretization, self.known, self.params)
+        return build_restricted(self.small, self.discretization, self.known)
 
 
 class Restarts(SteppedStrategy):
@@ -226,10 +239,9 @@ class Restarts(SteppedStrategy):
 
     def steps(self) -> Iterator[None]:
         """Solve the model once per step."""
-        params = self.search.params.neighbourhoods
-        limit = params.whole_limit
+        limit = self.search.params.neighbourhoods.whole_limit
         while not self.restricted.restart(limit):
-            limit *= params.longer
+            limit *= _LONGER
             yield
 
 
@@ -255,20 +267,20 @@ class FixAndOptimize(SteppedStrategy):
 
     def steps(self) -> Iterator[None]:
         """Open some elements per step; more of them if the last solve was fast."""
-        search, restricted, params = self.search, self.restricted, self.search.params.neighbourhoods
+        search, restricted = self.search, self.restricted
         if search.incumbent.best is None:
             return
-        size = max(4, self.count(restricted.best_in_model().model) // params.first_part)
+        size = max(4, self.count(restricted.best_in_model().model) // _FIRST_PART)
         while True:
             best = restricted.best_in_model()
             whole = self.count(best.model)
             search.progress.tell(f"improving {min(size, whole)} of {whole} {self.opened}")
             began = search.clock.now
             program = fixed_but_for(best, self.columns(best, size))
-            answer = solve_for_schedules(search, program, params.open_limit, gap=params.open_gap, start=best.start)
+            answer = solve_for_schedules(search, program, _OPEN_LIMIT, gap=_OPEN_GAP, start=best.start)
             took = search.clock.now - began
             before = search.problem.units(best.trial.time_s - search.problem.base_s)
-            enough = before - params.open_gap * OBJECTIVE_SCALE
+            enough = before - _OPEN_GAP * OBJECTIVE_SCALE
             if answer.values is not None and answer.objective is not None and answer.objective < enough:
                 trial = restricted.offer_solution(best.model, read_solution(best.model, answer.values))
                 if trial is not None:
@@ -278,9 +290,9 @@ class FixAndOptimize(SteppedStrategy):
             if done and size >= 2 * whole and same:
                 return
             if not done:
-                size = max(2, int(params.shrink * size))
-            elif took < params.soon * params.open_limit:
-                size += 1 + int(params.grow * size)
+                size = max(2, int(_SHRINK * size))
+            elif took < _SOON * _OPEN_LIMIT:
+                size += 1 + int(_GROW * size)
             yield
 
 
@@ -352,7 +364,7 @@ class FixAndOptimizeOptions(Strategy):
         while not (stop() or self._none_left):
             if not self._strategies:
                 self._begin()
-            share_time(search, even_shares(self._strategies, search.params.portfolio), search.params.portfolio, should_stop=stop)
+            share_time(search, even_shares(self._strategies), should_stop=stop)
             if not stop():  # all has been chosen again together
                 self._strategies = []
                 self._none_left = search.incumbent.best is self._from and not self.near.more_candidates()

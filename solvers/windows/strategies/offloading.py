@@ -17,13 +17,18 @@ from solvers.windows.decoding.decode import Trial, decoded, order_of, read_solut
 from solvers.windows.decoding.pruning import uses_of, without_executions
 from solvers.windows.decoding.transfer_plan import PoolStay, Reloads, TransferPlan
 from solvers.windows.decoding.transfers import with_transfers
-from solvers.windows.params import OffloadingParams
 from solvers.windows.relaxation.discretization import Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.refinement import solve_for_schedules
 from solvers.windows.strategies.restricted_model import CandidateSet
 from solvers.windows.strategies.strategy import SteppedStrategy
+
+# The coarse model is solved for shares of the memory and slowdowns of the link; the link's weight orders these.
+_CAPACITIES, _SLOWER, _WEIGHT = (1.0, 0.99, 0.98, 0.97, 0.96, 0.94), (1.0, 1.1, 1.2), 0.2
+_LIMIT, _GAP = 5.0, 5e-4  # of the clock, and of the step, for each of these models
+_PLACES, _TENSORS = 3, 20  # longest waits, and tensors at each, that are tried without a transfer,
+_LONGEST, _LEAST_GAIN = 4, 1e-6  # if at most so many ops recompute the tensor, and the step becomes faster by this share
 
 
 class CoarseVariations(SteppedStrategy):
@@ -36,9 +41,9 @@ class CoarseVariations(SteppedStrategy):
 
     def steps(self) -> Iterator[None]:
         """Solve one variation per step and offer its solutions."""
-        search, params = self.search, self.search.params.offloading
-        changes = [(share, slower) for share in params.capacities for slower in params.slower]
-        for share, slower in sorted(changes, key=lambda change: 1 / change[0] + params.weight * change[1]):
+        search = self.search
+        changes = [(share, slower) for share in _CAPACITIES for slower in _SLOWER]
+        for share, slower in sorted(changes, key=lambda change: 1 / change[0] + _WEIGHT * change[1]):
             search.progress.tell(f"looking for schedules for {share:.0%} of the memory and a link {slower:g} times as slow")
             problem = search.problem
             varied = replace(
@@ -51,7 +56,7 @@ class CoarseVariations(SteppedStrategy):
 
 def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
     """Offer the solutions of `model` that may be the best, as they are and with recomputation in place of waits."""
-    problem, params, discretization = search.problem, search.params.offloading, model.discretization
+    problem, discretization = search.problem, model.discretization
     below = problem.units(search.incumbent.best_s - problem.base_s)
 
     def try_solution(values: Floats, objective: float) -> bool:
@@ -62,7 +67,7 @@ def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
             offer_without_waits(search, trial)
         return False
 
-    answer = solve_for_schedules(search, model.program, params.limit, gap=params.gap, below=below, on_incumbent=try_solution)
+    answer = solve_for_schedules(search, model.program, _LIMIT, gap=_GAP, below=below, on_incumbent=try_solution)
     if answer.values is not None and answer.objective is not None:
         try_solution(answer.values, answer.objective)
 
@@ -72,7 +77,7 @@ def offer_without_waits(search: Search, trial: Trial) -> None:
     if trial.peak_bytes > search.budget_bytes or trial.time_s - sum(trial.waits_s) >= search.incumbent.best_s:
         return
     stop = search.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), search.stopping.enough)
-    better = recomputing_where_it_waits(search.problem, trial, search.budget_bytes, stop, search.params.offloading)
+    better = recomputing_where_it_waits(search.problem, trial, search.budget_bytes, stop)
     if better is not trial:
         search.offer(better.order)
 
@@ -148,44 +153,42 @@ def simpler(
             yield None, computed, reloads - {pair}
 
 
-def recomputing_where_it_waits(
-    problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool], params: OffloadingParams
-) -> Trial:
+def recomputing_where_it_waits(problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool]) -> Trial:
     """Return `trial`, which fits, with recomputation in place of transfers, one tensor after another, while it becomes faster."""
     found: Trial | None = trial
     while found is not None:
         trial, found = found, None
-        for computed, reloads in _computing_instead(problem, trial, params):
+        for computed, reloads in _computing_instead(problem, trial):
             if should_stop():
                 return trial
             run = with_transfers(problem, computed, reloads)
             fits = max(run.memory_bytes) <= budget_bytes
-            if fits and run.time_s < trial.time_s * (1 - params.least_gain):
+            if fits and run.time_s < trial.time_s * (1 - _LEAST_GAIN):
                 found = try_out(problem, order_of(problem, computed, run.reloads))
                 break
     return trial
 
 
-def _computing_instead(problem: Problem, trial: Trial, params: OffloadingParams) -> Iterator[tuple[Sequence[int], Reloads]]:
+def _computing_instead(problem: Problem, trial: Trial) -> Iterator[tuple[Sequence[int], Reloads]]:
     """Yield orders with one transfer less: at the longest waits, the cheapest recomputation per second first."""
     computed, reloads = trial.order.computed, trial.order.reloads
     stays = TransferPlan(problem, computed, reloads).stays
     waits = sorted(((wait_s, place) for place, wait_s in enumerate(trial.waits_s) if wait_s > 0), reverse=True)
     chains: dict[tuple[int, int], list[int] | None] = {}
     tried: set[tuple[int, int]] = set()
-    for wait_s, place in waits[: params.places]:
+    for wait_s, place in waits[:_PLACES]:
         ranked: list[tuple[float, tuple[int, int]]] = []
         for stay in stays:
             pair = (stay.tensor, stay.read)
             if pair not in reloads or stay.after >= place or pair in tried:
                 continue
             if pair not in chains:
-                chains[pair] = _chain(problem, stays, computed, pair, params.longest)
+                chains[pair] = _chain(problem, stays, computed, pair, _LONGEST)
             chain = chains[pair]
             cost_s = 0.0 if chain is None else sum(problem.time_s[op] for op in chain)
             if chain is not None and cost_s < wait_s:
                 ranked.append((cost_s / problem.offloads.by_tensor[stay.tensor].offload_s, pair))
-        for _, pair in sorted(ranked)[: params.tensors]:
+        for _, pair in sorted(ranked)[:_TENSORS]:
             tried.add(pair)
             chain = chains[pair]
             assert chain is not None

@@ -24,6 +24,13 @@ from solvers.windows.strategies.strategy import Strategy
 _MOST_KNOWN = 10_000  # orders whose cost is known
 
 Cost = tuple[int, float, float]  # bytes over the budget, end of the last stream, and seconds of all streams
+# Late acceptance: a variation is compared with the one accepted so many variations ago, and twice as many after each restart.
+_MEMORY, _MOST_MEMORY = 30, 500
+_IDLE, _BEGINNINGS = 2_000, 10  # variations without improvement before a restart from the best, and number of restarts
+# Shares of variations that add or remove a recomputation of an op, and a transfer where a tensor is produced.
+_RECOMPUTE_SHARE, _SENT_SHARE = 0.2, 0.15
+_LINKED_SHARE = 0.5  # of the others: dependent ops are moved instead of consecutive ones
+_FEW = 0.5  # half of them move as many ops as are drawn with this probability of an end after each
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +178,6 @@ class Placements(Strategy):
     def __init__(self, search: Search) -> None:
         super().__init__(search)
         self.lacking: Order | None = None
-        self.params = search.params.placement
         self.device_ops = DeviceOps(search.problem)
         self._draw = np.random.default_rng(0)
         self._now: Placing | None = None
@@ -192,7 +198,7 @@ class Placements(Strategy):
         search, stop = self.search, self.search.stopping.enough_after(limit)
         self.lacking = None
         while not stop():
-            if self._now is None or self._idle > self.params.idle or search.incumbent.best is not self._from:
+            if self._now is None or self._idle > _IDLE or search.incumbent.best is not self._from:
                 self._begin()
             assert self._now is not None
             varied = self.varied(self._now)
@@ -216,7 +222,7 @@ class Placements(Strategy):
     @property
     def done(self) -> bool:
         """True if several restarts have not improved the best schedule."""
-        return self._fruitless > self.params.beginnings
+        return self._fruitless > _BEGINNINGS
 
     def cost_of(self, placing: Placing) -> Cost | None:
         """Return the cost of a placement; None if it is invalid."""
@@ -249,18 +255,18 @@ class Placements(Strategy):
         if not movable:
             return placing
         kind = draw.random()
-        if kind < self.params.recompute_share + self.params.sent_share:
+        if kind < _RECOMPUTE_SHARE + _SENT_SHARE:
             v, device = movable[int(draw.integers(len(movable)))], int(draw.integers(device_ops.count))
-            if kind < self.params.recompute_share or not device_ops.outputs[v]:
+            if kind < _RECOMPUTE_SHARE or not device_ops.outputs[v]:
                 return replace(placing, recomputed=placing.recomputed ^ {(v, device)})
             outputs = device_ops.outputs[v]
             t, other = outputs[int(draw.integers(len(outputs)))], int(draw.integers(device_ops.count - 1))
             return replace(placing, sent=placing.sent ^ {(t, device, other + (other >= device))})
         device = int(draw.integers(device_ops.count))
-        size = 1 + int(draw.geometric(self.params.few)) if draw.random() < 0.5 else 1 + int(draw.integers(len(movable)))
+        size = 1 + int(draw.geometric(_FEW)) if draw.random() < 0.5 else 1 + int(draw.integers(len(movable)))
         begin = int(draw.integers(len(movable)))
         chosen: Collection[int] = movable[begin : begin + size]
-        if draw.random() < self.params.linked_share:
+        if draw.random() < _LINKED_SHARE:
             chosen = self._linked(movable[begin], set(movable), size)
         moved = {v: device for v in chosen if (v, device) in device_ops.runs}
         return replace(placing, device=MappingProxyType({**placing.device, **moved}))
@@ -292,7 +298,7 @@ class Placements(Strategy):
         self._now, self._cost = start, cost or (0, np.inf, np.inf)
         self._best = self._cost
         # A longer memory takes longer to converge, to better placements.
-        self._accepted = [self._cost] * min(self.params.memory * 2**self._fruitless, self.params.most_memory)
+        self._accepted = [self._cost] * min(_MEMORY * 2**self._fruitless, _MOST_MEMORY)
 
     def _placing_of(self, instead: Iterable[int]) -> Placing:
         away = dict(self.device_ops.spots[b] for b in instead if b in self.device_ops.spots)

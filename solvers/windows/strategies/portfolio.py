@@ -5,10 +5,17 @@ from collections.abc import Iterator
 from solvers.problem import Problem
 from solvers.windows.decoding.refinement import even_windows
 from solvers.windows.search import Search
+from solvers.windows.strategies.first_schedules import OFFLOADING_RULES_LIMIT
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, Restarts, RestrictedModel
 from solvers.windows.strategies.offloading import CoarseVariations, Polishing
 from solvers.windows.strategies.random_keys import RandomKeys
-from solvers.windows.strategies.strategy import Share, SteppedStrategy, Strategy, even_shares, share_time
+from solvers.windows.strategies.strategy import EVEN_SHARE, Share, SteppedStrategy, Strategy, even_shares, share_time
+
+_IDLE_RUNS = 200  # evictions without improvement before random keys end
+_RESTARTS_SHARE = 0.05  # of the time, as ``EVEN_SHARE``, for restarts
+_EVEN_WINDOWS = 12  # windows of equal time in graphs with transfers to the host
+_FIRST_VARIATIONS = 2  # of coarse models, before any other strategy
+_GUIDED_LIMIT, _RUNS = 2.0, 4  # of the clock, for rules with guides, and the number of others at a time
 
 
 class Portfolio(Strategy):
@@ -16,7 +23,6 @@ class Portfolio(Strategy):
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
-        self.params = search.params.portfolio
         self.restricted = RestrictedModel(search, search.models.coarse)
 
     @staticmethod
@@ -26,19 +32,19 @@ class Portfolio(Strategy):
 
     def step(self, limit: float) -> bool:
         """Run the portfolio to its end; return False."""
-        search, params = self.search, self.params
+        search = self.search
         began = search.clock.now
         self.restricted.begin()  # the first of the restarts
         began_with = search.clock.now - began
         restarts = Restarts(search, self.restricted)
         if search.incumbent.best is None:
-            share_time(search, [Share(restarts, 1.0)], params, should_stop=lambda: found_or_enough(search))
+            share_time(search, [Share(restarts, 1.0)], should_stop=lambda: found_or_enough(search))
         shares = (
-            Share(FixAndOptimizeWindows(search, self.restricted), params.even_share),
-            Share(FixAndOptimizeOps(search, self.restricted), params.even_share),
-            Share(restarts, params.restarts_share, spent=began_with),
+            Share(FixAndOptimizeWindows(search, self.restricted), EVEN_SHARE),
+            Share(FixAndOptimizeOps(search, self.restricted), EVEN_SHARE),
+            Share(restarts, _RESTARTS_SHARE, spent=began_with),
         )
-        share_time(search, shares, params, should_stop=search.stopping.enough)
+        share_time(search, shares, should_stop=search.stopping.enough)
         return False
 
 
@@ -56,15 +62,15 @@ class OffloadingPortfolio(Strategy):
 
     def step(self, limit: float) -> bool:
         """Run the portfolio to its end; return False."""
-        search, restricted, params = self.search, self.restricted, self.search.params
+        search, restricted = self.search, self.restricted
         # Transfers overlap with computation in windows of equal time.
-        restricted.discretization = even_windows(search.models.coarse, search.problem.time_s, params.neighbourhoods.even_windows)
+        restricted.discretization = even_windows(search.models.coarse, search.problem.time_s, _EVEN_WINDOWS)
         evicting, varying = RandomEviction(search), CoarseVariations(search, restricted.known)
         restarts = Restarts(search, restricted)
-        stop = search.stopping.enough_after(params.offloading.rules_limit)
+        stop = search.stopping.enough_after(OFFLOADING_RULES_LIMIT)
         while evicting.step() and not stop():
             pass
-        for _ in range(params.offloading.first):
+        for _ in range(_FIRST_VARIATIONS):
             if search.stopping.enough():
                 return False
             varying.step()
@@ -74,11 +80,11 @@ class OffloadingPortfolio(Strategy):
         strategies: list[SteppedStrategy] = [evicting, varying, restarts]
         if search.incumbent.best is None:
             restricted.begin()
-            shares = even_shares(strategies, params.portfolio)
-            share_time(search, shares, params.portfolio, should_stop=lambda: found_or_enough(search))
+            shares = even_shares(strategies)
+            share_time(search, shares, should_stop=lambda: found_or_enough(search))
         if search.incumbent.best is not None:
             strategies += [Polishing(search), FixAndOptimizeWindows(search, restricted), FixAndOptimizeOps(search, restricted)]
-            share_time(search, even_shares(strategies, params.portfolio), params.portfolio, should_stop=search.stopping.enough)
+            share_time(search, even_shares(strategies), should_stop=search.stopping.enough)
         return False
 
 
@@ -87,13 +93,13 @@ class RandomEviction(SteppedStrategy):
 
     def steps(self) -> Iterator[None]:
         """Try some evictions per step."""
-        search, params, keys = self.search, self.search.params, RandomKeys(self.search)
+        search, keys = self.search, RandomKeys(self.search)
         idle = 0
-        while idle < params.portfolio.idle_runs:
+        while idle < _IDLE_RUNS:
             best, before = search.incumbent.best, keys.runs
-            keys.guided(search.stopping.enough_after(params.offloading.guided_limit))
+            keys.guided(search.stopping.enough_after(_GUIDED_LIMIT))
             yield
-            keys.varied(params.offloading.runs, search.stopping.enough)
+            keys.varied(_RUNS, search.stopping.enough)
             yield
             idle += keys.runs - before
             if search.incumbent.best is not best and search.incumbent.best is keys.found:

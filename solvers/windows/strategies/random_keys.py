@@ -20,6 +20,26 @@ from solvers.windows.decoding.expand import Solution
 from solvers.windows.search import Search
 from solvers.windows.strategies.first_schedules import evicted, with_prices
 
+_EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # of random rules
+# Tried with each solution of a model as guide, with factors to the budget.
+_GUIDED_RULES = (
+    EvictionRule(),
+    EvictionRule(size=0.5, distance=0.5),
+    EvictionRule(size=0.25, distance=2.0),
+    EvictionRule(size=0.25, distance=0.5),
+)
+_FACTORS = (1.0, 1.04)
+_POOL = 4  # runs that are varied
+_WORSE = 1.15  # times the best time: a run is given up
+_FRESH, _FRESH_SHARE = 40, 0.05  # random rules before the first variation, and their share in later runs
+_WHOLE_SHARE = 0.25  # of random rules that use the whole budget; others use a factor between these
+_BUDGET_FACTORS = (0.9, 1.4)
+_VARIED = (0.1, 0.025, 0.006)  # shares of the tensors that get another factor in a variation, one of which is drawn
+_RULE_SHARE, _RULE_STEP = 0.3, 0.1  # probability of a change of the rule, and deviation of each exponent
+_BUDGET_SHARE, _BUDGET_STEP = 0.3, 0.02  # probability of a change of the budget, and deviation of the factor's logarithm
+_MOST_EXECUTIONS = 8.0  # per op
+_PRICES, _PRICE_STEP = (0.0, 0.01, 0.03, 0.1, 0.3), 0.3  # random prices of channel time, and deviation of their logarithm
+
 
 @dataclass(frozen=True, slots=True)
 class EvictionKeys:
@@ -37,7 +57,6 @@ class RandomKeys:
     def __init__(self, search: Search) -> None:
         self.search = search
         self.problem = search.problem
-        self.params = search.params.random_keys
         self.pool: list[tuple[float, EvictionKeys]] = []
         self.runs = 0
         self.found: Trial | None = None  # its last schedule that was the best of the search
@@ -56,9 +75,8 @@ class RandomKeys:
             for k, tensors in enumerate(solution.handed[1:]):
                 handed[k, list(tensors)] = True
             guide = Guide(discretization.ends, handed)
-            prices = self.search.params.offloading.prices
-            for rule in with_prices(self.problem, self.params.guided_rules, prices):
-                for factor in self.params.factors:
+            for rule in with_prices(self.problem, _GUIDED_RULES):
+                for factor in _FACTORS:
                     if should_stop():
                         return
                     self.take(EvictionKeys(rule, factor, guide, self._even), None)
@@ -68,7 +86,7 @@ class RandomKeys:
         for _ in range(runs):
             if should_stop():
                 return
-            if self.runs < self.params.fresh or not self.pool or self._draw.random() < self.params.fresh_share:
+            if self.runs < _FRESH or not self.pool or self._draw.random() < _FRESH_SHARE:
                 self.take(self.fresh(), None)
             else:
                 # The best is varied most often.
@@ -77,36 +95,36 @@ class RandomKeys:
 
     def fresh(self) -> EvictionKeys:
         """Return a random rule without a guide."""
-        cost, size, distance = (float(e) for e in self._draw.choice(self.params.exponents, 3))
-        exact = self._draw.random() < self.params.whole_share
-        factor = 1.0 if exact else float(self._draw.uniform(*self.params.budget_factors))
-        rule = EvictionRule(cost, size, distance, channel=float(self._draw.choice(self.params.prices)))
+        cost, size, distance = (float(e) for e in self._draw.choice(_EXPONENTS, 3))
+        exact = self._draw.random() < _WHOLE_SHARE
+        factor = 1.0 if exact else float(self._draw.uniform(*_BUDGET_FACTORS))
+        rule = EvictionRule(cost, size, distance, channel=float(self._draw.choice(_PRICES)))
         return EvictionKeys(rule, factor, None, self._even)
 
     def variation(self, keys: EvictionKeys) -> EvictionKeys:
         """Return `keys` with other factors for some tensors, and sometimes another rule or budget."""
-        draw, params = self._draw, self.params
-        share = float(draw.choice(params.varied))
+        draw = self._draw
+        share = float(draw.choice(_VARIED))
         chosen = draw.random(len(keys.bias)) < share
         keys = replace(keys, bias=keys.bias * np.where(chosen, np.exp(draw.normal(size=len(chosen))), 1.0))
-        if draw.random() < params.rule_share:
+        if draw.random() < _RULE_SHARE:
             exponents = (keys.rule.cost, keys.rule.size, keys.rule.distance)
-            cost, size, distance = (max(0.0, e + params.rule_step * float(draw.normal())) for e in exponents)
-            channel = keys.rule.channel * math.exp(params.price_step * float(draw.normal()))
+            cost, size, distance = (max(0.0, e + _RULE_STEP * float(draw.normal())) for e in exponents)
+            channel = keys.rule.channel * math.exp(_PRICE_STEP * float(draw.normal()))
             keys = replace(keys, rule=EvictionRule(cost, size, distance, channel=channel))
-        if draw.random() < params.budget_share:
-            keys = replace(keys, factor=keys.factor * math.exp(params.budget_step * float(draw.normal())))
+        if draw.random() < _BUDGET_SHARE:
+            keys = replace(keys, factor=keys.factor * math.exp(_BUDGET_STEP * float(draw.normal())))
         return keys
 
     def take(self, keys: EvictionKeys, parent: int | None) -> None:
         """Try an eviction, and keep it if it is as good as its parent or better than the worst of the pool."""
         self.runs += 1
-        limit_s = self.params.worse * self.search.incumbent.best_s
+        limit_s = _WORSE * self.search.incumbent.best_s
         settings = EvictionSettings(
             capacity_bytes=int(self.problem.capacity_bytes * keys.factor),
             bias=keys.bias,
             guide=keys.guide,
-            max_factor=self.params.most_executions,
+            max_factor=_MOST_EXECUTIONS,
             max_time_s=limit_s,
         )
         order = evicted(self.problem, keys.rule, settings)
@@ -122,7 +140,7 @@ class RandomKeys:
         if parent is not None:
             if trial.time_s <= self.pool[parent][0]:
                 self.pool[parent] = (trial.time_s, keys)
-        elif len(self.pool) < self.params.pool:
+        elif len(self.pool) < _POOL:
             self.pool.append((trial.time_s, keys))
         elif trial.time_s < self.pool[-1][0]:
             self.pool[-1] = (trial.time_s, keys)

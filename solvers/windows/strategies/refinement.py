@@ -19,9 +19,12 @@ from solvers.windows.decoding.refinement import halved, refined, where_it_waits
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import Search
+from solvers.windows.stopping import CLOSE_GAP
 from solvers.windows.strategies.strategy import Strategy
 
 _WORK_PER_ENTRY = 2e-6  # of building a model
+_INNER_GAP = 0.8  # of the tolerance: models are solved to it
+_PSCOST_MINRELIABLE = 1  # HiGHS's option: searches for schedules need many nodes rather than a bound, so little strong branching
 
 
 def solve_for_schedules(
@@ -62,7 +65,7 @@ def solve_for_schedules(
         absolute_gap=gap * OBJECTIVE_SCALE,
         start=start,
         callbacks=SolveCallbacks(stop, on_incumbent, on_bound, search.stopping.interrupted),
-        options={"mip_pscost_minreliable": search.params.portfolio.pscost_minreliable},
+        options={"mip_pscost_minreliable": _PSCOST_MINRELIABLE},
     )
 
 
@@ -197,13 +200,10 @@ def _solve_model(
     # A schedule with both optional ops and offloading has values only in the model of its plain graph.
     if from_best and search.incumbent.best is not None and (search.problem.places.plain or not search.problem.offloads):
         start = start_values(model, solution_of_trial(search.problem, model.discretization, search.incumbent.best))
-    params = search.params.bound
     answer = solve_program(
         model.program,
         clock=clock,
-        absolute_gap=(params.close_gap if search.stopping.solved() else params.inner_gap)
-        * search.stopping.tolerance
-        * OBJECTIVE_SCALE,
+        absolute_gap=(CLOSE_GAP if search.stopping.solved() else _INNER_GAP) * search.stopping.tolerance * OBJECTIVE_SCALE,
         start=start,
         callbacks=SolveCallbacks(
             lambda: search.stopping.enough() or search.stopping.out_of_memory() or should_stop(),
@@ -222,7 +222,7 @@ def _solve_model(
 
 def _offer(search: Search, model: Model, solution: Solution) -> tuple[Discretization, Trial | None]:
     """Decode a solution and offer it; return the discretization, refined where it exceeds the budget, and the trial."""
-    discretization, params = model.discretization, search.params.refinement
+    discretization = model.discretization
     order = decoded(model.problem, discretization, solution)
     trial = search.offer(order, discretization)
     if trial is None:
@@ -230,5 +230,5 @@ def _offer(search: Search, model: Model, solution: Solution) -> tuple[Discretiza
         return (discretization.split(writers) if writers else discretization), None
     if trial.peak_bytes <= search.budget_bytes:
         ends = ends_of(search.problem.conflicts, search.problem.whole, trial.schedule)
-        return (discretization.split(ends) if ends else where_it_waits(discretization, trial, params)), trial
-    return refined(discretization, trial, search.budget_bytes, params), trial
+        return (discretization.split(ends) if ends else where_it_waits(discretization, trial)), trial
+    return refined(discretization, trial, search.budget_bytes), trial

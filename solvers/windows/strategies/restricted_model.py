@@ -18,7 +18,6 @@ from heapq import heapify, heappop, heappush
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import Order, Trial
 from solvers.windows.decoding.expand import Solution
-from solvers.windows.params import NeighbourhoodParams
 from solvers.windows.relaxation.devices import add_makespan
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.draft import Family, ModelDraft, Terms
@@ -29,6 +28,8 @@ from solvers.windows.relaxation.models import compose, window_rows
 from solvers.windows.relaxation.resources import add_resources
 from solvers.windows.relaxation.transfers import add_channels, add_offloads
 from solvers.windows.relaxation.variables import variables
+
+_CANDIDATES, _FEW_CANDIDATES = 2_000, 15  # recomputations that may be needed before an op, times windows; at least
 
 
 class CandidateSet:
@@ -62,16 +63,16 @@ class CandidateSet:
                 recomputed.append(op)
 
 
-def build_restricted(problem: Problem, discretization: Discretization, known: CandidateSet, params: NeighbourhoodParams) -> Model:
+def build_restricted(problem: Problem, discretization: Discretization, known: CandidateSet) -> Model:
     """Build the restricted model, with the candidates `known`."""
     problem = replace(problem, offloads=problem.offloads.only(known.tensors.__contains__))
-    return compose(ModelDraft(problem, discretization, wording=_RunningTotals()), *restricted_families(known, params))
+    return compose(ModelDraft(problem, discretization, wording=_RunningTotals()), *restricted_families(known))
 
 
-def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tuple[Family, ...]:
+def restricted_families(known: CandidateSet) -> tuple[Family, ...]:
     """Return the families of its rows, without merged windows, which serve bounds and enlarge the model."""
     return (
-        *(variables(_Near(known, params)), add_offloads, window_rows, add_memory_inside, add_memory_of_recomputations),
+        *(variables(_Near(known)), add_offloads, window_rows, add_memory_inside, add_memory_of_recomputations),
         *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_makespan),
     )
 
@@ -79,9 +80,8 @@ def restricted_families(known: CandidateSet, params: NeighbourhoodParams) -> tup
 class _Near:
     """The recomputations of a window: candidates near their readers."""
 
-    def __init__(self, known: CandidateSet, params: NeighbourhoodParams) -> None:
+    def __init__(self, known: CandidateSet) -> None:
         self.known = known
-        self.params = params
         self.recomputed_before: dict[int, list[int]] = {}
         for v, x in known.pairs:
             self.recomputed_before.setdefault(v, []).append(x)
@@ -98,7 +98,7 @@ class _Near:
     def lacking(self, draft: ModelDraft, v: int, start: int) -> set[int]:
         """Return the nearest ancestors of v, executed before op `start`, that are candidates."""
         problem = draft.problem
-        most = self.known.factor * max(self.params.few_candidates, self.params.candidates // draft.windows)
+        most = self.known.factor * max(_FEW_CANDIDATES, _CANDIDATES // draft.windows)
         found: set[int] = set()
         producers = problem.producers
         nearest_first = [-p for t in problem.inputs[v] for p in producers[t]]

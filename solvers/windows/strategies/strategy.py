@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from solvers.problem import Problem
-from solvers.windows.params import PortfolioParams
 from solvers.windows.search import Search
 
 _END = object()
+EVEN_SHARE = 0.25  # of the time for a strategy that gains nothing, relative to 1 for the one that gains most
+_SLOW = 1e-4  # relative gain in a unit of time below which all strategies get about the same time
+_MEMORY = 0.95  # factor to past gains and durations per unit of time
 
 
 class Strategy(ABC):
@@ -61,25 +63,25 @@ class Share:
     gained: float = 0.0
 
 
-def even_shares(strategies: Iterable[SteppedStrategy], params: PortfolioParams) -> list[Share]:
+def even_shares(strategies: Iterable[SteppedStrategy]) -> list[Share]:
     """Return a share for each strategy, equal while none of them gains anything."""
-    return [Share(strategy, params.even_share) for strategy in strategies]
+    return [Share(strategy, EVEN_SHARE) for strategy in strategies]
 
 
-def share_time(search: Search, shares: Iterable[Share], params: PortfolioParams, *, should_stop: Callable[[], bool]) -> None:
+def share_time(search: Search, shares: Iterable[Share], *, should_stop: Callable[[], bool]) -> None:
     """Take steps of several strategies until all have ended; those with larger recent gains get more of the time.
 
     The principle is that of adaptive large-neighbourhood search (Ropke and Pisinger, Transportation Science 2006).
     """
     incumbent, clock, active = search.incumbent, search.clock, list(shares)
     while active and not should_stop():
-        most = max(share.gained for share in active) + params.slow
+        most = max(share.gained for share in active) + _SLOW
         chosen = min(active, key=lambda share: share.spent / (share.idle + share.gained / most))
         before_s, began = incumbent.best_s, clock.now
         is_open = chosen.strategy.step()
         took = clock.now - began
         gain = (before_s - incumbent.best_s) / before_s if before_s > 0 else 0.0
-        fading = params.memory**took
+        fading = _MEMORY**took
         for share in active:
             share.gained *= fading
             share.spent *= fading

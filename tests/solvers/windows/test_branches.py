@@ -1,7 +1,6 @@
 """The relaxation split by what is executed in heavy places."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from solvers.problem import OBJECTIVE_SCALE
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.search import Search
+from solvers.windows.strategies import branches as branching
 from solvers.windows.strategies.branches import Branches
 from tests.support.solvers.brute_force_options import fastest_with_options
 
@@ -108,12 +108,13 @@ def test_split_branches_decide_execution_in_their_programs() -> None:
     pytest.fail("no graph has a heavy place")
 
 
-def test_ways_of_about_the_same_time_are_one() -> None:
+def test_ways_of_about_the_same_time_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     fewer = 0
     for seed in range(80):
         search, branches = branches_of(seed)
-        params = replace(search.params, branches=replace(search.params.branches, alike=1e6))
-        merged = Branches(Search.of(replace(search.request, params=params)))
+        with monkeypatch.context() as patched:
+            patched.setattr(branching, "_ALIKE", 1e6)
+            merged = Branches(search)
         replaces, inputs = search.problem.places.replaces, search.problem.inputs
         for alternatives in merged.alternatives.values():
             of_way = [{(replaces[b], inputs[b]) for b in alternative} for alternative in alternatives]

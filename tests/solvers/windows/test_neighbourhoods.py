@@ -20,7 +20,6 @@ from solvers.least import least_budget
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.refinement import refined, with_stages_in_order
-from solvers.windows.params import WindowsParams
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.draft import ModelDraft
 from solvers.windows.relaxation.models import compose
@@ -38,9 +37,6 @@ def knows_all(problem: Problem) -> CandidateSet:
     return known
 
 
-PARAMS = WindowsParams()
-
-
 def whole_trial(problem: Problem) -> Trial:
     return try_out(problem, order_of(problem, range(problem.ops)))
 
@@ -54,15 +50,15 @@ def test_refinement_ahead_adds_windows_of_earlier_ops() -> None:
     trial = replace(try_out(problem, order), memory_bytes=tuple(5 + (step == v) for step in range(problem.ops + 1)))
     budget_bytes = 5
 
-    near = refined(discretization, trial, budget_bytes, PARAMS.refinement)
+    near = refined(discretization, trial, budget_bytes)
     assert near.ends == (3, 8, 9, problem.ops - 1)
     assert not near.recomputations
-    ahead = refined(discretization, trial, budget_bytes, PARAMS.refinement, ahead=3)
+    ahead = refined(discretization, trial, budget_bytes, ahead=3)
     assert ahead.ends == (3, 6, 7, 8, 9, problem.ops - 1)
     assert ahead.recomputations == {(7, x), (8, x), (9, x)}
-    assert with_stages_in_order(ahead, trial, budget_bytes, PARAMS.refinement, ahead=3).ordered == {(7, x), (8, x), (9, x)}
-    assert with_stages_in_order(near, trial, budget_bytes, PARAMS.refinement).ordered == {(9, x)}
-    assert refined(discretization, trial, budget_bytes, PARAMS.refinement, ahead=100).ends[:9] == tuple(range(9))
+    assert with_stages_in_order(ahead, trial, budget_bytes, ahead=3).ordered == {(7, x), (8, x), (9, x)}
+    assert with_stages_in_order(near, trial, budget_bytes).ordered == {(9, x)}
+    assert refined(discretization, trial, budget_bytes, ahead=100).ends[:9] == tuple(range(9))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -72,9 +68,9 @@ def test_running_totals_say_the_same_as_dense_rows(seed: int) -> None:
     discretization = Discretization(tuple(range(problem.ops)))
     known = knows_all(problem)
 
-    families = restricted_families(known, PARAMS.neighbourhoods)
+    families = restricted_families(known)
     models = (
-        build_restricted(problem, discretization, known, PARAMS.neighbourhoods),
+        build_restricted(problem, discretization, known),
         compose(ModelDraft(problem, discretization), *families),
     )
     told, dense = (solve_program(model.program, clock=WallClock(60)) for model in models)
@@ -88,7 +84,7 @@ def test_restricted_model_recomputes_candidate_ops_only() -> None:
     discretization = Discretization(tuple(range(problem.ops)))
     known = CandidateSet()
     known.ops.update((1, 2))
-    model = build_restricted(problem, discretization, known, PARAMS.neighbourhoods)
+    model = build_restricted(problem, discretization, known)
     assert {i for _, i in model.recomputed} == {1, 2}
 
 
@@ -101,7 +97,7 @@ def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
     known = CandidateSet()
     order = order_of(problem, computed, discretization=discretization)
     known.learn_order(order)
-    answer = solve_program(build_restricted(problem, discretization, known, PARAMS.neighbourhoods).program, clock=WallClock(60))
+    answer = solve_program(build_restricted(problem, discretization, known).program, clock=WallClock(60))
     assert answer.outcome is Outcome.OPTIMAL
     assert answer.objective is not None
     assert answer.objective <= problem.units(try_out(problem, order).time_s - problem.base_s) + 1e-3
@@ -205,16 +201,14 @@ def search_for_faster() -> Any:
 def test_strategies_that_improve_get_more_time() -> None:
     search = search_for_faster()
     good, idle = Gaining(search, 1.0, 200), Gaining(search, 0.0, 200)
-    share_time(
-        search, even_shares([good, idle], PARAMS.portfolio), PARAMS.portfolio, should_stop=lambda: good.taken + idle.taken >= 120
-    )
+    share_time(search, even_shares([good, idle]), should_stop=lambda: good.taken + idle.taken >= 120)
     assert good.taken > idle.taken > 0
 
 
 def test_sharing_time_ends_when_all_strategies_have() -> None:
     search = search_for_faster()
     strategies = [Gaining(search, 0.0, count) for count in (1, 3, 0)]
-    share_time(search, even_shares(strategies, PARAMS.portfolio), PARAMS.portfolio, should_stop=lambda: False)
+    share_time(search, even_shares(strategies), should_stop=lambda: False)
     assert [strategy.taken for strategy in strategies] == [1, 3, 0]
 
 

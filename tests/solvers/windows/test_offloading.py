@@ -11,7 +11,6 @@ from planner.capture.options import with_options
 from solvers.problem import Problem, problem_of
 from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.pruning import prune_with_transfers
-from solvers.windows.params import OffloadingParams
 from solvers.windows.strategies.offloading import recomputing_where_it_waits, simpler
 from tests.support.solvers.random_orders import random_order, short_form
 
@@ -41,11 +40,11 @@ def test_recomputing_in_place_of_a_reload_shortens_waits(seed: int) -> None:
     waiting = random_trial(draw, problem)
     assert any(waiting.waits_s)
     budget = waiting.peak_bytes
-    found = recomputing_where_it_waits(problem, waiting, budget, lambda: False, OffloadingParams())
+    found = recomputing_where_it_waits(problem, waiting, budget, lambda: False)
     assert found.peak_bytes <= budget and found.time_s <= waiting.time_s
     assert sum(found.waits_s) < sum(waiting.waits_s)
     assert len(found.order.reloads) < len(waiting.order.reloads)
-    assert recomputing_where_it_waits(problem, waiting, budget, lambda: True, OffloadingParams()) is waiting
+    assert recomputing_where_it_waits(problem, waiting, budget, lambda: True) is waiting
 
 
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 8))])

@@ -29,15 +29,15 @@ def test_values_replace_defaults(tmp_path: Path) -> None:
         [first_schedule]
         rules = [{size = 0.5, gradients_stay = true}, {}]
         imitated = ["dtr"]
-        [random_keys]
-        budget_factors = [0.8, 1]
+        [neighbourhoods]
+        windows = 60
     """
     rules = (EvictionRule(size=0.5, gradients_stay=True), EvictionRule())
     expected = replace(
         DEFAULTS,
         bound=replace(DEFAULTS.bound, first_slice=3.0, most_bytes=1000),
         first_schedule=replace(DEFAULTS.first_schedule, rules=rules, imitated=("dtr",)),
-        random_keys=replace(DEFAULTS.random_keys, budget_factors=(0.8, 1.0)),
+        neighbourhoods=replace(DEFAULTS.neighbourhoods, windows=60),
     )
     assert read(text, tmp_path) == expected
     assert read("", tmp_path) == DEFAULTS
@@ -54,8 +54,7 @@ def test_values_replace_defaults(tmp_path: Path) -> None:
         ("[bound]\nfirst_slice = nan", "bound.first_slice is nan: must be a number, 0 or more"),
         ("[bound]\nfirst_slice = true", "bound.first_slice is True: must be a number, 0 or more"),
         ("[bound]\nsmall_ops = 30.0", "bound.small_ops is 30.0: must be a whole number, 0 or more"),
-        ("[random_keys]\nbudget_factors = [0.1]", "random_keys.budget_factors is [0.1]: must be an array of 2 values"),
-        ("[random_keys]\nexponents = 1", "random_keys.exponents is 1: must be an array"),
+        ("[first_schedule]\nimitated = 1", "first_schedule.imitated is 1: must be an array"),
         ("[first_schedule]\nrules = [{price = 1}]", "there is no 'price' in first_schedule.rules[0]: choose from cost, size,"),
         ("[first_schedule]\nimitated = ['none']", "first_schedule.imitated has 'none': choose from keep-everything,"),
         ("[bound", "is not TOML: "),
@@ -76,8 +75,8 @@ def test_invalid_parameters_raise_with_their_name(text: str, message: str, tmp_p
         (lambda: WindowsParams(bound=BoundParams(max_states="many")), "bound.max_states is 'many': must be a whole number"),
         (lambda: WindowsParams(bound={}), "bound is {}: must be BoundParams"),
         (
-            lambda: WindowsParams(random_keys=replace(DEFAULTS.random_keys, budget_factors=[1.0])),
-            "budget_factors is [1.0]: must be a tuple",
+            lambda: WindowsParams(first_schedule=replace(DEFAULTS.first_schedule, imitated=["dtr"])),
+            "imitated is ['dtr']: must be a tuple",
         ),
         (
             lambda: WindowsParams(first_schedule=replace(DEFAULTS.first_schedule, imitated=("windows",))),
@@ -104,3 +103,7 @@ def test_the_page_has_the_defaults(tmp_path: Path) -> None:
     assert read(text, tmp_path) == DEFAULTS
     given = {line.split(" = ")[0] for line in text.splitlines() if " = " in line and not line.startswith(" ")}
     assert given == {name for group in DEFAULTS.recorded().values() for name in group}  # type: ignore[attr-defined]
+
+
+def test_few_parameters_are_left_to_users() -> None:
+    assert sum(len(group) for group in DEFAULTS.recorded().values()) <= 20  # type: ignore[arg-type,misc]

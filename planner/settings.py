@@ -73,6 +73,7 @@ class TraceSettings:
     Attributes:
         name: name of the model, for messages.
         options: options to find in the step.
+        numbers: names of numbers that stay inputs of the step, as Dynamo writes them.
 
     Raises:
         UsageError: there is no such option, optimizer or device, or a setting conflicts with a roofline.
@@ -86,6 +87,7 @@ class TraceSettings:
     name: str = ""
     options: tuple[str, ...] = ()
     other_devices: tuple[str, ...] = ()
+    numbers: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         check_traced(self.options)

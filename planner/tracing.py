@@ -134,14 +134,15 @@ def capture_step(workload: Workload, settings: TraceSettings, *, variant: "Compi
 
     Args:
         workload: the training step.
-        settings: settings, of which the optimizer, `accumulate` and the name are used.
+        settings: settings, of which the optimizer, `accumulate`, the name and the numbers are used.
         variant: the variant of Inductor's kernels; None for those of eager PyTorch.
     """
     optimizer, accumulate, name = settings.optimizer, settings.accumulate, settings.name
     if variant is not None:
         captured = capture_kernels(*workload, variant=variant, optimizer=optimizer, accumulate=accumulate, name=name)
     else:
-        captured = with_dense_sizes(capture(*workload, optimizer=optimizer, accumulate=accumulate, name=name))
+        step = capture(*workload, optimizer=optimizer, accumulate=accumulate, name=name, numbers=settings.numbers)
+        captured = with_dense_sizes(step)
     prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
     return captured
 

@@ -1,7 +1,7 @@
 """The signature of a training step: its nested arguments and results, flattened and unflattened."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +136,7 @@ class Signature:
         values: for each leaf None if it is a tensor, else a tuple of its value, which is part of the graph.
         trained: for each leaf True if it is a tensor that requires grad, and gets a gradient.
         returned: structure of the loss and the other results, as ``split_returned`` gives them.
+        unread: positions of leaves whose values the graph does not depend on.
     """
 
     given: pytree.TreeSpec
@@ -143,14 +144,15 @@ class Signature:
     values: tuple[tuple[object] | None, ...]
     trained: tuple[bool, ...]
     returned: pytree.TreeSpec
+    unread: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(batch: Batch, returned: pytree.TreeSpec) -> "Signature":
-        """Return the signature of a step that was captured on `batch`."""
+    def of(batch: Batch, returned: pytree.TreeSpec, unread: Collection[int] = ()) -> "Signature":
+        """Return the signature of a step that was captured on `batch`; `unread` as in the class."""
         flat, given = pytree.tree_flatten(arguments(batch))
         values = tuple(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat)
         trained = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat)
-        return Signature(given, _names(arguments(batch)), values, trained, returned)
+        return Signature(given, _names(arguments(batch)), values, trained, returned, frozenset(unread))
 
     def flatten(self, *args: object, **kwargs: object) -> list[object]:
         """Return the leaves of a call, in the order of the captured one.
@@ -175,8 +177,8 @@ class Signature:
         Raises:
             MismatchError: a value differs.
         """
-        for name, value, leaf in zip(self.names, self.values, leaves, strict=True):
-            if value is not None and not _is_same(leaf, value[0]):
+        for i, (name, value, leaf) in enumerate(zip(self.names, self.values, leaves, strict=True)):
+            if value is not None and i not in self.unread and not _is_same(leaf, value[0]):
                 kind = NumberMismatchError if _is_number(leaf) and _is_number(value[0]) else MismatchError
                 raise kind(
                     f"{name} is {leaf!r}, but the step was planned for {value[0]!r}",

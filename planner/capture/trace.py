@@ -6,6 +6,7 @@ model of any size is captured without allocating it.
 """
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant
 
 
-def capture(
+def capture(  # noqa: PLR0913  # what a step consists of, and how it is captured
     model: nn.Module,
     loss_fn: LossFn | None,
     batch: Batch,
@@ -41,6 +42,7 @@ def capture(
     accumulate: bool = False,
     as_on_cuda: bool = False,
     name: str = "",
+    numbers: Collection[str] = (),
 ) -> Capture:
     """Capture one training step of `model` on `batch`.
 
@@ -52,13 +54,14 @@ def capture(
         accumulate: count gradients of earlier batches as memory too.
         as_on_cuda: choose the kernels that CUDA would (attention), to plan without a GPU.
         name: name of the model, for the provenance.
+        numbers: names of numbers that the program reads in each step, as Dynamo writes them.
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or has no scalar loss to train on.
     """
     step = _step(model, loss_fn, batch)
     device = device_of(model, batch)
-    joint, guards, branches = joint_graph(step, batch, as_on_cuda=as_on_cuda)
+    joint, guards, branches = joint_graph(step, batch, as_on_cuda=as_on_cuda, numbers=numbers)
     graph = joint.graph_module.graph
     conditions = branches.guards(graph, step, batch) if branches else None
     if as_on_cuda:
@@ -72,8 +75,10 @@ def capture(
     planned_device = torch.device("cuda") if as_on_cuda else device
     statics = _statics(step, batch, planned_device, optimizer, accumulate=accumulate)
     provenance = _provenance(model, batch, planned_device, optimizer, accumulate=accumulate, name=name)
-    signature = Signature.of(batch, joint.out_spec)
+    signature = Signature.of(batch, joint.out_spec, set() if guards is None else guards.unread(batch))
     lowered = lower(graph, statics, signature, generator=default_generator_of(device), provenance=provenance)
+    if guards is not None and guards.numbers is not None:
+        lowered = replace(lowered, program=replace(lowered.program, numbers=guards.numbers.count))
     return replace(lowered, guards=guards, conditions=conditions)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from planner.passes.code import INLINE, STEP, VARIABLE, Parameter, StraightLine, free, variable
+from planner.passes.numbers import Number
 from planner.passes.program import Argument, Call, Program, Ref, Shared, Statement, item, read_by
 from planner.torch_private.fx import module_of
 
@@ -52,6 +53,7 @@ class PassBuilder:
         self._parameters: list[Parameter] = []
         self._shared: list[tuple[Shared, fx.Node]] = []
         self._unaligned = set(program.aligned)
+        self._numbers: list[fx.Node] = []
 
     def parameter(self, name: str) -> fx.Node:
         """Add a parameter."""
@@ -62,6 +64,14 @@ class PassBuilder:
         """Add a parameter for each of `tensors`."""
         for tensor in tensors:
             self.tensors[tensor] = self.parameter(f"t{tensor}")
+
+    def static_list(self, *, emptied: bool = False) -> None:
+        """Add the parameter with the static tensors of the program, and the numbers that it takes; see ``tensor_list``."""
+        tensors, names = (
+            [source.tensor for source in self._program.sources],
+            [f"number_{i}" for i in range(self._program.numbers)],
+        )
+        self._numbers = self.tensor_list("static", tensors, names, emptied=emptied)
 
     def tensor_list(
         self, name: str, tensors: Sequence[int], others: Sequence[str] = (), *, emptied: bool = False
@@ -96,6 +106,8 @@ class PassBuilder:
                 return node
             case Shared():
                 return self._once(value)
+            case Number(index=index, value=captured):
+                return self._numbers[index] if self._numbers else captured
             case list():
                 return [self.value(each, own) for each in value]
             case tuple():

@@ -330,6 +330,7 @@ class Program:
         guard: makes the context that the passes run in; None for none.
         aligned: static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes.
         names: names of some targets, for display.
+        numbers: how many numbers of Python the calls take, which follow the static tensors (``planner.passes.numbers``).
     """
 
     calls: tuple[OpCalls, ...]
@@ -343,6 +344,7 @@ class Program:
     guard: Call | None = None
     aligned: frozenset[int] = frozenset()
     names: Mapping[str, object] = field(default_factory=dict)
+    numbers: int = 0
     _lookups: "list[_Lookups]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     def gather(self, step: Any, leaves: Sequence[object]) -> list[Any]:

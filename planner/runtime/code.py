@@ -42,7 +42,7 @@ class Code:
     """The compiled step.
 
     Attributes:
-        forward, backward: the two passes; `static` are the tensors of ``Program.sources``, in order.
+        forward, backward: the two passes; `static` are the tensors of ``Program.sources``, in order, and the program's numbers.
         backward_reads: for each source, True if the backward pass reads it.
         saved: ids of the tensors in the list that the forward pass saves.
         returned: positions in that list of tensors that the caller gets too, and may overwrite.
@@ -145,11 +145,10 @@ class _DevicePasses:
 def _main_part(writer: PassWriter, halves: _Halves, *, static_given_up: bool) -> _DevicePasses:
     """Return the passes of the main device: they take the static tensors, and return the results of the step."""
     graph, program = writer.graph, writer.program
-    static = [source.tensor for source in program.sources]
     title = f"schedule of {graph.fingerprint}, {sum(map(len, halves))} steps"
 
     first = PassBuilder(program)
-    first.tensor_list("static", static, emptied=static_given_up)
+    first.static_list(emptied=static_given_up)
     writer.write(first, halves[0])
     streams = writer.streams
     gradients = tuple(gradient for _, gradient in program.gradients)
@@ -161,16 +160,16 @@ def _main_part(writer: PassWriter, halves: _Halves, *, static_given_up: bool) ->
     under_way = writer.under_way
     returned = (program.loss, tuple(program.extras), [*saved, *under_way])
     if static_given_up:
-        first.free_read(static, returned)
+        first.free_read([source.tensor for source in program.sources], returned)
     forward = first.finish(returned, title)
 
     second = PassBuilder(program)
-    second.tensor_list("static", static, emptied=static_given_up)
+    second.static_list(emptied=static_given_up)
     names = [f"transfer_{i}" for i in range(len(under_way))]
     writer.end_forward(second.tensor_list("saved", alive, names, emptied=True))
     writer.write(second, halves[1])
     if static_given_up:
-        second.free_read(static, gradients)
+        second.free_read([source.tensor for source in program.sources], gradients)
     return _DevicePasses((forward, second.finish(gradients, title)), (streams, writer.streams), tuple(alive))
 
 

@@ -14,7 +14,7 @@ from graphs.pools import DEVICE
 from graphs.schedule import Schedule, boundary, live_after
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.signature import join_returned
+from planner.capture.signature import Batch, arguments, join_returned
 from planner.capture.step import TrainingStep
 from planner.passes.program import Source
 from planner.reserved import arena_of, uses_libraries
@@ -186,12 +186,13 @@ class Executor:
         return join_returned(*self._step(*args, **kwargs))
 
     def run(self, leaves: Sequence[object]) -> Any:
-        """Run one forward pass on the leaves of a batch that was checked.
+        """Run one forward pass on the leaves of a batch that was checked, and the numbers of the program.
 
         Raises:
             BudgetError: gradients of an earlier step would take it over the budget; so may ``backward()``.
         """
         static = self.program.gather(self._step, leaves)
+        static += leaves[len(leaves) - self.program.numbers :]
         check_earlier_gradients = self._check_earlier_gradients(static)
         for i in self._untrained:  # autograd would call the hooks of inputs that get no gradient
             if static[i] is not None and static[i].requires_grad:
@@ -200,7 +201,7 @@ class Executor:
         return self.signature.unflatten(results)
 
     def check(self, *args: object, **kwargs: object) -> list[object]:
-        """Return the leaves of a batch, after checking that the step was planned for it.
+        """Return the leaves of a batch and the numbers of the program, after checking that the step was planned for them.
 
         Raises:
             MismatchError: as in a call of the step.
@@ -209,11 +210,19 @@ class Executor:
         check_no_transform("a planned step is called")
         leaves = self.signature.flatten(*args, **kwargs)
         self._check(leaves)
-        if self._guards is not None:
-            self._guards.check(self._step, args, kwargs)
+        numbers = () if self._guards is None else self._guards.check(self._step, args, kwargs)
         if self._conditions:
             self._conditions.check(self._step, leaves)
-        return leaves
+        return [*leaves, *numbers]
+
+    def changed_numbers(self, batch: Batch) -> set[str]:
+        """Return the names of the numbers that differ from those that the step was planned for, as Dynamo writes them."""
+        return set() if self._guards is None else self._guards.changed_numbers(self._step, *arguments(batch))
+
+    @property
+    def free_numbers(self) -> frozenset[str]:
+        """Names of the numbers that the step reads, whatever their values are."""
+        return frozenset() if self._guards is None or self._guards.numbers is None else self._guards.numbers.free
 
     def _check(self, leaves: Sequence[object]) -> None:
         self._check_sizes(leaves)
@@ -282,6 +291,7 @@ class Executor:
         increment_version([static[i] for i in self._untold])
         ctx.save_for_backward(*(static[i] for i in self._checked))
         ctx.unchecked = [static[i] for i in self._unchecked]
+        ctx.numbers = static[len(self.program.sources) :]
         ctx.inputs = self.changed_inputs.save(lambda t: static[self._static_order[t]])
         read = (*self._checked, *self._recomputed_from)
         ctx.unseen = UnseenWrites((self._name(i), static[i]) for i in read) if self.check_writes else None
@@ -324,7 +334,7 @@ class Executor:
             PlannerError: one was written without autograd's knowledge, if `check_writes` is set; or the plan recomputes from one
                 that was written.
         """
-        static: list[Any] = [None] * len(self.program.sources)
+        static: list[Any] = [*[None] * len(self.program.sources), *ctx.numbers]
         for i, tensor in zip(self._checked, ctx.saved_tensors, strict=True):
             static[i] = tensor
         for i, tensor in zip(self._unchecked, ctx.unchecked, strict=True):
@@ -357,8 +367,8 @@ class Executor:
         return source.name.removeprefix("model.")
 
     def place_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return `gradients` in the order of the static tensors; None for tensors without gradient."""
-        placed: list[torch.Tensor | None] = [None] * len(self.program.sources)
+        """Return `gradients` in the order of the static tensors; None for tensors without gradient, and for numbers."""
+        placed: list[torch.Tensor | None] = [None] * (len(self.program.sources) + self.program.numbers)
         for (tensor, _), gradient in zip(self.program.gradients, gradients, strict=True):
             placed[self._static_order[tensor]] = gradient
         return placed

@@ -35,9 +35,13 @@ from torch._dynamo.functional_export import (
     DynamoBytecodeFlatten,  # finds the inputs of the captured graph, starting from the step
     create_fx_graph_from_captured_output,  # a graph with the arguments of the step
 )
-from torch._dynamo.guards import CheckFunctionManager  # checks guards before each step
+from torch._dynamo.guards import (
+    CheckFunctionManager,  # checks guards before each step
+    GuardBuilder,  # what a guard checks
+)
 from torch._dynamo.output_graph import OutputGraph  # refuses some results of a capture
 from torch._dynamo.side_effects import SideEffects  # Python values that a step changes
+from torch._dynamo.source import ConstantSource  # where a value comes from: from nowhere
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,  # which frame is being compiled
     InstructionTranslatorBase,  # executes the captured code: calls and jumps are observed
@@ -51,6 +55,7 @@ from torch._dynamo.utils import (
 from torch._dynamo.variables import (
     BuiltinVariable,  # `@` between captured values
     OptimizerVariable,  # an optimizer, whose parameters become inputs
+    SymNodeVariable,  # a number that is a symbol
     TensorVariable,  # a tensor while code is captured
     TorchInGraphFunctionVariable,  # has the handlers of specially captured functions
     UserDefinedObjectVariable,  # an object that is carried along unchanged
@@ -66,6 +71,7 @@ from torch._dynamo.variables import (
     user_defined as dynamo_user_defined,  # calls them too
 )
 from torch._dynamo.variables.builder import (
+    GraphArg,  # an input of the captured graph
     VariableBuilder,  # takes a user's value into the capture
     wrap_fx_proxy,  # a tensor for a new node
 )

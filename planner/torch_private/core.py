@@ -29,7 +29,14 @@ from torch._subclasses.functional_tensor import (
     FunctionalTensor,  # the target of an in-place op during a capture
     FunctionalTensorMode,  # sees in-place ops before they are made functional
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv  # decides conditions on symbols
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,  # makes the graph that ops are captured in
+    track_tensor_tree,  # lets a value stand for a node of that graph
+)
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,  # a symbol has no value of its own
+    ShapeEnv,  # decides conditions on symbols
+)
 from torch.multiprocessing.reductions import StorageWeakRef  # tells whether memory is still in use
 from torch.nn.modules import (
     module as nn_module,  # has the hooks on all modules

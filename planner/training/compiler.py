@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphs.errors import BudgetError, InfeasibleError, PlannerError
+from graphs.errors import BudgetError, InfeasibleError, PlannerError, TraceError
 from graphs.ir import Graph
 from graphs.pools import HOST
 from graphs.short_tracebacks import warn_caller
@@ -73,6 +73,8 @@ class Compiler:
         slab: the memory of all its steps that run in an arena.
         follows: True if a step is captured again when a number that it read has changed.
         named: the numbers that warnings have named.
+        numbers: those that have changed, as Dynamo writes them: they become inputs of the steps that are captured again.
+        constants: those of them that cannot be inputs.
     """
 
     wrapper: Unwrapped
@@ -86,6 +88,8 @@ class Compiler:
     slab: SharedSlab | SharedPool = field(default_factory=SharedSlab)
     follows: bool = False
     named: set[str] = field(default_factory=set)
+    numbers: set[str] = field(default_factory=set)
+    constants: set[str] = field(default_factory=set)
 
     def capture(self, batch: Batch) -> Capture:
         """Return the step on `batch` with the sizes of its shapes; nothing is executed."""
@@ -274,15 +278,36 @@ class Compiler:
             if name not in self.named:
                 self.named.add(name)
                 again = "captured again: " if any(step.plan is other.plan for other in steps) else "planned again: "
-                cost = f"said once; each new value takes about {time.perf_counter() - began:.1g} s, a tensor in its place none"
-                warn_caller(f"{again}{what} ({cost})")
+                cost = f"about {time.perf_counter() - began:.1g} s"
+                later = f"it is read in each step from now on, after {cost}"
+                if step._executor is None or name not in step._executor.free_numbers:
+                    later = f"each new value takes {cost}, a tensor in its place none"
+                warn_caller(f"{again}{what} (said once; {later})")
             return step
 
         return followed
 
+    @property
+    def _reads_numbers(self) -> bool:
+        """True if numbers may be inputs of steps: the calls of some options, and Inductor's kernels, take none."""
+        return self.trace.options in ((), ("in-place",)) and not self.trace.other_devices
+
+    def _with_inputs(self, batch: Batch, step: PlannedStep) -> Capture:
+        """Return the step on `batch` with the numbers as inputs that have changed since `step`, and before."""
+        assert step._executor is not None
+        self.numbers.update(step._executor.changed_numbers(batch))
+        names = frozenset(self.numbers - self.constants)
+        if names:
+            try:
+                return replace(self, trace=replace(self.trace, numbers=names)).capture(batch)
+            except TraceError:  # together with branches on data, say
+                self.constants.update(names)
+        return self.capture(batch)
+
     def _with_numbers(self, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
         """Return the step on `batch` with the present numbers, by the plan of one of `steps` if the graph is the same."""
-        captured = replace(self, stages=Stages()).capture(batch)
+        quiet = replace(self, stages=Stages())
+        captured = quiet._with_inputs(batch, steps[0]) if self._reads_numbers else quiet.capture(batch)
         for step in steps:
             try:
                 same = self.captured_for(step.plan, captured, batch)
@@ -290,7 +315,7 @@ class Compiler:
             except PlannerError:  # a number has chosen other ops
                 continue
             if self.search.run.arena and isinstance(self.slab, SharedSlab):  # its first step is recorded
-                executor, _ = replace(self, stages=Stages())._executor(same, batch, step.plan)
+                executor, _ = quiet._executor(same, batch, step.plan)
             else:
                 executor = self._made_executor(same, step.plan)
             executor.start_training(step.plan.budget_bytes, check_writes=self.search.run.check_writes)

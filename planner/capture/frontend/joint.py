@@ -1,8 +1,9 @@
 """The joint graph of a training step: Dynamo captures the forward pass, AOTAutograd adds the backward pass."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from planner.capture.frontend.failures import failure, own_message
 from planner.capture.frontend.fake_execution import on_fakes
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
 from planner.capture.frontend.source_lines import location, traced_line
+from planner.capture.frontend.symbolic_numbers import SymbolicNumbers
 from planner.capture.guards.branches import DataBranches, asks_for_values
 from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.names import readable
@@ -63,16 +65,18 @@ Make = Callable[[ExitStack, fx.GraphModule, tuple[object, ...], dict[str, object
 Made = tuple[T, PythonGuards | None]
 # Makes a joint graph, called as ``aot_export_joint_with_descriptors``.
 Export = Callable[..., JointWithDescriptors]
+Values = DataBranches | SymbolicNumbers  # what a capture may learn of values: one of the two
 Traced = tuple[JointWithDescriptors, PythonGuards | None, DataBranches | None]
 
 
-def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> Traced:
+def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: Collection[str] = ()) -> Traced:
     """Return the joint graph of `step`, its guards, and the branches on data that it takes, if any.
 
     Python values that the first call of the step sets are captured as they are after it.
 
     Args:
         as_on_cuda: choose the kernels that CUDA would.
+        numbers: names of numbers that stay inputs of the step, as Dynamo writes them.
 
     Raises:
         TraceError: the step cannot be captured as one graph.
@@ -80,7 +84,7 @@ def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> Traced
 
     def trace() -> Traced:
         with ops_as_eager(), attention_as_on_cuda() if as_on_cuda else nullcontext():
-            return _with_branches(step, batch)
+            return _with_numbers(step, batch, numbers) if numbers else _with_branches(step, batch)
 
     return _settled(step, batch, trace)
 
@@ -188,7 +192,17 @@ def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
     if found and (message := own_message(found)):
         raise TraceError(message) from found
     branches = DataBranches(batch)
-    return *_result(_attempt(step, batch, partial(_joint, branches=branches), branches), step, batch, branches), branches
+    return *_result(_attempt(step, batch, partial(_joint, values=branches), branches), step, batch, branches), branches
+
+
+def _with_numbers(step: TrainingStep, batch: Batch, names: Collection[str]) -> Traced:
+    """Do as ``_with_branches``, without branches on data, but with numbers that stay inputs."""
+    found = _attempts(step, batch, names)
+    if isinstance(found, tuple):
+        return *found, None
+    if isinstance(found, UnsettledError):
+        raise found
+    raise TraceError(f"the step cannot be captured with {', '.join(sorted(names))} as inputs") from found
 
 
 def _result(found: Made[T] | Exception | None, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Made[T]:
@@ -203,23 +217,28 @@ def _result(found: Made[T] | Exception | None, step: TrainingStep, batch: Batch,
     raise found if isinstance(found, UnsettledError) else failure(found, step, batch, branches)
 
 
-def _attempts(step: TrainingStep, batch: Batch) -> Made[JointWithDescriptors] | Exception | None:
+def _attempts(step: TrainingStep, batch: Batch, names: Collection[str] = ()) -> Made[JointWithDescriptors] | Exception | None:
     """Capture with modules told that they are not compiled, as far as possible; return as ``_attempt``."""
+
+    def attempt() -> Made[JointWithDescriptors] | Exception | None:
+        numbers = SymbolicNumbers(names) if names else None
+        return _attempt(step, batch, partial(_joint, values=numbers), numbers)
+
     informed = set(ASKING_FOR_COMPILERS)
     while True:
         with not_compiling(informed) as asked:
-            found = _attempt(step, batch, _joint)
+            found = attempt()
         if isinstance(found, tuple) or not asked:
             return found
         if found is None or isinstance(found, UnsettledError) or own_message(found):
-            return _attempt(step, batch, _joint)
+            return attempt()
         informed.add(asked[-1])
 
 
-def _attempt(step: TrainingStep, batch: Batch, make: Make[T], branches: DataBranches | None = None) -> Made[T] | Exception | None:
+def _attempt(step: TrainingStep, batch: Batch, make: Make[T], values: Values | None = None) -> Made[T] | Exception | None:
     """Return the result or the exception of ``_traced``; another attempt may succeed."""
     try:
-        return _traced(step, batch, branches, make)
+        return _traced(step, batch, values, make)
     except Exception as error:  # noqa: BLE001  # whatever stops it, the user gets one line
         return error
 
@@ -229,16 +248,20 @@ def _joint(
     module: fx.GraphModule,
     args: tuple[object, ...],
     kwargs: dict[str, object],
-    branches: DataBranches | None = None,
+    values: Values | None = None,
 ) -> JointWithDescriptors:
     # A training loop calls backward() outside autocast. Without the shape environment every size is a plain number.
     stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
-    with branches.follow() if branches else nullcontext():
+    with values.follow() if values else nullcontext():
         return aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
 
 
-def _traced(step: TrainingStep, batch: Batch, branches: DataBranches | None, make: Make[T]) -> Made[T] | None:
-    """Return the result of `make` on `step` as Dynamo captures it, with its guards; None if it needs `branches` and has none."""
+def _traced(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T]) -> Made[T] | None:
+    """Return the result of `make` on `step` as Dynamo captures it, with its guards; None if it needs branches and has none.
+
+    Args:
+        values: the branches on data, or the numbers that stay inputs.
+    """
     args, kwargs = arguments(batch)
     with ExitStack() as stack:
         _settings(stack)
@@ -250,8 +273,8 @@ def _traced(step: TrainingStep, batch: Batch, branches: DataBranches | None, mak
             dynamo.enter_context(skip_distribution_checks())
             dynamo.enter_context(read_optimizers())
             dynamo.enter_context(read_numpy_floats())
-            if branches:
-                dynamo.enter_context(branches.take())
+            if values:
+                dynamo.enter_context(values.take())
             matrices = dynamo.enter_context(decompose_sparse_matrices())
             generators = dynamo.enter_context(record_generators())
             effects = dynamo.enter_context(record_effects())
@@ -261,16 +284,20 @@ def _traced(step: TrainingStep, batch: Batch, branches: DataBranches | None, mak
         module = create_fx_graph_from_captured_output(output, step, args, kwargs)
         forget_compiled(output)
         matrices.attach(module)
-        if branches:
-            branches.settle(module)
-        elif asks_for_values(module.graph):
+        if values:
+            values.settle(module)
+        if not isinstance(values, DataBranches) and asks_for_values(module.graph):
             return None
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
         with kept_in_graphs(CHECKS), hide_sparse_buffers(module), keep_attributes(module), _own_tensors(step):
             made = make(stack, module, args, kwargs)
         forget_saved_values()
         with disable_current_modes():  # guards look at real tensors
-            return made, _guards(output, effects, frames, [*generators, *matrices.names], step, batch)
+            guards = _guards(output, effects, frames, [*generators, *matrices.names], step, batch)
+            if guards is not None and isinstance(values, SymbolicNumbers):
+                args, kwargs = arguments(batch)
+                guards = replace(guards, numbers=values.finish({"self": step, "args": args, "kwargs": kwargs}, guards.scope))
+            return made, guards
 
 
 @contextmanager

@@ -5,6 +5,7 @@ one tensor. ``torch.compile`` checks these guards at each call, in microseconds;
 hold for a plan to be correct, and those that the step checks itself with better messages, are left out.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from planner.capture.guards.messages import code_of, explain, fails, is_mode, is
 from planner.capture.guards.names import Scope, accessor, readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, asks_for_layout, replaceable
 from planner.capture.rewrites.sparse_products import is_sparse, part_addresses
+from planner.capture.signature import Batch, arguments
+from planner.passes.numbers import StepNumbers
 from planner.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase, source_name
 from planner.torch_private.core import (
     disable_current_modes,
@@ -51,6 +54,7 @@ _AMBIENT = {
 _FIXED = {"MODULE_MATCH", "BUILTIN_MATCH"}
 # Arguments are checked by a step's signature. Guards only check shared tensors, and values inside of objects.
 _OF_ARGUMENTS = {"DUPLICATE_INPUT", "CONSTANT_MATCH", "EQUALS_MATCH"}
+_ARGUMENT = re.compile(r"L\['(?:args|kwargs)'\](?:\['[^']*'\]|\[\d+\]|\.\w+)*")
 _HOOKS = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
@@ -85,6 +89,8 @@ class PythonGuards:
         replaceable: functions that must still be the same objects, and environment variables.
         strides: those of the tensors of the batch, if the step asks for their layout; else empty.
         state: global settings of PyTorch.
+        parts: Dynamo's guards as expressions.
+        numbers: the numbers that the program reads in each step; None if there are none.
     """
 
     manager: CheckFunctionManager
@@ -93,9 +99,11 @@ class PythonGuards:
     replaceable: Replaceable
     strides: tuple[tuple[int, ...], ...]
     state: Mapping[str, object]
+    parts: tuple[str, ...]
+    numbers: StepNumbers | None = None
 
-    def check(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Raise an error unless `step` is as it was captured: that one, or another of the same model and loss function.
+    def check(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Any, ...]:
+        """Return the numbers of the step if it is as it was captured: that one, or another of the same model and loss function.
 
         Raises:
             MismatchError: with what changed, from what to what, where it is read, and what to do.
@@ -135,6 +143,22 @@ class PythonGuards:
             raise MismatchError(
                 f"{name} was {self.state[name]!r} when the step was planned, and is {now[name]!r} now", f"; {WAYS_OUT}"
             )
+        return () if self.numbers is None else self.numbers.read(local, self.scope)
+
+    def changed_numbers(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> set[str]:
+        """Return the names of the numbers whose guards fail, as Dynamo writes them."""
+        local = {"self": step, "args": args, "kwargs": kwargs}
+        numbers = [part for part in self.parts if is_number(part, local, self.scope)]
+        return {part.partition(" == ")[0] for part in numbers if " == " in part and fails(part, local, self.scope)}
+
+    def unread(self, batch: Batch) -> set[int]:
+        """Return the positions of the numbers in `batch` that no guard looks at, but for their types."""
+        flat, spec = pytree.tree_flatten(arguments(batch))
+        args, kwargs = pytree.tree_unflatten(range(len(flat)), spec)
+        values = [part for part in self.parts if not part.startswith("___check_type_id")]
+        paths = {path for part in values for path in _ARGUMENT.findall(part)}
+        read = [found for path in paths if type(found := _place({"args": args, "kwargs": kwargs}, path)) is int]
+        return {i for i, leaf in enumerate(flat) if isinstance(leaf, int | float)}.difference(read)
 
     def _error(self, local: Scope) -> MismatchError:
         found = self.manager.guard_manager.check_verbose(local)
@@ -178,7 +202,8 @@ def build_guards(
     sources = [source_name(source) for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
     external = tuple(_external_values([*sources, *constants], step, local, scope))
     strides = _strides(args, kwargs) if asks_for_layout(frames) else ()
-    return PythonGuards(manager, scope, external, replaceable(frames, step), strides, global_state())
+    parts = tuple(code_of(part) for guard in graph.guards for part in guard.code_list or ())
+    return PythonGuards(manager, scope, external, replaceable(frames, step), strides, global_state(), parts)
 
 
 def guarded_names(output: CaptureOutput) -> frozenset[str]:
@@ -239,6 +264,13 @@ def _part_addresses(find: Callable[[Scope, Scope], object], local: Scope, scope:
     """Return the addresses of the parts of a sparse matrix; () if it is none any more."""
     matrix = find(local, scope)
     return part_addresses(matrix) if isinstance(matrix, torch.Tensor) and is_sparse(matrix) else ()
+
+
+def _place(local: Scope, path: str) -> object:
+    try:
+        return accessor(path)(local, {})
+    except (AttributeError, LookupError, TypeError):  # of a part of a leaf
+        return None
 
 
 def _where(stack: Iterable[FrameSummary] | None) -> str:

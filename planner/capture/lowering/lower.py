@@ -20,6 +20,7 @@ from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_
 from planner.capture.rewrites.explicit_generators import explicit_generator
 from planner.capture.rewrites.outputs import CHECKS, fake, first_backward, is_random, operator_of, outputs, storage
 from planner.capture.signature import Signature
+from planner.passes.numbers import Number
 from planner.passes.program import Argument, Call, OpCalls, Path, Program, Ref, call_of, item, read_by, shown
 from planner.torch_private.capture import GradAOTOutput, TangentAOTInput
 from planner.torch_private.core import OpOverload, with_effects
@@ -94,6 +95,7 @@ class _GraphLowering:
         self.owner: dict[int, int] = {}  # storage -> tensor
         self.modules: dict[object, str] = {}  # autograd sequence number -> module path
         self.written: set[int] = set()
+        self.numbers: set[fx.Node] = set()
 
     def run(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
         boundary = first_backward(self.graph)
@@ -170,7 +172,12 @@ class _GraphLowering:
             if node not in self.values:  # an item of a view that returns several
                 self.values[node] = item(self.values[_node(node.args[0])], (int(node.args[1]),))  # type: ignore[arg-type]
             return
-        called = operator_of(node)
+        called, read = operator_of(node), node.all_input_nodes
+        if node.target is Number or (called is None and read and self.numbers.issuperset(read)):
+            self.numbers.add(node)  # it is computed wherever it is read
+            call = self.references.call(node)
+            self.values[node] = Number(*call.args) if node.target is Number else call
+            return
         if node.target is with_effects:
             raise TraceError(
                 f"{location(traced_line(node.meta.get('stack_trace')))} calls {node.args[1]}, whose effects torch.compile "
@@ -192,8 +199,8 @@ class _GraphLowering:
                 f"{node.target} in {self._module(node) or 'the step'} makes a size or a number that depends on the data: "
                 "a static graph needs shapes that are known before it runs"
             )
-        read = {storage(t) for arg in node.all_input_nodes for _, t in _storages(arg.meta["val"])}
-        aliases = [storage(t) in read for _, t in made]
+        given = {storage(t) for arg in read for _, t in _storages(arg.meta["val"])}
+        aliases = [storage(t) in given for _, t in made]
         if made and all(aliases):
             self.values[node] = self.references.view(node)
             return

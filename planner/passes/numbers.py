@@ -1,0 +1,68 @@
+"""Python numbers that a step reads each time: a coefficient that is annealed, a count of steps.
+
+What a step computes from them in Python (``1 - weight``, ``math.cos(step / total)``) is computed by the same functions on the
+same values, so that its ops get the bits that eager PyTorch gives them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graphs.errors import NumberMismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A reference to a number of a program, as an argument of a call.
+
+    Attributes:
+        index: its position among them.
+        value: its value when the step was captured, for ops that are called alone, to measure them.
+    """
+
+    index: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """The numbers of a captured step: where they are read, and what is computed from them.
+
+    Attributes:
+        names: names of the values that are read, for messages.
+        find: for each a function of the local and the global scope that returns it.
+        planned: their values when the step was captured.
+        compute: a function of the values, which returns the numbers of the program, then the outcomes that the program relies on.
+        count: how many numbers the program has.
+        results: what it returned when the step was captured.
+        free: those of the names whose values may be any.
+    """
+
+    names: tuple[str, ...]
+    find: tuple[Callable[[Mapping[str, object], Mapping[str, object]], Any], ...]
+    planned: tuple[Any, ...]
+    compute: Callable[..., tuple[Any, ...]]
+    count: int
+    results: tuple[Any, ...]
+    free: frozenset[str]
+
+    def read(self, local: Mapping[str, object], scope: Mapping[str, object]) -> tuple[Any, ...]:
+        """Return the present numbers of the program.
+
+        Raises:
+            NumberMismatchError: the step does something else for them than what was captured.
+        """
+        values = tuple([find(local, scope) for find in self.find])
+        try:
+            results = self.compute(*values)
+        except ArithmeticError:  # such as a division by zero, which eager PyTorch raises when the step is captured again
+            results = ()
+        if results[self.count :] != self.results[self.count :] or [*map(type, results)] != [*map(type, self.results)]:
+            pairs = zip(self.names, self.planned, values, strict=True)
+            name, planned, now = next(
+                (each for each in pairs if each[1] is not each[2]), (self.names[0], self.planned[0], values[0])
+            )
+            raise NumberMismatchError(
+                f"{name} was {planned!r} when the step was planned, and is {now!r} now", ": what the step does depends on it"
+            )
+        return results[: self.count]

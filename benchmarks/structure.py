@@ -1,4 +1,4 @@
-"""Measure the structure of the sources: lines, files, long functions, import cycles, how far options and transfers spread.
+"""Measure the structure of the sources: lines, long functions, names, import cycles, how far options and transfers spread.
 
     python -m benchmarks.structure                     # of this checkout
     python -m benchmarks.structure --against ../before # compared with another one, as a table
@@ -38,6 +38,29 @@ GENERAL_WORDS = {
     "`places.plain`": r"places\.plain",
 }
 MOST_LINES, MOST_PARAMETERS = 60, 7
+# The first words of names that say what a function does. Words that are nouns as often (plan, record, time) are among them.
+_VERBS = """
+abandon accept add adjust admit advance advise allocate allow answer append apply ask assign await begin bind block bound
+branch break bring build call capture carry change check choose clear close collect combine come commit compare compile
+compose compress compute connect continue convert copy count cover create cut decide decode decompose define delete describe
+detect determine discard disconnect divide download draw drop encode end enter estimate evaluate evict exclude execute
+expand expect explain export extend extract fail feed fetch fill filter find finish fit fix flatten follow forbid forget
+form format forward free freeze gather generate get give go grow guess hand handle hash hide hold identify ignore import
+improve increase index insert install interrupt invert issue iterate join judge keep learn leave let lift limit link list
+listen live load lock log look lower make map mark match measure merge mock model monitor move mutate name need normalize
+note notice number observe offer offload open order pack pad parse partition pass patch pick pin place plan play plot poll
+pop prepare preserve prevent print profile propagate prove provide prune publish push put raise reach read rebuild recall
+receive recompute record reduce refine refuse register release relax reload remove rename render renumber repair repeat
+replace replay report request require reserve reset resolve restart restore restrict return reuse rewrite round run save
+scale schedule search see select send separate serve set settle share shorten show sift simulate solve sort specify spend
+split start step stop store stretch strip submit substitute sum summarize swap take tell test tie time touch trace track
+train transfer transform translate traverse trim try turn unlock unpack unwrap update use validate verify view visit wait
+walk warm warn watch weigh win wrap write yield
+"""
+VERBS = frozenset(_VERBS.split())
+YES_OR_NO = frozenset(
+    {"is", "has", "can", "may", "must", "needs", "fits", "applies", "accepts"}
+)  # of names that answer a question
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +119,32 @@ def functions(module: Module) -> Iterator[tuple[str, int, int]]:
                 (node.end_lineno or 0) - node.lineno + 1,
                 len([n for n in names if n not in ("self", "cls")]),
             )
+
+
+def functions_without_verb(module: Module) -> tuple[list[str], int]:
+    """Return the names of functions that begin with no verb and ask no question, and the number of all that are looked at.
+
+    Properties, dunder methods and constructors called ``of`` are left out: the former read as attributes.
+    """
+    names = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not (node.name == "of" or node.name.startswith("__")):
+            decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+            if decorators.isdisjoint({"property", "cached_property", "setter", "overload"}):
+                names.append(node.name)
+    return [name for name in names if name.strip("_").partition("_")[0] not in VERBS | YES_OR_NO], len(names)
+
+
+def nested_functions(module: Module) -> int:
+    """Return the number of functions that are defined inside of others."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    outer = [node for node in ast.walk(module.tree) if isinstance(node, kinds)]
+    return len({id(child) for node in outer for child in ast.walk(node) if isinstance(child, kinds) and child is not node})
+
+
+def comment_lines(module: Module) -> int:
+    """Return the number of comments."""
+    return sum(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(module.source).readline))
 
 
 def import_cycles(modules: list[Module]) -> list[set[str]]:
@@ -158,6 +207,13 @@ def measure(root: Path) -> dict[str, str]:
     figures[f"functions with over {MOST_PARAMETERS} parameters, the most"] = _count_and_most(
         [(count, name) for name, _, count in every], MOST_PARAMETERS
     )
+    unnamed = [functions_without_verb(module) for module in sources]
+    without, all_names = sum(len(names) for names, _ in unnamed), sum(count for _, count in unnamed)
+    figures["functions whose names have no verb"] = f"{without:,} of {all_names:,} ({100 * without / max(1, all_names):.0f}%)"
+    figures["functions inside of others"] = str(sum(map(nested_functions, sources)))
+    comments, lines = sum(map(comment_lines, sources)), sum(module.lines for module in sources)
+    figures["comments"] = f"{comments:,} ({100 * comments / max(1, lines):.1f} for 100 lines)"
+    figures["files at the top of `planner`"] = str(len(list((root / "planner").glob("*.py"))))
     cycles = import_cycles(sources)
     figures["modules in import cycles (cycles)"] = f"{sum(map(len, cycles))} ({len(cycles)})"
     classes = [found for module in sources for found in class_sizes(module)]

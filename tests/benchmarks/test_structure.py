@@ -1,5 +1,6 @@
 """The figures of ``benchmarks.structure``, on a checkout of three small modules."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,26 @@ def test_imports_inside_of_functions_close_a_cycle(checkout: Path) -> None:
 
 def test_attributes_of_classes_are_counted(checkout: Path) -> None:
     assert list(structure.class_sizes(structure.read(checkout, "solvers")[0])) == [("solvers.box.Box", 2, 2)]
+
+
+def test_names_without_a_verb_are_found() -> None:
+    source = """
+def find_readers(): ...
+def readers(): ...
+def is_static(): ...
+class Op:
+    def __init__(self): ...
+    @property
+    def size(self): ...
+    @classmethod
+    def of(cls): ...
+    def _shifted(self):
+        def stop(): ...
+"""
+    module = structure.Module("ops", source, ast.parse(source))
+    assert structure.functions_without_verb(module) == (["readers", "_shifted"], 5)
+    assert structure.nested_functions(module) == 1
+
+
+def test_comments_are_counted(checkout: Path) -> None:
+    assert [structure.comment_lines(module) for module in structure.read(checkout, "solvers")] == [1, 0]

@@ -12,7 +12,8 @@
 // Tensors that autograd saves meanwhile stay in memory, each in a `LoggedTensor`. The recorder replaces it by its own handle when
 // it reads the log.
 //
-// On a CUDA device, the recorder executes the first ops of each signature and measures their times and workspaces. If an operator
+// The first ops of each signature are measured. On the CPU the log does so, by the allocator's reports of what an op takes while it
+// runs. On a CUDA device the recorder executes these ops, and measures their times and workspaces. If an operator
 // was measured often, and its outputs are far below the budget, what it takes in other sizes is estimated from these measurements.
 // Autograd may run a thread for the device beside the one for the CPU, with the same log.
 
@@ -37,6 +38,7 @@
 #include <c10/util/accumulate.h>
 #include <c10/util/bit_cast.h>
 #include <c10/util/flat_hash_map.h>
+#include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -74,7 +76,34 @@ constexpr int64_t kMostWrites = 900; // less than the recorder's longest chain
 constexpr size_t kMostSignatures = 1 << 15;
 constexpr int64_t kBlockBytes = 512; // of CUDA's allocator
 constexpr int64_t kFewMeasurements = 2; // the first executions of an operator load kernels
+constexpr int64_t kMeasurementsHere = 2; // of each signature, on the CPU
 constexpr int64_t kEnoughMeasurements = 8; // of an operator, to estimate what it takes in other sizes
+
+// The most bytes that the CPU allocator hands out in a thread while this is the thread's profiler.
+class AllocatedBytes final : public torch::profiler::impl::ProfilerStateBase {
+ public:
+  AllocatedBytes() : ProfilerStateBase(torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::Disabled)) {}
+
+  void reportMemoryUsage(void*, int64_t size_bytes, size_t, size_t, c10::Device device) override {
+    if (device.is_cpu()) {
+      live_bytes_ += size_bytes;
+      peak_bytes = std::max(peak_bytes, live_bytes_);
+    }
+  }
+
+  bool memoryProfilingEnabled() const override {
+    return true;
+  }
+
+  torch::profiler::impl::ActiveProfilerType profilerType() override {
+    return torch::profiler::impl::ActiveProfilerType::NONE;
+  }
+
+  int64_t peak_bytes = 0;
+
+ private:
+  int64_t live_bytes_ = 0;
+};
 
 // How an operator is executed.
 enum Way : int64_t {
@@ -497,8 +526,17 @@ class Log : public c10::DebugInfoBase {
       return false;
     }
     const auto failed = failures[device_.index()];
+    const auto kProfiler = c10::DebugInfoKind::PROFILER_STATE;
+    const bool is_new = measurements_ == 0 && (known == nullptr || known->measurements < kMeasurementsHere);
     try {
-      handle.redispatchBoxed(below, stack);
+      if (is_new && c10::ThreadLocalDebugInfo::get(kProfiler) == nullptr) { // else the thread is profiled
+        const auto allocated = std::make_shared<AllocatedBytes>();
+        const c10::DebugInfoGuard guard(kProfiler, allocated);
+        handle.redispatchBoxed(below, stack);
+        call.taken_bytes = allocated->peak_bytes;
+      } else {
+        handle.redispatchBoxed(below, stack);
+      }
     } catch (...) {
       error_of_op = std::current_exception();
       call.failed = 1;
@@ -535,7 +573,7 @@ class Log : public c10::DebugInfoBase {
     }
     if (measurements_ == 0 || (facts.measured.is_enough() && !facts.needs_block)) {
       const auto most_bytes = bound_bytes(handle, draft, facts);
-      const auto room_bytes = measurements_ == 0 ? 0 : estimated_room_bytes(draft, facts, most_bytes);
+      const auto room_bytes = estimated_room_bytes(draft, facts, most_bytes);
       if (most_bytes >= 0 && would_fit(most_bytes + room_bytes)) {
         call.known_bytes = 0; // the outputs are counted when the op has run
       }
@@ -758,16 +796,19 @@ class Log : public c10::DebugInfoBase {
     return found;
   }
 
-  // Returns what an op takes in addition to its outputs on a CUDA device, by what other sizes have taken: with a copy of each input
+  // Returns what an op takes in addition to its outputs, by what other sizes have taken; on a CUDA device with a copy of each input
   // that is not contiguous, because contiguous ones need none, and with what the allocator adds to each output.
-  static int64_t estimated_room_bytes(const Draft& draft, const Operator& facts, int64_t most_bytes) {
+  int64_t estimated_room_bytes(const Draft& draft, const Operator& facts, int64_t most_bytes) const {
+    const auto room_bytes = facts.measured.room_bytes_of(static_cast<double>(most_bytes) + bytes_in(draft));
+    if (measurements_ == 0) {
+      return static_cast<int64_t>(room_bytes);
+    }
     double copied_bytes = 0;
     for (const auto& value : draft.arguments) {
       each_tensor(value, [&](const at::Tensor& tensor, int64_t) {
         copied_bytes += tensor.is_contiguous() ? 0 : static_cast<double>(tensor.nbytes() + kBlockBytes);
       });
     }
-    const auto room_bytes = facts.measured.room_bytes_of(static_cast<double>(most_bytes) + bytes_in(draft));
     return static_cast<int64_t>(room_bytes + copied_bytes) + kBlockBytes * kMostOutputs;
   }
 
@@ -1015,7 +1056,9 @@ class Log : public c10::DebugInfoBase {
       if (call.taken_bytes >= 0) {
         known->measurements += 1;
         known->room_bytes = std::max(known->room_bytes, call.taken_bytes - made_bytes);
-        known->seconds = known->seconds < 0 ? call.seconds : std::min(known->seconds, call.seconds);
+        if (measurements_ > 0) {
+          known->seconds = known->seconds < 0 ? call.seconds : std::min(known->seconds, call.seconds);
+        }
       }
       seconds = known->seconds < 0 ? seconds : known->seconds;
       taken_bytes = known->measurements == 0 ? 0 : made_bytes + known->room_bytes;

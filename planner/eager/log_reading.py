@@ -32,7 +32,7 @@ class LogReader:
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         memory = recorder.memory
-        measurements = 0 if recorder.device_costs is None else MEASUREMENTS
+        measurements = 0 if recorder.costs.times_each else MEASUREMENTS
         self.log = DeferredLog(recorder.operator, memory.budget_bytes, device, measurements)
         self._recorder = recorder
         self._other_bytes = memory.live_bytes - sum(storage.size_bytes for storage in memory.resident.values())
@@ -79,9 +79,7 @@ class LogReader:
             return self._record(op, self._unread)
         call = self.log.call
         if call.unserved:
-            costs = self._recorder.device_costs
-            assert costs is not None
-            costs.check_memory(op.function)
+            self._recorder.costs.check_memory(op.function)
         if call.failed:
             failed = [self.log.error()]
             if self.log.shared.open:
@@ -109,7 +107,7 @@ class LogReader:
 
     def _run(self, op: RecordedOp, call: OpExchange) -> Any:
         """Execute an op that the open log leaves to Python; if the log cannot log it, or it does not fit, read the log first."""
-        recorder, log, costs = self._recorder, self.log, self._recorder.device_costs
+        recorder, log, costs = self._recorder, self.log, self._recorder.costs
         operator, args, kwargs = op.operator, op.args, op.kwargs
         is_new = call.known_bytes < 0
         if log.shared.must_close or call.noted != log.shared.openings or (is_new and not self._fits(op, call)):
@@ -118,22 +116,21 @@ class LogReader:
         with lock_of_draws(operator):
             if operator.draws:
                 op.draws = random_state_before(args, kwargs)
-            if costs is not None:
-                costs.forget_failures()
-                if is_new:
-                    costs.begin()
+            costs.forget_failures()
+            is_measured = is_new and costs.begin()
             try:
                 outputs = operator.call(*args, **kwargs)
             except Exception as error:  # noqa: BLE001  the recorder raises it again unless the allocator ran out of memory
+                if is_measured:
+                    costs.stop()
                 if op.draws is not None:
                     generator, state = op.draws
                     state.restore(generator)
                 self._read()
                 return recorder.run(op, [error])
-        if costs is not None:
-            costs.check_memory(op.function)
-            if is_new:
-                call.seconds, call.taken_bytes = costs.stop()
+        costs.check_memory(op.function)
+        if is_measured:
+            call.seconds, call.taken_bytes = costs.stop()
         if op.draws is not None:
             self._draws[log.shared.position] = op.draws
             if len(self._draws) > self._most_draws:
@@ -153,8 +150,8 @@ class LogReader:
             room_bytes = sizes.guessed_bytes(function, args, kwargs, call.known_bytes)
         if not log.fits(call.known_bytes + room_bytes):
             return False
-        costs = self._recorder.device_costs
-        return costs is None or not takes_free_memory(function) or costs.missing_block(call.known_bytes + room_bytes) is None
+        costs = self._recorder.costs
+        return not takes_free_memory(function) or costs.missing_block(call.known_bytes + room_bytes) is None
 
     def _read(self) -> None:
         """Record the ops in the log, and close it: the recorder sees further ops itself."""

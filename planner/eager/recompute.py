@@ -8,7 +8,7 @@ import torch
 
 from graphs.errors import BudgetError, PlannerError
 from graphs.units import format_bytes, format_enough
-from planner.eager.device_costs import DeviceCosts
+from planner.eager.device_costs import OpCosts
 from planner.eager.memory import Memory
 from planner.eager.sizes import takes_free_memory
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
@@ -26,8 +26,7 @@ class Recomputation:
     Args:
         memory: the budgeted memory, which makes room before each op.
         max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step.
-        device_costs: measures ops on a CUDA device, where ops return before they are done: a recomputed op counts with its first
-            measured time. None on the CPU.
+        costs: measures ops. Where ops return before they are done, a recomputed op counts with its first measured time.
 
     Attributes:
         ops: number of recomputed ops.
@@ -37,9 +36,9 @@ class Recomputation:
         running: True while the runtime executes its own ops.
     """
 
-    def __init__(self, memory: Memory, max_recomputation: float, device_costs: DeviceCosts | None = None) -> None:
+    def __init__(self, memory: Memory, max_recomputation: float, costs: OpCosts) -> None:
         self.memory = memory
-        self.device_costs = device_costs
+        self.costs = costs
         self.max_recomputation = max_recomputation
         self.step_ops = 0
         self.ops = 0
@@ -170,13 +169,12 @@ class Recomputation:
         kwargs = fill(op.kwargs, remaining)
         torch.set_grad_enabled(op.grad_enabled)
         _use(op.settings)
-        costs = self.device_costs
-        if costs is not None and takes_free_memory(op.function):
+        costs = self.costs
+        if takes_free_memory(op.function):
             costs.find_block(op.room_bytes, self.memory.evict_after)
         while True:
             start = self.memory.now()
-            if costs is not None:
-                costs.forget_failures()
+            costs.forget_failures()
             try:
                 if op.draws is None:
                     outputs = op.function(*args, **kwargs)
@@ -191,8 +189,8 @@ class Recomputation:
                 if op.in_place and not op.operator.allocates_first:
                     return None
         seconds = self.memory.now() - start
-        if costs is not None:
-            costs.check_memory(op.function)
+        costs.check_memory(op.function)
+        if not costs.times_each:
             seconds = op.seconds
         return (list(outputs) if isinstance(outputs, list | tuple) else [outputs]), seconds
 

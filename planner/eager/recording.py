@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphs.errors import BudgetError
-from planner.eager.device_costs import DeviceCosts
+from planner.eager.device_costs import OpCosts
 from planner.eager.draws import lock_of_draws, random_state_before
 from planner.eager.following import StepFollower
 from planner.eager.memory import Memory
@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
         sizes: sizes of outputs, by signature.
         recomputation: executes recorded ops.
         follower: logs steps, and follows their plans.
-        device_costs: measures ops on a CUDA device; None on the CPU.
+        costs: measures ops.
 
     Attributes:
         handle: executes an op that was called: `run`, or the function with which a `LogReader` has replaced it.
@@ -64,14 +64,14 @@ class Recorder(TorchDispatchMode):
         sizes: OutputSizes,
         recomputation: Recomputation,
         follower: StepFollower,
-        device_costs: DeviceCosts | None = None,
+        costs: OpCosts,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.sizes = sizes
         self.recomputation = recomputation
         self.follower = follower
-        self.device_costs = device_costs
+        self.costs = costs
         self.lock = threading.RLock()
         self.is_closed = False
         self.sources = Sources(memory, recomputation)
@@ -206,18 +206,24 @@ class Recorder(TorchDispatchMode):
         failed: list[Exception],
     ) -> Any:
         """Execute an op and time it."""
-        memory, costs = self.memory, self.device_costs
-        if costs is not None and known.needs_block:
+        memory, costs = self.memory, self.costs
+        if known.needs_block:
             costs.find_block(known.out_bytes + known.workspace_bytes, memory.evict_after)
-        is_measured = costs is not None and costs.start(known)
+        is_measured = costs.start(known)
         start = memory.now()
-        outputs = self._call(op, written, args, kwargs, failed)
-        seconds = memory.now() - start
-        if costs is not None:
-            costs.check_memory(op.function)
-            seconds = known.seconds
+        try:
+            outputs = self._call(op, written, args, kwargs, failed)
+        except BaseException:
             if is_measured:
-                seconds, op.taken_bytes = costs.stop()
+                costs.stop()
+            raise
+        seconds = memory.now() - start
+        costs.check_memory(op.function)
+        waited_s = known.seconds
+        if is_measured:
+            waited_s, op.taken_bytes = costs.stop()
+        if not costs.times_each:
+            seconds = waited_s
         memory.read_s = memory.clock_s = memory.clock_s + seconds
         if seconds < known.seconds:
             known.seconds = seconds
@@ -327,8 +333,7 @@ class Recorder(TorchDispatchMode):
                 if op.draws is not None:
                     generator, state = op.draws
                     state.restore(generator)
-                if self.device_costs is not None:
-                    self.device_costs.forget_failures()
+                self.costs.forget_failures()
         except BaseException:
             for storage in written:  # an error of another kind may come in the middle of any kernel
                 storage.version += 1
@@ -367,8 +372,6 @@ class Recorder(TorchDispatchMode):
                 storage.chain.append(op)
         if op.taken_bytes:
             known.measured(op.taken_bytes - made_bytes)
-        elif known.guessed and self.device_costs is None:
-            known.measured(0)  # the guess was for an output
         known.out_bytes = made_bytes
         op.room_bytes = made_bytes + known.workspace_bytes
         if operator.reads_to_host:

@@ -84,7 +84,7 @@ def rematerialize(
             that the block raises an error that names a budget.
         memory: kind of memory that the budget counts, as in ``planner.compile``: on CUDA what PyTorch's allocator reserves, and
             the allocator is capped inside the block. With ``"device"`` CUDA's context is part of the budget; ``"allocated"``, the
-            default on the CPU, counts tensors only.
+            default on the CPU, counts tensors and what kernels take while they run.
 
     Raises:
         BudgetError: the budget cannot be read, or is a share of a peak that is not known.
@@ -143,8 +143,7 @@ class Rematerialization:
                 memory.add(tensor)
         del tensors
         costs = costs_of(self._device)
-        if costs is not None:
-            memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # including memory that Python does not know of
+        memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # including memory that Python does not know of
         memory.make_room(0, "entering the block")
         recomputation = Recomputation(memory, self._max_recomputation, costs)
         follower = StepFollower(StepPlans(memory.budget_bytes), memory)

@@ -190,7 +190,7 @@ def with_gradients_under_vmap(model: nn.Module, x: Tensor) -> Tensor:
         (custom_functions, 1_700_000),
         (in_slices, 900_000),
         (of_complex_numbers, 1_000_000),
-        (with_lstm, 2_000_000),
+        (with_lstm, 2_200_000),
         (of_conjugates, 1_100_000),
         (with_buffers_that_change, 550_000),
         (with_a_subclass_that_changes, 700_000),
@@ -790,11 +790,11 @@ def test_random_numbers_on_a_device_without_a_generator() -> None:
 
 
 def test_unneeded_outputs_of_recomputed_ops_count_in_the_peak() -> None:
-    """Sorting again makes positions, which nothing needs."""
+    """Sorting again makes positions, which nothing needs, and takes as much as them for itself."""
     x, w = torch.randn(100_000), torch.ones(100_000, requires_grad=True)
-    with LiveStorages(existing()) as live, rematerialize(other_bytes() + 1_900_000) as session:
+    with LiveStorages(existing()) as live, rematerialize(other_bytes() + 2_700_000) as session:
         loss = (x.sort().values * w).sum()
-        torch.empty(1_510_000, dtype=torch.uint8)  # evicts the sorted values
+        torch.empty(2_310_000, dtype=torch.uint8)  # evicts the sorted values
         ballast = torch.empty(600_000, dtype=torch.uint8)
         loss.backward()
     del ballast
@@ -1013,13 +1013,13 @@ class FullDevice(Costs):
             raise BudgetError(f"{function} had no memory for a workspace")
 
 
-def convolutions() -> nn.Sequential:
+def convolutions(layers: int = 5) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(5)))
+    return nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(layers)))
 
 
 def test_convolutions_have_memory_in_one_piece_before_they_run() -> None:
-    model, x = convolutions(), torch.randn(8, 4, 32, 32)
+    model, x = convolutions(layers=9), torch.randn(8, 4, 32, 32)
     model(x).square().mean().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
@@ -1033,11 +1033,11 @@ def test_convolutions_have_memory_in_one_piece_before_they_run() -> None:
             return known
 
         recorder.sizes.learn = learn_as_on_cuda
-        y = model[:4](x)
-        recorder.device_costs = recorder.recomputation.device_costs = FullDevice(full=1)
-        y = model[4](y).square().mean()
+        y = model[:8](x)
+        recorder.costs = recorder.recomputation.costs = FullDevice(full=1)
+        y = model[8](y).square().mean()
         in_forward = session.evictions
-        recorder.device_costs.full = 1
+        recorder.costs.full = 1
         y.backward()
     assert session.evictions > in_forward > 0 and session.recomputed_ops
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
@@ -1046,7 +1046,7 @@ def test_convolutions_have_memory_in_one_piece_before_they_run() -> None:
 def test_ops_whose_library_has_no_workspace_end_the_block() -> None:
     model, x = convolutions(), torch.randn(8, 4, 32, 32)
     with rematerialize("1GB") as session:
-        session._recorder.device_costs = FullDevice(unserved_at=3)
+        session._recorder.costs = FullDevice(unserved_at=3)
         with pytest.raises(BudgetError, match="no memory for a workspace"):
             model(x)
 
@@ -1064,10 +1064,11 @@ def test_workspace_of_an_lstm_stays_within_the_budget_from_the_start(monkeypatch
 
     with rematerialize("1GB") as session:
         expected = step()
-    kept = max(op.out_bytes for op in session._recorder.sizes._recent.values())
+    known = session._recorder.sizes._recent.values()
+    kept, taken = max(op.out_bytes for op in known), max(op.out_bytes + op.workspace_bytes for op in known)
     model.zero_grad()
     monkeypatch.setattr(sizes, "lstm_workspace_bytes", lambda *_: kept)  # it differs between machines
-    with rematerialize(other_bytes() + kept + 500_000) as session:
+    with rematerialize(other_bytes() + taken + 500_000) as session:
         found = step()
     assert session.evictions > 0 and session.peak_bytes <= session.budget_bytes
     assert all(map(torch.equal, found, expected))

@@ -1,10 +1,13 @@
-"""What ops take while they run besides their outputs, as it is measured on CUDA."""
+"""What ops take while they run besides their outputs."""
 
 import pytest
 import torch
 
-from planner.eager.session import rematerialize
+from planner.eager.deferred_log import DeferredLog
+from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.sizes import KnownOp
+from planner.profiling.allocator import cpu_allocations, memory_rise
+from planner.torch_private.core import profiler_enabled
 from tests.support.eager.device_costs import Costs, measure_by
 
 
@@ -51,3 +54,46 @@ def test_a_budget_holds_with_workspaces(model: torch.nn.Module, monkeypatch: pyt
             model(x).sum().backward()
             model.zero_grad()
         assert session.evictions > 0 and session.peak_bytes <= held
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_what_kernels_on_the_cpu_take_is_in_the_budget(logged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions copy their inputs and outputs."""
+    if not logged:
+        monkeypatch.setattr(DeferredLog, "available", lambda: False)
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.Tanh()) for _ in range(6)]
+    model, x = torch.nn.Sequential(*layers), torch.randn(16, 8, 32, 32)
+
+    def train() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    def measured(budget: int) -> tuple[Rematerialization, int]:
+        model.zero_grad()
+        with rematerialize(budget) as session:
+            before = session.peak_bytes
+            for _ in range(2):  # the recorder and the log measure by themselves
+                train()
+            model.zero_grad()
+            return session, before + memory_rise(train, torch.device("cpu")).peak_bytes
+
+    free, free_bytes = measured(10**9)
+    assert free.peak_bytes >= free_bytes
+    budget = (free.peak_bytes + free.least_budget()) // 2
+    session, taken_bytes = measured(budget)
+    assert session.evictions > 0
+    assert taken_bytes <= session.peak_bytes <= budget
+
+
+def test_an_op_that_fails_while_it_is_measured_leaves_no_profiler() -> None:
+    with rematerialize("1GB"):
+        with pytest.raises(RuntimeError, match="shapes"):
+            torch.ones(2, 3) @ torch.ones(2, 3)
+        assert not profiler_enabled()
+
+
+def test_a_profiler_of_the_program_sees_its_allocations() -> None:
+    with rematerialize("1GB"):
+        sizes = [event.size_bytes for event in cpu_allocations(lambda _: torch.ones(1001).sin())]
+    assert sizes.count(4004) == 2

@@ -34,8 +34,9 @@ class Costs(DeviceCosts):
         self.ops += 1
         return super().start(known)
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
         self.measured += 1
+        return True
 
     def stop(self) -> tuple[float, int]:
         return 1.0, self.taken_bytes

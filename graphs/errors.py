@@ -10,6 +10,13 @@ class PlannerError(Exception):
 
     Attributes:
         full_traceback: text of the traceback with all frames, which errors of public functions leave out.
+
+    Examples:
+        >>> try:
+        ...     planner.solve(graph, "a lot")
+        ... except planner.PlannerError as error:
+        ...     print(type(error).__name__)
+        BudgetError
     """
 
     full_traceback = ""
@@ -32,7 +39,13 @@ class FormatError(PlannerError):
 
 
 class BudgetError(PlannerError):
-    """A budget that cannot be read, or that no schedule meets."""
+    """A budget that cannot be read, or that no schedule meets.
+
+    Examples:
+        >>> planner.solve(graph, "8")
+        Traceback (most recent call last):
+        graphs.errors.BudgetError: ...
+    """
 
 
 class InfeasibleError(BudgetError):
@@ -40,7 +53,14 @@ class InfeasibleError(BudgetError):
 
 
 class LimitError(PlannerError):
-    """A solve that ended at its time limit, or was stopped, without a schedule."""
+    """A solve that ended at its time limit, or was stopped, without a schedule.
+
+    Examples:
+        >>> try:
+        ...     plan = planner.solve(graph, "100%", time_limit_s=60)
+        ... except planner.LimitError as error:
+        ...     print("more time, or a larger budget:", error)
+    """
 
 
 class OutputError(PlannerError):
@@ -65,7 +85,16 @@ class UnknownOptionError(UsageError):
 
 
 class TraceError(PlannerError):
-    """A model that cannot be captured as one static training graph."""
+    """A model that cannot be captured as one static training graph.
+
+    Examples:
+        >>> def print_loss(output, target):
+        ...     print(loss := loss_fn(output, target))
+        ...     return loss
+        >>> planner.trace(model, print_loss, (x, y))
+        Traceback (most recent call last):
+        graphs.errors.TraceError: ...
+    """
 
 
 class MismatchError(PlannerError):
@@ -105,6 +134,12 @@ class OutOfMemoryError(PlannerError, MemoryError, RuntimeError):
         asked_bytes: size of the allocation; None if unknown.
         op: name of the op that was running; None outside of planned steps.
         budget_bytes: a budget that should fit into the free memory; None if unknown.
+
+    Examples:
+        >>> try:
+        ...     loss = step(x, y)
+        ... except planner.OutOfMemoryError as error:
+        ...     print(f"{error.op} found no {error.asked_bytes} bytes: plan with budget={error.budget_bytes}")
     """
 
     def __init__(

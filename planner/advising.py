@@ -70,6 +70,11 @@ def advise(
         TraceError: as ``planner.trace``.
         UsageError: there is no such memory on the device.
         PlannerError: an option cannot be tried.
+
+    Examples:
+        >>> advice = planner.advise(model, loss_fn, (x, y), time_limit_s=20)
+        >>> print(advice)
+        eager PyTorch needs ...
     """
     began = time.monotonic()
     names = _options_to_try(roofline) if options is None else tuple(options)
@@ -135,6 +140,11 @@ def curve(
     Raises:
         BudgetError: a budget cannot be read, or there is none.
         PlannerError: settings out of range, an option that the graph does not have, or a solve failed.
+
+    Examples:
+        >>> curve = planner.curve(graph, ["90%", "100%"])
+        >>> [row.budget_bytes for row in curve.rows] == [int(0.9 * graph_peak_bytes), graph_peak_bytes]
+        True
     """
     settings = StudySettings(
         tolerance=tolerance,

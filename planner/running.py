@@ -69,6 +69,11 @@ class RunReport:
             eager_differences, measured_gradient_error, eager_error. Empty if it was compared.
         timeline: (seconds, bytes) at each event of the CPU allocator.
         predicted_pools_bytes, measured_pools_bytes: peak in the memory of each other device, by its name.
+
+    Examples:
+        >>> report = planner.run(plan, model, loss_fn, (x, y), repeats=1)
+        >>> report.measured_peak_bytes == report.predicted_peak_bytes
+        True
     """
 
     budget_bytes: int
@@ -139,6 +144,11 @@ def run(
         MismatchError: the plan is for another graph; the message names the difference.
         OutOfMemoryError: the plan does not fit into the free memory.
         UsageError: an arena does not go with an option of the plan.
+
+    Examples:
+        >>> report = planner.run(plan, model, loss_fn, (x, y), repeats=1)
+        >>> report.identical
+        True
     """
     if arena:
         check_compatible({Feature.ARENA, *(name for name, _ in map(parsed, recorded_options(plan.settings)))})

@@ -109,6 +109,14 @@ def solve(
         InfeasibleError: proved: no schedule fits the budget.
         LimitError: no schedule was found before the solve was stopped.
         UsageError, PlannerError: no such solver, an option with a wrong value, or the solver failed.
+
+    Examples:
+        >>> plan = planner.solve(graph, "100%")
+        >>> plan.overhead, plan.gap
+        (0.0, 0.0)
+        >>> planner.solve(graph, "1kB")
+        Traceback (most recent call last):
+        graphs.errors.InfeasibleError: budget 1.00 kB is below ...
     """
     budget = budget_or_overhead(budget, max_overhead)
     settings = SolveSettings(

@@ -80,6 +80,11 @@ def trace(
         TraceError: the step cannot be captured as one static graph.
         UsageError: there is no such option, it is not found in a step, or something is to be measured with a roofline.
         OutOfMemoryError: one op alone needs more than is free.
+
+    Examples:
+        >>> graph = planner.trace(model, loss_fn, (x, y), optimizer="adamw")
+        >>> [op.name for op in graph.ops][:3]
+        ['addmm', 'relu', 'addmm_1']
     """
     settings = TraceSettings(
         memory_of(optimizer, TrainingStep(model, loss_fn)),

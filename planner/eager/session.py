@@ -89,6 +89,10 @@ def rematerialize(
     Raises:
         BudgetError: the budget cannot be read, or is a share of a peak that is not known.
         UsageError: the heuristic or the kind of memory does not exist, or `max_recomputation` is not above 0.
+
+    Examples:
+        >>> with planner.rematerialize(budget="1GB") as session:
+        ...     loss_fn(model(x), y).backward()
     """
     if not max_recomputation > 0:
         raise UsageError(f"max_recomputation is {max_recomputation!r}: must be above 0, such as 10 for ten times the step's ops")

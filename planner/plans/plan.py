@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 
 class Plan(PlanRecord):
-    """The schedule for one graph and one budget, with predictions: a ``PlanRecord`` with its files and views."""
+    """The schedule for one graph and one budget, with predictions: a ``PlanRecord`` with its files and views.
+
+    Examples:
+        >>> plan.save("plan.json")
+        >>> planner.Plan.load("plan.json").schedule == plan.schedule
+        True
+    """
 
     __slots__ = ()
 

@@ -64,6 +64,12 @@ def checkpoint(
         PlannerError: an option is wrong, or another compiler has compiled the model. When the model is called: options do not go
             together, or inputs have too many sizes.
         InfeasibleError, LimitError: as in ``planner.solve``, when the model is called.
+
+    Examples:
+        >>> planned = planner.checkpoint(model, budget="1GB")
+        >>> planned is model
+        True
+        >>> loss_fn(planned(x), y).backward()
     """
     check_module(model)
     if isinstance(model, DistributedDataParallel | DataParallel):

@@ -130,6 +130,13 @@ def compile(  # noqa: A001
             gradients are turned off.
         OutOfMemoryError: one op alone needs more than is free.
         OutputError: plans cannot be written to `cache`.
+
+    Examples:
+        >>> step = planner.compile(model, loss_fn, (x, y), budget="1GB")
+        >>> loss = step(x, y)
+        >>> loss.backward()
+        >>> step.plan.peak_bytes <= 1_000_000_000
+        True
     """
     wrapper = unwrap(model)
     solve = SolveSettings(

@@ -18,6 +18,11 @@ class DynamicStep(PlannedStep):
 
     Attributes:
         plan: the plan of the last batch.
+
+    Examples:
+        >>> step = planner.compile(model, loss_fn, (x, y), budget="1GB", dynamic=True)
+        >>> for size in (8, 16):
+        ...     step(x[:size], y[:size]).backward()
     """
 
     def __init__(self, first: PlannedStep, batch: Batch, sizes: SizePlans) -> None:

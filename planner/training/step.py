@@ -55,6 +55,12 @@ class PlannedStep:
         plan: the plan in use: its schedule, what it was planned for, predicted and measured.
         measured: the graph that was planned, with the times of its ops; None if the plan was loaded from a cache.
         history: the plans that were in use, the present one last.
+
+    Examples:
+        >>> step = planner.compile(model, loss_fn, (x, y), budget="100%")
+        >>> step(x, y).backward()
+        >>> print(step.plan.status)
+        optimal
     """
 
     def __init__(

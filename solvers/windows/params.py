@@ -93,6 +93,11 @@ class WindowsParams:
 
     Raises:
         UsageError: a value is of another type or negative, or a method to imitate is unknown.
+
+    Examples:
+        >>> params = WindowsParams(bound=BoundParams(most_bytes=1_000_000_000))
+        >>> params.recorded()["bound"]["most_bytes"]
+        1000000000
     """
 
     bound: BoundParams = field(default_factory=BoundParams)

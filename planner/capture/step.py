@@ -29,8 +29,8 @@ def check_tensors(model: nn.Module) -> None:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if is_lazy(tensor):
                 raise TraceError(
-                    f"{name} has no values before the model is called for the first time: call the model once on a batch, and "
-                    "plan it then"
+                    f"{name} has no values before it is called for the first time, on real tensors: call the model once on a "
+                    "batch that reaches it, and plan it then"
                 )
             if isinstance(tensor, nn.Parameter) and tensor.is_inference():
                 raise TraceError(f"{name} was made under torch.inference_mode(), and cannot be trained: make it outside")

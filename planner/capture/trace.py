@@ -19,6 +19,7 @@ from graphs.ir import Kind
 from graphs.optimizers import MeasuredOptimizer, optimizer_memory
 from planner.capture.frontend.eager_ops import refuse_cpu_only_kernels, separate_biases
 from planner.capture.frontend.joint import compiled_graph, device_of, joint_graph
+from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.lowering.lower import Capture, lower
 from planner.capture.lowering.statics import StaticTensors, allocated_bytes
 from planner.capture.rewrites.constants import read_constants
@@ -119,11 +120,13 @@ def capture_kernels(
 
 def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch) -> TrainingStep:
     check_module(model)
-    check_tensors(model)
     check_batch(batch)
     if torch.is_inference_mode_enabled():
         raise TraceError("under torch.inference_mode() nothing is trained, so that there is nothing to plan: call it outside")
-    return TrainingStep(model, loss_fn)
+    step = TrainingStep(model, loss_fn)
+    initialize_lazy_layers(step, batch)
+    check_tensors(model)
+    return step
 
 
 def _statics(

@@ -8,6 +8,7 @@ from torch import nn
 
 from graphs.short_tracebacks import short_traceback
 from planner.budgets import budget_or_overhead
+from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.distributed.wrappers import Unwrapped, unwrap
@@ -139,6 +140,8 @@ def compile(  # noqa: A001
         True
     """
     wrapper = unwrap(model)
+    step = TrainingStep(wrapper.module, loss_fn)
+    initialize_lazy_layers(step, batch)  # before their optimizer is measured
     solve = SolveSettings(
         solver=solver,
         tolerance=Tolerance.of(tolerance),
@@ -149,7 +152,7 @@ def compile(  # noqa: A001
         memory=CountedMemory.of(memory),
     )
     trace = TraceSettings(
-        optimizer=memory_of(optimizer, TrainingStep(wrapper.module, loss_fn)),
+        optimizer=memory_of(optimizer, step),
         accumulate=accumulate,
         passes=passes,
         measure_link=solve.options.measures_link,

@@ -35,7 +35,7 @@ from planner.capture.guards.python_random import forbid_python_random
 from planner.capture.guards.replaced_names import Frames, record_frames
 from planner.capture.rewrites.cuda_attention import attention_as_on_cuda
 from planner.capture.rewrites.explicit_generators import explicit_generator, record_generators
-from planner.capture.rewrites.outputs import CHECKS
+from planner.capture.rewrites.outputs import CHECKS, check_writes
 from planner.capture.rewrites.sparse_products import decompose_sparse_matrices, hide_sparse_buffers
 from planner.capture.signature import Batch, arguments, leaves
 from planner.capture.step import TrainingStep
@@ -84,7 +84,9 @@ def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: 
 
     def trace() -> Traced:
         with ops_as_eager(), attention_as_on_cuda() if as_on_cuda else nullcontext():
-            return _with_numbers(step, batch, numbers) if numbers else _with_branches(step, batch)
+            traced = _with_numbers(step, batch, numbers) if numbers else _with_branches(step, batch)
+        check_writes(traced[0].graph_module.graph)
+        return traced
 
     return _settled(step, batch, trace)
 
@@ -112,6 +114,7 @@ def compiled_graph(
 
 def _export_for_inductor(*args: Any, **options: Any) -> JointWithDescriptors:
     joint = aot_export_joint_with_descriptors(*args, **options)
+    check_writes(joint.graph_module.graph)
     for node in joint.graph_module.graph.nodes:
         if explicit_generator(node) is not None:
             raise TraceError(

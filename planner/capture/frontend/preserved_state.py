@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from planner.capture.frontend.python_state import PythonState
-from planner.capture.frontend.random_states import preserve_random_states
+from planner.capture.frontend.random_states import RandomStates, preserve_random_states
 from planner.capture.rewrites.outputs import storage, tensors_in
 from planner.capture.signature import Batch, call, leaves
 from planner.torch_private.core import FakeTensor, TorchDispatchMode, nn_module, preserve_version_counter
@@ -49,25 +50,77 @@ def preserve_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Ten
         yield
 
 
-def make_first_call(step: nn.Module, batch: Batch) -> Callable[[], None] | None:
-    """Call `step` without gradients, and keep the Python values that its first call sets: hooks, caches, lazy attributes.
+def initialize_lazy_layers(step: nn.Module, batch: Batch) -> None:
+    """Call `step` for the first time if its layers take their sizes from `batch` (``nn.LazyLinear``); not on fake tensors."""
+    tensors = (*step.parameters(), *step.buffers())
+    if any(map(is_lazy, tensors)) and not any(isinstance(leaf, FakeTensor) for leaf in leaves(batch)):
+        make_first_call(step, batch)
 
-    Values that a second call changes too, such as counters, are restored, as are tensors and random states.
+
+def make_first_call(step: nn.Module, batch: Batch) -> Callable[[], None] | None:
+    """Call `step` without gradients, and keep what its first call sets: hooks, caches, lazy layers, values set from the data.
+
+    What a second call changes too, such as counters and running statistics, is restored, and so are random states, unless the
+    first call draws numbers that the second does not: those of parameters, which must not be drawn again.
 
     Returns:
-        A function that restores what was kept; None if nothing was.
+        A function that restores what was kept, except lazy layers; None if nothing was.
     """
     before = PythonState(_roots(step, batch))
-    with torch.no_grad(), _preserve_tensors(step, batch, before), UndoWrites():
+    lazy = [module for module in step.modules() if any(map(is_lazy, _own_tensors(module)))]
+    with torch.no_grad(), ExitStack() as stack:
+        stack.enter_context(_preserve_tensors(step, batch, before))
+        begun = RandomStates(_gpus())
+        first = stack.enter_context(UndoWrites())
         try:
-            call(step, batch)
-            after_first = PythonState(_roots(step, batch))
+            with _preserve_lazy_buffers(lazy, stack):
+                call(step, batch)
+            drawn, after_first = RandomStates(_gpus()), PythonState(_roots(step, batch))
+            settled = [(tensor, tensor.clone()) for tensor in (*_held_tensors(step), *map(_whole, first.written))]
+            begun.restore()
             with _preserve_tensors(step, batch, after_first), UndoWrites():
                 call(step, batch)
+                settled = [(tensor, value) for tensor, value in settled if has_same_values(tensor, value)]
+                drawn_once = bool(drawn.changed())
         except BaseException:
-            before.restore()
+            if not lazy:  # what initializes a layer cannot do so again
+                before.restore()
             raise
-        return before.restore if before.keep_first_call(after_first) else None
+        kept = before.keep_first_call(after_first)
+    undo = [(tensor, tensor.clone()) for tensor, value in settled if not has_same_values(tensor, value)]
+    _write(settled)
+    if drawn_once:
+        drawn.restore()
+
+    def restore() -> None:
+        before.restore()
+        _write(undo)
+        begun.restore()
+
+    return restore if kept or undo or lazy or drawn_once else None
+
+
+@contextmanager
+def _preserve_lazy_buffers(lazy: Iterable[nn.Module], stack: ExitStack) -> Iterator[None]:
+    """Restore the buffers that layers make in their first call, when `stack` is closed, to their values before its forward."""
+
+    def preserve(module: nn.Module, _: object) -> None:
+        for buffer in module.buffers(recurse=False):
+            stack.enter_context(preserve_tensor(buffer))
+
+    hooks = [module.register_forward_pre_hook(preserve) for module in lazy]  # after their own, which initializes
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _write(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for tensor, value in values:
+        if not has_same_values(tensor, value):
+            tensor.copy_(value)
 
 
 def _roots(step: nn.Module, batch: Batch) -> list[object]:
@@ -78,17 +131,31 @@ def _roots(step: nn.Module, batch: Batch) -> list[object]:
 @contextmanager
 def _preserve_tensors(step: nn.Module, batch: Batch, state: PythonState, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Restore tensors and random states, with those of the generators in `state`."""
-    held = (value for module in step.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
-    tensors = {id(t): t for t in (*step.buffers(), *held, *tensors_in(leaves(batch)), *written)}.values()
+    tensors = {id(t): t for t in (*_held_tensors(step), *tensors_in(leaves(batch)), *written)}.values()
     with ExitStack() as stack:
         for generator in state.generators:
             stack.callback(generator.set_state, generator.get_state())
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor):
                 stack.enter_context(preserve_tensor(tensor))
-        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        stack.enter_context(preserve_random_states(gpus))
+        stack.enter_context(preserve_random_states(_gpus()))
         yield
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _held_tensors(step: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that modules hold apart from parameters, without buffers of layers that have not been called yet."""
+    yield from (buffer for buffer in step.buffers() if not is_lazy(buffer))
+    for module in step.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+
+
+def _gpus() -> Iterable[int]:
+    return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
 
 class UndoWrites(TorchDispatchMode):
@@ -130,8 +197,12 @@ class UndoWrites(TorchDispatchMode):
             if identity not in self._skipped:
                 self._skipped.add(identity)
                 self.written.append(tensor)
-                whole = tensor.new_empty(0).set_(tensor.untyped_storage())
-                self._stack.enter_context(preserve_tensor(whole, tensor))
+                self._stack.enter_context(preserve_tensor(_whole(tensor), tensor))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the storage of `tensor` as a tensor."""
+    return tensor.new_empty(0).set_(tensor.untyped_storage())
 
 
 def _storages(values: object) -> dict[int, torch.Tensor]:

@@ -55,10 +55,8 @@ class PythonState:
             found = self._seen[place]
             first = after_first._contents.get(place, before)
             if isinstance(found, dict):
-                wanted = {
-                    key: found[key] if key in found and _is_one(found[key], first.get(key, _ABSENT)) else before.get(key, _ABSENT)
-                    for key in {**before, **found}
-                }
+                values = ((key, found.get(key, _ABSENT)) for key in {**before, **found})
+                wanted = {key: now if _is_one(now, first.get(key, _ABSENT)) else before.get(key, _ABSENT) for key, now in values}
                 wanted = {key: value for key, value in wanted.items() if value is not _ABSENT}
             else:
                 wanted = _content(found) if _holds_same(found, first) else before

@@ -44,8 +44,7 @@ def fix_outputs(graph: fx.Graph) -> None:
     with the strides that ``AccumulateGrad`` keeps without a copy.
 
     Raises:
-        TraceError: the loss is no scalar, or no trainable parameter reaches it; a tensor is sparse; or the step writes to a
-            parameter that it trains.
+        TraceError: the loss is no scalar, or no trainable parameter reaches it; or a tensor is sparse.
     """
     unwrap_checks(graph)
     check_outputs(graph)
@@ -87,7 +86,6 @@ def check_outputs(graph: fx.Graph) -> None:
         TraceError: as ``fix_outputs``.
     """
     check_layouts(graph)
-    _check_writes(graph)
     _check_loss(graph)
     _check_gradients(graph)
 
@@ -181,8 +179,8 @@ def check_layouts(graph: fx.Graph) -> None:
             )
 
 
-def _check_writes(graph: fx.Graph) -> None:
-    """Refuse writes to trained parameters, which a joint graph returns as results with gradients of their own."""
+def check_writes(graph: fx.Graph) -> None:
+    """Raise TraceError if a step writes to trained parameters: a joint graph returns these with gradients of their own."""
     values = {desc: value for value, desc in outputs(graph)}
     for node in graph.find_nodes(op="placeholder"):
         written = node.meta["desc"].output if isinstance(node.meta["desc"], TangentAOTInput) else None

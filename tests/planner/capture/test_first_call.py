@@ -1,6 +1,8 @@
 """What a model does once, in its first call, happens before it is captured."""
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,3 +97,92 @@ def test_a_step_that_cannot_be_captured_has_the_error_of_its_capture() -> None:
 
     with pytest.raises(TraceError, match="lock"):
         planner.trace(Locked(), F.mse_loss, vectors(0), passes=1)
+
+
+def with_lazy_layers() -> nn.Module:
+    return nn.Sequential(nn.LazyConv1d(8, 3), nn.LazyBatchNorm1d(), nn.GELU(), nn.Flatten(), nn.LazyLinear(16), nn.LazyLinear(16))
+
+
+class ScaledByFirstBatch(nn.Module):
+    """Sets a parameter from the data of its first call, and notes that in a flag (ActNorm), by a value or by a buffer."""
+
+    def __init__(self, *, in_a_buffer: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        self.scale, self.norm = nn.Parameter(torch.zeros(16)), nn.BatchNorm1d(16)
+        self.is_initialized: bool | torch.Tensor = False
+        if in_a_buffer:
+            del self.is_initialized
+            self.register_buffer("is_initialized", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.layers(x))
+        if not self.is_initialized:
+            with torch.no_grad():
+                self.scale.copy_(1 / x.std(0))
+            if isinstance(self.is_initialized, torch.Tensor):
+                self.is_initialized.fill_(1)
+            else:
+                self.is_initialized = True
+        return hidden * self.scale
+
+
+class Growing(nn.Module):
+    """Makes a layer, a parameter and a table when it first sees the size of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 64)
+        self.last: nn.Module | None = None
+        self.register_parameter("bias", None)
+
+    @functools.cached_property
+    def table(self) -> torch.Tensor:
+        return torch.linspace(0, 1, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        if self.last is None:
+            self.last, self.bias = nn.Linear(hidden.shape[-1], x.shape[-1]), nn.Parameter(torch.ones(x.shape[-1]))
+        return self.last(hidden) + self.bias * self.table
+
+
+MAKE: dict[str, Callable[[], nn.Module]] = {
+    "lazy layers": with_lazy_layers,
+    "flag": lambda: ScaledByFirstBatch(in_a_buffer=False),
+    "buffer": lambda: ScaledByFirstBatch(in_a_buffer=True),
+    "growing": Growing,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning", "ignore:.*is set by the first step:UserWarning")
+@pytest.mark.parametrize("name", MAKE)
+def test_what_the_first_batch_initializes_is_trained_as_in_eager_mode(name: str) -> None:
+    def train(*, planned: bool) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
+        torch.manual_seed(3)
+        model, batches = MAKE[name](), [vectors(number) for number in range(3)]
+        if name == "lazy layers":
+            batches = [(x.view(96, 2, 8), y) for x, y in batches]
+        step = planner.compile(model, F.mse_loss, batches[0], budget="100%", wait=0.1) if planned else None
+        optimizer, losses = None, []
+        for x, y in batches:
+            loss = F.mse_loss(model(x), y) if step is None else step(x, y)
+            loss.backward()
+            optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model.state_dict(), torch.random.get_rng_state()
+
+    wanted, found = train(planned=False), train(planned=True)
+    assert found[0] == wanted[0]
+    assert found[1].keys() == wanted[1].keys()
+    assert all(torch.equal(found[1][name], value) for name, value in wanted[1].items())
+    assert torch.equal(found[2], wanted[2])
+
+
+def test_an_optimizer_over_lazy_layers_is_measured_after_their_first_call() -> None:
+    model = nn.Sequential(nn.LazyLinear(64), nn.GELU(), nn.LazyLinear(16))
+    optimizer = torch.optim.Adam(model.parameters())
+    plan = planner.compile(model, F.mse_loss, vectors(0), budget="100%", optimizer=optimizer, wait=0.1).plan
+    assert plan.graph.static_bytes >= 3 * sum(p.nbytes for p in model.parameters())

@@ -6,8 +6,14 @@ from typing import Self
 
 import torch
 
-# Ops whose integer inputs are pivots, which count from 1.
-_PIVOTED = {"aten.linalg_lu_solve.default", "aten.linalg_ldl_solve.default", "aten.lu_unpack.default"}
+# Ops whose integer inputs are pivots, which count from 1, or conditions.
+_FROM_ONE = {
+    "aten.linalg_lu_solve.default",
+    "aten.linalg_ldl_solve.default",
+    "aten.lu_unpack.default",
+    "aten._assert_async.default",
+    "aten._assert_async.msg",
+}
 _BLOCK_ELEMENTS = 2**16  # random numbers in a block; larger tensors repeat it: each copy doubles the filled part
 
 
@@ -44,11 +50,12 @@ class TensorSpec:
     def make(self, target: str) -> torch.Tensor:
         """Return a tensor of this layout with numbers between 1/4 and 3/4, for an op that calls `target`.
 
-        Probabilities, variances and arguments of logarithms lie in that range. Integers are 0, which is a valid index.
+        Probabilities, variances and arguments of logarithms lie in that range. Integers are 0, which is a valid index
+        (or 1).
         Nothing but the tensor itself is allocated.
         """
         if not self.dtype.is_floating_point:
-            flat = torch.full((self.elements,), int(target in _PIVOTED), dtype=self.dtype, device=self.device)
+            flat = torch.full((self.elements,), int(target in _FROM_ONE), dtype=self.dtype, device=self.device)
             return flat.as_strided(self.shape, self.stride, self.offset)
         flat = torch.empty(self.elements, dtype=self.dtype, device=self.device)
         block = _random_block(self.dtype)

@@ -22,6 +22,7 @@ from planner.capture.frontend.dynamo_patches import write_data_in_place_where
 from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
 from planner.capture.guards.names import readable
 from planner.capture.lowering.lower import Capture
+from planner.capture.rewrites.outputs import CHECKS
 from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device
 from planner.progress import Stage, Stages
 from planner.torch_compile import polyfills as polyfills  # registers them with Dynamo
@@ -45,7 +46,7 @@ from planner.torch_private.capture import (
     innermost_backend,
     refuse_double_backward,
 )
-from planner.torch_private.core import pytree
+from planner.torch_private.core import kept_in_graphs, pytree
 
 _DOUBLE_BACKWARD = (
     "gradients are computed of the gradients of a model that runs by its plan, and the plan has only the first: compute them "
@@ -53,7 +54,7 @@ _DOUBLE_BACKWARD = (
     "planner.rematerialize(budget=...)"
 )
 _NOT_PLANNED = (
-    "a graph of the model runs without a plan, and keeps what eager PyTorch keeps: {}. The planned graphs of the step leave room "
+    "a graph of the model runs without a plan, and keeps what {} keeps: {}. The planned graphs of the step leave room "
     "for its tensors"
 )
 _BUDGETS: dict[int, SharedBudget] = {}  # by the id of a torch.compile call's backend object, as long as that exists
@@ -106,7 +107,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
                         on_op=stage.advance,
                     )
             except TraceError as error:
-                warn_caller(_NOT_PLANNED.format(error))
+                warn_caller(_NOT_PLANNED.format("eager PyTorch", error))
                 return default_partition(unplanned, (), num_fwd_outputs=num_fwd_outputs)
             graph = budget.graph(joint, captured, outputs=num_fwd_outputs)
             graph.input_names, graph.check_writes = _input_names(module, joint, captured), budget.settings.run.check_writes
@@ -122,7 +123,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
 
     compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
     # As in training loops, backward() is called outside of autocast.
-    with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager():
+    with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager(), kept_in_graphs(CHECKS):
         compiled: Callable[..., Any] = compiler(module, inputs)
     forget_saved_values()
     compiled = refuse_double_backward(compiled, _DOUBLE_BACKWARD)
@@ -148,8 +149,12 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         return budget.count(UnplannedGraph(), compile_fx(module, inputs))  # type: ignore[arg-type]
     add, stages = _adding(module, inputs, budget), budget.stages()
     captured: Capture | None = None
-    with stages, stages.stage(Stage.MEASURE, "compiling and measuring kernels"), suppress(NothingCompiledError):
-        captured = capture_kernels(module, inputs, budget.traced)
+    try:
+        with stages, stages.stage(Stage.MEASURE, "compiling and measuring kernels"), suppress(NothingCompiledError):
+            captured = capture_kernels(module, inputs, budget.traced)
+    except TraceError as error:
+        warn_caller(_NOT_PLANNED.format("torch.compile", error))
+        return budget.count(UnplannedGraph(), compile_fx(module, inputs))  # type: ignore[arg-type]
     if captured is None:
         return _compile(module, inputs, budget)
     kernels = captured

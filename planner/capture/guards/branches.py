@@ -23,7 +23,7 @@ from planner.capture.frontend.source_lines import branch_refusal, current_line, 
 from planner.capture.guards.concrete_values import ConcreteValues
 from planner.capture.guards.data_guards import DataGuards, GuardWriter, number
 from planner.capture.guards.next_steps import check_next_steps
-from planner.capture.rewrites.outputs import tensors_in
+from planner.capture.rewrites.outputs import ASSERTIONS, tensors_in
 from planner.capture.signature import Batch, leaves
 from planner.torch_private.capture import InstructionTranslatorBase, TensorVariable, dynamo_config, dynamo_utils
 from planner.torch_private.core import (
@@ -42,7 +42,6 @@ aten = torch.ops.aten
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Functions that return a bool of tensors to Python.
 _QUESTIONS = (torch.equal, torch.allclose, torch.is_nonzero)
-_ASSERTED = (aten._assert_async.default, aten._assert_async.msg)
 _STATED = (
     aten._assert_scalar.default,
     aten._assert_tensor_metadata.default,
@@ -172,9 +171,12 @@ class DataBranches:
         for node in list(graph.nodes):
             if node.op != "call_function" or not isinstance(node.target, OpOverload):
                 continue
-            if node.target in _ASSERTED:
-                self._assertion(writer, node, values)
-            elif torch.Tag.data_dependent_output in node.target.tags:
+            if node.target in ASSERTIONS:
+                if str(node.args[-1]).startswith(_MARK):
+                    self._number(writer, node, values)
+                    graph.erase_node(node)
+                continue  # others are executed
+            if torch.Tag.data_dependent_output in node.target.tags:
                 writer.expect_number(node)
             elif torch.Tag.dynamic_output_shape in node.target.tags:
                 writer.expect_sizes(node)
@@ -195,15 +197,13 @@ class DataBranches:
         check_next_steps(guards, graph, step, batch)
         return guards
 
-    def _assertion(self, writer: GuardWriter, node: fx.Node, values: dict[sympy.Symbol, tuple[int, FrameSummary | None]]) -> None:
-        asserted, line = node.args[0], traced_line(node.meta.get("stack_trace"))
-        assert isinstance(asserted, fx.Node)
-        if not str(node.args[-1]).startswith(_MARK):
-            writer.expect(line, [writer.value(asserted, line)], lambda value: bool(number(value)), planned=True)
-            return
+    def _number(self, writer: GuardWriter, node: fx.Node, values: dict[sympy.Symbol, tuple[int, FrameSummary | None]]) -> None:
+        """Add the marked tensor to the `values` of symbols, if a decision needs it."""
+        marked, line = node.args[0], traced_line(node.meta.get("stack_trace"))
+        assert isinstance(marked, fx.Node)
         symbol = self._symbols[int(str(node.args[-1]).removeprefix(_MARK))]
         if symbol not in values and any(symbol in decision.expression.free_symbols for decision in self._decisions):
-            values[symbol] = writer.value(asserted, line), line
+            values[symbol] = writer.value(marked, line), line
 
     def _run(self, run: Callable[..., Any], tracer: Any, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Execute one node of Dynamo's graph on fake tensors, with concrete numbers where it makes tensors of them."""
@@ -281,8 +281,8 @@ def _ask_for_number(translator: InstructionTranslatorBase) -> tuple[Any, Any] | 
 
 
 def _only_asks(func: OpOverload) -> bool:
-    """Return True if `func` only reads a value, or only asserts something about it."""
-    return func in (*_ASSERTED, *_STATED) or torch.Tag.data_dependent_output in func.tags
+    """Return True if `func` only reads a value, or only states something about it."""
+    return func in _STATED or torch.Tag.data_dependent_output in func.tags
 
 
 def _plain(value: sympy.Basic) -> object:

@@ -34,7 +34,8 @@ aten = torch.ops.aten
 KNOWN_NAMESPACES = {"aten", "inductor", "mkldnn", "onednn", "planner", "prims", "quantized"}
 
 # Ops that raise an error depending on their inputs, as in eager PyTorch, and return nothing.
-CHECKS = (aten._linalg_check_errors.default,)
+ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg)
+CHECKS = (aten._linalg_check_errors.default, *ASSERTIONS)
 
 
 def fix_outputs(graph: fx.Graph) -> None:
@@ -60,6 +61,9 @@ def unwrap_checks(graph: fx.Graph) -> None:
     They run once and in their place, as all ops that are not recomputed, so no token is needed: inputs and outputs that are
     tokens have no value any more. Before torch 2.13 checks are plain calls anyway.
     """
+    for check in CHECKS:
+        for node in graph.find_nodes(op="call_function", target=check):
+            node.meta.setdefault("val", None)
     effects = graph.find_nodes(op="call_function", target=with_effects)
     if not effects or any(node.args[1] not in CHECKS for node in effects):
         return

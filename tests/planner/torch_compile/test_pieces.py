@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import planner
@@ -173,6 +174,71 @@ def test_what_an_unplanned_graph_keeps_counts_for_the_graphs_that_follow(graphs:
     activation_bytes = SIZE * SIZE * 4
     assert held[0] == 0
     assert held[1] >= 2 * activation_bytes
+
+
+@pytest.mark.parametrize("made", [Branching, pytest.param(WithSparseGradients, marks=pytest.mark.slow)])
+def test_with_kernels_a_graph_that_no_plan_can_hold_runs_as_compiled(made: type[Branching], graphs: list[PlannedGraph]) -> None:
+    torch.manual_seed(0)
+    model = made()
+    plain, x = copy.deepcopy(model), torch.randn(SIZE, SIZE)
+    planned = with_kernels(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            planned(x).square().sum().backward()
+            plain(x).square().sum().backward()
+    assert sum("keeps what torch.compile keeps" in str(w.message) for w in said) == 1
+    assert len(graphs) == 2
+    for given, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (given.grad is None) == (wanted.grad is None)
+        assert given.grad is None or torch.allclose(given.grad.to_dense(), wanted.grad.to_dense(), rtol=1e-4, atol=1e-5)
+
+
+class Counted(nn.Module):
+    """Checks classes that it finds in activations or in its input, by an op that raises an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.register_buffer("codes", torch.randn(SIZE, SIZE))
+        self.register_buffer("ready", torch.ones((), dtype=torch.bool))
+
+    def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+        hidden = self.inner(x).tanh()
+        found = torch.cdist(hidden, self.codes).argmin(1)
+        torch._assert_async((found < SIZE).all())
+        chosen = F.one_hot(found, SIZE) + F.one_hot(classes, SIZE)
+        return self.outer(hidden + chosen.to(x.dtype) @ self.codes).square().mean()
+
+
+class CountedOnceReady(Counted):
+    """The same, behind a branch on data."""
+
+    def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+        return super().forward(x, classes) if self.ready else x.mean()
+
+
+def planned_whole(model: nn.Module) -> Callable[..., Any]:
+    return planner.compile(model, None, (torch.randn(SIZE, SIZE), torch.zeros(SIZE, dtype=torch.long)), budget="100%", wait=0.1)
+
+
+@pytest.mark.parametrize("made", [Counted, CountedOnceReady])
+@pytest.mark.parametrize("wrap", [planned_whole, checkpointed, compiled])
+def test_assertions_are_planned_and_raise_as_in_eager_mode(
+    wrap: Callable[[nn.Module], Callable[..., Any]], made: type[Counted]
+) -> None:
+    torch.manual_seed(0)
+    model = made()
+    plain, (x, classes) = copy.deepcopy(model), (torch.randn(SIZE, SIZE), torch.randint(SIZE, (SIZE,)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without a plan")
+        planned = wrap(model)
+        planned(x, classes).backward()
+    plain(x, classes).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="Class values must be non-negative"):
+        planned(x, classes - SIZE)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ from torch._dynamo.guards import (
     CheckFunctionManager,  # checks guards before each step
     GuardBuilder,  # what a guard checks
 )
-from torch._dynamo.output_graph import OutputGraph  # refuses some results of a capture
+from torch._dynamo.output_graph import OutputGraph  # the graph of a frame while it is captured
 from torch._dynamo.side_effects import SideEffects  # Python values that a step changes
 from torch._dynamo.source import ConstantSource  # where a value comes from: from nowhere
 from torch._dynamo.symbolic_convert import (
@@ -54,6 +54,7 @@ from torch._dynamo.utils import (
 )
 from torch._dynamo.variables import (
     BuiltinVariable,  # `@` between captured values
+    GetAttrVariable,  # a method of a tensor that is about to be called
     OptimizerVariable,  # an optimizer, whose parameters become inputs
     SymNodeVariable,  # a number that is a symbol
     TensorVariable,  # a tensor while code is captured
@@ -143,6 +144,11 @@ def tensor_method(name: str) -> tuple[Any, str]:
     """
     table = getattr(TensorVariable, "tp_methods", {})
     return (table[name], "handler") if name in table else (TensorVariable, f"method_{name}")
+
+
+def constant_key(key: Any) -> object:
+    """Return the key of an item of a dict while code is captured, as the captured code knows it."""
+    return getattr(key, "vt", key).as_python_constant()
 
 
 def fix_sizes_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:

@@ -4,25 +4,30 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributions import Distribution
 
 from graphs.errors import TraceError
-from planner.capture.frontend.source_lines import current_line, location
+from planner.capture.frontend.source_lines import current_line, location, traced_line
 from planner.capture.rewrites.outputs import same_layout, storage
 from planner.torch_private.capture import (
     FOLLOWS_REQUIRES_GRAD,
     SETATTR,
     DynamoBytecodeFlatten,
+    GetAttrVariable,
     InstructionTranslatorBase,
     OptimizerVariable,
     OutputGraph,
+    TensorVariable,
     TorchDynamoException,
+    TracingContext,
     UserDefinedObjectVariable,
     VariableBuilder,
+    constant_key,
     read_names_of_torch,
     source_name,
     tensor_method,
@@ -94,34 +99,125 @@ def _is_attribute(owner: Any, name: Any, asked: str) -> bool:
 
 
 def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> None:
-    """Capture ``weight.data = value`` of parameters and buffers as ``weight.data.copy_(value)``, until `stack` is closed.
+    """Capture ``buffer.data = value`` and ``buffer.set_(value)`` as a write into its own memory, until `stack` is closed.
 
-    That is how moving averages of weights are written (MoCo). AOTAutograd follows no input that gets another storage. The values
-    are the same if nothing else shares the memory of `value`; otherwise Dynamo's own way is tried.
+    That is how moving averages of weights, and queues, are written (MoCo). AOTAutograd follows no input that gets another
+    storage. The rest of the step reads `value`, and what it has read of the buffer stays, so the write comes at the end of the
+    graph. A parameter that is trained is written at once: what reads it gets its gradient.
 
     Args:
         wanted: tells whether a frame is captured for the planner.
+
+    Raises:
+        TraceError: the step goes on with another name of the memory of such a parameter.
     """
     owner_of, method = SETATTR
     set_attribute = getattr(owner_of, method)
+    holder, name_of = tensor_method("set_")
+    set_storage, compile_graph = getattr(holder, name_of), OutputGraph.compile_subgraph
+    attribute = TensorVariable.var_getattr
+    written: WeakKeyDictionary[TracingContext, dict[Any, tuple[Any, Any]]] = WeakKeyDictionary()
+    at_once: WeakKeyDictionary[TracingContext, list[tuple[fx.Node, set[int]]]] = WeakKeyDictionary()
 
-    def set_or_copy(function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
-        if _is_attribute(owner, name, "data") and owner.source is not None and value.is_tensor() and wanted(translator):
-            old, new = (variable.as_proxy().node.meta["example_value"] for variable in (owner, value))
-            inputs = {
-                storage(tracked.fake) for tracked in translator.output.tracked_fakes if isinstance(tracked.fake, torch.Tensor)
-            }
-            same = same_layout(old, new) and old.dtype is new.dtype and old.storage_offset() == new.storage_offset()
-            if same and storage(new) == storage(old):
-                return value
-            if same and storage(new) not in inputs:
-                owner.var_getattr(translator, "data").call_method(
-                    translator, "copy_", [value.call_method(translator, "detach", [], {})], {}
-                )
-                return value
+    def write(translator: Any, owner: Any, value: Any) -> bool:
+        """Return True if `value` is written instead of being given to Dynamo."""
+        output = translator.output
+        if owner.source is None or not value.is_tensor() or len(output.tracers) > 1 or not wanted(translator):
+            return False
+        old, new = (variable.as_proxy().node.meta["example_value"] for variable in (owner, value))
+        if not (same_layout(old, new) and old.dtype is new.dtype and old.storage_offset() == new.storage_offset()):
+            return False
+        data = owner.var_getattr(translator, "data")
+        detached = value.call_method(translator, "detach", [], {})
+        if old.requires_grad:
+            copy = data.call_method(translator, "copy_", [detached], {})
+            at_once.setdefault(output.tracing_context, []).append((copy.as_proxy().node, {storage(old), storage(new)}))
+            return True
+        written.setdefault(output.tracing_context, {}).setdefault(owner, (owner.proxy, data))
+        owner.proxy = detached.as_proxy()
+        return True
+
+    def set_or_write(function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
+        if _is_attribute(owner, name, "data") and write(translator, owner, value):
+            return value
         return set_attribute(function, translator, owner, name, value)
 
-    stack.enter_context(patch.object(owner_of, method, set_or_copy))
+    def set_storage_or_write(owner: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+        if owner.source is None or not wanted(translator):
+            return set_storage(owner, translator, *args, **kwargs)
+        if len(args) == 1 and not kwargs and write(translator, owner, args[0]):
+            return owner
+        return attribute(owner, translator, "set_").call_function(translator, list(args), kwargs)
+
+    def attribute_or_method(owner: Any, translator: Any, name: str) -> Any:
+        if name == "set_" and owner.source is not None and wanted(translator):
+            return GetAttrVariable(owner, name)
+        return attribute(owner, translator, name)
+
+    def compile_written(output: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+        pending = written.pop(output.tracing_context, {})
+        values = [owner.call_method(translator, "clone", [], {}) for owner in pending]  # one may be the old value of another
+        for (owner, (proxy, data)), value in zip(pending.items(), values, strict=True):
+            owner.proxy = proxy
+            data.call_method(translator, "copy_", [value], {})
+        for copy, storages in at_once.pop(output.tracing_context, []):
+            _refuse_other_names(copy, storages)
+        return compile_graph(output, translator, *args, **kwargs)
+
+    stack.enter_context(patch.object(owner_of, method, set_or_write))
+    stack.enter_context(patch.object(holder, name_of, set_storage_or_write))
+    stack.enter_context(patch.object(TensorVariable, "var_getattr", attribute_or_method))
+    stack.enter_context(patch.object(OutputGraph, "compile_subgraph", compile_written))
+
+
+@contextmanager
+def write_replaced_buffers() -> Iterator[None]:
+    """Capture ``self.buffer = value`` as a write into the buffer's own memory at the end of the step.
+
+    A planned step has its buffers from the first step to the last. Values of another layout, or with a history in autograd, are
+    left to ``planner.capture.frontend.effects``, which refuses them.
+    """
+    compile_graph = OutputGraph.compile_subgraph
+
+    def compile_written(output: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+        replaced = [found for table in output.side_effects._get_modified_vars() for found in _replaced_buffers(table)]
+        values = [items[key].call_method(translator, "clone", [], {}) for items, key, _ in replaced]  # as above
+        for (items, key, buffer), value in zip(replaced, values, strict=True):
+            buffer.var_getattr(translator, "data").call_method(translator, "copy_", [value], {})
+            items[key] = buffer
+        return compile_graph(output, translator, *args, **kwargs)
+
+    with patch.object(OutputGraph, "compile_subgraph", compile_written):
+        yield
+
+
+def _replaced_buffers(table: Any) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
+    """Yield the items of a module's table of buffers, the key of a tensor that replaces another of its layout, and the other."""
+    if table.source is None or not source_name(table.source).endswith("._buffers"):
+        return
+    before = {constant_key(key): value for key, value in table.original_items.items()}
+    for key, value in table.items.items():
+        pair = [each.realize() for each in (before.get(constant_key(key)), value) if each is not None]
+        if len(pair) == 2 and pair[0] is not pair[1] and all(each.is_tensor() for each in pair):
+            old, new = (each.as_proxy().node.meta["example_value"] for each in pair)
+            if same_layout(old, new) and old.dtype is new.dtype and old.device == new.device and not new.requires_grad:
+                yield table.items, key, pair[0]
+
+
+def _refuse_other_names(copy: fx.Node, storages: set[int]) -> None:
+    """Raise TraceError if nodes after `copy`, which writes a parameter, use views made before it of one of `storages`."""
+    before = True
+    earlier: set[fx.Node] = set()
+    for node in copy.graph.nodes:
+        before = before and node is not copy
+        value = node.meta.get("example_value")
+        if before and node.op != "placeholder" and isinstance(value, torch.Tensor) and storage(value) in storages:
+            earlier.add(node)
+        elif not before and node is not copy and not earlier.isdisjoint(node.all_input_nodes):
+            raise TraceError(
+                f"{location(traced_line(copy.meta.get('stack_trace')))} replaces the data of a trained parameter, and the step "
+                "goes on with its old data, or writes to the new: copy it (clone) before it is replaced"
+            )
 
 
 @contextmanager

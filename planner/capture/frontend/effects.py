@@ -17,7 +17,7 @@ from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.python_state import restoring_items
 from planner.capture.frontend.source_lines import is_our_code
 from planner.capture.guards.names import Scope, accessor, readable
-from planner.torch_private.capture import SideEffects, source_name
+from planner.torch_private.capture import SideEffects, constant_key, source_name
 
 _Change = Literal["never", "once", "always"]
 
@@ -168,8 +168,7 @@ def _effects(effects: SideEffects) -> list[Effect]:
 def _replaced(tensors: Any) -> Iterator[str]:
     """Yield the names in a module's table of tensors that refer to another tensor than before; in-place writes do not count."""
     before, now = (
-        {getattr(key, "vt", key).as_python_constant(): value for key, value in items.items()}
-        for items in (tensors.original_items, tensors.items)
+        {constant_key(key): value for key, value in items.items()} for items in (tensors.original_items, tensors.items)
     )
     for name, value in now.items():
         if value is not before.get(name) and _storage(value) != _storage(before.get(name)):

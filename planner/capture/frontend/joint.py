@@ -19,6 +19,7 @@ from planner.capture.frontend.dynamo_patches import (
     read_optimizers,
     skip_distribution_checks,
     write_data_in_place_where,
+    write_replaced_buffers,
 )
 from planner.capture.frontend.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager
 from planner.capture.frontend.effects import Effect, UnsettledError, check_effects, record_effects, warn_of_first_call
@@ -272,6 +273,7 @@ def _traced(step: TrainingStep, batch: Batch, values: Values | None, make: Make[
             dynamo.enter_context(forbid_python_random())
             dynamo.enter_context(allow_requires_grad_writes())
             write_data_in_place_where(lambda _: True, dynamo)
+            dynamo.enter_context(write_replaced_buffers())
             dynamo.enter_context(ignore_cudnn_flags(device_of(step, batch)))
             dynamo.enter_context(skip_distribution_checks())
             dynamo.enter_context(read_optimizers())

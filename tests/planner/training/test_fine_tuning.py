@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from graphs.errors import TraceError
 from tests.planner.training.test_supported_code import check_trains_as_eager
 
 
@@ -126,3 +127,109 @@ def test_data_of_weights_is_written_in_place_by_the_backend(planned: Callable[..
     (losses, state), (wanted_losses, wanted_state) = trained
     assert losses == wanted_losses
     assert all(torch.equal(value, wanted_state[name]) for name, value in state.items())
+
+
+class Renewed(nn.Module):
+    """Gives its buffers other tensors in several ways, and reads old and new values after that."""
+
+    def __init__(self, renew: Callable[["Renewed", torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        self.register_buffer("center", torch.zeros(16))
+        self.register_buffer("last", torch.ones(16))
+        self.renew = renew
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layers(x)
+        with torch.no_grad():
+            new = 0.9 * self.center + 0.1 * found.mean(0)
+        return (found - self.renew(self, new) - self.last + self.center).square().mean()
+
+
+def write_data(model: Renewed, new: torch.Tensor) -> torch.Tensor:
+    old = model.center.data
+    model.center.data = new
+    return old
+
+
+def write_storage(model: Renewed, new: torch.Tensor) -> torch.Tensor:
+    old = model.center.detach()[2:]
+    model.center.set_(new)
+    new.mul_(2.0)
+    return old.sum()
+
+
+def write_twice(model: Renewed, new: torch.Tensor) -> torch.Tensor:
+    model.center.data = new
+    model.last.set_(model.center)
+    model.center.data = model.center + 1.0
+    return model.last
+
+
+def replace(model: Renewed, new: torch.Tensor) -> torch.Tensor:
+    old = model.center
+    model.center = new
+    new.mul_(2.0)
+    return old
+
+
+def shift(model: Renewed, new: torch.Tensor) -> torch.Tensor:
+    model.last, model.center = model.center, model.last
+    model.center = model.center * new
+    return new
+
+
+BUFFER_WRITES = [write_data, write_storage, write_twice, replace, shift]
+
+
+@pytest.mark.parametrize("renew", BUFFER_WRITES)
+def test_buffers_that_get_other_tensors_are_written_as_in_eager_mode(renew: Callable[..., torch.Tensor]) -> None:
+    check_trains_as_eager(lambda: Renewed(renew), None, lambda number: vectors(number)[:1])
+
+
+@pytest.mark.parametrize("renew", BUFFER_WRITES[:3])
+def test_the_backend_writes_buffers_that_get_other_tensors(renew: Callable[..., torch.Tensor]) -> None:
+    trained = []
+    for wrap in (lambda model: planner.checkpoint(model, budget="100%", wait=0.1), lambda model: model):
+        torch._dynamo.reset()
+        torch.manual_seed(2)
+        run = wrap(Renewed(renew))
+        losses = [run(vectors(number)[0]) for number in range(3)]
+        trained.append([*(loss.detach() for loss in losses), *run.state_dict().values()])
+    assert all(map(torch.equal, *trained))
+
+
+def test_a_trained_parameter_whose_old_data_is_read_after_it_is_replaced_is_refused() -> None:
+    class Decayed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            old = self.layer.weight.data
+            self.layer.weight.data = 0.9 * old
+            return (self.layer(x) - x @ old).square().mean()
+
+    with pytest.raises(TraceError, match=r"self\.layer\.weight\.data = .* replaces the data of a trained parameter.*clone"):
+        planner.compile(Decayed(), None, vectors(0)[:1], budget="100%")
+
+
+class Spread(nn.Module):
+    """A weight of few trained numbers at fixed places of a dense one, as adapters in another basis have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        self.spectrum = nn.ParameterDict({"default": nn.Parameter(torch.randn(20))})
+        places = torch.randperm(16 * 16, generator=torch.Generator().manual_seed(0))[:20]
+        self.indices = {"default": torch.stack([places // 16, places % 16])}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        indices = self.indices["default"].to(x.device)
+        dense = torch.zeros(16, 16)
+        dense[indices[0, :], indices[1, :]] = self.spectrum["default"].float()
+        return self.layers(x) + F.linear(x, torch.fft.ifft2(dense).real)
+
+
+def test_trained_numbers_at_places_that_an_attribute_lists() -> None:
+    check_trains_as_eager(Spread, F.mse_loss, vectors)

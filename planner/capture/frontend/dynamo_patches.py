@@ -27,6 +27,7 @@ from planner.torch_private.capture import (
     TracingContext,
     UserDefinedObjectVariable,
     VariableBuilder,
+    VariableTracker,
     constant_key,
     read_names_of_torch,
     source_name,
@@ -248,6 +249,21 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
 def read_optimizers() -> Iterator[None]:
     """Read the groups of an optimizer, such as its learning rate, as those of any object: its parameters are no inputs then."""
     with patch.object(OptimizerVariable, "var_getattr", UserDefinedObjectVariable.var_getattr):
+        yield
+
+
+@contextmanager
+def read_generic_aliases() -> Iterator[None]:
+    """Read ``list[int]`` and the like where types are values, as in ``typing.cast(list[int], x)``; torch 2.13 does not."""
+
+    def subscript(variable: Any, translator: Any, key: Any) -> Any:
+        kind = variable.as_python_constant() if variable.is_python_constant() else None
+        if not isinstance(kind, type):
+            return refuse(variable, translator, key)
+        return VariableTracker.build(translator, kind[getattr(key, "value", None) or key.as_python_constant()])
+
+    refuse = getattr(VariableTracker, "mp_subscript_impl", None)
+    with nullcontext() if refuse is None else patch.object(VariableTracker, "mp_subscript_impl", subscript):
         yield
 
 

@@ -15,6 +15,7 @@ from planner.capture.frontend.dynamo_patches import (
     allow_requires_grad_writes,
     ignore_cudnn_flags,
     keep_attributes,
+    read_generic_aliases,
     read_numpy_floats,
     read_optimizers,
     skip_distribution_checks,
@@ -278,6 +279,7 @@ def _traced(step: TrainingStep, batch: Batch, values: Values | None, make: Make[
             dynamo.enter_context(skip_distribution_checks())
             dynamo.enter_context(read_optimizers())
             dynamo.enter_context(read_numpy_floats())
+            dynamo.enter_context(read_generic_aliases())
             if values:
                 dynamo.enter_context(values.take())
             matrices = dynamo.enter_context(decompose_sparse_matrices())

@@ -13,8 +13,8 @@ _FLOORS = Path(__file__).parents[3]
 _OURS = (torch.__path__[0], *(f"{_FLOORS / floor}{os.sep}" for floor in ("graphs", "solvers", "planner")))
 # For steps that are not one static graph.
 GRAPH_BREAK_ADVICE = (
-    'train with torch.compile(model, backend="planner", options={"budget": ...}), which plans the parts before and after '
-    "such a line separately, or in a block of planner.rematerialize(budget=...), which needs no graph"
+    "train with planner.checkpoint(model, budget=...), which plans the parts before and after such a line separately, or in a "
+    "block of planner.rematerialize(budget=...), which needs no graph"
 )
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 

@@ -1,8 +1,8 @@
-"""Concrete values during a capture: those of the batch, of buffers, and of what is computed from them alone.
+"""Concrete values during a capture: those of the batch, of parameters and buffers, and of what is computed from them alone.
 
 A capture runs on fake tensors, which have shapes and no data. Python code that asks for a value (``if mask.all():``) can go on
-where the value depends neither on a parameter nor on a random number: its ops are executed on real tensors as well. Products
-of matrices and convolutions are not, since a condition must be cheap to compute before each step.
+where the value depends on no random number: its ops are executed on real tensors as well. Products of matrices, convolutions
+and large results of parameters are not, since a condition must be cheap to compute before each step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +28,8 @@ from planner.torch_private.core import (
 )
 
 aten = torch.ops.aten
+
+_MOST_OF_PARAMETERS = 2**20  # elements of a result that is computed from parameters
 
 # Comparisons with a number: their answers for every draw from [0, 1) if the number is at most 0, and if it is at least 1.
 _COMPARISONS: dict[object, tuple[bool | None, bool]] = {
@@ -98,6 +100,7 @@ class ConcreteValues:
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._random: WeakIdKeyDictionary = WeakIdKeyDictionary()  # fake tensors that depend on random numbers
         self._uniform: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._of_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._sources: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Sets of dispatch keys: included, excluded.
         self._outside = included_dispatch_keys(), excluded_dispatch_keys()
@@ -138,8 +141,9 @@ class ConcreteValues:
 
         def made_from(mode: FakeTensorMode, tensor: torch.Tensor, **options: Any) -> FakeTensor:
             fake = from_tensor(mode, tensor, **options)
-            concrete = not isinstance(tensor, nn.Parameter | FakeTensor) and type(tensor) in (torch.Tensor, nn.Buffer)
-            if concrete and id(fake) not in self._sources:
+            if type(tensor) is nn.Parameter:
+                self._of_parameters[fake] = True
+            if type(tensor) in (torch.Tensor, nn.Buffer, nn.Parameter) and id(fake) not in self._sources:
                 self._sources[id(fake)] = (fake, tensor)
                 self._set(fake, tensor)
             return fake
@@ -181,6 +185,10 @@ class ConcreteValues:
             self.name(result, value, given)
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, FakeTensor)]
         values = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        if any(t in self._of_parameters for t in given):
+            self._of_parameters.update(dict.fromkeys(made, True))
+            if not func.is_view and sum(real.numel() for real in values) > _MOST_OF_PARAMETERS:
+                value = None
         if value is not None and len(made) == len(values):
             for fake, real in zip(made, values, strict=True):
                 self._values[fake] = real
@@ -226,9 +234,9 @@ class ConcreteValues:
             yield
 
     def _set(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Set the value of `fake` to a copy of `real`, which is not written to when `fake` is."""
+        """Set the value of `fake` to a copy of `real`, which is not written to when `fake` is; no step writes to parameters."""
         with self._on_real_tensors():
-            self._values[fake] = real.detach().clone()
+            self._values[fake] = real.detach() if fake in self._of_parameters else real.detach().clone()
 
     def _sized(self, mode: FakeTensorMode, func: OpOverload, args: Sequence[Any], value: Any) -> Any:
         """Return a fake result of the concrete size, for an op whose size depends on data; None for other ops."""

@@ -18,7 +18,7 @@ from planner.capture.guards.concrete_values import is_uniform, size_inputs, unif
 from planner.capture.rewrites.outputs import fake, is_random, tensors_in
 from planner.capture.signature import Batch, leaves
 from planner.passes.program import Program, Source
-from planner.torch_private.capture import BufferAOTInput, PlainAOTInput
+from planner.torch_private.capture import BufferAOTInput, ParamAOTInput, PlainAOTInput
 from planner.torch_private.core import OpOverload
 
 aten = torch.ops.aten
@@ -255,8 +255,10 @@ def _constant_answer(node: fx.Node) -> bool | None:
 
 
 def _source(desc: object) -> Source | None:
-    """Return the source of an input of the graph: a tensor of the batch or a buffer; None for others."""
+    """Return the source of an input of the graph: a tensor of the batch or of the model; None for others."""
     match desc:
+        case ParamAOTInput(target=name):
+            return Source(0, Kind.PARAMETER, name)
         case BufferAOTInput(target=name):
             return Source(0, Kind.BUFFER, name)
         case PlainAOTInput(idx=index):

@@ -3,7 +3,7 @@
 import random
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Union, cast
 
 import numpy as np
 import pytest
@@ -180,9 +180,54 @@ def test_conditions_that_vary_between_steps_raise_with_their_line(after: Any, te
         capture(Step(lambda x: x, after).eval(), None, (torch.randn(4, 4),))
     message = str(caught.value)
     assert re.search(r"test_branches.py:\d+ \(", message)
-    for part in (text, reason, 'torch.compile(model, backend="planner"', "torch.where"):
+    for part in (text, reason, "planner.checkpoint(model, budget=...)", "torch.where"):
         assert part in message
     assert "\n" not in message
+
+
+Counts = dict[str, int]
+
+
+class OfParameters(nn.Module):
+    """Refuses weights that are not finite, scales the rows that are not zero, and branches on the sign of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rows = nn.Linear(4, 4), nn.Embedding(4, 4)
+        with torch.no_grad():
+            self.layer.bias.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layer.weight[0].isinf().any():
+            raise RuntimeError("the first row is not finite")
+        rows = self.rows.weight.detach().clone()
+        large = rows.norm(dim=1) > 0
+        if torch.any(large):
+            rows[large] *= 0.9
+        hidden = self.layer(x) + rows
+        return (hidden * 2 if self.layer.bias[0] >= 0 else hidden).square().sum()
+
+
+def test_conditions_on_parameters_are_checked_before_each_step() -> None:
+    torch.manual_seed(0)
+    model, x = OfParameters(), torch.randn(4, 4)
+    step = planner.compile(model, None, (x,), budget="1MB", wait=0.1)
+    assert step(x) == model(x)
+    with torch.no_grad():
+        model.layer.bias[0] = -1.0
+    with pytest.raises(MismatchError, match=r"self\.layer\.bias\[0\] >= 0.* gives False .* but gave True"):
+        step(x)
+    with torch.no_grad():
+        model.layer.bias[0] = 1.0
+    assert step(x) == model(x)
+
+
+def test_generic_aliases_are_read() -> None:
+    def counted_as(x: torch.Tensor) -> torch.Tensor:
+        counts = cast(Union[list[Counts], list[int]], [1, 2])  # noqa: UP007  # read when the step runs
+        return x * counts[1]
+
+    check_three_steps(Step(counted_as), (torch.randn(4, 4),))
 
 
 def test_unused_random_number_is_still_drawn() -> None:

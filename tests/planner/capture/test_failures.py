@@ -176,7 +176,7 @@ def test_unsupported_code_is_named_with_line_and_advice(forward: Callable[..., A
     with pytest.raises(TraceError, match=said) as refused:
         capture(Call(forward, inner=nn.Linear(4, 4)), F.mse_loss, (X, Y))
     assert f"test_failures.py:{forward.__code__.co_firstlineno + 1}" in str(refused.value)
-    assert 'torch.compile(model, backend="planner"' in str(refused.value)
+    assert "planner.checkpoint(model, budget=...)" in str(refused.value)
 
 
 def test_failing_op_is_named_with_its_line_without_logging(capfd: pytest.CaptureFixture[str]) -> None:

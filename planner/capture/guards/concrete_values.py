@@ -107,7 +107,9 @@ class ConcreteValues:
         self._stale: set[int] = set()  # storages that an unknown value was written to
 
     def get(self, fake: torch.Tensor) -> torch.Tensor | None:
-        """Return the value of `fake`; None if it is unknown."""
+        """Return the value of `fake`; None if it is unknown. Constants of the step are no fake tensors."""
+        if type(fake) is torch.Tensor and fake not in self._values:
+            self._set(fake, fake)
         value: torch.Tensor | None = self._values.get(fake)
         return None if value is None or value.untyped_storage()._cdata in self._stale else value
 

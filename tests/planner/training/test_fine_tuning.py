@@ -217,8 +217,9 @@ def test_a_trained_parameter_whose_old_data_is_read_after_it_is_replaced_is_refu
 class Spread(nn.Module):
     """A weight of few trained numbers at fixed places of a dense one, as adapters in another basis have it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, select: bool) -> None:
         super().__init__()
+        self.select = select
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
         self.spectrum = nn.ParameterDict({"default": nn.Parameter(torch.randn(20))})
         places = torch.randperm(16 * 16, generator=torch.Generator().manual_seed(0))[:20]
@@ -226,10 +227,14 @@ class Spread(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         indices = self.indices["default"].to(x.device)
-        dense = torch.zeros(16, 16)
-        dense[indices[0, :], indices[1, :]] = self.spectrum["default"].float()
+        dense, numbers = torch.zeros(16, 16), self.spectrum["default"].float()
+        if self.select:
+            inside = (indices[0, :] < 12) & (indices[1, :] < 14)
+            indices, numbers = indices[:, inside], numbers[inside]
+        dense[indices[0, :], indices[1, :]] = numbers
         return self.layers(x) + F.linear(x, torch.fft.ifft2(dense).real)
 
 
-def test_trained_numbers_at_places_that_an_attribute_lists() -> None:
-    check_trains_as_eager(Spread, F.mse_loss, vectors)
+@pytest.mark.parametrize("select", [False, True])
+def test_trained_numbers_at_places_that_an_attribute_lists(select: bool) -> None:
+    check_trains_as_eager(lambda: Spread(select=select), F.mse_loss, vectors)

@@ -9,6 +9,7 @@ from torch import nn
 
 from graphs.ir import Graph
 from graphs.short_tracebacks import short_traceback
+from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import measured_uses, needs_measuring, offered_as, with_traced, without_useless_ops
 from planner.capture.replay import RealStep, real_static
@@ -86,8 +87,10 @@ def trace(
         >>> [op.name for op in graph.ops][:3]
         ['addmm', 'relu', 'addmm_1']
     """
+    step = TrainingStep(model, loss_fn)
+    initialize_lazy_layers(step, batch)  # before their optimizer is measured
     settings = TraceSettings(
-        memory_of(optimizer, TrainingStep(model, loss_fn)),
+        memory_of(optimizer, step),
         accumulate,
         roofline,
         passes,

@@ -146,7 +146,7 @@ def tensor_method(name: str) -> tuple[Any, str]:
     return (table[name], "handler") if name in table else (TensorVariable, f"method_{name}")
 
 
-def constant_key(key: Any) -> object:
+def constant_key(key: Any) -> Any:
     """Return the key of an item of a dict while code is captured, as the captured code knows it."""
     return getattr(key, "vt", key).as_python_constant()
 

@@ -257,12 +257,13 @@ def read_generic_aliases() -> Iterator[None]:
     """Read ``list[int]`` and the like where types are values, as in ``typing.cast(list[int], x)``; torch 2.13 does not."""
 
     def subscript(variable: Any, translator: Any, key: Any) -> Any:
-        kind = variable.as_python_constant() if variable.is_python_constant() else None
-        if not isinstance(kind, type):
+        kind: Any = variable.as_python_constant() if variable.is_python_constant() else None
+        is_type = isinstance(kind, type)
+        if not is_type:
             return refuse(variable, translator, key)
         return VariableTracker.build(translator, kind[getattr(key, "value", None) or key.as_python_constant()])
 
-    refuse = getattr(VariableTracker, "mp_subscript_impl", None)
+    refuse: Any = getattr(VariableTracker, "mp_subscript_impl", None)
     with nullcontext() if refuse is None else patch.object(VariableTracker, "mp_subscript_impl", subscript):
         yield
 

@@ -17,7 +17,7 @@ import torch
 import planner
 from benchmarks.runner import SEED, Runner, take_turns, whole_step
 from benchmarks.solves import least_bytes
-from benchmarks.try_models import RAN, REPEATS, failed, find_failures, in_a_process, list_not_run, trying
+from benchmarks.try_models import RAN, REPEATS, find_failures, list_not_run, note_failure, run_in_process, trying
 from graphs.units import format_bytes
 from planner import tracing
 from planner.models import Workload
@@ -67,10 +67,10 @@ def try_one(case: tuple[str, str], known: Sequence[ArenaModelRow], *, repeats: i
     """Yield the rows of one model."""
     source, model = case
     blank = ArenaModelRow(source=source, model=model, way=EAGER, status=RAN, **provenance())
-    return in_a_process(partial(compared, repeats=repeats), blank, _LIMIT_S)
+    return run_in_process(partial(compare_plans, repeats=repeats), blank, _LIMIT_S)
 
 
-def compared(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: int) -> Iterator[ArenaModelRow]:
+def compare_plans(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: int) -> Iterator[ArenaModelRow]:
     """Yield the rows of a model.
 
     Args:
@@ -110,7 +110,7 @@ def compared(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: int) 
             rows[way] = replace(rows[way], arena_bytes=plan.arena_bytes, swaps=len(step.history) - 1)
             runners[way] = runner
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-            rows[way] = failed(row, error)
+            rows[way] = note_failure(row, error)
     yield from rows.values()
     times = take_turns(runners, batch, repeats=repeats)
     for way, own in times.items():
@@ -118,7 +118,7 @@ def compared(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: int) 
         yield replace(rows[way], time_s=median(own), ratio=ratios[EAGER], planned_ratio=ratios.get(PLANNED))
 
 
-def over(row: ArenaModelRow) -> bool:
+def is_over(row: ArenaModelRow) -> bool:
     """Return True if a plan takes more than its budget."""
     return row.budget_bytes is not None and (row.taken_bytes or 0) > row.budget_bytes
 
@@ -128,7 +128,7 @@ def summary(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
     arenas = [row for row in rows if row.way == IN_ARENA and row.status == RAN]
     yield (
         f"{len(arenas)} models trained in an arena, by the first plan and by the last: "
-        f"{sum(row.different == 0 for row in arenas)} with eager PyTorch's bits, {sum(map(over, arenas))} over the budget"
+        f"{sum(row.different == 0 for row in arenas)} with eager PyTorch's bits, {sum(map(is_over, arenas))} over the budget"
     )
     outside = [row.counted_bytes for row in arenas if row.counted_bytes is not None]
     if outside:
@@ -169,7 +169,7 @@ def failures(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
     """Yield a line for each failure: results that are not eager's though eager repeats itself, too much memory, crashes."""
     yield from find_failures(
         rows,
-        lambda row: (row.taken_bytes or 0) if over(row) else None,
+        lambda row: (row.taken_bytes or 0) if is_over(row) else None,
         lambda row: f"{row.different} results are not eager's",
     )
 

@@ -17,7 +17,7 @@ import planner
 from benchmarks.command import Setting, names_of
 from benchmarks.runner import SEED, Runner, whole_step
 from benchmarks.solves import least_bytes
-from benchmarks.try_models import EAGER, MISSING, PACKAGES, RAN, failed, find_failures, in_a_process, list_not_run, trying
+from benchmarks.try_models import EAGER, MISSING, PACKAGES, RAN, find_failures, list_not_run, note_failure, run_in_process, trying
 from graphs.units import format_bytes
 from planner import tracing
 from planner.eager.session import Rematerialization
@@ -71,10 +71,10 @@ def try_one(case: tuple[str, str], known: Sequence[EntryRow], *, entries: Sequen
     found = {row.entry for row in known if row.status != MISSING}
     left = [entry for entry in entries if entry not in found]
     blank = EntryRow(source=source, model=model, way=EAGER, status=RAN, **provenance(packages=PACKAGES))
-    return in_a_process(partial(entered, entries=left), blank, _LIMIT_S) if left else iter(())
+    return run_in_process(partial(try_entries, entries=left), blank, _LIMIT_S) if left else iter(())
 
 
-def entered(make: Callable[[], Workload], row: EntryRow, *, entries: Sequence[str]) -> Iterator[EntryRow]:
+def try_entries(make: Callable[[], Workload], row: EntryRow, *, entries: Sequence[str]) -> Iterator[EntryRow]:
     """Yield the rows of a model: of eager PyTorch, then of each of `entries`.
 
     Args:
@@ -83,18 +83,18 @@ def entered(make: Callable[[], Workload], row: EntryRow, *, entries: Sequence[st
         entries: some of ENTRIES.
     """
 
-    def fresh() -> Workload:
+    def build() -> Workload:
         torch.manual_seed(SEED)
         return make()
 
-    plain = fresh()
+    plain = build()
     reference = Runner(plain, whole_step(plain)).train(plain.batch)
-    eager = _plain(fresh)
-    row = _judged(row, reference, eager.train(plain.batch))
+    eager = _run_plainly(build)
+    row = _judge(row, reference, eager.train(plain.batch))
     peak_bytes = eager.peak_bytes(plain.batch)
     yield replace(row, way=EAGER, peak_bytes=peak_bytes)
     row = replace(row, different=None, first_difference=None)
-    budgets = _budgets(fresh, peak_bytes, eager.static_bytes(plain.batch))
+    budgets = _choose_budgets(build, peak_bytes, eager.static_bytes(plain.batch))
     del eager
     for entry in entries:
         shares = {"50%": _ENOUGH_BYTES} if entry == REMATERIALIZE else budgets
@@ -102,20 +102,20 @@ def entered(make: Callable[[], Workload], row: EntryRow, *, entries: Sequence[st
             one = replace(row, way=f"{entry} at {share}", budget_bytes=budget_bytes)
             try:
                 if entry == REMATERIALIZE:
-                    yield _rematerialized(fresh, reference, one)
+                    yield _rematerialize(build, reference, one)
                     continue
-                workload = fresh()
+                workload = build()
                 runner = Runner(workload, _STEPS[entry](workload, budget_bytes))
-                one = _judged(one, reference, runner.train(workload.batch))
+                one = _judge(one, reference, runner.train(workload.batch))
                 yield replace(one, peak_bytes=runner.peak_bytes(workload.batch))
             except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-                yield failed(one, getattr(error, "inner_exception", error))  # of a backend
+                yield note_failure(one, getattr(error, "inner_exception", error))  # of a backend
 
 
-def _budgets(fresh: Callable[[], Workload], peak_bytes: int, static_bytes: int) -> dict[str, int]:
+def _choose_budgets(build: Callable[[], Workload], peak_bytes: int, static_bytes: int) -> dict[str, int]:
     """Return the peak, and half way to it from the least budget; if that is unknown, from half of what comes and goes."""
     try:
-        graph = tracing.trace(*fresh(), passes=1)
+        graph = tracing.trace(*build(), passes=1)
     except Exception:  # noqa: BLE001 (planner.compile will say why in its row)
         least = (static_bytes + peak_bytes) // 2
     else:
@@ -138,7 +138,7 @@ def _backend(workload: Workload, budget_bytes: int) -> Step:
 _STEPS: dict[str, Callable[[Workload, int], Step]] = {COMPILE: _compile, CHECKPOINT: _checkpoint, BACKEND: _backend}
 
 
-def _rematerialized(fresh: Callable[[], Workload], reference: StepOutcome, row: EntryRow) -> EntryRow:
+def _rematerialize(build: Callable[[], Workload], reference: StepOutcome, row: EntryRow) -> EntryRow:
     """Return the row of ``planner.rematerialize``, half way from a budget that is enough to the peak.
 
     Training and measuring have blocks of their own: a block counts all tensors, also the results that are kept to be compared.
@@ -153,37 +153,35 @@ def _rematerialized(fresh: Callable[[], Workload], reference: StepOutcome, row: 
             run_both(runner.step, batch)
         return static_bytes + runner.peak_bytes(batch) - runner.static_bytes(batch)
 
-    def peak_and_least(work: Callable[[Runner, int], object]) -> tuple[int, int]:
-        session, _ = _in_a_block(fresh, _ENOUGH_BYTES, work)
+    def find_peak_and_least(work: Callable[[Runner, int], object]) -> tuple[int, int]:
+        session, _ = _run_block(build, _ENOUGH_BYTES, work)
         return session.peak_bytes, session.least_budget()
 
-    peak, least = peak_and_least(measure)
+    peak, least = find_peak_and_least(measure)
     budget_bytes = (peak + least) // 2
-    _, taken_bytes = _in_a_block(fresh, budget_bytes, measure)
-    _, outcome = _in_a_block(fresh, peak_and_least(train)[0] - (peak - budget_bytes), train)
-    return _judged(replace(row, budget_bytes=budget_bytes, peak_bytes=taken_bytes), reference, outcome)
+    _, taken_bytes = _run_block(build, budget_bytes, measure)
+    _, outcome = _run_block(build, find_peak_and_least(train)[0] - (peak - budget_bytes), train)
+    return _judge(replace(row, budget_bytes=budget_bytes, peak_bytes=taken_bytes), reference, outcome)
 
 
-def _in_a_block(
-    fresh: Callable[[], Workload], budget_bytes: int, work: Callable[[Runner, int], T]
-) -> tuple[Rematerialization, T]:
+def _run_block(build: Callable[[], Workload], budget_bytes: int, work: Callable[[Runner, int], T]) -> tuple[Rematerialization, T]:
     """Return a block, and what `work` returned in it for the model and the bytes of all tensors at its beginning."""
-    runner = _plain(fresh)
+    runner = _run_plainly(build)
     with planner.rematerialize(budget_bytes) as session:
         return session, work(runner, session.peak_bytes)
 
 
-def _plain(fresh: Callable[[], Workload]) -> Runner:
-    workload = fresh()
+def _run_plainly(build: Callable[[], Workload]) -> Runner:
+    workload = build()
     return Runner(workload, whole_step(workload))
 
 
-def _judged(row: EntryRow, reference: StepOutcome, outcome: StepOutcome) -> EntryRow:
+def _judge(row: EntryRow, reference: StepOutcome, outcome: StepOutcome) -> EntryRow:
     differences = reference.differences(outcome)
     return replace(row, different=len(differences), first_difference=differences[0] if differences else None)
 
 
-def over(row: EntryRow) -> bool:
+def is_over(row: EntryRow) -> bool:
     """Return True if a step exceeded its budget, including the memory of kernels."""
     return row.budget_bytes is not None and (row.peak_bytes or 0) > row.budget_bytes
 
@@ -195,11 +193,11 @@ def summary(rows: Sequence[EntryRow]) -> Iterator[str]:
         ran = [row for row in tried if row.status == RAN]
         yield (
             f"{entry}: {len(ran)} of {len(tried)} runs ended, {sum(row.different == 0 for row in ran)} with eager PyTorch's "
-            f"bits, {sum(map(over, ran))} over the budget"
+            f"bits, {sum(map(is_over, ran))} over the budget"
         )
 
 
-def _said(row: EntryRow) -> str:
+def _show(row: EntryRow) -> str:
     if row.status != RAN:
         return row.status
     bits = "same bits" if row.different == 0 else f"{row.different} differ"
@@ -210,7 +208,7 @@ _WAYS = (*(f"{entry} at {share}" for entry in _STEPS for share in ("100%", "50%"
 TABLE = (
     Column("model", lambda row: f"{row.source}/{row.model}"),
     Column("eager's peak", "peak_bytes", at=EAGER),
-    *(Column(way, _said, at=way) for way in _WAYS),
+    *(Column(way, _show, at=way) for way in _WAYS),
 )
 
 
@@ -236,19 +234,19 @@ def failures(rows: Sequence[EntryRow]) -> Iterator[str]:
     """Yield a line for each failure: results that are not eager's though eager repeats itself, too much memory, crashes."""
     yield from find_failures(
         rows,
-        lambda row: (row.peak_bytes or 0) if over(row) else None,
+        lambda row: (row.peak_bytes or 0) if is_over(row) else None,
         lambda row: f"{row.different} results are not eager's: {row.first_difference}",
     )
 
 
-def _line(row: EntryRow) -> str:
+def _describe(row: EntryRow) -> str:
     found = f"{row.different} results are not eager's" if row.status == RAN else f"{row.status}: {row.message}"
     return f"{row.source}/{row.model}, {row.way}: {found}"
 
 
 STUDY = Study(EntryRow, try_one, whole=False, pages={"table.md": table}, failures=failures)
 _SETTING = Setting(",".join(ENTRIES), "entry points, with commas", names_of("entry point", ENTRIES))
-main = trying(STUDY, __doc__, out="results/entries", say=_line, entries=_SETTING)
+main = trying(STUDY, __doc__, out="results/entries", say=_describe, entries=_SETTING)
 
 
 if __name__ == "__main__":

@@ -79,10 +79,10 @@ class Runner:
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._there(batch)}.values())
 
     def _forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return what the step returns, after what the model's ``between`` does with its leaves before the backward pass."""
+        """Return what the step returns, after the model's ``update_between`` the passes, which takes its leaves."""
         returned = self.step(*inputs, **named)
-        if hasattr(self.workload.model, "between"):
-            self.workload.model.between(leaves(returned))
+        if hasattr(self.workload.model, "update_between"):
+            self.workload.model.update_between(leaves(returned))
         return returned
 
     def _state(self) -> list[torch.Tensor]:

@@ -108,7 +108,7 @@ class Trial:
             graph = tracing.trace(*workload, passes=1)
             least = least_bytes(graph, _LEAST_LIMIT_S)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-            yield self._known(PLANNED, failed(self._row, error))
+            yield self._known(PLANNED, note_failure(self._row, error))
             return
         keeping = summarize(graph).keep_everything_peak_bytes
         self._row = replace(self._row, ops=len(graph.ops), least_bytes=least, keeping_bytes=keeping)
@@ -153,7 +153,7 @@ class Trial:
             try:
                 found.append((runner.peak_bytes(self._batch), runner))
             except Exception as error:  # noqa: BLE001 (of PyTorch's own: other levels may go)
-                yield self._known(CHECKPOINTING, failed(self._row, error))
+                yield self._known(CHECKPOINTING, note_failure(self._row, error))
         if not found:
             return
         peak_bytes, runner = min(found, key=lambda pair: pair[0])
@@ -180,7 +180,7 @@ class Trial:
             )
             self._runners[way] = runner
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-            row = failed(row, error)
+            row = note_failure(row, error)
         return self._known(way, row)
 
     def _timed(self) -> Iterator[TriedRow]:
@@ -201,12 +201,12 @@ class Trial:
         return self._make()
 
 
-def tried(make: Callable[[], Workload], row: TriedRow, *, repeats: int) -> Iterator[TriedRow]:
+def try_model(make: Callable[[], Workload], row: TriedRow, *, repeats: int) -> Iterator[TriedRow]:
     """Yield the rows of a ``Trial``."""
     return Trial(make, row, repeats=repeats).run()
 
 
-def failed(row: R, error: Exception) -> R:
+def note_failure(row: R, error: Exception) -> R:
     """Return `row` with the status and the message of an error."""
     if isinstance(error, PlannerError):
         status, line = REFUSED, first_line(error)
@@ -236,10 +236,10 @@ def rows_of_model(trial: Callable[..., Iterable[R]], blank: Any) -> Iterator[R]:
     try:
         yield from trial(sources()[blank.source][blank.model], blank)
     except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-        yield failed(blank, error)
+        yield note_failure(blank, error)
 
 
-def in_a_process(trial: Callable[..., Iterable[R]], blank: R, limit_s: float) -> Iterator[R]:
+def run_in_process(trial: Callable[..., Iterable[R]], blank: R, limit_s: float) -> Iterator[R]:
     """Yield the rows of a trial of one model, by a process of its own, which may fail as a row does.
 
     Args:
@@ -259,7 +259,7 @@ def try_one(case: tuple[str, str], known: Sequence[TriedRow], *, repeats: int) -
     """Yield the rows of one model."""
     source, model = case
     blank = TriedRow(source=source, model=model, way=EAGER, status=RAN, **provenance(packages=PACKAGES))
-    return in_a_process(partial(tried, repeats=repeats), blank, _LIMIT_S)
+    return run_in_process(partial(try_model, repeats=repeats), blank, _LIMIT_S)
 
 
 def plans(rows: Iterable[TriedRow]) -> list[TriedRow]:
@@ -267,12 +267,12 @@ def plans(rows: Iterable[TriedRow]) -> list[TriedRow]:
     return [row for row in rows if row.way.startswith(PLANNED) and row.status == RAN]
 
 
-def over(row: TriedRow) -> bool:
+def is_over(row: TriedRow) -> bool:
     """Return True if a plan exceeded its budget, including the memory of kernels."""
     return (row.peak_bytes or 0) > (row.budget_bytes or 0)
 
 
-def over_in_storages(row: TriedRow) -> bool:
+def is_over_in_storages(row: TriedRow) -> bool:
     """Return True if a plan exceeded its budget in storages."""
     return (row.storages_bytes or 0) > (row.budget_bytes or 0)
 
@@ -286,9 +286,9 @@ def summary(rows: Sequence[TriedRow]) -> Iterator[str]:
         f"{tried} models were tried, and {models} of them planned at {len(last)} budgets, and trained twice at "
         f"each: from the first plan on that fits, and by the last one. Of these {len(planned)} runs "
         f"{sum(row.different == 0 for row in planned)} have eager PyTorch's losses, gradients, parameters, buffers and random "
-        f"state to the last bit, {sum(map(over_in_storages, planned))} took more than the budget in storages, counted as they "
-        f"come and go, and {sum(map(over, planned))} with what kernels take for themselves. A better plan took the place of the "
-        f"first at {sum((row.swaps or 0) > 0 for row in last)} budgets."
+        f"state to the last bit, {sum(map(is_over_in_storages, planned))} took more than the budget in storages, counted as they "
+        f"come and go, and {sum(map(is_over, planned))} with what kernels take for themselves. A better plan took the place of "
+        f"the first at {sum((row.swaps or 0) > 0 for row in last)} budgets."
     )
     for way in _AT_SHARES:
         if ratios := [row.ratio for row in planned if row.way == way and row.ratio is not None]:
@@ -333,7 +333,7 @@ TABLE = (
     _first_known("least", "least_bytes"),
     *(_ran(f"{share:.0%}", way, "ratio", "{:.2f}") for share, way in zip(SHARES, _AT_SHARES, strict=True)),
     _counted("identical", lambda row: row.different == 0),
-    _counted("within budget", lambda row: not over(row) and not over_in_storages(row)),
+    _counted("within budget", lambda row: not is_over(row) and not is_over_in_storages(row)),
     _ran("checkpointing's peak", CHECKPOINTING, "peak_bytes"),
     _ran("checkpointing", CHECKPOINTING, "ratio", "{:.2f}"),
     _ran(_PLANNED_FOR_IT, AT_ITS_PEAK, "ratio", "{:.2f}"),
@@ -366,16 +366,16 @@ def table(rows: Sequence[TriedRow]) -> str:
 
 def failures(rows: Sequence[TriedRow]) -> Iterator[str]:
     """Yield a line for each failure: results that are not eager's though eager repeats itself, peaks over the budget, crashes."""
-    unsteady = {row.model for row in rows if row.way == EAGER and row.different}
-    for row in plans(rows):
-        name = f"{row.source}/{row.model}, {row.way}"
-        if row.different and row.model not in unsteady:
-            yield f"{name}: {row.different} results are not eager's: {row.first_difference}"
-        if over(row) or over_in_storages(row):
-            taken = format_bytes(max(row.peak_bytes or 0, row.storages_bytes or 0))
-            yield f"{name}: took {taken}, over its budget of {format_bytes(row.budget_bytes or 0)}"
-    failed = (row for row in rows if row.status == FAILED and row.way != CHECKPOINTING)
-    yield from (f"{row.source}/{row.model}, {row.way}: {row.message}" for row in failed)
+
+    def find_excess(row: TriedRow) -> int | None:
+        taken_bytes = max(row.peak_bytes or 0, row.storages_bytes or 0)
+        return taken_bytes if row.budget_bytes is not None and taken_bytes > row.budget_bytes else None
+
+    yield from find_failures(
+        [row for row in rows if row.way != CHECKPOINTING],
+        find_excess,
+        lambda row: f"{row.different} results are not eager's: {row.first_difference}",
+    )
 
 
 def list_not_run(rows: Sequence[Any]) -> str:

@@ -97,7 +97,7 @@ class _SelfDistilled(nn.Module):
         return (losses[0] + losses[1]) / 2, seen
 
     @torch.no_grad()
-    def between(self, outputs: list[Tensor]) -> None:
+    def update_between(self, outputs: list[Tensor]) -> None:
         """Update the centre by the teacher's outputs."""
         self.centre.lerp_(outputs[-1].mean(0, keepdim=True), 0.1)
 

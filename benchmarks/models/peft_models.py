@@ -18,7 +18,7 @@ def with_adapter(config: str, base: Callable[[], Workload], **options: Any) -> W
     return workload._replace(model=peft.get_peft_model(workload.model, kind(task_type="CAUSAL_LM", **options)))
 
 
-def on_quantized(base: Callable[[], Workload], quantize: Callable[[torch.nn.Module], None]) -> Workload:
+def quantize_and_adapt(base: Callable[[], Workload], quantize: Callable[[torch.nn.Module], None]) -> Workload:
     """Build a model with LoRA on frozen weights that `quantize` replaces (QLoRA)."""
     workload = base()
     quantize(workload.model)
@@ -63,10 +63,11 @@ MODELS: dict[str, Callable[[], Workload]] = {
     "boft-llama": partial(with_adapter, "BOFTConfig", _LLAMA, boft_block_size=4, target_modules=["q_proj", "v_proj"]),
     "hra-llama": partial(with_adapter, "HRAConfig", _LLAMA, r=4, target_modules=["q_proj", "v_proj"]),
     "miss-llama": partial(with_adapter, "MissConfig", _LLAMA, r=4, target_modules=["q_proj", "v_proj"]),
+    "loha-llama": partial(with_adapter, "LoHaConfig", _LLAMA, r=4, target_modules=["q_proj", "v_proj"]),
     "lokr-llama": partial(with_adapter, "LoKrConfig", _LLAMA, r=4, target_modules=["q_proj", "v_proj"]),
     "ln-llama": partial(with_adapter, "LNTuningConfig", _LLAMA, target_modules=["input_layernorm"]),
     "prefix-llama": partial(with_adapter, "PrefixTuningConfig", _LLAMA, num_virtual_tokens=8),
-    "qlora-4-bits-llama": partial(on_quantized, _LLAMA, to_4_bits),
-    "qlora-8-bits-llama": partial(on_quantized, _LLAMA, to_8_bits),
+    "qlora-4-bits-llama": partial(quantize_and_adapt, _LLAMA, to_4_bits),
+    "qlora-8-bits-llama": partial(quantize_and_adapt, _LLAMA, to_8_bits),
     "prompt-gpt2": partial(with_adapter, "PromptTuningConfig", _GPT2, num_virtual_tokens=8),
 }

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import arena_models
-from benchmarks.arena_models import EAGER, IN_ARENA, PLANNED, ArenaModelRow, compared, failures
+from benchmarks.arena_models import EAGER, IN_ARENA, PLANNED, ArenaModelRow, compare_plans, failures
 from benchmarks.models.parts import Residual
 from benchmarks.try_models import FAILED, RAN, REFUSED
 from graphs.errors import PlannerError
@@ -27,7 +27,7 @@ def blocks() -> Workload:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
 def test_a_model_in_an_arena_and_without() -> None:
-    rows = {row.way: row for row in compared(blocks, BLANK, repeats=1)}
+    rows = {row.way: row for row in compare_plans(blocks, BLANK, repeats=1)}
     assert list(rows) == [EAGER, PLANNED, IN_ARENA]
     assert all(row.status == RAN and row.different == 0 and row.ratio for row in rows.values())
     arena = rows[IN_ARENA]
@@ -43,7 +43,7 @@ def test_a_refused_plan_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PlannerError(f"not with arena={how['arena']}")
 
     monkeypatch.setattr(arena_models.planner, "compile", refuse)
-    found = {row.way: (row.status, row.message) for row in compared(blocks, BLANK, repeats=1)}
+    found = {row.way: (row.status, row.message) for row in compare_plans(blocks, BLANK, repeats=1)}
     assert found[PLANNED] == (REFUSED, "not with arena=False")
     assert found[IN_ARENA] == (REFUSED, "not with arena=True")
 

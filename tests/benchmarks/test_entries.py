@@ -10,7 +10,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import entries
-from benchmarks.entries import BACKEND, CHECKPOINT, COMPILE, ENTRIES, REMATERIALIZE, STUDY, EntryRow, entered, failures, try_one
+from benchmarks.entries import (
+    BACKEND,
+    CHECKPOINT,
+    COMPILE,
+    ENTRIES,
+    REMATERIALIZE,
+    STUDY,
+    EntryRow,
+    failures,
+    try_entries,
+    try_one,
+)
 from benchmarks.models.parts import Residual
 from benchmarks.runner import Runner, whole_step
 from benchmarks.try_models import EAGER, FAILED, MISSING, RAN, REFUSED
@@ -44,7 +55,7 @@ class Centred(nn.Module):
         return ((out - self.centre) ** 2).mean(), out
 
     @torch.no_grad()
-    def between(self, outputs: list[torch.Tensor]) -> None:
+    def update_between(self, outputs: list[torch.Tensor]) -> None:
         self.centre.copy_(outputs[-1].mean(0))
 
 
@@ -61,7 +72,7 @@ class Reading(nn.Module):
 
 
 def test_every_entry_point_has_rows_with_bits_and_memory() -> None:
-    rows = {row.way: row for row in entered(blocks, BLANK, entries=ENTRIES)}
+    rows = {row.way: row for row in try_entries(blocks, BLANK, entries=ENTRIES)}
     shares = [f"{entry} at {share}" for entry in (COMPILE, CHECKPOINT, BACKEND) for share in ("100%", "50%")]
     assert list(rows) == [EAGER, *shares, f"{REMATERIALIZE} at 50%"]
     assert [(row.status, row.different) for row in rows.values()] == [(RAN, 0)] * len(rows), rows
@@ -72,7 +83,7 @@ def test_every_entry_point_has_rows_with_bits_and_memory() -> None:
 
 
 def test_model_that_is_refused_by_one_entry_point_is_tried_by_the_others() -> None:
-    rows = entered(lambda: Workload(Reading(), None, (torch.randn(256, 16),)), BLANK, entries=(COMPILE, REMATERIALIZE))
+    rows = try_entries(lambda: Workload(Reading(), None, (torch.randn(256, 16),)), BLANK, entries=(COMPILE, REMATERIALIZE))
     statuses = {row.way: row.status for row in rows}
     assert statuses["compile at 100%"] == statuses["compile at 50%"] == REFUSED
     assert statuses["rematerialize at 50%"] == RAN
@@ -92,11 +103,11 @@ def test_between_the_passes_a_model_changes_its_buffers() -> None:
 def test_entry_points_with_rows_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
 
-    def in_a_process(trial: Callable[..., object], blank: EntryRow, limit_s: float) -> list[EntryRow]:
+    def run_in_process(trial: Callable[..., object], blank: EntryRow, limit_s: float) -> list[EntryRow]:
         asked.append(tuple(trial.keywords["entries"]))  # type: ignore[attr-defined]
         return []
 
-    monkeypatch.setattr(entries, "in_a_process", in_a_process)
+    monkeypatch.setattr(entries, "run_in_process", run_in_process)
     known = [replace(BLANK, way=f"{COMPILE} at 50%"), replace(BLANK, way=f"{CHECKPOINT} at 50%", status=MISSING)]
     for wanted in ((COMPILE, CHECKPOINT), (COMPILE,)):
         list(try_one(("tests", "tiny"), known, entries=wanted))

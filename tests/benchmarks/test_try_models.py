@@ -107,7 +107,7 @@ def test_model_that_cannot_be_built_is_a_row(error: Exception, status: str, monk
 
     monkeypatch.setattr(try_models, "sources", lambda: {"tests": {"broken": make}})
     blank = TriedRow(source="tests", model="broken", way=EAGER, status=RAN)
-    (row,) = rows_of_model(partial(try_models.tried, repeats=1), blank)
+    (row,) = rows_of_model(partial(try_models.try_model, repeats=1), blank)
     assert (row.status, row.message) == (status, f"{type(error).__name__}: {error}")
 
 

@@ -86,27 +86,8 @@ def measured_cells(row: dict[str, str]) -> list[str]:
     return [f"{budget} ({row['share']})", reserved, f"+{row['slowdown'].split('%')[0]}%", bits]
 
 
-def test_what_reserved_budgets_cost_is_measured_by_the_same_graph() -> None:
-    shown = re.search(
-        r"ResNet-50 at half of its memory takes ([\d.]+)% longer, with batch \d+, instead of ([\d.]+)%", prose("README.md")
-    )
-    assert shown is not None
-    rows = [row for row in results("reserved") if (row["model"], row["budget"]) == ("resnet50", "50%")]
-    overheads = {row["counts"]: float(row["overhead"]) for row in rows}
-    assert list(shown.groups()) == [f"{100 * overheads[kind]:.1f}" for kind in ("reserved", "allocated")]
-
-
-def test_predicted_peaks_are_as_far_off_as_the_benchmarks_say() -> None:
-    rows = results("predicted_peaks")
-    assert all(row["planner_bytes"] == row["measured_bytes"] for row in rows)
-    off = {row["model"]: round(100 * (int(row["kitsune_bytes"]) / int(row["measured_bytes"]) - 1)) for row in rows}
-    low = -off.pop("gpt2")
-    said = f"{min(off.values())} to {max(off.values())}% too high for six models of images, and {low}% too low for GPT-2"
-    assert len(off) == 6 and said in prose("docs/benchmarks.md")
-
-
-def prose(page: str) -> str:
-    return " ".join((ROOT / page).read_text().split())
+def test_predicted_peaks_are_the_measured_ones() -> None:
+    assert all(row["planner_bytes"] == row["measured_bytes"] for row in results("predicted_peaks"))
 
 
 def test_minutes_on_gpus_are_said_once() -> None:

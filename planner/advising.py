@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from graphs.checks import check_is_graph
+from graphs.errors import BudgetError
 from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.short_tracebacks import short_traceback
@@ -21,6 +23,7 @@ from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.reserved import memory_on
 from planner.runtime.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.runtime.measure import device_name
+from planner.settings import check_positive
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import Curve
@@ -28,6 +31,7 @@ from planner.studies.curve import curve as solve_budgets
 from planner.studies.settings import StudySettings
 from planner.studies.workers import never
 from planner.tracing import trace
+from solvers.tolerance import Tolerance
 
 _LEAST_S = 20.0  # for the analysis, even after a long trace
 
@@ -77,6 +81,7 @@ def advise(
         eager PyTorch needs ...
     """
     began = time.monotonic()
+    check_positive("time limit", time_limit_s, "seconds")
     names = _options_to_try(roofline) if options is None else tuple(options)
     kind, device, available_bytes = _available(model, batch, roofline)
     counted = memory_on(kind, CountedMemory.of(memory))
@@ -146,8 +151,12 @@ def curve(
         >>> [row.budget_bytes for row in curve.rows] == [int(0.9 * graph_peak_bytes), graph_peak_bytes]
         True
     """
+    check_is_graph(graph)
+    if isinstance(budgets, str):
+        raise BudgetError(f"budgets is {budgets!r}: must be how many, or a list of budgets, [{budgets!r}]")
+    check_positive("time limit", time_limit_s, "seconds")
     settings = StudySettings(
-        tolerance=tolerance,
+        tolerance=Tolerance.of(tolerance).first,
         time_limit_s=math.inf,
         total_time_limit_s=time_limit_s,
         options=option_settings(options, link=link, host_budget=host_budget),

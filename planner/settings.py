@@ -25,6 +25,16 @@ _WAIT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|s|m|work)")
 _GAP, _SECONDS = 0.01, 3.0  # the default quality to wait for, whichever is reached first
 
 
+def check_positive(what: str, value: object, unit: str) -> None:
+    """Raise an error unless `value` is a finite number above 0.
+
+    Raises:
+        UsageError: it is not; the message has `what` it is for, and the `unit`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise UsageError(f"{what} is {value!r}: must be {unit}, above 0")
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """The quality that a plan must have before ``planner.compile`` returns; it fits in any case.
@@ -91,8 +101,8 @@ class TraceSettings:
 
     def __post_init__(self) -> None:
         check_traced(self.options)
-        if self.passes < 1:
-            raise UsageError(f"passes is {self.passes}: must be at least 1")
+        if not isinstance(self.passes, int) or self.passes < 1:
+            raise UsageError(f"passes is {self.passes!r}: must be at least 1")
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
             raise UsageError(f"unknown optimizer {self.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
         if self.roofline is not None:
@@ -143,8 +153,7 @@ class SolveSettings:
         what, limit, unit = "time", self.time_limit_s, "seconds"
         if self.work_limit is not None:
             what, limit, unit = "work", self.work_limit, "a number"
-        if not math.isfinite(limit) or limit <= 0:
-            raise UsageError(f"{what} limit is {limit!r}: must be {unit}, above 0")
+        check_positive(f"{what} limit", limit, unit)
         return WallClock(limit) if self.work_limit is None else WorkClock(limit)
 
     @property

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from graphs.checks import check_is_graph
 from graphs.errors import InfeasibleError, LimitError, PlannerError, SolverWarning, UsageError
 from graphs.ir import Graph
 from graphs.options.compress import gradient_error
@@ -118,6 +119,7 @@ def solve(
         Traceback (most recent call last):
         graphs.errors.InfeasibleError: budget 1.00 kB is below ...
     """
+    check_is_graph(graph)
     budget = budget_or_overhead(budget, max_overhead)
     settings = SolveSettings(
         solver=solver,

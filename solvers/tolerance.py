@@ -22,11 +22,11 @@ class Tolerance:
         """Return the tolerance that a user gives; a number holds all the time.
 
         Raises:
-            PlannerError: the number is negative or not finite.
+            PlannerError: it is no number, or negative or not finite.
         """
         if isinstance(given, Tolerance):
             return given
-        if not math.isfinite(given) or given < 0:
+        if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given) or given < 0:
             raise PlannerError(f"tolerance is {given!r}: must be a fraction of the step time, 0 or more, such as 0.001")
         return cls(((0.0, given),))
 

@@ -68,6 +68,8 @@ class Parser(argparse.ArgumentParser):
         """Print the error, the names that were probably meant, and a pointer to the help, and exit."""
         meant = self._close_names()
         said = f": did you mean {' and '.join(meant)}?" if meant else ""
+        if message.endswith("expected one argument") and (negative := re.search(r"(?<= )-[\d.]\S*", f" {' '.join(self._given)}")):
+            said = f": {negative[0]!r} is not above 0"
         complain(f"{message}{said} (see {self.prog} --help)")
         raise SystemExit(USAGE)
 
@@ -77,7 +79,8 @@ class Parser(argparse.ArgumentParser):
         words = [word.partition("=")[0] for word in self._given if word.startswith("--")]
         if self._commands is not None:
             known, words = list(self._commands.choices), [word for word in self._given if not word.startswith("-")][:1]
-        unknown = [word for word in words if not any(name.startswith(word) for name in known)]
+        abbreviated = self._commands is None  # options may be
+        unknown = [word for word in words if not any(name == word or (abbreviated and name.startswith(word)) for name in known)]
         return list(dict.fromkeys(name for word in unknown for name in get_close_matches(word, known, n=1)))
 
 

@@ -3,6 +3,7 @@
 import sys
 from typing import Literal, TypeAlias
 
+from graphs.errors import UsageError
 from planner.progress.line import LineView
 from planner.progress.logs import LoggingView
 from planner.progress.notebook import NotebookView
@@ -12,7 +13,16 @@ OnProgress: TypeAlias = View | Literal[False] | None
 
 
 def views_of(on_progress: OnProgress) -> tuple[View, ...]:
-    """Return the view `on_progress`; for None those that show progress by themselves and the log; for False only the log."""
+    """Return the view `on_progress`; for None those that show progress by themselves and the log; for False only the log.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if on_progress not in (None, False) and not callable(on_progress):
+        raise UsageError(
+            f"on_progress is {on_progress!r}: must be a view such as planner.progress.LineView(), a function that is called with "
+            "each planner.progress.Progress, or False"
+        )
     if on_progress is not None and on_progress is not False:
         return (on_progress,)
     return (LoggingView(), *(() if on_progress is False else default_views()))

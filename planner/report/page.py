@@ -4,11 +4,13 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import TypeAlias
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from graphs.errors import OutputError
 from graphs.io.files import check_writable, write_text
 from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
@@ -40,6 +42,8 @@ def write_pages(
         OutputError: a file cannot be written.
         PlannerError: Bokeh is not installed.
     """
+    if path is not None and Path(path).suffix not in ("", ".html", ".htm"):
+        raise OutputError(f"{os.fspath(path)}: the page is HTML: name a file that ends with .html")
     for target in (path, trace):
         if target is not None:
             check_writable(target)

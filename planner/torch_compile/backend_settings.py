@@ -14,7 +14,7 @@ from planner.budgets import read_budget
 from planner.compatibility import check_compatible
 from planner.memory import CountedMemory
 from planner.option_settings import option_settings
-from planner.progress import OnProgress
+from planner.progress import OnProgress, views_of
 from planner.settings import RunSettings, SolveSettings, Wait
 from solvers.tolerance import WIDENING, Tolerance
 
@@ -46,6 +46,7 @@ class BackendSettings:
             Feature.ROOFLINE: self.roofline is not None,
             Feature.SEVERAL_PROCESSES: dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1,
         }
+        views_of(self.on_progress)  # raises if it is no view
         check_compatible(self.solve.features | self.run.features | {feature for feature, there in around.items() if there})
 
 

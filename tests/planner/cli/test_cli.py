@@ -44,6 +44,8 @@ def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[s
         (["slove", "model.json", "--budget", "8GB"], "did you mean solve? (see planner --help)"),
         (["solve", "model.json", "--bugdet", "8GB"], "did you mean --budget? (see planner solve --help)"),
         (["solve", "model.json", "--budget=8GB", "--tollerance=1%"], "arguments: --tollerance=1%: did you mean --tolerance?"),
+        (["solv", "model.json", "--budget", "8GB"], "did you mean solve? (see planner --help)"),
+        (["solve", "model.json", "--budget", "-5%"], "argument --budget: expected one argument: '-5%' is not above 0"),
         (["curve", "model.json", "--jbos", "2"], "did you mean --jobs?"),
         (["solve"], "GRAPH"),
         (["solve", "model.json"], "--budget"),

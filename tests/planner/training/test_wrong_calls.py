@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +51,30 @@ def test_batch_that_is_not_a_sequence_or_mapping_raises(call: Callable[[Any, Any
 def test_an_op_is_measured_at_least_once(call: Callable[..., object], passes: int) -> None:
     with pytest.raises(PlannerError, match=f"passes is {passes}: must be at least 1"):
         call(model(), passes=passes)
+
+
+def test_arguments_of_a_wrong_type_raise(tmp_path: Path) -> None:
+    graph = planner.trace(model(), F.mse_loss, (X, Y), passes=1)
+    plan = planner.solve(graph, "100%")
+    wrong: dict[str, Callable[[], object]] = {
+        "time limit is '10s': must be seconds, above 0": lambda: compiled(model(), time_limit_s="10s"),
+        "time limit is True: must be seconds": lambda: planner.solve(graph, "100%", time_limit_s=True),
+        "time limit is -3: must be seconds": lambda: planner.advise(model(), F.mse_loss, (X, Y), time_limit_s=-3),
+        "time limit is nan: must be seconds": lambda: planner.curve(graph, 3, time_limit_s=float("nan")),
+        "tolerance is '1%': must be a fraction": lambda: planner.solve(graph, "100%", tolerance="1%"),  # type: ignore[arg-type]
+        "passes is 'two': must be at least 1": lambda: traced(model(), passes="two"),
+        "on_progress is True: must be a view": lambda: compiled(model(), on_progress=True),
+        "on_progress is 'bar': must be a view": lambda: planner.checkpoint(model(), budget="1MB", on_progress="bar"),  # type: ignore[arg-type]
+        "the graph is 'model.json': must be one": lambda: planner.solve("model.json", "100%"),  # type: ignore[arg-type]
+        "the graph is Plan": lambda: planner.curve(plan, 3),  # type: ignore[arg-type]
+        "the plan is 'plan.json': must be one": lambda: planner.run("plan.json", model(), F.mse_loss, (X, Y)),  # type: ignore[arg-type]
+        "budgets is '80%': must be how many": lambda: planner.curve(graph, "80%"),
+        "the page is HTML: name a file that ends with .html": lambda: compiled(model()).report(tmp_path / "page.pdf"),
+    }
+    for said, call in wrong.items():
+        with pytest.raises(PlannerError, match=re.escape(said)):
+            call()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_batch_without_values_raises() -> None:

@@ -19,7 +19,7 @@ with explain_missing_packages():
 from graphs.errors import PlannerError
 from planner.budgets import budget_or_overhead
 from planner.distributed.wrappers import Sharded, unwrap
-from planner.progress import Event, LoggingView, Progress, default_views
+from planner.progress import Event, LoggingView, OnProgress, Progress, default_views
 from planner.progress.describe import describe
 from planner.training.per_batch import BatchPlans, check_options
 from planner.training.step import PlannedStep
@@ -147,7 +147,7 @@ class PlannedTrainerMixin:
                 )
             self._planned_model, self._plans = model, BatchPlans(wrapper, self._budget, self._options)
         accumulate = this.args.gradient_accumulation_steps > 1
-        shown = _TrainerView(this) if self.planned is None else None
+        shown: OnProgress = _TrainerView(this) if self.planned is None else False
         return self._plans.step(loss_fn, batch, optimizer=this.optimizer, accumulate=accumulate, on_progress=shown)(**batch)
 
 

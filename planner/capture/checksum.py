@@ -2,7 +2,9 @@
 
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 _BLOCK_ELEMENTS = 2**16  # at a time, so that a checksum needs a few MB for any tensor
 _FACTOR = 6364136223846793005  # odd, so that no bit of an earlier block is lost
@@ -21,14 +23,16 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
         dense = torch.view_as_real(dense.resolve_conj())
     flat = dense.resolve_neg().contiguous().flatten().view(_INTEGERS[dense.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    weights = _weights(tensor.device)
+    weights = torch.from_numpy(_weights()).to(tensor.device)
     for block in flat.split(_BLOCK_ELEMENTS):
         total = total * _FACTOR + torch.mul(block, weights[: block.numel()]).sum()
     return total
 
 
 @cache
-def _weights(device: torch.device) -> torch.Tensor:
+def _weights() -> NDArray[np.int64]:
+    """Return the weights in memory of NumPy's: a tensor that stays would count for the budgets of later steps."""
     generator = torch.Generator().manual_seed(0)
     halves = torch.randint(-(2**62), 2**62, (_BLOCK_ELEMENTS,), generator=generator)
-    return (2 * halves + 1).to(device)
+    weights: NDArray[np.int64] = (2 * halves + 1).numpy()
+    return weights.copy()

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 # Ops whose integer inputs are pivots, which count from 1, or conditions.
 _FROM_ONE = {
@@ -58,7 +60,7 @@ class TensorSpec:
             flat = torch.full((self.elements,), int(target in _FROM_ONE), dtype=self.dtype, device=self.device)
             return flat.as_strided(self.shape, self.stride, self.offset)
         flat = torch.empty(self.elements, dtype=self.dtype, device=self.device)
-        block = _random_block(self.dtype)
+        block = torch.from_numpy(_random_block())
         done = min(self.elements, _BLOCK_ELEMENTS)
         flat[:done].copy_(block[:done])
         while done < self.elements:
@@ -69,7 +71,8 @@ class TensorSpec:
 
 
 @cache
-def _random_block(dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers on the CPU, where they count for no device's budget."""
+def _random_block() -> NDArray[np.float32]:
+    """Return the numbers in memory of NumPy's: a tensor that stays would count for the budgets of later steps on the CPU."""
     generator = torch.Generator().manual_seed(0)
-    return torch.empty(_BLOCK_ELEMENTS).uniform_(0.25, 0.75, generator=generator).to(dtype)
+    numbers: NDArray[np.float32] = torch.empty(_BLOCK_ELEMENTS).uniform_(0.25, 0.75, generator=generator).numpy()
+    return numbers.copy()

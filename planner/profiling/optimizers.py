@@ -28,14 +28,14 @@ from planner.torch_private.core import FakeTensorMode, StorageWeakRef, TorchDisp
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def memory_of(optimizer: str | torch.optim.Optimizer, step: TrainingStep) -> str | MeasuredOptimizer:
-    """Return the memory of the optimizer of a training step: measured, or known by a name.
+def memory_of(optimizer: str | MeasuredOptimizer | torch.optim.Optimizer, step: TrainingStep) -> str | MeasuredOptimizer:
+    """Return the memory of the optimizer of a training step: measured, unless it was before, or known by a name.
 
     Raises:
         PlannerError: it cannot be measured.
         UsageError: it is no optimizer.
     """
-    if isinstance(optimizer, str):
+    if isinstance(optimizer, str | MeasuredOptimizer):
         return optimizer
     if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
         raise UsageError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from graphs.optimizers import MeasuredOptimizer
 from graphs.short_tracebacks import short_traceback
 from planner.budgets import budget_or_overhead
 from planner.capture.frontend.preserved_state import initialize_lazy_layers
@@ -30,7 +31,7 @@ def compile(  # noqa: A001
     *,
     budget: str | float | None = None,
     max_overhead: str | float | None = None,
-    optimizer: str | torch.optim.Optimizer = "none",
+    optimizer: str | torch.optim.Optimizer | MeasuredOptimizer = "none",
     accumulate: bool = False,
     solver: str = "windows",
     tolerance: float | Tolerance = WIDENING,

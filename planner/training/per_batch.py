@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from graphs.errors import BudgetError, LimitError, PlannerError
+from graphs.optimizers import MeasuredOptimizer
 from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
 from planner.capture.signature import Batch, leaves
-from planner.capture.step import LossFn
+from planner.capture.step import LossFn, TrainingStep
 from planner.distributed.wrappers import Unwrapped
+from planner.profiling.optimizers import memory_of
 from planner.progress import OnProgress
 from planner.torch_private.core import pytree
 from planner.training.auto_budget import with_auto_resolved
@@ -50,6 +52,7 @@ class BatchPlans:
         self._asked = self._budget = budget
         self._options = dict(options)
         self._steps: LRUCache[Key, PlannedStep] = LRUCache(self._options.get("max_plans", _MOST_PLANS))
+        self._memory: LRUCache[Hashable, str | MeasuredOptimizer] = LRUCache(1)  # of the optimizer, by the trained parameters
         self._uses: Counter[Key] = Counter()
         self._main: tuple[Key, PlannedStep] | None = None
         self._side_sizes = 0
@@ -121,9 +124,9 @@ class BatchPlans:
                 f"a batch of {_shapes(batch)} needs a plan of its own, and CUDA graphs hold the memory of the first: pad "
                 "batches to one size and drop the last, or leave out cuda_graph=True"
             )
-        options = {"accumulate": accumulate, **self._options}
-        if "optimizer" not in options:
-            options["optimizer"] = optimizer
+        options = {"accumulate": accumulate, "optimizer": optimizer, **self._options}
+        trained, step = key[0][-1], TrainingStep(self._wrapper.module, loss_fn)
+        options["optimizer"] = self._memory.use(trained, lambda: memory_of(options["optimizer"], step))
         budget = with_auto_resolved(self._budget, self._wrapper, batch, optimizer)
         make = partial(compile, self._wrapper, loss_fn, batch, budget=budget)
         if any(kind == key[0] for kind, _ in self._uses):

@@ -11,6 +11,7 @@ from torch import nn
 import planner
 from graphs.errors import InfeasibleError, LimitError
 from planner.distributed.wrappers import unwrap
+from planner.profiling import optimizers
 from planner.training import per_batch
 from planner.training.per_batch import BatchPlans
 from planner.training.step import PlannedStep
@@ -48,6 +49,18 @@ def test_the_main_plan_is_that_of_the_size_that_came_most_often() -> None:
         assert loop.plans.main is whole
         assert loop.step(3) is smaller
     assert loop.plans.main is whole
+
+
+def test_the_optimizer_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[torch.optim.Optimizer] = []
+    measure = optimizers.measure_optimizer
+    monkeypatch.setattr(optimizers, "measure_optimizer", lambda *given: (measured.append(given[0]), measure(*given))[1])
+    loop = Loop()
+    whole, smaller = (loop.step(rows).plan.graph.provenance["optimizer"] for rows in (8, 3))
+    assert len(measured) == 1 and whole == smaller
+    loop.model[0].requires_grad_(False)
+    loop.step(8)
+    assert len(measured) == 2
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, *, quickest_s: float = 0.0) -> list[dict[str, Any]]:

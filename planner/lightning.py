@@ -1,7 +1,7 @@
 """Planned training in PyTorch Lightning."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -113,15 +113,17 @@ def _planned(step: "_TrainingStepModule", plans: BatchPlans, trainer: "pl.Traine
 
     @short_traceback
     def training_step(batch: Any, batch_idx: int) -> Any:
+        given = step.arguments(batch, batch_idx, follows=plans.follow_numbers)
         with step.recording():
-            options = step.options_of_logs(batch)
             accumulate = trainer.accumulate_grad_batches > 1
             optimizer = trainer.optimizers[0]
-            step_of_size = plans.step(None, (batch,), optimizer=optimizer, accumulate=accumulate, on_progress=shown)
+            step_of_size = plans.step(None, given, optimizer=optimizer, accumulate=accumulate, on_progress=shown)
             if not accumulate and _zeroes_gradients_as_usual(trainer, step.module):
                 optimizer.zero_grad()  # Lightning does so between the forward and the backward pass
-            returned = step_of_size(batch)
-        for name, value in returned.pop(_LOGGED).items():
+            returned = step_of_size(*given)
+            logged = returned.pop(_LOGGED)
+            options = step.options_of_logs(given, logged.keys())
+        for name, value in logged.items():
             step.module.log(name, value, **options[name])
         return returned if returned.keys() > {"loss"} else returned["loss"]
 
@@ -142,14 +144,18 @@ class _TrainingStepModule(nn.Module):
     def __init__(self, module: "pl.LightningModule") -> None:
         super().__init__()
         self.module = module
-        self._logs = _Logs()
+        self._logs = _Logs(next(module.parameters()).device)
         self._options: dict[Shapes, dict[str, dict[str, Any]]] = {}
         takes_index = len(signature(type(module).training_step).parameters) > 2  # self, batch, batch_idx
-        self._arguments = (_BatchIndex(),) if takes_index else ()
+        self._index = (_BatchIndex(),) if takes_index else ()
 
-    def forward(self, batch: Any) -> dict[str, Any]:
+    def arguments(self, batch: Any, batch_idx: int, *, follows: bool) -> tuple[Any, ...]:
+        """Return the arguments of a step; `follows` is True if it follows numbers."""
+        return (batch, batch_idx) if self._index and follows else (batch,)
+
+    def forward(self, batch: Any, *index: int) -> dict[str, Any]:
         self._logs.values = {}
-        returned = type(self.module).training_step(self.module, batch, *self._arguments)
+        returned = type(self.module).training_step(self.module, batch, *(index or self._index))
         returned = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
         return {**returned, _LOGGED: self._logs.values}
 
@@ -162,15 +168,15 @@ class _TrainingStepModule(nn.Module):
         finally:
             del vars(self.module)["log"]
 
-    def options_of_logs(self, batch: Any) -> dict[str, dict[str, Any]]:
-        """Return the options that each value is logged with for a batch of this size. To be called inside ``recording``."""
-        shapes = shapes_of((batch,))
-        if shapes not in self._options:
-            with torch.no_grad(), preserve_training_state(self, (batch,)):
-                self(batch)
-                options = dict(self._logs.options)
-            self._options[shapes] = options
-        return self._options[shapes]
+    def options_of_logs(self, given: tuple[Any, ...], names: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Return the options that the values `names` are logged with for arguments of these sizes. Call inside ``recording``."""
+        shapes = shapes_of(given)
+        if not self._options.get(shapes, {}).keys() >= set(names):
+            with torch.no_grad(), preserve_training_state(self, given):
+                self(*given)
+                found = dict(self._logs.options)
+            self._options[shapes] = {**self._options.get(shapes, {}), **found}
+        return self._options.get(shapes, {})
 
 
 class _Logs(Scratch):
@@ -181,14 +187,15 @@ class _Logs(Scratch):
         options: the options of ``log``, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.values: dict[str, torch.Tensor] = {}
         self.options: dict[str, dict[str, Any]] = {}
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Record a value, as ``LightningModule.log`` would log it."""
-        if isinstance(value, int | float):  # part of the plan, which is captured again when the number has changed
-            value = torch.tensor(value, dtype=torch.get_default_dtype())
+        if isinstance(value, int | float):  # an op that takes the number, also once that is an input of the step
+            value = torch.full((), value, dtype=torch.get_default_dtype(), device=self._device)
         if not isinstance(value, torch.Tensor):
             raise TraceError(
                 f"training_step logs {name!r}, which is {type(value).__name__}, neither a tensor nor a number: log what it "
@@ -202,12 +209,12 @@ _LOG_OPTIONS = list(signature(pl.LightningModule.log).parameters)[3:]  # after s
 
 
 class _BatchIndex:
-    """A replacement of ``batch_idx``, on which no plan can depend: any use is an error."""
+    """A replacement of ``batch_idx`` where plans do not follow numbers: any use is an error."""
 
     def _refuse(self, *others: object) -> Any:
         raise TraceError(
-            "training_step uses batch_idx, which would be part of the plan, the same in every step: do what depends on it in "
-            "on_train_batch_start or on_train_batch_end"
+            "training_step uses batch_idx, which would be the same in every step of a plan on several processes, with "
+            "cuda_graph=True or replan=False: do what depends on it in on_train_batch_start or on_train_batch_end"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __truediv__ = __mod__ = __pow__ = _refuse

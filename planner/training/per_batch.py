@@ -63,6 +63,12 @@ class BatchPlans:
         """The step for the most frequent size; None before the first batch."""
         return None if self._main is None else self._main[1]
 
+    @property
+    def follow_numbers(self) -> bool:
+        """True if a step follows the numbers in its batch when they change."""
+        excluded = self._options.get("cuda_graph", False) or self._options.get("replan") is False
+        return type(self._wrapper) is Unwrapped and not excluded
+
     def step(
         self,
         loss_fn: LossFn | None,
@@ -95,7 +101,11 @@ class BatchPlans:
     def _key(self, batch: Batch) -> Key:
         """Return the cache key of a plan: structure, dtypes, trained parameters, and sizes unless one plan serves all sizes."""
         leaves, spec = pytree.tree_flatten(batch)
-        kinds = [(x.dtype, x.requires_grad, x.dim()) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
+        numbers = (int, float) if self.follow_numbers else ()
+        kinds: list[Hashable] = [
+            (x.dtype, x.requires_grad, x.dim()) if isinstance(x, torch.Tensor) else type(x) if type(x) in numbers else repr(x)
+            for x in leaves
+        ]
         trained = tuple(p.requires_grad for p in self._parameters)
         return (str(spec), *kinds, trained), () if self._options.get("dynamic", False) else shapes_of(batch)
 

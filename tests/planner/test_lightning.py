@@ -168,8 +168,30 @@ def test_lightning_training_with_offload_equals_eager(tmp_path: Path) -> None:
 
 
 class Indexed(Module):
+    """Computes with the index of the batch, counts its calls, and logs in every second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(batch[0]).mean() * (batch_idx + 1)
+        self.calls += 1
+        self.log("index", float(batch_idx))
+        loss = F.cross_entropy(self(batch[0]), batch[1]) * (1 + batch_idx / self.calls)
+        if batch_idx % 2 == 0:
+            self.log("even", loss, prog_bar=True)
+        return loss
+
+
+def test_the_index_of_the_batch_is_a_number_like_others(tmp_path: Path) -> None:
+    data = (batches(5), batches(1))
+    eager, eager_logs = trained(Indexed(), tmp_path, data=data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planned, planned_logs = trained(Indexed(), tmp_path, PlannedTraining(HALF_WAY, **QUICK), data=data)
+    assert planned_logs == eager_logs and planned.calls == eager.calls
+    pairs = zip(planned.state_dict().items(), eager.state_dict().items(), strict=True)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
 
 
 class LogsText(Module):
@@ -187,7 +209,6 @@ class ByHand(Module):
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (Indexed, TraceError, "batch_idx"),
         (LogsText, TraceError, "training_step logs 'kind', which is str, neither a tensor nor a number"),
         (ByHand, PlannerError, "automatic_optimization=False is not planned"),
     ],

@@ -99,6 +99,11 @@ class TraceSettings:
     other_devices: tuple[str, ...] = ()
     numbers: frozenset[str] = frozenset()
 
+    @property
+    def reads_numbers(self) -> bool:
+        """True if numbers may be inputs of the step: the calls of some options take none."""
+        return self.options in ((), ("in-place",)) and not self.other_devices
+
     def __post_init__(self) -> None:
         check_traced(self.options)
         if not isinstance(self.passes, int) or self.passes < 1:

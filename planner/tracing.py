@@ -149,7 +149,8 @@ def capture_step(workload: Workload, settings: TraceSettings, *, variant: "Compi
     if variant is not None:
         captured = capture_kernels(*workload, variant=variant, optimizer=optimizer, accumulate=accumulate, name=name)
     else:
-        step = capture(*workload, optimizer=optimizer, accumulate=accumulate, name=name, numbers=settings.numbers)
+        numbers = settings.numbers if settings.reads_numbers else None
+        step = capture(*workload, optimizer=optimizer, accumulate=accumulate, name=name, numbers=numbers)
         captured = with_dense_sizes(step)
     prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
     return captured

@@ -43,7 +43,7 @@ def capture(  # noqa: PLR0913  # what a step consists of, and how it is captured
     accumulate: bool = False,
     as_on_cuda: bool = False,
     name: str = "",
-    numbers: Collection[str] = (),
+    numbers: Collection[str] | None = (),
 ) -> Capture:
     """Capture one training step of `model` on `batch`.
 
@@ -55,7 +55,7 @@ def capture(  # noqa: PLR0913  # what a step consists of, and how it is captured
         accumulate: count gradients of earlier batches as memory too.
         as_on_cuda: choose the kernels that CUDA would (attention), to plan without a GPU.
         name: name of the model, for the provenance.
-        numbers: names of numbers that the program reads in each step, as Dynamo writes them.
+        numbers: names of numbers that the program reads in each step, as Dynamo writes them; None if it can read none.
 
     Raises:
         TraceError: the step cannot be captured as one static graph, or has no scalar loss to train on.

@@ -174,10 +174,11 @@ class Sharded(Unwrapped):
 
     def wrapped(self, executor: Executor) -> Callable[..., Any]:
         """Return the forward pass of the outermost module, with its hooks, around the planned one."""
+        numbers: list[object] = []  # those of the present step
 
         def forward(*args: object, **kwargs: object) -> Any:
             self._gather()
-            return executor.run(executor.signature.flatten(*args, **kwargs))
+            return executor.run([*executor.signature.flatten(*args, **kwargs), *numbers])
 
         def step(*args: object, **kwargs: object) -> Any:
             if not torch.is_grad_enabled():
@@ -186,7 +187,7 @@ class Sharded(Unwrapped):
             self._gather()
             try:
                 with _without_hooks(self._units):
-                    executor.check(*args, **kwargs)
+                    numbers[:] = executor.check(*args, **kwargs)[len(executor.signature.names) :]
             except MismatchError:
                 self._reshard()
                 raise

@@ -4,11 +4,13 @@ What a step computes from them in Python (``1 - weight``, ``math.cos(step / tota
 same values, so that its ops get the bits that eager PyTorch gives them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from graphs.errors import NumberMismatchError
+
+Scope = Mapping[str, object]  # variables by their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +38,30 @@ class StepNumbers:
         count: how many numbers the program has.
         results: what it returned when the step was captured.
         free: those of the names whose values may be any.
+        writes: for numbers that the step changes, a function of the new value and both scopes, the position of the value, and
+            the value when the step was captured.
     """
 
     names: tuple[str, ...]
-    find: tuple[Callable[[Mapping[str, object], Mapping[str, object]], Any], ...]
+    find: tuple[Callable[[Scope, Scope], Any], ...]
     planned: tuple[Any, ...]
     compute: Callable[..., tuple[Any, ...]]
     count: int
     results: tuple[Any, ...]
     free: frozenset[str]
+    writes: tuple[tuple[Callable[[object, Scope, Scope], None], int, object], ...]
 
-    def read(self, local: Mapping[str, object], scope: Mapping[str, object]) -> tuple[Any, ...]:
+    def write(self, numbers: Sequence[object], local: Scope, scope: Scope) -> None:
+        """Change the numbers that the step changes, which were computed with those that it reads."""
+        for write, index, _ in self.writes:
+            write(numbers[index], local, scope)
+
+    def reset(self, local: Scope, scope: Scope) -> None:
+        """Change the numbers that the step changes back to what they were when it was captured."""
+        for write, _, before in self.writes:
+            write(before, local, scope)
+
+    def read(self, local: Scope, scope: Scope) -> tuple[Any, ...]:
         """Return the present numbers of the program.
 
         Raises:

@@ -89,7 +89,7 @@ class Executor:
         self.arena: Arena | DeviceArena | None = None
         self.launched = self._launched()
         self.earlier_gradients = EarlierGradients(capture.graph, schedule)
-        self.check_writes = False
+        self.check_writes = self._trains = False
         self._guards = capture.guards
         self._conditions = capture.conditions
         self._device_type = device.type
@@ -121,11 +121,11 @@ class Executor:
         return PlannedMemory(self.graph, code.lines, self.devices.places.__getitem__, StateNotMade(self.graph, self._step))
 
     def start_training(self, budget_bytes: int, *, check_writes: bool) -> None:
-        """Enable the checks for a training loop; measurements before are of the step alone."""
+        """Enable the checks for a training loop, and the counting in it; measurements before are of the step alone."""
         self.earlier_gradients.budget_bytes = budget_bytes
         if isinstance(self.arena, Arena):
             self.arena.budget_bytes = budget_bytes - self.graph.static_bytes
-        self.check_writes = check_writes
+        self.check_writes, self._trains = check_writes, True
         if self.arena is None:
             self.changed_inputs.begin(budget_bytes - self.graph.static_bytes - self._kept_bytes())
 
@@ -192,12 +192,15 @@ class Executor:
             BudgetError: gradients of an earlier step would take it over the budget; so may ``backward()``.
         """
         static = self.program.gather(self._step, leaves)
-        static += leaves[len(leaves) - self.program.numbers :]
+        numbers = leaves[len(leaves) - self.program.numbers :]
+        static += numbers
         check_earlier_gradients = self._check_earlier_gradients(static)
         for i in self._untrained:  # autograd would call the hooks of inputs that get no gradient
             if static[i] is not None and static[i].requires_grad:
                 static[i] = static[i].detach()
         results: tuple[torch.Tensor, ...] = _Step.apply(self, check_earlier_gradients, *static)  # type: ignore[no-untyped-call]
+        if self._trains and self._guards is not None:
+            self._guards.count(self._step, numbers)
         return self.signature.unflatten(results)
 
     def check(self, *args: object, **kwargs: object) -> list[object]:

@@ -61,6 +61,8 @@ def compare_with_eager(
         lossy: True if gradients may differ by more than rounding: their error is measured.
     """
     reference, reference_name = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
+    if captured.guards is not None:
+        reference = captured.guards.uncounted(reference, step)
     device = next(step.parameters()).device
     if failure := why_it_does_not_fit(captured.graph, device):
         return EagerComparison(failure=failure, reference=reference_name)

@@ -287,11 +287,6 @@ class Compiler:
 
         return followed
 
-    @property
-    def _reads_numbers(self) -> bool:
-        """True if numbers may be inputs of steps: the calls of some options, and Inductor's kernels, take none."""
-        return self.trace.options in ((), ("in-place",)) and not self.trace.other_devices
-
     def _with_inputs(self, batch: Batch, step: PlannedStep) -> Capture:
         """Return the step on `batch` with the numbers as inputs that have changed since `step`, and before."""
         assert step._executor is not None
@@ -307,7 +302,7 @@ class Compiler:
     def _with_numbers(self, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
         """Return the step on `batch` with the present numbers, by the plan of one of `steps` if the graph is the same."""
         quiet = replace(self, stages=Stages())
-        captured = quiet._with_inputs(batch, steps[0]) if self._reads_numbers else quiet.capture(batch)
+        captured = quiet._with_inputs(batch, steps[0]) if self.trace.reads_numbers else quiet.capture(batch)
         for step in steps:
             try:
                 same = self.captured_for(step.plan, captured, batch)

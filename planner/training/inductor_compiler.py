@@ -23,10 +23,6 @@ _WORTH_IT = 0.01  # of the step: cost of recomputation from which other variants
 class InductorCompiler(Compiler):
     """A ``Compiler`` whose reference is ``torch.compile`` in place of eager PyTorch."""
 
-    @property
-    def _reads_numbers(self) -> bool:
-        return False
-
     def capture(self, batch: Batch) -> Capture:
         """Return the step on `batch` as ``torch.compile`` compiles it; nothing is executed."""
         return self._captured(batch, CompileVariant.DEFAULT)

@@ -102,12 +102,14 @@ class BatchPlans:
         """Return the cache key of a plan: structure, dtypes, trained parameters, and sizes unless one plan serves all sizes."""
         leaves, spec = pytree.tree_flatten(batch)
         numbers = (int, float) if self.follow_numbers else ()
-        kinds: list[Hashable] = [
-            (x.dtype, x.requires_grad, x.dim()) if isinstance(x, torch.Tensor) else type(x) if type(x) in numbers else repr(x)
-            for x in leaves
-        ]
+
+        def kind(x: object) -> Hashable:
+            if isinstance(x, torch.Tensor):
+                return x.dtype, x.requires_grad, x.dim()
+            return type(x) if type(x) in numbers else repr(x)
+
         trained = tuple(p.requires_grad for p in self._parameters)
-        return (str(spec), *kinds, trained), () if self._options.get("dynamic", False) else shapes_of(batch)
+        return (str(spec), *map(kind, leaves), trained), () if self._options.get("dynamic", False) else shapes_of(batch)
 
     def _check_same(self, key: Key, batch: Batch) -> None:
         """Raise if the processes have different batches: a process that plans alone would wait for the others forever."""

@@ -12,6 +12,9 @@ from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
+import sympy
+import torch
+
 from graphs.errors import TraceError
 from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.python_state import restoring_items
@@ -32,6 +35,7 @@ class Effect:
         where: the line that changes it, in brackets, for messages; empty if unknown.
         replaced: True if a buffer or parameter is replaced by another tensor.
         constant: the value at the end of the step, in a tuple, if it is a number, a text or None.
+        number: likewise, as an expression of numbers that are inputs of the step.
     """
 
     owner: str
@@ -39,23 +43,44 @@ class Effect:
     where: str
     replaced: bool = False
     constant: tuple[object] | None = None
+    number: sympy.Basic | None = None
 
     @property
     def name(self) -> str:
         """The name of the value, as Dynamo writes it."""
         return self.owner if self.attribute is None else f"{self.owner}.{self.attribute}"
 
+    @property
+    def names(self) -> set[str]:
+        """The names that guards on the value may have."""
+        if self.attribute is None:
+            return {self.owner}
+        places = f".{self.attribute}", f".__dict__['{self.attribute}']", f"['{self.attribute}']"
+        return {f"{self.owner}{place}" for place in places}
+
     def is_read(self, guarded: frozenset[str]) -> bool:
         """Return True if guards look at this value or at a part of it."""
+        return any(guard == name or guard.startswith((f"{name}.", f"{name}[")) for name in self.names for guard in guarded)
+
+    @property
+    def is_number(self) -> bool:
+        """True if the value is an attribute that is set to a number."""
+        constant = self.constant is not None and type(self.constant[0]) in (int, float)
+        return self.attribute is not None and (constant or self.number is not None)
+
+    def read(self, local: Scope, scope: Scope) -> object:
+        """Return the present value; of a list, dict or set a copy."""
+        owner = _owner(self, local, scope)
         if self.attribute is None:
-            names = {self.owner}
-        else:
-            names = {
-                f"{self.owner}.{self.attribute}",
-                f"{self.owner}.__dict__['{self.attribute}']",
-                f"{self.owner}['{self.attribute}']",
-            }
-        return any(guard == name or guard.startswith((f"{name}.", f"{name}[")) for name in names for guard in guarded)
+            return owner.copy() if isinstance(owner, list | dict | set) else owner
+        if isinstance(owner, Mapping) and "[" in self.owner and not hasattr(owner, self.attribute):
+            return owner.get(self.attribute, _ABSENT)
+        return getattr(owner, self.attribute, _ABSENT)
+
+    def write(self, value: object, local: Scope, scope: Scope) -> None:
+        """Set the value, as the step does."""
+        assert self.attribute is not None
+        setattr(_owner(self, local, scope), self.attribute, value)
 
 
 class Scratch:
@@ -74,6 +99,18 @@ class UnsettledError(Exception):
         self.effects = effects
 
 
+class CountingError(TraceError):
+    """Raised if the step reads and changes numbers at every call; it may be captured with these as inputs.
+
+    Attributes:
+        names: the numbers, as Dynamo writes them.
+    """
+
+    def __init__(self, message: str, names: frozenset[str]) -> None:
+        super().__init__(message)
+        self.names = names
+
+
 @contextmanager
 def record_effects() -> Iterator[list[Effect]]:
     """Record the side effects of code that Dynamo captures: changes of Python values that existed before it ran."""
@@ -88,8 +125,13 @@ def record_effects() -> Iterator[list[Effect]]:
         yield found
 
 
-def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[[], object], local: Scope, scope: Scope) -> None:
+def check_effects(
+    effects: list[Effect], guarded: frozenset[str], run: Callable[[], object], local: Scope, scope: Scope
+) -> tuple[Effect, ...]:
     """Refuse values that the step reads and changes at every call; warn about those that it only sets.
+
+    Returns:
+        The changes of numbers that are inputs of the step: each step makes them.
 
     Args:
         effects: those of the captured step.
@@ -100,6 +142,7 @@ def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[
     Raises:
         TraceError: with the value and the line that changes it.
         UnsettledError: values change in the first call only.
+        CountingError: the values are numbers, and may be inputs.
     """
     for effect in effects:
         if effect.replaced:
@@ -112,22 +155,29 @@ def check_effects(effects: list[Effect], guarded: frozenset[str], run: Callable[
         for effect in effects
         if not isinstance(_owner(effect, local, scope), Scratch)
         # A flag that is set and reset is no effect.
-        and not (effect.constant is not None and _same(effect.constant[0], _found(effect, local, scope)))
+        and not (effect.constant is not None and _same(effect.constant[0], effect.read(local, scope)))
     ]
     changes = _changes(effects, run, local, scope) if effects else {}
+    counted = [
+        effect for effect, change in changes.items() if change == "always" and effect.is_number and effect.is_read(guarded)
+    ]
     for effect, change in changes.items():
-        if change != "always":
+        if change != "always" or (effect in counted and effect.number is not None):
             continue
         name = readable(effect.name, local, scope)
         if effect.is_read(guarded):
-            raise TraceError(
+            message = (
                 f"{name} changes at every step{effect.where}, and the step reads it: in a plan it would stay as it is now. Make "
                 "it a tensor that is changed in place (a buffer, with add_), pass it with the batch as a tensor, or change it "
                 "outside of what is planned"
             )
+            if effect in counted:
+                raise CountingError(message, frozenset().union(*(each.names & guarded for each in counted)))
+            raise TraceError(message)
         warn_caller(f"{name} is set by the step{effect.where}: a planned step does not set it, return it instead")
     if unsettled := [effect for effect, change in changes.items() if change == "once" and effect.is_read(guarded)]:
         raise UnsettledError(unsettled)
+    return tuple(counted)
 
 
 def warn_of_first_call(effects: list[Effect], local: Scope, scope: Scope) -> None:
@@ -156,7 +206,7 @@ def _effects(effects: SideEffects) -> list[Effect]:
             found += [Effect(module, name, where, replaced=True) for name in _replaced(variable)]
         elif attributes:
             found += [
-                Effect(owner, name, where, constant=_constant(value))
+                Effect(owner, name, where, constant=_constant(value), number=_number(value))
                 for name, value in attributes.items()
                 if not _is_itself(value, owner, name)
             ]
@@ -187,6 +237,11 @@ def _constant(value: Any) -> tuple[object] | None:
     return (value.as_python_constant(),)
 
 
+def _number(value: Any) -> sympy.Basic | None:
+    symbol = getattr(value.realize() if hasattr(value, "realize") else value, "sym_num", None)
+    return symbol.node.expr if isinstance(symbol, torch.SymInt | torch.SymFloat) else None
+
+
 def _is_itself(value: Any, owner: str, name: str) -> bool:
     """Return True if an attribute is set to its own value, such as a buffer by ``self.calls += 1``."""
     source = getattr(value, "source", None)
@@ -199,13 +254,13 @@ def _changes(effects: list[Effect], run: Callable[[], object], local: Scope, sco
     """Return in which of two steps on fake tensors each value changes; all values are restored afterwards."""
     before = _snapshots(effects, local, scope)
     try:
-        seen = [[_found(effect, local, scope) for effect in effects]]
+        seen = [[effect.read(local, scope) for effect in effects]]
         for _ in range(2):
             run()
-            seen.append([_found(effect, local, scope) for effect in effects])
+            seen.append([effect.read(local, scope) for effect in effects])
         return {effect: _change(*values) for effect, values in zip(effects, zip(*seen, strict=True), strict=True)}
     except Exception:  # noqa: BLE001  # it cannot run on fake tensors: a number that the step sets is taken as changing
-        return {e: "always" if isinstance(_found(e, local, scope), int | float) else "once" for e in effects}
+        return {e: "always" if isinstance(e.read(local, scope), int | float) else "once" for e in effects}
     finally:
         for restore in before:
             restore()
@@ -218,16 +273,6 @@ def _change(first: object, second: object, third: object) -> _Change:
 
 
 _ABSENT = object()
-
-
-def _found(effect: Effect, local: Scope, scope: Scope) -> object:
-    """Return the present value; of a list, dict or set a copy."""
-    owner = _owner(effect, local, scope)
-    if effect.attribute is None:
-        return owner.copy() if isinstance(owner, list | dict | set) else owner
-    if isinstance(owner, Mapping) and "[" in effect.owner and not hasattr(owner, effect.attribute):
-        return owner.get(effect.attribute, _ABSENT)
-    return getattr(owner, effect.attribute, _ABSENT)
 
 
 def _owner(effect: Effect, local: Scope, scope: Scope) -> Any:
@@ -249,7 +294,7 @@ def _snapshots(effects: list[Effect], local: Scope, scope: Scope) -> list[Callab
     for effect in effects:
         owner = _owner(effect, local, scope)
         if effect.attribute is not None:
-            restore.append(partial(_restore_attribute, owner, effect.attribute, _found(effect, local, scope)))
+            restore.append(partial(_restore_attribute, owner, effect.attribute, effect.read(local, scope)))
         else:
             restore.append(restoring_items(owner))
     return [each for each in restore if each is not None]

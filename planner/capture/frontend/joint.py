@@ -23,7 +23,13 @@ from planner.capture.frontend.dynamo_patches import (
     write_replaced_buffers,
 )
 from planner.capture.frontend.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager
-from planner.capture.frontend.effects import Effect, UnsettledError, check_effects, record_effects, warn_of_first_call
+from planner.capture.frontend.effects import (
+    CountingError,
+    UnsettledError,
+    check_effects,
+    record_effects,
+    warn_of_first_call,
+)
 from planner.capture.frontend.failures import failure, own_message
 from planner.capture.frontend.fake_execution import on_fakes
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
@@ -71,14 +77,15 @@ Values = DataBranches | SymbolicNumbers  # what a capture may learn of values: o
 Traced = tuple[JointWithDescriptors, PythonGuards | None, DataBranches | None]
 
 
-def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: Collection[str] = ()) -> Traced:
+def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: Collection[str] | None = ()) -> Traced:
     """Return the joint graph of `step`, its guards, and the branches on data that it takes, if any.
 
     Python values that the first call of the step sets are captured as they are after it.
 
     Args:
         as_on_cuda: choose the kernels that CUDA would.
-        numbers: names of numbers that stay inputs of the step, as Dynamo writes them.
+        numbers: names of numbers that stay inputs of the step, as Dynamo writes them; those that it counts do too. None if none
+            can be an input.
 
     Raises:
         TraceError: the step cannot be captured as one graph.
@@ -86,7 +93,12 @@ def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: 
 
     def trace() -> Traced:
         with ops_as_eager(), attention_as_on_cuda() if as_on_cuda else nullcontext():
-            traced = _with_numbers(step, batch, numbers) if numbers else _with_branches(step, batch)
+            try:
+                traced = _with_numbers(step, batch, numbers) if numbers else _with_branches(step, batch)
+            except CountingError as counting:
+                if numbers is None:
+                    raise
+                traced = _with_numbers(step, batch, counting.names.union(numbers), counting)
         check_writes(traced[0].graph_module.graph)
         return traced
 
@@ -192,7 +204,7 @@ def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
     found = _attempts(step, batch)
     if isinstance(found, tuple):
         return *found, None
-    if isinstance(found, UnsettledError):
+    if isinstance(found, UnsettledError | CountingError):
         raise found
     if found and (message := own_message(found)):
         raise TraceError(message) from found
@@ -200,14 +212,16 @@ def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
     return *_result(_attempt(step, batch, partial(_joint, values=branches), branches), step, batch, branches), branches
 
 
-def _with_numbers(step: TrainingStep, batch: Batch, names: Collection[str]) -> Traced:
-    """Do as ``_with_branches``, without branches on data, but with numbers that stay inputs."""
+def _with_numbers(step: TrainingStep, batch: Batch, names: Collection[str], failed: TraceError | None = None) -> Traced:
+    """Do as ``_with_branches``, without branches on data, but with numbers that stay inputs; `failed` is raised if none can."""
     found = _attempts(step, batch, names)
     if isinstance(found, tuple):
         return *found, None
-    if isinstance(found, UnsettledError):
+    if isinstance(found, UnsettledError | CountingError):
         raise found
-    raise TraceError(f"the step cannot be captured with {', '.join(sorted(names))} as inputs") from found
+    if found and (message := own_message(found)):
+        raise TraceError(message) from found
+    raise failed or TraceError(f"the step cannot be captured with {', '.join(sorted(names))} as inputs") from found
 
 
 def _result(found: Made[T] | Exception | None, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Made[T]:
@@ -219,7 +233,7 @@ def _result(found: Made[T] | Exception | None, step: TrainingStep, batch: Batch,
     assert found is not None  # with branches
     if isinstance(found, tuple):
         return found
-    raise found if isinstance(found, UnsettledError) else failure(found, step, batch, branches)
+    raise found if isinstance(found, UnsettledError | CountingError) else failure(found, step, batch, branches)
 
 
 def _attempts(step: TrainingStep, batch: Batch, names: Collection[str] = ()) -> Made[JointWithDescriptors] | Exception | None:
@@ -235,7 +249,7 @@ def _attempts(step: TrainingStep, batch: Batch, names: Collection[str] = ()) -> 
             found = attempt()
         if isinstance(found, tuple) or not asked:
             return found
-        if found is None or isinstance(found, UnsettledError) or own_message(found):
+        if found is None or isinstance(found, UnsettledError | CountingError) or own_message(found):
             return attempt()
         informed.add(asked[-1])
 
@@ -300,10 +314,13 @@ def _traced(step: TrainingStep, batch: Batch, values: Values | None, make: Make[
             made = make(stack, module, args, kwargs)
         forget_saved_values()
         with disable_current_modes():  # guards look at real tensors
-            guards = _guards(output, effects, frames, [*generators, *matrices.names], step, batch)
+            args, kwargs = arguments(batch)
+            local, scope = {"self": step, "args": args, "kwargs": kwargs}, output.graph_capture_output.f_globals
+            with on_fakes(step, batch) as run:
+                counted = check_effects(effects, guarded_names(output), run, local, scope)
+            guards = _guards(output, frames, [*generators, *matrices.names], step, batch)
             if guards is not None and isinstance(values, SymbolicNumbers):
-                args, kwargs = arguments(batch)
-                guards = replace(guards, numbers=values.finish({"self": step, "args": args, "kwargs": kwargs}, guards.scope))
+                guards = replace(guards, numbers=values.finish(local, scope, counted))
             return made, guards
 
 
@@ -339,7 +356,6 @@ def _settings(stack: ExitStack) -> None:
 
 def _guards(
     output: CaptureOutput,
-    effects: list[Effect],
     frames: Frames,
     constants: Iterable[str],
     step: TrainingStep,
@@ -349,8 +365,6 @@ def _guards(
     args, kwargs = arguments(batch)
     local = {"self": step, "args": args, "kwargs": kwargs}
     scope = output.graph_capture_output.f_globals
-    with on_fakes(step, batch) as run:
-        check_effects(effects, guarded_names(output), run, local, scope)
     if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *leaves(batch))):
         return None
     try:

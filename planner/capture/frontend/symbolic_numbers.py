@@ -9,7 +9,7 @@ needed itself (as a size, or by an op that takes no symbol), that number must st
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
@@ -20,6 +20,7 @@ import sympy
 import torch
 from torch import fx
 
+from planner.capture.frontend.effects import Effect
 from planner.capture.guards.names import Scope, accessor, readable
 from planner.capture.rewrites.outputs import tensors_in
 from planner.passes.numbers import Number, StepNumbers
@@ -162,17 +163,21 @@ class SymbolicNumbers:
                 node.meta["example_value"] = self._copies[node].meta["hint"]
         module.recompile()
 
-    def finish(self, local: Scope, scope: Scope) -> StepNumbers | None:
+    def finish(self, local: Scope, scope: Scope, counted: Sequence[Effect]) -> StepNumbers | None:
         """Return the numbers of the capture; None if there are none.
 
         Args:
             local, scope: the variables by which names are resolved.
+            counted: the numbers that the step changes.
 
         Raises:
             NotSymbolicError: what was captured holds for other numbers than the present ones.
         """
-        if not self._numbers and not self._decided:
+        if not (self._numbers or self._decided or counted):
             return None
+        changed = [self._nodes[effect.number] for effect in counted if effect.number is not None]
+        writes = tuple((each.write, len(self._numbers) + i, each.read(local, scope)) for i, each in enumerate(counted))
+        self._numbers += changed
         self._graph.output((*self._numbers, *self._decided))
         self._graph.eliminate_dead_code()
         inputs = self._graph.find_nodes(op="placeholder")
@@ -191,7 +196,7 @@ class SymbolicNumbers:
             raise NotSymbolicError("a condition has another outcome")
         names = tuple(readable(name, local, scope) for name, _ in read)
         free = frozenset(name for name, (_, node) in zip(names, read, strict=True) if node not in self._decided)
-        return StepNumbers(names, find, planned, module.forward, len(expected), results, free)
+        return StepNumbers(names, find, planned, module.forward, len(expected), results, free, writes)
 
     def _input(self, builder: Any, value: float) -> Any:
         """Return Dynamo's variable for a number that is an input of its graph."""

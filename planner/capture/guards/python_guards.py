@@ -6,12 +6,12 @@ hold for a plan to be correct, and those that the step checks itself with better
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from traceback import FrameSummary
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from planner.torch_private.core import (
     no_python_dispatcher,
     pytree,
 )
+
+T = TypeVar("T")
 
 PLAN_AGAIN = "plan again (planner.compile), or plan with replan=True, which does so by itself"
 WAYS_OUT = f"{PLAN_AGAIN}; a number that changes often may be a tensor that is changed in place, which a plan reads at every step"
@@ -144,6 +146,24 @@ class PythonGuards:
                 f"{name} was {self.state[name]!r} when the step was planned, and is {now[name]!r} now", f"; {WAYS_OUT}"
             )
         return () if self.numbers is None else self.numbers.read(local, self.scope)
+
+    def count(self, step: nn.Module, numbers: Sequence[object]) -> None:
+        """Change the numbers that the step itself changes; `numbers` are those of this step."""
+        if self.numbers is not None:
+            self.numbers.write(numbers, {"self": step}, self.scope)
+
+    def uncounted(self, call: Callable[..., T], step: nn.Module) -> Callable[..., T]:
+        """Return `call`, which runs `step`, so that the numbers that it changes are then as they were captured."""
+        if self.numbers is None or not self.numbers.writes:
+            return call
+        reset = partial(self.numbers.reset, {"self": step}, self.scope)
+
+        def run(*args: object, **kwargs: object) -> T:
+            returned = call(*args, **kwargs)
+            reset()
+            return returned
+
+        return run
 
     def changed_numbers(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> set[str]:
         """Return the names of the numbers whose guards fail, as Dynamo writes them."""

@@ -106,7 +106,7 @@ class BatchPlans:
         def kind(x: object) -> Hashable:
             if isinstance(x, torch.Tensor):
                 return x.dtype, x.requires_grad, x.dim()
-            return type(x) if type(x) in numbers else repr(x)
+            return str(type(x)) if type(x) in numbers else repr(x)
 
         trained = tuple(p.requires_grad for p in self._parameters)
         return (str(spec), *map(kind, leaves), trained), () if self._options.get("dynamic", False) else shapes_of(batch)

@@ -13,6 +13,7 @@ from graphs.options.option import Feature
 from graphs.pools import HOST
 from graphs.schedule import keep_everything
 from graphs.short_tracebacks import short_traceback
+from graphs.units import format_bytes, format_seconds
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import parsed
@@ -106,6 +107,13 @@ class RunReport:
     predicted_reserved_bytes: int | None = None
     arena_bytes: int | None = None
     outside_arena_bytes: int | None = None
+
+    def __repr__(self) -> str:
+        """Return the comparison with the plan in one line; `timeline` alone may have thousands of entries."""
+        peak = f"peak {format_bytes(self.measured_peak_bytes)}, predicted {format_bytes(self.predicted_peak_bytes)}"
+        time = f"time {format_seconds(self.measured_time_s)}, predicted {format_seconds(self.predicted_time_s)}"
+        bits = {True: "identical", False: "not identical", None: "not compared"}[self.identical]
+        return f"RunReport({peak}; {time}; {bits})"
 
     @property
     def is_exact(self) -> bool | None:

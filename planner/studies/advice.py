@@ -1,6 +1,7 @@
 """Advice on which budget to choose. Never imports torch."""
 
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_enough
@@ -120,6 +121,14 @@ class Advice:
             PlannerError: matplotlib is not installed.
         """
         return plot_advice(self)
+
+    def __repr__(self) -> str:
+        found = self.recommended.budget_bytes
+        said = "no budget" if found is None else format_enough(found)
+        return f"Advice({said} recommended, eager PyTorch takes {format_bytes(self.eager_bytes)})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         eager, static, proved = map(format_bytes, (self.eager_peak_bytes, self.graph.static_bytes, self.least_proved_bytes))

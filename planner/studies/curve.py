@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.errors import BudgetError, FormatError, OutputError
 from graphs.ir import Graph
+from graphs.units import format_bytes
 from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.capture.options import with_options
@@ -86,8 +88,14 @@ class Curve:
     without: "Curve | None" = None
     name: str = ""
 
+    def __repr__(self) -> str:
+        return f"Curve({len(self.points)} budgets, eager PyTorch takes {format_bytes(self.eager_bytes)})"
+
     def __str__(self) -> str:
         return curve_text(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     def plot(self) -> "Figure":
         """Return a ``matplotlib.figure.Figure`` of overhead against budget, with the bound as a shaded area.

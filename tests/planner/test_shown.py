@@ -1,6 +1,7 @@
 """What the package and its objects show of themselves: the API, a graph on a screen, a plan before its first step."""
 
 from dataclasses import replace
+from html import escape
 
 import planner
 from graphs.schedule import Schedule, keep_everything
@@ -42,3 +43,13 @@ def test_long_schedules_are_counted() -> None:
 def test_a_plan_that_has_not_run_is_not_measured_yet() -> None:
     assert "peak 0 B" not in (shown := str(planner.solve(chain(5), "100%")))
     assert "predicted, not measured yet (keeping everything" in shown
+
+
+def test_results_are_shown_in_a_line_or_on_a_screen() -> None:
+    workload = build("gpt2", layers=2, width=32, heads=2, vocab=61, seq=16, batch=2)
+    graph = planner.trace(*workload, passes=1)
+    report = planner.run(planner.solve(graph, "90%"), *workload, repeats=1)
+    advice = planner.advise(*workload, passes=1, options=[], time_limit_s=20)
+    for shown in (planner.curve(graph, 3), advice):
+        assert len(repr(shown)) < 100 and shown._repr_html_() == f"<pre>{escape(str(shown))}</pre>"
+    assert repr(report).startswith("RunReport(peak ") and len(str(report)) < 150

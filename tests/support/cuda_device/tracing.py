@@ -1,6 +1,6 @@
 """Steps on the stand-in are traced on the CPU: what is captured says that it is on the device."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,13 +18,13 @@ def traced_on_the_cpu() -> Iterator[tuple[object, str, object]]:
     """Patches, by which steps on the device are traced with tensors of the CPU in their place."""
     original = joint.joint_graph
 
-    def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool) -> joint.Traced:
+    def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: Collection[str] = ()) -> joint.Traced:
         place = joint.device_of(step, batch)
         if place.type != "cuda":
-            return original(step, batch, as_on_cuda=as_on_cuda)
+            return original(step, batch, as_on_cuda=as_on_cuda, numbers=numbers)
         torch.cuda.synchronize(place)
         with _on_the_cpu(step):
-            traced, _, branches = original(step, _batch_on_the_cpu(batch), as_on_cuda=as_on_cuda)
+            traced, _, branches = original(step, _batch_on_the_cpu(batch), as_on_cuda=as_on_cuda, numbers=numbers)
         _move(traced.graph_module, place)
         return traced, None, branches
 

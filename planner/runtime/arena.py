@@ -14,8 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -26,7 +25,7 @@ from graphs.ir import Phase
 from graphs.units import format_bytes
 from planner.runtime import arena_allocator, optimizer_steps
 from planner.runtime.arena_allocator import Addresses, Missed, RecordedRequest, Recording, Slab
-from planner.runtime.code import Code, Returned
+from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.release import release_unused
 from planner.runtime.slab_addresses import (
     MOST_RECORDINGS,
@@ -160,13 +159,13 @@ class Arena:
         planned = self._plan()
         return None if planned is None else planned.step_bytes
 
-    def around(self, code: Code, key: object = None) -> Code:
-        """Return `code` with both passes in the arena.
+    def stage(self, key: object = None) -> "ArenaStage":
+        """Return the stage that runs both passes in the arena.
 
         Args:
-            key: the same for all codes that ask for the same memory: those of one plan.
+            key: the same for all passes that ask for the same memory: those of one plan.
         """
-        return replace(code, forward=partial(self._forward, key, code), backward=partial(self._backward, code))
+        return ArenaStage(self, key)
 
     def forget(self) -> None:
         """Record the next step, as it runs by another plan."""
@@ -222,14 +221,15 @@ class Arena:
             self._warn_of_optimizers(self._planned.step_bytes)
         return self._planned
 
-    def _forward(self, key: object, code: Code, static: Sequence[Any]) -> Returned:
+    def run_forward(self, key: object, run_pass: Forward, static: Sequence[Any]) -> Returned:
+        """Run a forward pass, recorded or in the slab; `key` as in ``stage``."""
         waiting = next((run for run in self._runs if not run.done), None)
         step = self._begun() if waiting is None else waiting.step
         self._given.update(map(id, static))
         run = _Run(step, key, step.runs[key])
         step.runs[key] += 1
         with self._within(run, Phase.FORWARD):
-            loss, extras, alive = code.forward(static)
+            loss, extras, alive = run_pass(static)
         if isinstance(step, RecordedStep):
             step.left += 1
             step.returned |= requests_of(step.recording.requests(), (loss, *extras))
@@ -249,11 +249,12 @@ class Arena:
             return RecordedStep(Recording())
         return _Started(planned, self._shared.holding(planned.addresses, self.budget_bytes - planned.outside_bytes))
 
-    def _backward(self, code: Code, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
-        run: _Run = alive.pop()
+    def run_backward(self, run_pass: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        """Run a backward pass, where its forward pass was."""
+        run: _Run = saved.pop()
         run.done = True
         with self._within(run, Phase.BACKWARD):
-            gradients = code.backward(static, alive)
+            gradients = run_pass(static, saved)
         if isinstance(run.step, _Started):
             self._ended = run.step.planned
             self._warn_of_tensors_in_it()
@@ -302,6 +303,22 @@ class Arena:
             yield
         finally:
             self.missed += arena_allocator.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStage:
+    """The passes of one plan in an arena; `key` as in ``Arena.stage``."""
+
+    arena: Arena
+    key: object
+
+    def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
+        """Run the forward pass in the arena."""
+        return self.arena.run_forward(self.key, run, static)
+
+    def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        """Run the backward pass in the arena."""
+        return self.arena.run_backward(run, static, saved)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

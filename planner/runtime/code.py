@@ -10,9 +10,9 @@ concurrently. A pass ends when all its parts have: no other device runs while th
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -34,6 +34,18 @@ from planner.runtime.step_lines import StepLines
 Returned = tuple[Any, tuple[Any, ...], list[Any]]
 Forward = Callable[[Sequence[Any]], Returned]
 Backward = Callable[[Sequence[Any], list[Any]], tuple[Any, ...]]
+
+
+class Stage(Protocol):
+    """What runs around both passes of a step: each of its methods calls `run`, the pass with the stages within."""
+
+    def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
+        """Run the forward pass; what is appended to the list of saved tensors reaches ``run_backward`` at its end."""
+
+    def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        """Run the backward pass, after removing from the end of `saved` what ``run_forward`` has appended."""
+
+
 _Halves = tuple[Sequence[Step], Sequence[Step]]
 
 
@@ -57,6 +69,14 @@ class Code:
     returned: tuple[int, ...]
     source: str
     lines: StepLines
+
+    def within(self, *stages: Stage | None) -> Self:
+        """Return the passes within `stages`, the outermost first; None stands for a stage that the step does not have."""
+        forward, backward = self.forward, self.backward
+        for stage in reversed(stages):
+            if stage is not None:
+                forward, backward = partial(stage.run_forward, forward), partial(stage.run_backward, backward)
+        return replace(self, forward=forward, backward=backward)
 
 
 def compile_schedule(

@@ -11,9 +11,7 @@ back after it: whatever is held at other addresses than planned would need furth
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, Self
 from weakref import WeakSet, ref
 
 import torch
@@ -23,7 +21,7 @@ from graphs.allocators.steering import Action, Hold, Steering, is_placed
 from graphs.units import format_bytes
 from planner.passes.program import Call
 from planner.runtime.arena import SharedSlab
-from planner.runtime.code import Code, Returned
+from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.release import release_unused
 from planner.torch_private.core import backward_retains_graph
 from planner.torch_private.cuda import raw_alloc, raw_free
@@ -140,30 +138,32 @@ class DeviceArena:
         if self._running is not None:
             self._running.act(self.steering.before[step])
 
-    def around(self, code: Code) -> Code:
-        """Return `code`, which has the calls of ``call_before``, with both passes in the arena."""
-        return replace(code, forward=partial(self._forward, code), backward=partial(self._backward, code))
+    def stage(self) -> Self:
+        """Return the stage that runs both passes, which have the calls of ``call_before``, in the arena."""
+        return self
 
-    def _forward(self, code: Code, static: Sequence[Any]) -> Returned:
+    def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
+        """Run the forward pass, in the slab if there is room."""
         self._held = ()
         begun = self._shared.begin(self.steering.slab_bytes)
         if begun is None:
             self._note_missed()
         elif self.steering.grows:
             self._shared.drop()
-        loss, extras, alive = self._run(begun, lambda: code.forward(static))
+        loss, extras, alive = self._run(begun, lambda: run(static))
         if begun is not None:
             self._shared.left += _placed((loss, *extras))
         alive.append(begun)
         return loss, extras, alive
 
-    def _backward(self, code: Code, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
-        begun: _Begun | None = alive.pop()
+    def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        """Run the backward pass, where its forward pass was."""
+        begun: _Begun | None = saved.pop()
         if begun is not None and (backward_retains_graph() or begun.is_retained):  # saved tensors are freed later than planned
             begun.end()
             begun.is_retained = True
             begun = None
-        gradients: tuple[Any, ...] = self._run(begun, lambda: code.backward(static, alive))
+        gradients: tuple[Any, ...] = self._run(begun, lambda: run(static, saved))
         if begun is not None:
             begun.end()
             begun.is_over = True

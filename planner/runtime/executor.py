@@ -1,6 +1,7 @@
 """Execution of a planned training step: a schedule with real tensors behind an autograd function."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from planner.reserved import arena_of, uses_libraries
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.changed_inputs import ChangedInputs
 from planner.runtime.channels import HostChannels
-from planner.runtime.code import Code, check_runnable, compile_schedule
+from planner.runtime.code import Backward, Code, Forward, Stage, check_runnable, compile_schedule
 from planner.runtime.device_arena import DeviceArena, SharedPool
 from planner.runtime.devices import Devices
 from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.libraries import library_users, warm_up_libraries
 from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
-from planner.runtime.undo import undoing
+from planner.runtime.undo import Rollback
 from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_private.core import backward_retains_graph, current_transform
 
@@ -88,6 +89,7 @@ class Executor:
         self.devices = Devices(capture.graph, device, channels)
         self.arena: Arena | DeviceArena | None = None
         self.launched = self._launched()
+        self._recorded: Code | None = None
         self.earlier_gradients = EarlierGradients(capture.graph, schedule)
         self.check_writes = self._trains = False
         self._guards = capture.guards
@@ -102,8 +104,10 @@ class Executor:
         overwritten = {t for op in self.graph.ops for t in op.mutates}
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads their results.
         compiled = any(calls.launches for calls in self.program.calls)
-        self._compiled = compiled
-        self.code = self._in_arena(self.launched)
+        # In the order in which they begin: what measures a step, its arena, and the rollback of one that fails.
+        self._observers: list[tuple[Stage, Code | None]] = []
+        self._rollback = Rollback.of(self.graph, self.program, versions_follow=compiled)
+        self.code = self._staged()
         self._untold = [i for i, source in enumerate(self.program.sources) if compiled and source.tensor in overwritten]
         if compiled:
             overwritten = set()
@@ -150,21 +154,39 @@ class Executor:
             self.arena = DeviceArena(shared, arena_of(self.graph, self.schedule), accumulate=accumulate)
             self.launched = self._launched()
             self.memory = self._memory_of(self.launched)
-        self.code = self._in_arena(self.launched)
+        self.code = self._staged()
 
-    def ticking(self, tick: Callable[[int], None]) -> Code:
-        """Return both passes with a call of ``tick(op)`` after each execution of an op; on one device only."""
-        return self._in_arena(self._launched(tick))
+    def observe(self, observer: Stage, tick: Callable[[int], None] | None = None) -> None:
+        """Run the following passes within `observer` too, until ``stop_observing``.
+
+        Args:
+            tick: called with the id of each op after its execution; on one device only.
+        """
+        self._observers.insert(0, (observer, None if tick is None else self._launched(tick)))
+        self.code = self._staged()
+
+    def stop_observing(self, observer: Stage) -> None:
+        """Run the following passes without `observer`; nothing if they do already."""
+        self._observers = [(other, ticking) for other, ticking in self._observers if other is not observer]
+        self.code = self._staged()
+
+    def run_recorded(self, forward: Forward, backward: Backward) -> None:
+        """Run recordings of both passes in place of the passes and their stages."""
+        self._recorded = replace(self.launched, forward=forward, backward=backward, saved=(), returned=())
+        self.code = self._staged()
 
     def _launched(self, tick: Callable[[int], None] | None = None) -> Code:
         """Compile both passes of the schedule, with the calls that the arena needs."""
         call_before = self.arena.call_before if isinstance(self.arena, DeviceArena) else None
         return compile_schedule(self.graph, self.program, self.schedule, self.devices, tick=tick, call_before=call_before)
 
-    def _in_arena(self, launched: Code) -> Code:
-        """Return the passes as they run, in the arena if the step runs in one."""
-        code = undoing(self.graph, self.program, launched, versions_follow=self._compiled)
-        return code if self.arena is None else self.arena.around(code)
+    def _staged(self) -> Code:
+        """Return the passes within all their stages."""
+        observers = [observer for observer, _ in self._observers]
+        if self._recorded is not None:
+            return self._recorded.within(*observers)
+        launched = next((ticking for _, ticking in self._observers if ticking is not None), self.launched)
+        return launched.within(*observers, None if self.arena is None else self.arena.stage(), self._rollback)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run one forward pass on a batch.

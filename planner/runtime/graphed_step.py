@@ -75,11 +75,11 @@ def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Bat
         torch.autocast(static[0].device.type, enabled=False),
     ):
         recording = RecordedPasses(executor, static, recorder)
-    executor.code = replace(executor.code, forward=recording.forward, backward=recording.backward, saved=(), returned=())
+    executor.run_recorded(recording.forward, recording.backward)
 
 
 class RecordedPasses:
-    """The recorded passes of a step, in place of ``Code.forward`` and ``Code.backward``."""
+    """The recorded passes of a step."""
 
     def __init__(self, executor: Executor, static: Sequence[torch.Tensor], recorder: FunctionRecorder) -> None:
         """Record the passes of `executor`, called with `static`."""

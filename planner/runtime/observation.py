@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from planner.profiling.allocator import MemoryRise, memory_rise
 from planner.profiling.timing import typical
 from planner.reserved import uses_libraries
-from planner.runtime.code import Returned
+from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import profiler_enabled
@@ -28,11 +27,10 @@ class OpTimer:
 
     def __init__(self, executor: Executor, *, steps: int) -> None:
         self.done = False
-        self._executor, self._plain, self._device, self._left = executor, executor.code, executor.device, steps
+        self._executor, self._device, self._left = executor, executor.device, steps
         self._passes: list[list[tuple[int, _Mark]]] = []
         self._most_passes = 4 * steps  # some forward passes have no backward pass
-        self._timed = executor.ticking(self._tick)
-        executor.code = replace(self._timed, forward=self._forward, backward=self._backward)
+        executor.observe(self, self._tick)
 
     def times_s(self) -> dict[int, float]:
         """Return the typical seconds of each op."""
@@ -43,16 +41,18 @@ class OpTimer:
         return {op: typical(seconds, self._device) for op, seconds in found.items()}
 
     def stop(self) -> None:
-        """Restore the executor."""
-        self._executor.code = self._plain
+        """Time no more steps."""
+        self._executor.stop_observing(self)
 
-    def _forward(self, static: Sequence[Any]) -> Returned:
+    def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
+        """Run the forward pass, timed."""
         self._begin()
-        return self._timed.forward(static)
+        return run(static)
 
-    def _backward(self, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
+    def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        """Run the backward pass, timed."""
         self._begin()
-        gradients = self._timed.backward(static, alive)
+        gradients = run(static, saved)
         self._left -= 1
         if self._left == 0:
             self.stop()
@@ -94,35 +94,42 @@ class PeakWatch:
     def __init__(self, executor: Executor) -> None:
         self.peak_bytes: int | None = None
         self.done = False
-        self._executor, self._plain, self._device = executor, executor.code, executor.device
-        self._forward_rise = MemoryRise(0, 0)
-        executor.code = replace(self._plain, forward=self._forward, backward=self._backward)
+        self._executor, self._device = executor, executor.device
+        self._forward_rise: MemoryRise | None = None
+        executor.observe(self)
 
     def stop(self) -> None:
-        """Restore the executor."""
-        self._executor.code = self._plain
+        """Measure no more."""
+        self._executor.stop_observing(self)
         self.done = True
 
-    def _forward(self, static: Sequence[Any]) -> Returned:
+    def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
+        """Run the forward pass, measured if it is the first."""
+        if self._forward_rise is not None:
+            return run(static)
         if self._device.type == "cpu" and profiler_enabled():  # only one can run
             self.stop()
-            return self._plain.forward(static)
-        self._executor.code = replace(self._plain, backward=self._backward)  # a second forward pass is not measured
+            return run(static)
         returned: list[Returned] = []
         if uses_libraries(self._executor.graph):
             warm_up_libraries(self._device)
-        self._forward_rise = memory_rise(lambda: returned.append(self._plain.forward(static)), self._device)
+        self._forward_rise = memory_rise(lambda: returned.append(run(static)), self._device)
         return returned[0]
 
-    def _backward(self, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
+    def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        """Run the backward pass, measured; the measurement is then over."""
         self.stop()
-        if self._device.type == "cpu" and profiler_enabled():
-            return self._plain.backward(static, alive)
+        if self._forward_rise is None or (self._device.type == "cpu" and profiler_enabled()):
+            return run(static, saved)
         returned: list[tuple[Any, ...]] = []
-        rise = memory_rise(lambda: returned.append(self._plain.backward(static, alive)), self._device)
+        rise = memory_rise(lambda: returned.append(run(static, saved)), self._device)
+        self.peak_bytes = self._peak_of(self._forward_rise, rise)
+        return returned[0]
+
+    def _peak_of(self, forward: MemoryRise, backward: MemoryRise) -> int:
+        """Return the peak of a step by the rises of its passes, or by the arena that it runs in."""
         arena = self._executor.arena
         taken_bytes = None if arena is None else arena.step_bytes
         if taken_bytes is None:
-            taken_bytes = max(self._forward_rise.peak_bytes, self._forward_rise.end_bytes + rise.peak_bytes)
-        self.peak_bytes = self._executor.graph.static_bytes + taken_bytes
-        return returned[0]
+            taken_bytes = max(forward.peak_bytes, forward.end_bytes + backward.peak_bytes)
+        return self._executor.graph.static_bytes + taken_bytes

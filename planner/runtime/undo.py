@@ -2,8 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -11,65 +10,63 @@ import torch
 from graphs.ir import Graph
 from planner.capture.rewrites.explicit_generators import generators_of
 from planner.passes.program import Program
-from planner.runtime.code import Code, Returned
+from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.random_state import RandomState
 from planner.runtime.unseen_writes import version_of
 from planner.torch_private.core import backward_retains_graph, foreach_copy_, set_version_counter
 
 
-def undoing(graph: Graph, program: Program, code: Code, *, versions_follow: bool = False, in_backward: bool = True) -> Code:
-    """Return `code` with rollback: if a pass raises, the step's in-place writes and the random state are restored.
+class Rollback:
+    """A stage of a step: if a pass raises, the step's in-place writes and the random state are restored.
 
-    In the backward pass, later writes and draws by others are kept.
-
-    Args:
-        versions_follow: True if the caller increments the versions of written tensors after the forward pass.
-        in_backward: True if a failed backward pass also undoes the forward pass; the copies are then kept with the saved tensors.
+    It keeps host copies of what the forward pass overwrites: mostly small running statistics. In the backward pass, later writes
+    and draws by others are kept.
     """
-    if not any(op.mutates or op.random for op in graph.ops):
-        return code
-    undo = _Undo(graph, program, code, versions_follow=versions_follow)
-    if not in_backward:
-        return replace(code, forward=undo.forward_alone)
-    return replace(code, forward=undo.forward, backward=undo.backward)
 
+    @classmethod
+    def of(cls, graph: Graph, program: Program, *, versions_follow: bool = False, in_backward: bool = True) -> Self | None:
+        """Return the stage of a step; None if it writes nothing and draws no numbers.
 
-class _Undo:
-    """The two passes with rollback, by host copies of what the forward pass overwrites: mostly small running statistics."""
+        Args:
+            versions_follow: True if the caller increments the versions of written tensors after the forward pass.
+            in_backward: True if a failed backward pass also undoes the forward pass; the copies are then kept with the saved
+                tensors.
+        """
+        needed = any(op.mutates or op.random for op in graph.ops)
+        return cls(graph, program, versions_follow=versions_follow, in_backward=in_backward) if needed else None
 
-    def __init__(self, graph: Graph, program: Program, code: Code, *, versions_follow: bool) -> None:
+    def __init__(self, graph: Graph, program: Program, *, versions_follow: bool, in_backward: bool) -> None:
         overwritten = {t for op in graph.ops for t in op.mutates}
         self._written = [i for i, source in enumerate(program.sources) if source.tensor in overwritten]
         draws = any(op.random for op in graph.ops)
         drawn_from: list[Any] = [program.generator, *generators_of(program)] if draws else []
         self._generators: list[torch.Generator] = drawn_from
         self._increment = int(versions_follow)
-        self._code = code
+        self._in_backward = in_backward
         self._unused: list[_HostCopies] = []  # of finished steps: allocating takes longer than copying
 
-    def forward(self, static: Sequence[Any]) -> Returned:
-        (loss, extras, alive), before = self._forward(static)
-        before.note_written(self._increment)
-        return loss, extras, [*alive, before]
-
-    def forward_alone(self, static: Sequence[Any]) -> Returned:
-        returned, before = self._forward(static)
-        self._unused.append(before.copies)
-        return returned
-
-    def _forward(self, static: Sequence[Any]) -> "tuple[Returned, _Before]":
+    def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
+        """Run the forward pass; undo it if it raises."""
         before = _Before([static[i] for i in self._written], self._generators, self._unused)
         try:
-            return self._code.forward(static), before
+            loss, extras, saved = run(static)
         except BaseException:
             before.write_back()
             raise
+        if not self._in_backward:
+            self._unused.append(before.copies)
+            return loss, extras, saved
+        before.note_written(self._increment)
+        return loss, extras, [*saved, before]
 
-    def backward(self, static: Sequence[Any], alive: list[Any]) -> tuple[Any, ...]:
-        before: _Before = alive.pop()
+    def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        """Run the backward pass; undo the whole step if it raises."""
+        if not self._in_backward:
+            return run(static, saved)
+        before: _Before = saved.pop()
         before.note_drawn()
         try:
-            gradients = self._code.backward(static, alive)
+            gradients = run(static, saved)
         except BaseException:
             before.write_back(only_unwritten=True)
             raise

@@ -29,7 +29,7 @@ from planner.runtime.code import compile_schedule
 from planner.runtime.devices import Devices
 from planner.runtime.out_of_memory import PlannedMemory
 from planner.runtime.step_lines import StepLines
-from planner.runtime.undo import undoing
+from planner.runtime.undo import Rollback
 from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_compile.rest_of_step import kept_bytes
 from planner.torch_private.capture import GradAOTOutput, PlainAOTInput, SavedForBackwardsAOTOutput, TangentAOTInput
@@ -121,9 +121,8 @@ class PlannedGraph:
         code = compile_schedule(graph, program, schedule, self._devices, static_given_up=True)
         # With copies, the forward pass also returns the tensors that a failed backward pass needs to be undone.
         compiled = any(calls.launches for calls in program.calls)
-        code = undoing(graph, program, code, in_backward=compiled and bool(self._devices.channels))
-        if self.arena is not None:
-            code = self.arena.around(code, key=self._arena_key)
+        rollback = Rollback.of(graph, program, in_backward=compiled and bool(self._devices.channels))
+        code = code.within(None if self.arena is None else self.arena.stage(self._arena_key), rollback)
         position = self._slot
         among = [t in position for t in code.saved]  # others are on the host
         later = [i for i, reads in enumerate(code.backward_reads) if reads]

@@ -7,6 +7,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from planner.models import Workload, build
 from planner.runtime import arena_allocator, slab_addresses
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab, idle_pages_stay
+from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Isolated, outcome
 from tests.planner.runtime.test_optimizer_steps import Wrapping
@@ -163,6 +165,16 @@ def test_second_backward_pass_in_an_arena_is_exact() -> None:
     assert all(torch.equal(first[name], gradient) for name, gradient in gradients_of(workload.model).items())
 
 
+class Unseeing:
+    """An observer that runs the passes."""
+
+    def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
+        return run(static)
+
+    def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        return run(static, saved)
+
+
 def test_a_step_after_one_that_failed() -> None:
     executor, workload = in_arena("unet")
     eager = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
@@ -172,10 +184,11 @@ def test_a_step_after_one_that_failed() -> None:
         if next(calls) == 20:
             raise RuntimeError(f"in op {op}")
 
-    code, executor.code = executor.code, executor.ticking(fail)
+    observer = Unseeing()
+    executor.observe(observer, fail)
     with pytest.raises(RuntimeError, match="in op"):
         executor(*workload.batch)
-    executor.code = code
+    executor.stop_observing(observer)
     gc.collect()
     assert not eager.differences(outcome(executor, workload.model, workload.batch, seed=3))
     assert missed(executor) == Missed()
@@ -230,7 +243,7 @@ def test_a_step_with_other_requests_is_recorded_again() -> None:
     def ask_for_more(op: int) -> None:
         torch.empty(3 * LEAST_BYTES)
 
-    executor.code = executor.ticking(ask_for_more)
+    executor.observe(Unseeing(), ask_for_more)
     workload.model.zero_grad()
     executor(*workload.batch).backward()
     assert missed(executor).unmatched_bytes > 0

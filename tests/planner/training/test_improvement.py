@@ -107,15 +107,13 @@ def assert_trains_as_eager(step: planner.PlannedStep, model: nn.Module, batch: B
 
 def above_by(excess_bytes: int, budget_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the next peak be measured as one above the budget."""
-    backward = PeakWatch._backward
+    peak_of = PeakWatch._peak_of
 
-    def measured(watch: PeakWatch, *given: object) -> object:
-        returned = backward(watch, *given)  # type: ignore[arg-type]
-        watch.peak_bytes = budget_bytes + excess_bytes
-        monkeypatch.setattr(PeakWatch, "_backward", backward)
-        return returned
+    def measured(*_: object) -> int:
+        monkeypatch.setattr(PeakWatch, "_peak_of", peak_of)
+        return budget_bytes + excess_bytes
 
-    monkeypatch.setattr(PeakWatch, "_backward", measured)
+    monkeypatch.setattr(PeakWatch, "_peak_of", measured)
 
 
 def test_a_better_plan_takes_the_place_of_the_first(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:

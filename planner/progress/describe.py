@@ -1,8 +1,6 @@
-"""Progress and plans as single lines of text."""
+"""Progress as one line of text."""
 
-from graphs.units import format_bytes, format_ratio
-from planner.plans.eager import slower_than
-from planner.plans.plan import Plan
+from graphs.units import format_ratio
 from planner.progress.stages import Progress, Stage
 
 
@@ -20,23 +18,6 @@ def describe(progress: Progress) -> str:
     if progress.left_s is not None and progress.left_s >= 1:
         parts.append(f"about {progress.left_s:.0f} s left")
     return ", ".join(parts)
-
-
-def plan_line(plan: Plan) -> str:
-    """Return the memory and the overhead of a plan, in one line."""
-    return saved_line(plan.peak_bytes, plan.graph.keep_everything_peak_bytes, plan.overhead, plan.gap)
-
-
-def saved_line(peak_bytes: int, keep_everything_peak_bytes: int, overhead: float, gap: float | None) -> str:
-    """Return the memory and the overhead of a schedule against keeping everything, in one line; `gap` is None without a bound."""
-    if gap is None:
-        proof = ""
-    elif gap < 5e-5:
-        proof = " (proved optimal)"
-    else:
-        proof = f" (proved within {100 * gap:.2g}%)"
-    memory = f"{format_bytes(peak_bytes)} of {format_bytes(keep_everything_peak_bytes)}"
-    return f"planned: {memory}, predicted {slower_than('keeping everything', overhead)}{proof}"
 
 
 def _overhead(time_s: float, base_s: float | None) -> str:

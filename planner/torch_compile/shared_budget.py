@@ -31,9 +31,9 @@ from planner.capture.lowering.lower import Capture
 from planner.compatibility import check_compatible
 from planner.memory import CountedMemory
 from planner.option_settings import OptionSettings
+from planner.plans.line import saved_line
 from planner.plans.summary import summarize
 from planner.progress import Stage, Stages, views_of
-from planner.progress.describe import saved_line
 from planner.reserved import eager_bytes, kept_beside_passes, memory_of, memory_on, reserved_for_passes
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.auto_budget import auto_budget_bytes

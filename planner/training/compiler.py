@@ -24,10 +24,10 @@ from planner.keeping_everything import why_it_does_not_fit
 from planner.memory import CountedMemory
 from planner.models import Workload
 from planner.option_settings import with_recorded
+from planner.plans.line import plan_line
 from planner.plans.plan import Plan
 from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages
-from planner.progress.describe import plan_line
 from planner.reserved import memory_of
 from planner.runtime.arena import SharedSlab
 from planner.runtime.changed_inputs import keep_copies

@@ -17,9 +17,9 @@ from planner.compatibility import check_compatible, find_conflict
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.plan_check import check_sizes
+from planner.plans.line import plan_line
 from planner.profiling.kernel_settings import kernel_settings
 from planner.progress import OnProgress, Stages, views_of
-from planner.progress.describe import plan_line
 from planner.runtime.channels import HostChannels
 from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.device_arena import shared_slab

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from graphs.errors import PlannerError, TraceError
 from planner.lightning import PlannedTraining
-from planner.progress.describe import plan_line
+from planner.plans.line import plan_line
 from planner.training.step import PlannedStep
 from tests.support.budgets import HALF_WAY
 from tests.support.integrations.lightning import QUICK, Module, batches, pl, trained

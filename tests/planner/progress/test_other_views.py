@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from graphs.errors import PlannerError
+from planner.plans.line import plan_line, saved_line
 from planner.plans.plan import Plan
 from planner.progress import LoggingView, NotebookView, Progress, Stage, Stages
-from planner.progress.describe import describe, plan_line, saved_line
+from planner.progress.describe import describe
 from planner.solving import solve
 from solvers.result import SolveProgress
 from tests.support.cli import chain

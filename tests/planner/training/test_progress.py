@@ -9,8 +9,8 @@ import torch
 
 import planner
 from graphs.errors import InfeasibleError
+from planner.plans.line import plan_line
 from planner.progress import Event, Progress, Stage
-from planner.progress.describe import plan_line
 from tests.support.logs import lines_of
 from tests.support.models.planned import workload
 

@@ -1,6 +1,7 @@
 """The views that planning reports to unless others are given: a line on a terminal, a bar in a notebook, and the log."""
 
 import sys
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from graphs.errors import UsageError
@@ -30,12 +31,20 @@ def views_of(on_progress: OnProgress) -> tuple[View, ...]:
 
 def default_views() -> tuple[View, ...]:
     """Return a bar in a notebook, a line if stderr is a terminal, and nothing elsewhere."""
-    if _in_notebook():
-        return (NotebookView(),)
+    if (ipython := _notebook()) is not None:
+        return (_view_of_cell(getattr(ipython, "execution_count", 0)),)
     return (LineView(),) if sys.stderr is not None and sys.stderr.isatty() else ()
 
 
-def _in_notebook() -> bool:
-    """Return True in a kernel of IPython, which shows outputs as HTML."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
+def _notebook() -> object | None:
+    """Return the kernel's IPython, which shows outputs as HTML; None elsewhere."""
+    module = sys.modules.get("IPython")
+    shell: object = None if module is None else module.get_ipython()
+    return shell if getattr(shell, "kernel", None) is not None else None
+
+
+@lru_cache(maxsize=1)
+def _view_of_cell(count: int) -> NotebookView:
+    """Return the view of a cell, by its number: what leaves no summary gives its place to what follows in the cell."""
+    del count
+    return NotebookView()

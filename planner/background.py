@@ -1,8 +1,10 @@
-"""A solve in a separate process, concurrent with training. Never imports torch."""
+"""A solve in a separate process, concurrent with training, or a short one in this process. Never imports torch."""
 
 import os
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -33,7 +35,7 @@ class SolveJob:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The result of a background solve.
+    """The end of a solve.
 
     Attributes:
         plan: the best plan; None if none was found.
@@ -92,6 +94,23 @@ class BackgroundSolve:
             self._end()
 
 
+def solve_here(job: SolveJob, most_s: float) -> Ended:
+    """Return the end of a solve in this process, which is stopped after `most_s` seconds with the best schedule so far."""
+    until_s = time.monotonic() + most_s
+    return _solve(job, must_stop=lambda: time.monotonic() > until_s)
+
+
+def _solve(job: SolveJob, *, on_plan: Callable[[Plan], None] | None = None, must_stop: Callable[[], bool] | None = None) -> Ended:
+    try:
+        return Ended(
+            solve_graph(job.graph, job.budget_bytes, job.settings, must_stop=must_stop, on_plan=on_plan, start=job.start)
+        )
+    except PlannerError as error:
+        return Ended(failure=str(error))
+    except Exception as error:  # noqa: BLE001  # who has started it goes on with the plan that there is
+        return Ended(failure=description(error))
+
+
 def main() -> None:
     """Solve the job received over the standard input, a socket; send back each better plan, and the end."""
     connection = connection_to_parent()
@@ -113,12 +132,7 @@ def main() -> None:
         os._exit(0)  # the parent process has gone
 
     threading.Thread(target=listen, daemon=True).start()
-    try:
-        ended = Ended(solve_graph(job.graph, job.budget_bytes, job.settings, on_plan=send, start=job.start))
-    except PlannerError as error:
-        ended = Ended(failure=str(error))
-    except Exception as error:  # noqa: BLE001  # who has started it goes on with the plan that there is
-        ended = Ended(failure=description(error))
+    ended = _solve(job, on_plan=send)
     with suppress(OSError):
         connection.send(ended)
     os._exit(0)  # ends threads that HiGHS may have left running

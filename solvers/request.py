@@ -16,11 +16,11 @@ Params = TypeVar("Params")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What is known from a solve of the same graph, perhaps with other times: for ``windows`` on plain graphs.
+    """What is known from a solve of the same graph, perhaps with other times: for ``windows``.
 
     Attributes:
         schedule: a schedule; used in solves whose order is that of its first executions.
-        windows: last ops of the windows of the relaxation, in that order.
+        windows: last ops of the windows of the relaxation, in that order; () with optional ops other than transfers to the host.
     """
 
     schedule: Schedule

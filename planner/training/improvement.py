@@ -2,7 +2,9 @@
 
 The first steps are timed op by op, and the program is solved again for these times, from the schedule and the windows that are
 there. A plan keeps the times, the bound and the gap that were proved together until that solve has proved as much for the new
-ones: with new times alone, its time could only be compared with keeping everything. The first step of a plan without measured
+ones: with new times alone, its time could only be compared with keeping everything. If the plan was found in less time than a
+process takes to start, the new solve is made between two steps; otherwise in a process, also if there is little to gain, unless
+the run is a short trial. The first step of a plan without measured
 peak is observed; a plan over the budget is taken back. Bits do not depend on which plan runs.
 """
 
@@ -16,7 +18,7 @@ from weakref import WeakSet
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
 from graphs.units import format_bytes
-from planner.background import BackgroundSolve
+from planner.background import BackgroundSolve, SolveJob, solve_here
 from planner.capture.lowering.lower import Capture
 from planner.distributed.ranks import SingleProcess
 from planner.memory import CountedMemory
@@ -33,9 +35,10 @@ from solvers.result import OPTIMAL_GAP, SOLVED
 
 _TIMED_STEPS = 3
 _GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end
+_START_S = 0.5  # cost of the start of a process
 # A process is started at once if a step loses this much to suboptimality, proved or possible; otherwise once the total loss
-# is as large as the cost of the start.
-_LOST_AT_ONCE_S, _LOST_IN_ALL_S = 0.005, 0.5
+# is as large as the cost of the start, or after as many steps, for the proof.
+_LOST_AT_ONCE_S, _TRIAL_STEPS = 0.005, 10
 _POLL_S = 0.2
 _SOLVES: WeakSet[BackgroundSolve] = WeakSet()  # started in this process
 _FIRST_SHARED = 2  # step before which several processes first exchange their state
@@ -198,17 +201,27 @@ class Improvement:
     def _is_worth_it(self, steps: int) -> bool:
         """Return True if the time that the steps so far have lost, or may have, justifies a process."""
         lost_s = self._time_s - (self.plan.graph.time_s if self._bound_s is None else self._bound_s)
-        return lost_s >= _LOST_AT_ONCE_S or lost_s * steps >= _LOST_IN_ALL_S
+        return steps >= _TRIAL_STEPS or lost_s >= _LOST_AT_ONCE_S or lost_s * steps >= _START_S
 
     def _start(self) -> None:
         self._end_solve()
         try:
-            keeps_order = self._is_settled and self._offered.plain
-            job = self._search.job(self._captured.graph, self._solved_bytes, self.plan, keeps_order=keeps_order)
-            self._solve = BackgroundSolve(job)
+            self._solve = BackgroundSolve(self._job())
             _SOLVES.add(self._solve)
         except OSError:  # no process can be started: the current plan stays
             self._is_solved = True
+
+    def _solve_here(self) -> None:
+        """Solve again between two steps; if the time does not suffice, a process solves later."""
+        found = solve_here(self._job(), _START_S).plan
+        if found is not None:
+            self._candidate, self._is_solved = found, found.status in SOLVED
+            self._is_settled |= self._is_solved
+
+    def _job(self) -> SolveJob:
+        """Return the next solve, in the order of the current plan if that order was chosen by a solve that had its time."""
+        keeps_order = self._is_settled and (self._offered.plain or not self.plan.settings.get("reordered"))
+        return self._search.job(self._captured.graph, self._solved_bytes, self.plan, keeps_order=keeps_order)
 
     def _end_solve(self) -> None:
         if self._solve is not None:
@@ -298,6 +311,8 @@ class Improvement:
         now = replace(judged_on(self._offered, self.plan), bound_s=self._bound_s)
         if self._is_shown(now):
             self.plan = now
+        if not self._is_solved and self.plan.seconds <= _START_S:
+            self._solve_here()
 
 
 class Consultation:

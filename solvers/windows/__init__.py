@@ -64,8 +64,8 @@ def solve(request: Request) -> Result:
 
 
 def _windows(search: Search) -> dict[str, object]:
-    """Return the setting ``windows`` of a plain graph: the windows that a solve with other times may start from."""
-    return {"windows": list(search.models.refined.ends)} if search.problem.plain else {}
+    """Return the setting ``windows``, from which a solve with other times may start; with options each branch has its own."""
+    return {"windows": list(search.models.refined.ends)} if search.problem.places.plain else {}
 
 
 def _verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, str]:

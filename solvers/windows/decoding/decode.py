@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from graphs.schedule import Compute, Schedule, schedule_of
 from graphs.simulate import simulate
 from solvers.highs.program import Floats
@@ -188,6 +189,36 @@ def order_of(
         windows.append(discretization.window_of(following))
         done += op == following
     return Order(tuple(computed), tuple(windows), tuple(first), reloads, instead)
+
+
+def order_of_schedule(problem: Problem, schedule: Schedule) -> Order | None:
+    """Return the order of a schedule of the problem's whole graph, with its reloads and the ops that replace others.
+
+    Return None if it executes ops that the problem leaves out, or its first executions are not in the order of the problem.
+    """
+    place = {op: i for i, op in enumerate(problem.places.ids)}
+    computed: list[int] = []
+    reloads: set[tuple[int, int]] = set()
+    instead: set[int] = set()
+    passed: set[int] = set()  # ops that were executed, and those replaced
+    waiting: set[int] = set()  # tensors that were reloaded and not read since
+    for op in schedule.computed:
+        if (executed := problem.whole.ops[op]).stream == HOST_TO_DEVICE:
+            waiting.update(executed.outputs)
+        if executed.stream in {HOST_TO_DEVICE, DEVICE_TO_HOST}:
+            continue
+        if (i := place.get(op)) is None:
+            return None
+        group = problem.places.replaces[i]
+        if group and group[-1] not in passed:  # the place of the group is still to come
+            instead.add(i)
+            passed.update(group)
+        passed.add(i)
+        reloads.update((t, len(computed)) for t in waiting.intersection(problem.inputs[i]))
+        waiting.difference_update(problem.inputs[i])
+        computed.append(i)
+    order = order_of(problem, computed, frozenset(reloads), frozenset(instead))
+    return order if sum(order.first) == len(problem.places.executed(order.instead)) else None
 
 
 def decoded(problem: Problem, discretization: Discretization, solution: Solution) -> Order:

@@ -15,7 +15,7 @@ from graphs.options.selection import PartOf
 from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from solvers.places import places_of
 from solvers.tolerance import Tolerance
-from solvers.windows.decoding.decode import Order, Trial, decoded, is_possible, order_of, trial_of_whole
+from solvers.windows.decoding.decode import Order, Trial, decoded, is_possible, order_of, order_of_schedule, trial_of_whole
 from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
 from solvers.windows.decoding.transfer_plan import Reloads
 from solvers.windows.part_process import PartProcess, SearchEnd
@@ -98,10 +98,13 @@ class Commitments:
 
     @classmethod
     def begun(cls, search: Search) -> Self:
-        """Return a set with the program alone, without recomputation."""
-        found = cls(search)
+        """Return a set with the program alone, without recomputation, and with the schedule of the request's start."""
+        found, start = cls(search), search.request.start
         kept = found.try_instead(frozenset())
         assert kept is not None  # the program alone runs
+        order = None if start is None else order_of_schedule(search.problem, start.schedule)
+        if order is not None and search.offer(order) is not None:
+            found.add(order)
         return found
 
     @property

@@ -12,7 +12,7 @@ from solvers.eviction.rules import TIGHT_RULES, EvictionRule, EvictionSettings
 from solvers.problem import Problem
 from solvers.registry import get_solver
 from solvers.request import Request
-from solvers.windows.decoding.decode import Order, order_of
+from solvers.windows.decoding.decode import Order, order_of, order_of_schedule
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.strategy import Strategy
@@ -39,10 +39,8 @@ class KeepEverything(Strategy):
     def _begin_from_start(self) -> None:
         """Offer the schedule of the request's start, and take over its windows, if its first executions are in this order."""
         search, start = self.search, self.search.request.start
-        if start is None or not search.problem.plain:
-            return
-        order = order_of(search.problem, start.schedule.computed)
-        if sum(order.first) < search.problem.ops or search.offer(order) is None:
+        order = None if start is None else order_of_schedule(search.problem, start.schedule)
+        if start is None or order is None or search.offer(order) is None:
             return
         ends = [end for end in start.windows if 0 <= end < search.problem.ops]
         search.models.refined = search.models.refined.ending_at(ends)

@@ -1,6 +1,7 @@
 """Better plans are swapped in while a step trains: same bits, within the budget, and nothing is left behind."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import planner
 from graphs.errors import InfeasibleError, PlannerError
 from graphs.ir import Graph
 from graphs.simulate import simulate
-from planner.background import BackgroundSolve, Ended, SolveJob
+from graphs.synthetic.small import chain
+from planner import background
+from planner.background import BackgroundSolve, Ended, SolveJob, solve_here
 from planner.option_settings import with_recorded
 from planner.plan_check import check_plan
 from planner.plans.plan import Plan, read_plan
@@ -75,10 +78,16 @@ class Solved:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> type[Solved]:
     """Solves that pay at once, and are over at once."""
-    monkeypatch.setattr(improvement, "BackgroundSolve", Solved)
+    in_processes(monkeypatch, Solved)
     monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", 0.0)
-    Solved.jobs = []
     return Solved
+
+
+def in_processes(monkeypatch: pytest.MonkeyPatch, process: type[Solved]) -> None:
+    """Let `process` stand for the process of each solve; no solve between two steps finds a plan."""
+    monkeypatch.setattr(improvement, "BackgroundSolve", process)
+    monkeypatch.setattr(improvement, "solve_here", lambda job, most_s: Ended(failure="there was no time"))
+    process.jobs = []
 
 
 def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +173,10 @@ def proof(plan: Plan) -> tuple[object, ...]:
 
 
 def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(improvement, "BackgroundSolve", Scripted)
+    in_processes(monkeypatch, Scripted)
     monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", 0.0)
     times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
-    Scripted.jobs, Scripted.news = [], []
+    Scripted.news = []
     model, batch = model_and_batch()
     step = planned(model, batch, wait=Wait(gap=0.01, seconds=60.0))
     first = step.plan
@@ -194,11 +203,10 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
 
 
 def test_a_proof_stays_in_short_runs_and_if_the_next_solve_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(improvement, "BackgroundSolve", Scripted)
-    monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", math.inf)
-    monkeypatch.setattr(improvement, "_LOST_IN_ALL_S", math.inf)  # no solve would pay
+    in_processes(monkeypatch, Scripted)
+    nothing_pays(monkeypatch)
     times_in_steps(monkeypatch, 1.0, 2.0)
-    Scripted.jobs, Scripted.news = [], []
+    Scripted.news = []
     model, batch = model_and_batch()
     step = planned(model, batch)
     first = step.plan
@@ -209,6 +217,55 @@ def test_a_proof_stays_in_short_runs_and_if_the_next_solve_fails(monkeypatch: py
     Scripted.news = [Ended(failure="its process has died")]
     assert proof(step.wait()) == proof(first)
     assert len(Scripted.jobs) == 1
+
+
+def nothing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no time that is lost be worth a process."""
+    monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", math.inf)
+    monkeypatch.setattr(improvement, "_START_S", math.inf)
+
+
+def test_a_short_run_of_short_steps_has_a_proof_for_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_processes(monkeypatch, Scripted)
+    monkeypatch.setattr(improvement, "solve_here", solve_here)
+    nothing_pays(monkeypatch)  # but solves that take less than the start of a process
+    times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
+    model, batch = model_and_batch()
+    step = planned(model, batch, wait=Wait(gap=0.001, seconds=60.0))
+    for seed in range(4):
+        assert_trains_as_eager(step, model, batch, seed)
+    assert Scripted.jobs == []
+    assert step.plan.graph.provenance["times"] == "measured in training steps"
+    assert step.plan.status == "optimal" and step.plan.gap is not None and step.plan.gap <= 0.001
+    assert step.measured is not None and check_plan(with_recorded(step.measured, step.plan.settings), step.plan)
+
+
+def test_a_run_that_is_no_trial_is_solved_again_whatever_it_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_processes(monkeypatch, Scripted)
+    nothing_pays(monkeypatch)
+    times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
+    Scripted.news = []
+    model, batch = model_and_batch()
+    step = planned(model, batch, wait=Wait(gap=0.001, seconds=60.0))
+    jobs = []
+    for _ in range(12):
+        step(*batch).backward()
+        model.zero_grad()
+        jobs.append(len(Scripted.jobs))
+    assert jobs == [0] * 9 + [1] * 3
+
+
+def test_a_solve_here_is_stopped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stops: list[bool] = []
+
+    def solve_graph(*_: object, must_stop: Callable[[], bool], **__: object) -> Plan:
+        stops.append(must_stop())
+        raise InfeasibleError("too little")
+
+    monkeypatch.setattr(background, "solve_graph", solve_graph)
+    job = SolveJob(chain(2), 1, SolveSettings())
+    assert [solve_here(job, most_s).failure for most_s in (60.0, -1.0)] == ["too little", "too little"]
+    assert stops == [False, True]
 
 
 @pytest.mark.slow

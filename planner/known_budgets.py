@@ -97,7 +97,7 @@ class KnownBudgets:
 
     def learn(self, schedule: Schedule) -> None:
         """Note what a schedule needs that the solve has found, though it does not fit."""
-        self._learned_bytes = min(self._learned_bytes, counted_bytes(self.request.graph, schedule, self.memory))
+        self._learned_bytes = min(self._learned_bytes, self._counted_bytes(schedule))
 
     def completed(self, solved: SolvedOrder) -> Result:
         """Return the result of a solve; if it has no schedule, with that of the least budget or, if that is larger, with hints.
@@ -162,13 +162,17 @@ class KnownBudgets:
             self._options = tuple(o for o in options if o is not None and o.found_bytes < self._least.found_bytes)
         elif self.names_least:
             executed = as_executed(request.graph, self._least.schedule)
-            fits = counted_bytes(request.graph, executed, self.memory) <= budget_bytes
+            fits = self._counted_bytes(executed) <= budget_bytes
             self._witness = executed if fits else self._least.schedule
             if request.on_schedule is not None:
                 request.on_schedule(self._witness, request.graph.time_s if request.graph.plain else 0.0)
 
+    def _counted_bytes(self, schedule: Schedule) -> int:
+        return counted_bytes(self.request.graph, schedule, self.memory, arena=self.settings.arena)
+
     def _least_budget(self, graph: Graph, should_stop: Callable[[], bool]) -> LeastBudget:
-        return least_budget(graph, self.memory, reorders=self.settings.reorder is not False, should_stop=should_stop)
+        reorders, arena = self.settings.reorder is not False, self.settings.arena
+        return least_budget(graph, self.memory, arena=arena, reorders=reorders, should_stop=should_stop)
 
     def _is_late(self) -> bool:
         return left(self.request.clock) <= 0 or self.must_stop()

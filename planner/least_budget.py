@@ -17,7 +17,7 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.allocated_budget import solver_in
 from planner.memory import CountedMemory
-from planner.reserved import counted_bytes, reserved_beside
+from planner.reserved import arena_choice, counted_bytes, reserved_beside
 from planner.reserved_budget import solve_counted
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock, left
@@ -69,6 +69,7 @@ def least_budget(
     graph: Graph,
     memory: CountedMemory = CountedMemory.ALLOCATED,
     *,
+    arena: bool | None = None,
     reorders: bool = True,
     should_stop: Callable[[], bool] | None = None,
 ) -> LeastBudget:
@@ -77,20 +78,36 @@ def least_budget(
     Args:
         graph: with the options that schedules may use.
         memory: kind of memory that the budget counts.
+        arena: as in ``planner.reserved.arena_choice``.
         reorders: False for schedules in program order only.
         should_stop: polled; once True, the best so far is returned, and not remembered.
     """
     origin = {key: value for key, value in graph.provenance.items() if key != TRACED}  # the ops say which options there are
-    key = (graph.ops, graph.tensors, graph.kept, graph.pools, graph.limits, repr(origin), memory, reorders)
+    arena = arena_choice(graph, memory, asked=arena)
+    key = (graph.ops, graph.tensors, graph.kept, graph.pools, graph.limits, repr(origin), memory, arena, reorders)
     if (known := _remembered.get(key)) is not None:
         return known
     stop = should_stop or (lambda: False)
-    found = _search(_with_even_links(graph), memory, stop, reorders=reorders)
+    if memory is CountedMemory.ALLOCATED or arena is False:
+        found = _search(_with_even_links(graph), memory, stop, reorders=reorders)
+    else:
+        found = _in_arena(graph, memory, least_budget(graph, reorders=reorders, should_stop=stop), arena=arena)
     if not stop():
         _remembered[key] = found
         if len(_remembered) > _REMEMBERED:
             del _remembered[next(iter(_remembered))]
     return found
+
+
+def _in_arena(graph: Graph, memory: CountedMemory, least: LeastBudget, *, arena: bool | None) -> LeastBudget:
+    """Return the least budget of reserved memory, given that of allocated bytes: little more is reserved in an arena."""
+
+    def judged(found: LeastBudget) -> LeastBudget:
+        found_bytes = counted_bytes(graph, found.schedule, memory, arena=arena)
+        proved_bytes = min(found_bytes, reserved_beside(graph, memory).bound(found.proved_bytes))
+        return replace(found, proved_bytes=proved_bytes, found_bytes=found_bytes, larger=())
+
+    return replace(judged(least), larger=tuple(map(judged, least.larger)))
 
 
 def _with_even_links(graph: Graph) -> Graph:
@@ -110,7 +127,7 @@ def _with_even_links(graph: Graph) -> Graph:
 def _search(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, reorders: bool) -> LeastBudget:
     """Search in program order and in the order of lower peak without solving programs, then narrow the bracket by solves.
 
-    Graphs with optional ops are not narrowed: their programs are large.
+    What is reserved is that without an arena. Graphs with optional ops are not narrowed: their programs are large.
     """
     orders = [in_program_order(graph)]
     if reorders and (other := reordered(graph, WorkClock(_ORDER), stop)).changed:
@@ -140,10 +157,10 @@ def _without_options(graph: Graph, memory: CountedMemory, stop: Callable[[], boo
     Empty if the step with options does not allow the schedule, which reads a tensor that is overwritten there.
     """
     program = without_options(graph).out_of_place()
-    alone = least_budget(program, memory, reorders=reorders, should_stop=stop)
+    alone = least_budget(program, memory, arena=False, reorders=reorders, should_stop=stop)
     order = (*alone.order, *range(len(program.ops), len(graph.ops)))
     try:
-        return [replace(alone, found_bytes=counted_bytes(graph, alone.schedule, memory), order=order)]
+        return [replace(alone, found_bytes=counted_bytes(graph, alone.schedule, memory, arena=False), order=order)]
     except ScheduleError:
         return []
 
@@ -153,7 +170,7 @@ def _judged(order: Reordering, schedule: Schedule, memory: CountedMemory, proved
     graph, schedule = order.source, order.schedule_of_source(schedule)
     if memory is not CountedMemory.ALLOCATED:
         proved_bytes = reserved_beside(graph, memory).bound(proved_bytes)
-    return LeastBudget(proved_bytes, counted_bytes(graph, schedule, memory), schedule, order.original)
+    return LeastBudget(proved_bytes, counted_bytes(graph, schedule, memory, arena=False), schedule, order.original)
 
 
 def _narrowed(graph: Graph, found: Sequence[LeastBudget], memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
@@ -181,7 +198,8 @@ def _narrowed_reserved(
     clock, run, failures, seen = WorkClock(_SOLVES), solver_in(permuted(graph, known.order)), 0, list(found)
 
     def learn(schedule: Schedule) -> None:
-        seen.append(replace(known, found_bytes=counted_bytes(graph, schedule, memory), schedule=schedule))
+        found_bytes = counted_bytes(graph, schedule, memory, arena=False)
+        seen.append(replace(known, found_bytes=found_bytes, schedule=schedule))
 
     def least_bytes() -> int:
         return min(least.found_bytes for least in seen)
@@ -191,7 +209,7 @@ def _narrowed_reserved(
     while failures < _FAILURES and not stop():
         limited = clock.part(max(_SLICE_LEAST, _SLICE * left(clock)))
         first = Request(graph, budget_bytes, Tolerance.of(1.0), limited, should_stop=lambda: True)
-        result = solve_counted(run, first, memory, must_stop=stop, on_least=learn).result
+        result = solve_counted(run, first, memory, arena=False, must_stop=stop, on_least=learn).result
         if result.schedule is not None:
             learn(result.schedule)
             failures = 0

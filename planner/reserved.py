@@ -246,6 +246,17 @@ def reserved_bytes_of(
     return reserved_for(graph, schedule, memory or CountedMemory.RESERVED, 0, steering).device_bytes
 
 
+def arena_choice(graph: Graph, memory: CountedMemory, *, asked: bool | None = None) -> bool | None:
+    """Return True or False if steps of `graph` run in an arena or in none, None if that is decided for each schedule.
+
+    An arena on CUDA is reserved memory of PyTorch's allocator without expandable segments, of steps that use no other memory.
+    """
+    if asked is not None:
+        return asked
+    countable = on_cuda(graph) and memory in (CountedMemory.RESERVED, CountedMemory.DEVICE)
+    return None if countable and len(graph.pools) == 1 else False
+
+
 def runs_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int, *, arena: bool | None) -> bool:
     """Return True if steps by `schedule` run in an arena on CUDA.
 
@@ -265,11 +276,29 @@ def least_reserved_in_arena(graph: Graph, schedule: Schedule, memory: CountedMem
     return outside_bytes + least_slab_bytes(training) + _counted_context_bytes(graph, memory)
 
 
-def counted_bytes(graph: Graph, schedule: Schedule, memory: CountedMemory) -> int:
-    """Return the bytes of `memory` that training by `schedule` needs, which a budget that counts it must have."""
+def counted_bytes(graph: Graph, schedule: Schedule, memory: CountedMemory, *, arena: bool | None = None) -> int:
+    """Return the bytes of `memory` that training by `schedule` needs, which a budget that counts it must have.
+
+    Args:
+        arena: as in ``arena_choice``. If it is decided for each schedule, the least counts.
+    """
     if memory is CountedMemory.ALLOCATED:
         return simulate(graph, schedule).peak_bytes
-    return reserved_for(graph, schedule, memory, 0).device_bytes
+    arena = arena_choice(graph, memory, asked=arena)
+    usual_bytes = None if arena else reserved_bytes_of(graph, schedule, memory)
+    if usual_bytes is not None and (arena is False or usual_bytes <= least_reserved_in_arena(graph, schedule, memory)):
+        return usual_bytes
+    arena_bytes = reserved_bytes_of(graph, schedule, memory, arena=True)
+    assert arena_bytes is not None  # on CUDA
+    return arena_bytes if usual_bytes is None else min(usual_bytes, arena_bytes)
+
+
+def reserved_at(graph: Graph, schedule: Schedule | None, memory: CountedMemory, budget_bytes: int) -> int | None:
+    """Return the bytes reserved for training by a plan of `schedule` for a budget of `memory`; None as ``reserved_bytes_of``."""
+    if schedule is None or not on_cuda(graph):
+        return None
+    has_arena = runs_in_arena(graph, schedule, memory, budget_bytes, arena=arena_choice(graph, memory))
+    return reserved_bytes_of(graph, schedule, memory, arena=has_arena)
 
 
 def growth_above_budget(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int) -> dict[int, int]:

@@ -13,7 +13,7 @@ from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
 from planner.memory import CountedMemory
-from planner.reserved import growth_above_budget, least_reserved_in_arena, reserved_beside, reserved_bytes_of
+from planner.reserved import arena_choice, growth_above_budget, least_reserved_in_arena, reserved_beside, reserved_bytes_of
 from solvers.clock import left
 from solvers.margins import Margins, MarginSearch, with_margins
 from solvers.order.reorder import in_program_order
@@ -38,7 +38,7 @@ def solve_counted(
     request: Request,
     memory: CountedMemory,
     *,
-    arena: bool | None = False,
+    arena: bool | None = None,
     must_stop: Callable[[], bool] | None = None,
     on_least: Callable[[Schedule], None] | None = None,
 ) -> SolvedOrder:
@@ -56,7 +56,8 @@ def solve_counted(
             those.
         memory: kind of memory that the budget counts.
         arena: True: reserved memory is that of steps in an arena. No single op is to blame for it there, so that none has a
-            margin. None: a schedule that reserves too much without an arena may have one (``planner.reserved.runs_in_arena``).
+            margin. False: they run in none. None: a schedule that reserves too much without an arena may have one, where steps
+            can (``planner.reserved.arena_choice``).
         must_stop: polled; once it returns True, all ends with what there is, if anything.
         on_least: called with each schedule that reserves less than those before, also where it does not fit; messages then do not
             name the least.
@@ -64,6 +65,7 @@ def solve_counted(
     if memory is CountedMemory.ALLOCATED:
         return run(replace(request, should_stop=either(request.should_stop, must_stop)))
     graph, budget_bytes, clock = request.graph, request.budget_bytes, request.clock
+    arena = arena_choice(graph, memory, asked=arena)
     beside = reserved_beside(graph, memory)
     if refusal := beside.refusal(budget_bytes):
         refused = Result(graph, budget_bytes, Status.INFEASIBLE, None, None, "", clock.seconds, message=refusal)

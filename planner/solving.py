@@ -15,7 +15,7 @@ from graphs.simulate import simulate
 from planner.allocated_budget import REORDERED, result_as_step_runs, solver_of
 from planner.attributes import attributes
 from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
-from planner.compatibility import check_compatible, find_conflict
+from planner.compatibility import check_compatible
 from planner.known_budgets import KnownBudgets
 from planner.least_memory import least_memory
 from planner.memory import CountedMemory
@@ -25,6 +25,7 @@ from planner.plans.record import GraphSummary
 from planner.plans.summary import other_peaks, summarize
 from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.reserved import (
+    arena_choice,
     arena_of,
     eager_bytes,
     eager_reserved_bytes,
@@ -198,7 +199,7 @@ def solve_graph(
         on_schedule=None if on_plan is None else tell,
         start=start,
     )
-    known = KnownBudgets(traced, request, memory, settings, must_stop or (lambda: False))
+    known = KnownBudgets(traced, request, memory, replace(settings, arena=arena), must_stop or (lambda: False))
     solved = solve_counted(
         solver_of(settings, graph),
         known.begin(),
@@ -219,13 +220,10 @@ def _arena_setting(graph: Graph, settings: SolveSettings, memory: CountedMemory)
     Raises:
         UsageError: an arena is asked for, and steps cannot run in one, or a budget of `memory` cannot count it.
     """
-    countable = on_cuda(graph) and memory in (CountedMemory.RESERVED, CountedMemory.DEVICE)
-    if settings.arena is None:
-        return None if countable and find_conflict(settings.features | {Feature.ARENA}) is None else False
     if not settings.arena:
-        return False
+        return arena_choice(graph, memory, asked=settings.arena)
     check_compatible(settings.features)
-    if on_cuda(graph) and not countable:
+    if on_cuda(graph) and arena_choice(graph, memory) is False:
         raise UsageError(
             f"memory is {memory.value!r}, and on CUDA an arena is reserved memory of PyTorch's default allocator, without "
             f"expandable segments: take memory={CountedMemory.RESERVED.value!r} or {CountedMemory.DEVICE.value!r}, or leave out "

@@ -15,7 +15,7 @@ from planner.attributes import attributes
 from planner.budgets import budget_in_bytes
 from planner.memory import CountedMemory
 from planner.plans.summary import summarize
-from planner.reserved import eager_bytes, memory_of, reserved_bytes_of
+from planner.reserved import eager_bytes, memory_of, reserved_at
 from planner.runtime.machine import commit, machine
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows, recorded_memory
 from planner.studies.jobs import run
@@ -91,7 +91,7 @@ class SolveRow:
         row = replace(
             row,
             **attributes(result, "status", "time_s", "peak_bytes", "bound_s", "seconds"),
-            reserved_bytes=reserved_bytes_of(graph, result.schedule, self.memory),
+            reserved_bytes=reserved_at(graph, result.schedule, self.memory, task.budget_bytes),
             reason=result.reason or "",
             settings=self._settings(result.settings if result.schedule is not None else {}),
             message=_one_line(result.message),

@@ -13,7 +13,7 @@ from graphs.units import format_bytes
 from planner.attributes import attributes
 from planner.least_budget import LeastBudget
 from planner.memory import CountedMemory
-from planner.reserved import reserved_beside, reserved_bytes_of
+from planner.reserved import counted_bytes, reserved_beside, reserved_bytes_of
 from planner.studies.workers import ignore
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, left
@@ -81,7 +81,7 @@ def outside_in(count: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A schedule, its needs, and of them the bytes that the budget counts."""
+    """A schedule, its needs, and of them the bytes that a budget must have; `reserved_bytes` are those without an arena."""
 
     time_s: float
     counted_bytes: int
@@ -117,9 +117,9 @@ class Frontier:
 
     def _judged(self, schedule: Schedule) -> _Known:
         found = simulate(self.order.source, schedule)
-        reserved_bytes = reserved_bytes_of(self.order.source, schedule, self.memory)
-        counted_bytes = found.peak_bytes if reserved_bytes is None or self._counts_allocated else reserved_bytes
-        return _Known(found.time_s, counted_bytes, found.peak_bytes, reserved_bytes, schedule)
+        graph, memory = self.order.source, self.memory
+        needed_bytes = counted_bytes(graph, schedule, memory)
+        return _Known(found.time_s, needed_bytes, found.peak_bytes, reserved_bytes_of(graph, schedule, memory), schedule)
 
     def learn_least(self, least: LeastBudget) -> None:
         """Add the schedules of the search for the least budget of the graph, and the bound of single ops in this order.
@@ -162,10 +162,14 @@ class Frontier:
         if not fitting:
             return Point(budget_bytes, Status.LIMIT, None, None, None, bound_s, seconds)
         found = min(fitting, key=lambda known: (known.time_s, known.peak_bytes))
+        reserved_bytes = found.reserved_bytes
+        if reserved_bytes is not None and reserved_bytes > budget_bytes and not self._counts_allocated:
+            reserved_bytes = found.counted_bytes  # in an arena
         return Point(
             budget_bytes,
             status=status_of(found.time_s, bound_s, self.tolerance),
-            **attributes(found, "schedule", "peak_bytes", "time_s", "reserved_bytes"),
+            **attributes(found, "schedule", "peak_bytes", "time_s"),
+            reserved_bytes=reserved_bytes,
             bound_s=bound_s,
             seconds=seconds,
         )

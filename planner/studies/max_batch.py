@@ -14,7 +14,7 @@ from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio
 from planner.least_memory import StopWhenDecided
 from planner.profiling.scaling import GraphFit
-from planner.reserved import memory_of, reserved_bytes_of
+from planner.reserved import memory_of, reserved_at
 from planner.solving import order_for
 from planner.studies.sizes import OPTIMAL, LargestSize, SizedMethod, Wanted
 from planner.studies.solves import result_in
@@ -127,7 +127,7 @@ class _SizeSearch:
             refused = decided[min(decided)].result if decided else None
             return LargestSize(method.name, None, False, undecided, complete, False, refused, 0.0)
         result = self.best(method, units) if method.solver == OPTIMAL else decided[units].result
-        schedule = None if result is None else result.schedule
+        schedule, offered = None if result is None else result.schedule, method.offered(self.graph(units))
         return LargestSize(
             method=method.name,
             size=units * unit,
@@ -136,7 +136,7 @@ class _SizeSearch:
             complete=complete,
             extrapolated=units in self.extrapolated,
             result=result,
-            reserved_bytes=reserved_bytes_of(method.offered(self.graph(units)), schedule, self.wanted.memory),
+            reserved_bytes=reserved_at(offered, schedule, memory_of(offered, self.wanted.memory), self.wanted.budget_bytes),
             keep_everything_time_s=self.graph(units).time_s,
         )
 

@@ -13,7 +13,9 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.transformer import TransformerSize, transformer
+from graphs.units import format_enough
 from planner import least_budget as remembered
+from planner.capture.options import with_options
 from planner.facts.graph import graph_facts
 from planner.least_budget import least_budget
 from planner.memory import CountedMemory
@@ -28,7 +30,7 @@ from solvers.least import least_known
 from solvers.order.reorder import in_program_order, reordered
 from solvers.registry import get_solver
 from solvers.request import Request
-from solvers.result import Result, Status
+from solvers.result import SOLVED, Result, Status
 
 
 def on_a_gpu(seed: int) -> Graph:
@@ -103,8 +105,8 @@ def test_least_budget_bracket_is_in_counted_memory(memory: CountedMemory) -> Non
 
 def test_another_schedule_than_that_of_least_peak_reserves_less() -> None:
     graph = on_a_gpu(25)
-    reserved, allocated = least_budget(graph, CountedMemory.RESERVED), least_budget(graph)
-    assert reserved.found_bytes < 0.9 * counted_bytes(graph, allocated.schedule, CountedMemory.RESERVED)
+    reserved, allocated = least_budget(graph, CountedMemory.RESERVED, arena=False), least_budget(graph)
+    assert reserved.found_bytes < 0.9 * counted_bytes(graph, allocated.schedule, CountedMemory.RESERVED, arena=False)
     assert simulate(graph, reserved.schedule).peak_bytes > allocated.found_bytes
 
 
@@ -112,12 +114,13 @@ def test_of_schedules_that_reserve_about_the_same_the_fastest_counts() -> None:
     graph = replace(transformer(TransformerSize(layers=2)), provenance={"device": "h200"})
     orders = (in_program_order(graph), reordered(graph, WorkClock(2.0)))
     unsolved = [order.schedule_of_source(least_known(order.graph, WorkClock(1.0))) for order in orders]
-    needs = [(counted_bytes(graph, schedule, CountedMemory.RESERVED), simulate(graph, schedule).time_s) for schedule in unsolved]
+    memory = CountedMemory.RESERVED
+    needs = [(counted_bytes(graph, schedule, memory, arena=False), simulate(graph, schedule).time_s) for schedule in unsolved]
     known_bytes, time_s = min(needs)
-    least = least_budget(graph, CountedMemory.RESERVED)
+    least = least_budget(graph, memory, arena=False)
     assert least.found_bytes <= 1.005 * known_bytes
     assert simulate(graph, least.schedule).time_s < 0.97 * time_s
-    known = Frontier(orders[1], 0.01, CountedMemory.RESERVED)
+    known = Frontier(orders[1], 0.01, memory)
     known.learn_least(least)
     above = known.point(int(1.3 * least.found_bytes), None)  # by a schedule that was met on the way
     assert above.time_s is not None and graph.time_s < above.time_s < simulate(graph, least.schedule).time_s
@@ -173,7 +176,7 @@ def test_a_solve_at_the_least_budget_improves_on_its_schedule() -> None:
 @pytest.mark.parametrize("memory", [CountedMemory.ALLOCATED, CountedMemory.RESERVED])
 def test_the_schedule_of_the_least_budget_is_the_start(memory: CountedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = on_a_gpu(25)
-    least = least_budget(graph, memory)
+    least = least_budget(graph, memory, arena=False)
     given: list[Request] = []
 
     def solve(request: Request) -> Result:
@@ -185,6 +188,32 @@ def test_the_schedule_of_the_least_budget_is_the_start(memory: CountedMemory, mo
     plan = planner.solve(graph, least.found_bytes, memory=memory, work_limit=2.0, arena=False)
     assert given[0].start is not None and given[0].start.schedule == least.schedule
     assert plan.time_s <= simulate(graph, least.schedule).time_s
+
+
+@pytest.mark.parametrize("memory", [CountedMemory.RESERVED, CountedMemory.DEVICE])
+def test_less_is_reserved_in_an_arena_and_each_command_says_how_much(memory: CountedMemory) -> None:
+    graph = on_a_gpu(25)
+    least, without = (least_budget(graph, memory, arena=arena) for arena in (None, False))
+    assert least.proved_bytes <= least.found_bytes < 0.9 * without.found_bytes
+    plan = planner.solve(graph, least.found_bytes, memory=memory, work_limit=2.0)
+    assert plan.arena_bytes is not None and plan.reserved is not None and plan.reserved.device_bytes <= least.found_bytes
+    found = curve(graph, 2, StudySettings(memory=memory, time_limit_s=1.0, total_time_limit_s=600.0))
+    assert found.points[0].budget_bytes == least.found_bytes >= (found.points[0].reserved_bytes or 0)
+    assert found.points[0].status in (*SOLVED, Status.FEASIBLE)
+    with pytest.raises((LimitError, InfeasibleError), match=format_enough(least.found_bytes)):
+        planner.solve(graph, least.proved_bytes - 1, memory=memory, work_limit=2.0)
+    if memory is CountedMemory.RESERVED:
+        assert graph_facts(graph).least_reserved_found_bytes == least.found_bytes
+
+
+def test_steps_that_may_have_no_arena_are_counted_without() -> None:
+    graph = with_options(on_a_gpu(7), ("offload",), Surroundings(Link.even(1e9)))
+    schedule = least_budget(graph).schedule
+    for memory in (CountedMemory.RESERVED, CountedMemory.DEVICE):
+        assert counted_bytes(graph, schedule, memory) == counted_bytes(graph, schedule, memory, arena=False)
+    program = on_a_gpu(7)
+    schedule, memory = least_budget(program).schedule, CountedMemory.RESERVED_EXPANDABLE
+    assert counted_bytes(program, schedule, memory) == counted_bytes(program, schedule, memory, arena=False)
 
 
 def test_a_named_budget_of_reserved_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:

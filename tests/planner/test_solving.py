@@ -124,12 +124,12 @@ def test_a_graph_that_cannot_be_added_up_is_refused(graph: Graph) -> None:
 def test_time_limit_bounds_the_search_for_a_feasible_budget(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[bool] = []
 
-    def least(graph: Graph, memory: CountedMemory, *, reorders: bool, should_stop: Callable[[], bool]) -> LeastBudget:
+    def least(graph: Graph, memory: CountedMemory, *, should_stop: Callable[[], bool], **settings: Any) -> LeastBudget:
         began = time.monotonic()
         while not (ended := should_stop()) and time.monotonic() < began + 0.5:
             time.sleep(0.01)
         stopped.append(ended)
-        return least_budget(graph, memory, reorders=reorders)
+        return least_budget(graph, memory, **settings)
 
     monkeypatch.setattr("planner.known_budgets.least_budget", least)
     for limit_s in (0.25, 3600.0):

@@ -24,7 +24,7 @@ from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.profiling.other_devices import DEVICES_KEY, encode_devices
 from planner.report.curves import curve_data
-from planner.reserved import counted_bytes, eager_bytes, reserved_bytes_of
+from planner.reserved import counted_bytes, eager_bytes, reserved_at
 from planner.studies.curve import Curve, curve
 from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
 from planner.studies.settings import StudySettings
@@ -98,7 +98,7 @@ def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: Counted
         assert point.schedule is not None and point.bound_s is not None and point.time_s is not None
         assert counted_bytes(graph, point.schedule, memory) <= point.budget_bytes
         assert point.bound_s <= point.time_s
-        assert point.reserved_bytes == reserved_bytes_of(graph, point.schedule, memory)
+        assert point.reserved_bytes == reserved_at(graph, point.schedule, memory, point.budget_bytes)
     assert {row.memory for row in found.rows} == {str(memory)}
     text = str(found)
     assert memory.taken in text.splitlines()[0].split() and f"budgets count {memory.said}, of which eager PyTorch takes" in text

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs.allocators.training import usage_of
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph, Phase
 from graphs.schedule import keep_everything
@@ -20,7 +19,7 @@ from planner.least_memory import StopWhenDecided
 from planner.memory import CountedMemory
 from planner.option_settings import RECOMPUTATION, option_settings
 from planner.profiling.scaling import GraphFit, has_same_ops
-from planner.reserved import requests_of
+from planner.reserved import counted_bytes, reserved_at
 from planner.settings import TraceSettings
 from planner.studies.max_batch import largest, max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
@@ -116,13 +115,13 @@ def test_max_batch_on_cuda_fits_reserved_memory() -> None:
     for method, _ in METHODS:
         answer = reserved[method]
         assert answer.size is not None and answer.result is not None and answer.result.schedule is not None
-        training = requests_of(large(answer.size), answer.result.schedule)
-        assert answer.reserved_bytes == usage_of(training).reserved_bytes <= budget
+        needed = reserved_at(large(answer.size), answer.result.schedule, CountedMemory.RESERVED, budget)
+        assert answer.reserved_bytes == needed and needed is not None and needed <= budget
         assert answer.size <= (allocated[method].size or 0)
     kept = reserved["keep everything"].size
     assert kept is not None
     larger = large(kept + 1)
-    assert usage_of(requests_of(larger, keep_everything(larger))).reserved_bytes > budget
+    assert counted_bytes(larger, keep_everything(larger), CountedMemory.RESERVED) > budget
     assert (allocated["keep everything"].reserved_bytes or 0) > budget
 
 

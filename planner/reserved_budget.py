@@ -18,16 +18,19 @@ from solvers.clock import left
 from solvers.margins import Margins, MarginSearch, with_margins
 from solvers.order.reorder import in_program_order
 from solvers.order.solve import SolvedOrder
-from solvers.request import Request
+from solvers.request import Request, Start
 from solvers.result import SOLVED, Ending, Reason, Result, SolveProgress, Status, is_within, status_of
+from solvers.tolerance import Tolerance
 
-_SOLVES = 10  # without margins
+_SOLVES = 20  # without margins
 _FIRST = 0.5  # of the clock, for the first solve, whose bound holds for all schedules that fit
 _NEXT = 0.3  # of what is left, for each of the others
 _LOCAL_SOLVES, _LOCAL_BETTER = 6, 3  # with margins, until a plan fits, and then with smaller ones
 _LOCAL_NEXT = 0.2  # of what is left, for each of them
 _LESS = 0.75  # of the excess before: margins that leave more are no way to the budget
-_CLOSE = 0.005  # of the budget: budgets of allocated bytes, or margins, that differ by no more are not told apart
+_CLOSE = 0.005  # of the budget: margins that differ by no more are not told apart,
+_CLOSEST = 0.0003  # nor budgets of allocated bytes
+_TIGHTER = 0.1  # of the tolerance: for budgets after the first, whose solves start from a schedule that is close
 _INSIDE = 0.1  # of an interval of budgets: the next one is no closer to its ends
 
 Run = Callable[[Request], SolvedOrder]  # a solve whose budget counts allocated bytes
@@ -85,7 +88,7 @@ def solve_counted(
         asked_bytes = search.next_bytes()
         if asked_bytes is None or search.is_over():
             break
-        search.learn(asked_bytes, search.solved(asked_bytes, _NEXT, {}).result)
+        search.learn(asked_bytes, search.solved(asked_bytes, _NEXT if search.is_new(asked_bytes) else 1.0, {}).result)
     return replace(first, result=search.ended(first.result))
 
 
@@ -131,10 +134,15 @@ class _Search:
     best: Result | None = None
     bound_s: float | None = None
     _floor_bytes: int = 0  # nothing was found for this budget of allocated bytes
+    _is_unfinished: bool = False  # the solve for the budget that fits had too little time
     _fits: tuple[int, int] | None = None  # the largest budget that was not too much, and what its schedule reserves
     _misses: tuple[int, int] | None = None  # the smallest that was
     _least_bytes: int | None = None  # that a schedule reserves
+    # Of the last schedule, above the budget: in an arena as much less is reserved as is allocated, so that it shows a way.
+    _arena_excess_bytes: int = 0
+    _is_news: bool = True  # the last solve has found another schedule than those for these two
     _found: bool = False  # by the current solve
+    _start: Start | None = None  # what the last solve has found
     _error: Result | None = None  # of a solve that failed
 
     def solved(self, asked_bytes: int, share: float, margins: Margins) -> SolvedOrder:
@@ -167,6 +175,8 @@ class _Search:
                 on_progress=tell,
                 should_stop=lambda: (self._found and request.interrupted()) or self.must_stop(),
                 on_schedule=interim,
+                start=self._start or request.start,
+                tolerance=request.tolerance if self._start is None else Tolerance.of(_TIGHTER * request.tolerance.first),
             )
         )
         result = solved.result
@@ -199,6 +209,7 @@ class _Search:
         if usual_bytes is not None and (self.arena is False or usual_bytes <= budget_bytes):
             return usual_bytes - budget_bytes
         arena_bytes = least_reserved_in_arena(graph, schedule, self.memory)
+        self._arena_excess_bytes = arena_bytes - budget_bytes
         if arena_bytes <= budget_bytes:  # addresses take a second or more: not for what cannot fit
             arena_bytes = self._reserved_bytes(schedule, arena=True)
         return min(arena_bytes, arena_bytes if usual_bytes is None else usual_bytes) - budget_bytes
@@ -242,12 +253,19 @@ class _Search:
     def learn(self, asked_bytes: int, result: Result) -> int:
         """Learn from the result of a solve for `asked_bytes`; return the bytes that it reserves above the budget."""
         excess_bytes = self.offer(result)
+        if result.schedule is not None:
+            windows = result.settings.get("windows")
+            self._start = Start(result.schedule, tuple(windows) if isinstance(windows, list) else ())
+        reserved_bytes = excess_bytes + self.request.budget_bytes
+        known = (self._fits, self._misses)
+        self._is_news = result.schedule is not None and all(one is None or one[1] != reserved_bytes for one in known)
         if result.peak_bytes is None:
             self._floor_bytes = asked_bytes
         elif excess_bytes <= 0:
-            self._fits = asked_bytes, excess_bytes + self.request.budget_bytes
+            self._fits = asked_bytes, reserved_bytes
+            self._is_unfinished = result.ended is Ending.LIMIT
         else:
-            self._misses = min(asked_bytes, result.peak_bytes), excess_bytes + self.request.budget_bytes
+            self._misses = min(asked_bytes, result.peak_bytes), reserved_bytes
         return excess_bytes
 
     def is_over(self) -> bool:
@@ -259,20 +277,27 @@ class _Search:
             return True
         return self.best is not None and (self._status(self.best) in SOLVED or self.request.interrupted())
 
+    def is_new(self, asked_bytes: int) -> bool:
+        """Return True if no schedule that fits was found for this budget of allocated bytes."""
+        return self._fits is None or asked_bytes != self._fits[0]
+
     def next_bytes(self) -> int | None:
-        """Return the budget of allocated bytes to solve for next; None if nothing can be gained any more."""
+        """Return the budget of allocated bytes to solve for next; None if nothing can be gained any more.
+
+        The largest budget that is not too much is solved again if that solve had too little time.
+        """
         if self._misses is None:
             return None
         high_bytes, high_reserved = self._misses
         low_bytes, low_reserved = self._fits or (self._floor_bytes, 0)
-        if high_bytes - low_bytes <= (1 if self.best is None else _CLOSE * self.request.budget_bytes):
-            return None
+        if high_bytes - low_bytes <= (1 if self.best is None else _CLOSEST * self.request.budget_bytes):
+            return low_bytes if self._is_unfinished else None
         if self._fits is None:
-            asked_bytes = high_bytes - (high_reserved - self.request.budget_bytes)
+            asked_bytes = high_bytes - max(high_reserved - self.request.budget_bytes, self._arena_excess_bytes)
         else:
             share = (self.request.budget_bytes - low_reserved) / max(1, high_reserved - low_reserved)
             asked_bytes = low_bytes + int(share * (high_bytes - low_bytes))
-        margin_bytes = int(_INSIDE * (high_bytes - low_bytes))
+        margin_bytes = int((_INSIDE if self._is_news else 0.5) * (high_bytes - low_bytes))
         return max(low_bytes + margin_bytes, min(high_bytes - margin_bytes if self._fits else high_bytes - 1, asked_bytes))
 
     def ended(self, first: Result) -> Result:
@@ -291,8 +316,14 @@ class _Search:
             settings=first.settings if best is None else self._settings(best),
             message=self._nothing_found() if best is None else best.message,
             reason=None if best is not None else Reason.TIME if self._is_late() else Reason.MEMORY,
-            ended=Ending.STOPPED if self.must_stop() else request.ending(first.ended),
+            ended=self._ending(best, first),
         )
+
+    def _ending(self, best: Result | None, first: Result) -> Ending | None:
+        """Return the reason for the end; None if the gap is within the tolerance."""
+        if best is not None and self._status(best) in SOLVED:
+            return None
+        return Ending.STOPPED if self.must_stop() else self.request.ending(first.ended)
 
     def _settings(self, best: Result) -> dict[str, object]:
         """Return the settings of the result of all solves."""

@@ -16,6 +16,10 @@ from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.reserved import arena_of, reserved_for
 from planner.solving import solve
+from solvers.registry import get_solver
+from solvers.request import Request
+from solvers.result import Ending, Result, Status
+from tests.planner.test_reserved import of_four_sizes
 from tests.support.solvers.brute_force import fastest
 
 MIB = 2**20
@@ -93,6 +97,29 @@ def test_reserved_memory_costs_what_allocated_memory_does_but_for_rounding(budge
     assert fastest_s is not None and with_rounding_s is not None
     assert plan.bound_s is not None and plan.bound_s <= fastest_s <= plan.time_s <= with_rounding_s
     assert plan.reserved_bytes is not None and plan.peak_bytes <= plan.reserved_bytes <= budget * MIB
+
+
+def test_what_had_too_little_time_is_solved_again_from_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Request] = []
+
+    def run(request: Request) -> Result:
+        asked.append(request)
+        found = get_solver("windows")(request)
+        is_first = sum(other.budget_bytes == request.budget_bytes for other in asked) == 1
+        cut = is_first and len(asked) > 1 and found.schedule is not None
+        return replace(found, graph=request.graph, status=Status.FEASIBLE, ended=Ending.LIMIT) if cut else found
+
+    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: run)
+    plan = solve(of_four_sizes(7, 8), "75%", work_limit=20.0, reorder=False)
+    *budgets, last = (request.budget_bytes for request in asked)
+    assert last in budgets and len(budgets) == len(set(budgets))
+    assert all(request.start is not None for request in asked[1:])
+    assert plan.ended is Ending.EXHAUSTED
+
+
+def test_a_plan_within_the_tolerance_ends_for_no_other_reason() -> None:
+    plan = solve(mixed(), "100%", work_limit=3.0)
+    assert (plan.status, plan.ended) == (Status.OPTIMAL, None)
 
 
 def test_plans_that_need_no_arena_or_can_have_none_run_in_none() -> None:

@@ -98,7 +98,7 @@ def test_less_in_memory_at_single_ops_is_faster_than_less_everywhere(monkeypatch
 
 
 def test_less_in_memory_at_single_ops_finds_plans_where_less_everywhere_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = of_four_sizes(22, 8)
+    graph = of_four_sizes(35, 8)
     plan = solve(graph, "80%", work_limit=5.0, arena=False)
     assert reserved(graph, plan) <= plan.budget_bytes
     monkeypatch.setattr(reserved_budget, "_LOCAL_SOLVES", 0)

@@ -9,6 +9,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from planner.torch_private.capture import (
     ParamAOTInput,
     PlainAOTInput,
     aot_autograd,
+    backward_nodes,
     capture_gradients_where,
     default_partition,
     fix_sizes_where,
@@ -46,7 +48,7 @@ from planner.torch_private.capture import (
     innermost_backend,
     refuse_double_backward,
 )
-from planner.torch_private.core import kept_in_graphs, pytree
+from planner.torch_private.core import has_hooks, kept_in_graphs, pytree
 
 _DOUBLE_BACKWARD = (
     "gradients are computed of the gradients of a model that runs by its plan, and the plan has only the first: compute them "
@@ -127,7 +129,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         compiled: Callable[..., Any] = compiler(module, inputs)
     forget_saved_values()
     compiled = refuse_double_backward(compiled, _DOUBLE_BACKWARD)
-    return _detaching(compiled, planned) if planned else budget.count(unplanned_graph, compiled)
+    return _as_autograd(compiled, planned) if planned else budget.count(unplanned_graph, compiled)
 
 
 def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
@@ -178,15 +180,27 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    return _detaching(compiler(module, inputs), planned)
+    return _as_autograd(compiler(module, inputs), planned)
 
 
-def _detaching(compiled: Callable[..., Any], planned: Sequence[PlannedGraph]) -> Callable[..., Any]:
-    """Return `compiled`, called with inputs detached that get no gradient: autograd would call their hooks."""
-    without = {i for graph in planned for i in graph.without_gradient}
-    if not without:
-        return compiled
-    return lambda *args: compiled(*(arg.detach() if i in without else arg for i, arg in enumerate(args)))
+def _as_autograd(compiled: Callable[..., Any], planned: Sequence[PlannedGraph]) -> Callable[..., Any]:
+    """Return `compiled` with missing gradients as autograd has them.
+
+    Inputs that get no gradient are passed detached: autograd would call their hooks. Gradients that lead only to results which
+    the loss does not read are left out, except of inputs with hooks, which autograd would call with None; AOTAutograd computes
+    them from zeros.
+    """
+    (graph,) = planned
+    without = set(graph.without_gradient)
+
+    def run(*args: Any) -> Any:
+        hooked = frozenset(i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and has_hooks(arg))
+        outputs = compiled(*(arg.detach() if i in without else arg for i, arg in enumerate(args)))
+        for node in backward_nodes(outputs):
+            node.register_hook(partial(graph.drop_unread, hooked))
+        return outputs
+
+    return run
 
 
 def _input_names(module: fx.GraphModule, joint: fx.GraphModule, captured: Capture) -> dict[int, str]:

@@ -6,7 +6,7 @@ own forward pass, even if that plan was replaced meanwhile.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,7 @@ class PlannedGraph:
         self.tangents = tuple(static[node.name] for node in self._incoming if node.name in static)
         self.outputs = outputs
         self.without_gradient = _without_gradient(module.graph)
+        self._leading = _leading_outputs(module.graph, outputs)
         self.slots = (*(static[node.name] for node in self._primals if node.name in static), *_made_forward(captured.graph))
         self._slot = {t: i for i, t in enumerate(self.slots)}
         self.input_names: Mapping[int, str] = {}
@@ -306,6 +307,27 @@ class PlannedGraph:
             if t in self.input_names and value is not None and tuple(value.shape) == self.captured.graph.tensors[t].shape:
                 yield self.input_names[t], value
 
+    def drop_unread(
+        self, hooked: Collection[int], gradients: Sequence[object], incoming: Sequence[object]
+    ) -> tuple[object, ...] | None:
+        """Return `gradients` without those that lead only to results which have no gradient themselves, as autograd would.
+
+        Args:
+            hooked: inputs whose gradients stay.
+            gradients: those that the backward pass has computed, in the order of its outputs; AOTAutograd makes zeros of missing
+                ones before.
+            incoming: the gradients of the results; None where the loss does not read a result.
+
+        Returns:
+            The gradients; None if all stay, or if AOTAutograd has other inputs or results than the graph.
+        """
+        if (len(gradients), len(incoming)) != (len(self._leading), self.outputs) or all(g is not None for g in incoming):
+            return None
+        return tuple(
+            None if i not in hooked and leading and all(incoming[j] is None for j in leading) else gradient
+            for i, (gradient, leading) in enumerate(zip(gradients, self._leading, strict=True))
+        )
+
     def _memory(self, number: int) -> PlannedMemory:
         """Return a description of the memory of the plan `number`, for out-of-memory errors."""
         return PlannedMemory(
@@ -340,6 +362,19 @@ def _without_gradient(joint: fx.Graph) -> list[int]:
     inputs = {node.meta["desc"]: node.meta["val"] for node in joint.find_nodes(op="placeholder")}
     missing = [desc.grad_of for value, desc in outputs(joint) if isinstance(desc, GradAOTOutput) and value is None]
     return [desc.idx for desc in missing if isinstance(desc, PlainAOTInput) and storage(inputs[desc]) not in returned]
+
+
+def _leading_outputs(joint: fx.Graph, forward_outputs: int) -> list[frozenset[int]]:
+    """Return, for each output of the backward pass, the outputs of the forward pass whose gradients it is computed from."""
+    position = {desc: i for i, (_, desc) in enumerate(outputs(joint)[:forward_outputs])}
+    leading: dict[object, frozenset[int]] = {}
+    for node in joint.nodes:
+        if node.op == "placeholder":
+            desc = node.meta["desc"]
+            leading[node] = frozenset({position[desc.output]} if isinstance(desc, TangentAOTInput) else ())
+        else:
+            leading[node] = frozenset().union(*(leading[each] for each in node.all_input_nodes))
+    return [leading.get(value, frozenset()) for value, _ in outputs(joint)[forward_outputs:]]
 
 
 def _like(graph: fx.Graph, value: object) -> fx.Node | None:

@@ -191,6 +191,12 @@ def capture_gradients_where(wanted: Callable[[InstructionTranslatorBase], bool])
     InstructionTranslator.run = run_or_capture  # type: ignore[assignment, method-assign]
 
 
+def backward_nodes(outputs: object) -> set[Any]:
+    """Return the node of autograd that runs the backward pass of AOTAutograd's function with these `outputs`; or none."""
+    found = (output.grad_fn for output in pytree.tree_leaves(outputs) if isinstance(output, torch.Tensor))
+    return {node for node in found if hasattr(getattr(node, "_forward_cls", None), "_double_backward")}
+
+
 def refuse_double_backward(compiled: Callable[..., T], message: str) -> Callable[..., T]:
     """Return `compiled`, a function of AOTAutograd, that raises a `PlannerError` when its gradients are differentiated.
 
@@ -202,8 +208,7 @@ def refuse_double_backward(compiled: Callable[..., T], message: str) -> Callable
     def run(*args: Any) -> T:
         outputs = compiled(*args)
         if not classes:
-            nodes = (output.grad_fn for output in pytree.tree_leaves(outputs) if isinstance(output, torch.Tensor))
-            classes.extend({kind for node in nodes if hasattr(kind := getattr(node, "_forward_cls", None), "_double_backward")})
+            classes.extend({node._forward_cls for node in backward_nodes(outputs)})
             for kind in classes:
                 kind._double_backward = staticmethod(partial(refuse, kind._double_backward))
         return outputs

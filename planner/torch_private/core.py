@@ -192,6 +192,11 @@ def has_meta_kernel(op: object) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta"))
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Return True if `tensor` has hooks that autograd calls with its gradient, or after it is accumulated."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 @contextmanager
 def kept_in_graphs(ops: Collection[OpOverload]) -> Iterator[None]:
     """Keep `ops` in captured graphs, even if their results are not used."""

@@ -265,3 +265,59 @@ def test_a_step_whose_backward_pass_computes_nothing() -> None:
     loss.backward()
     assert loss == 3.0
     assert model.shift.grad == 1.0
+
+
+class Aside(nn.Module):
+    """Returns several results in a dict, of which a loss may leave some unread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.main, self.aside = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.register_buffer("mean", torch.zeros(SIZE))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.inner(x).tanh()
+        with torch.no_grad():
+            self.mean.lerp_(hidden.mean(0), 0.1)
+        return {"main": self.main(hidden), "aside": self.aside(hidden), "hidden": hidden[:2]}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+def test_parameters_of_results_that_the_loss_does_not_read_get_no_gradient(
+    wrap: Callable[[nn.Module], Callable[..., Any]],
+    broken: bool,
+) -> None:
+    def train(wrap: Callable[[nn.Module], Callable[..., Any]]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(SIZE, SIZE), Cut(), Aside()) if broken else Aside()
+        called, optimizer = wrap(model), torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5)
+        for read in (("main",), ("main", "aside"), ("hidden",), ("aside",), ("main", "hidden")):
+            outputs = called(torch.randn(SIZE, SIZE))
+            torch.stack([outputs[name].square().sum() for name in read]).sum().backward()
+            missing.append([name for name, p in model.named_parameters() if p.grad is None])
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*model.parameters(), *model.buffers()]
+
+    missing: list[list[str]] = []
+    assert all(map(torch.equal, train(lambda model: model), train(wrap)))
+    assert missing[:5] == missing[5:]
+    assert missing[0]
+
+
+class Cut(nn.Module):
+    """A graph break."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+
+def test_hooks_of_parameters_of_an_unread_result_get_a_gradient() -> None:
+    model = Aside()
+    seen = list[bool]()
+    model.aside.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None and not p.grad.any()))
+    compiled(model)(torch.randn(SIZE, SIZE))["main"].sum().backward()
+    assert seen == [True]
+    assert model.aside.bias.grad is None

@@ -32,7 +32,13 @@ from planner.runtime.step_lines import StepLines
 from planner.runtime.undo import Rollback
 from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_compile.rest_of_step import kept_bytes
-from planner.torch_private.capture import GradAOTOutput, PlainAOTInput, SavedForBackwardsAOTOutput, TangentAOTInput
+from planner.torch_private.capture import (
+    BackwardTokenAOTInput,
+    GradAOTOutput,
+    PlainAOTInput,
+    SavedForBackwardsAOTOutput,
+    TangentAOTInput,
+)
 from planner.torch_private.core import backward_retains_graph
 
 # Both passes empty their argument lists. The last arguments of a backward pass are the non-tensor results of its forward
@@ -92,8 +98,9 @@ class PlannedGraph:
         """
         placeholders = module.graph.find_nodes(op="placeholder")
         self._module, self._devices = module, Devices(captured.graph, device_of(module), channels)
-        self._primals = [node for node in placeholders if not isinstance(node.meta["desc"], TangentAOTInput)]
-        self._incoming = [node for node in placeholders if isinstance(node.meta["desc"], TangentAOTInput)]
+        later = TangentAOTInput | BackwardTokenAOTInput
+        self._primals = [node for node in placeholders if not isinstance(node.meta["desc"], later)]
+        self._incoming = [node for node in placeholders if isinstance(node.meta["desc"], later)]
         static = {source.name: source.tensor for source in captured.program.sources if source.kind is Kind.INPUT}
         self.captured = captured
         self.eager: Graph | None = None

@@ -321,3 +321,21 @@ def test_hooks_of_parameters_of_an_unread_result_get_a_gradient() -> None:
     compiled(model)(torch.randn(SIZE, SIZE))["main"].sum().backward()
     assert seen == [True]
     assert model.aside.bias.grad is None
+
+
+@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+def test_a_check_in_the_backward_pass_is_planned(wrap: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(SIZE, SIZE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (torch.linalg.eigvals(self.matrix).abs() * x).sum()
+
+    torch.manual_seed(0)
+    model, x = Spectrum(), torch.randn(SIZE, SIZE)
+    plain = copy.deepcopy(model)
+    wrap(model)(x).backward()
+    plain(x).backward()
+    assert torch.equal(model.matrix.grad, plain.matrix.grad)

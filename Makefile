@@ -12,7 +12,7 @@ MODELS_STAMP := $(MODELS)/.installed
 # What pip installs without constraints.txt, as it does for users: made again each time, for one Python or another.
 LATEST := .venv-latest-$(notdir $(PYTHON))
 
-.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-training bench-first-step try-models try-entries gpu clean
+.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-training bench-first-step bench-operators try-models try-entries gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -108,6 +108,9 @@ try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500
 
 try-entries: $(STAMP) $(MODELS_STAMP) ## these models by planner.compile, checkpoint, rematerialize and as a backend, into results/entries (ARGS='--models peft/oft-llama --entries compile,backend')
 	$(MODELS)/bin/python -m benchmarks.entries $(ARGS)
+
+bench-operators: $(STAMP) $(MODELS_STAMP) ## the operators of PyTorch's tests, forward and backward in four types, to the last bit, into results/operators
+	$(MODELS)/bin/python -m benchmarks.operators $(ARGS)
 
 results: bench-solve ## all under results/ but results/compiled, in about an hour (ARGS=--fresh to do all anew)
 	$(BIN)/python -m benchmarks.compare $(ARGS)

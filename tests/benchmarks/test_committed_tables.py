@@ -10,7 +10,7 @@ import pytest
 RESULTS = Path(__file__).parents[2] / "results"
 NAMES = (
     *("addresses", "arena", "arena_models", "arena_training", "compiled", "compression", "eager", "entries", "executor"),
-    *("first_step", "offload", "options", "placement", "predicted_peaks", "reserved", "resident", "solve"),
+    *("first_step", "offload", "operators", "options", "placement", "predicted_peaks", "reserved", "resident", "solve"),
 )
 # Benchmarks by their folders of results, with further arguments.
 FOLDERS: dict[str, tuple[str, ...]] = {

@@ -128,6 +128,11 @@ class PythonGuards:
             if found is not external.value and not (isinstance(found, tuple) and found == external.value):
                 name = readable(external.name, local, self.scope)
                 match external.value:
+                    case np.generic():
+                        raise MismatchError(
+                            f"{name} is another NumPy number than when the step was planned",
+                            f": make it a number of Python ({name}.item()), which a plan follows, or {PLAN_AGAIN}",
+                        )
                     case torch.Tensor():
                         kind, change = "tensor", f"{name}.copy_(...)"
                     case tuple():

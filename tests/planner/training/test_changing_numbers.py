@@ -108,6 +108,15 @@ def test_numbers_of_numpy_are_followed_and_round_as_in_eager(dtype: torch.dtype)
         compare()
 
 
+def test_a_numpy_number_that_is_no_float_of_python_is_refused_with_a_way_out() -> None:
+    model, batch = nn.Linear(8, 3), (torch.randn(4, 8), torch.randn(4, 3))
+    settings = SimpleNamespace(weight=np.float32(0.5))
+    step = planner.compile(model, lambda output, target: F.mse_loss(output * settings.weight, target), batch, budget="1MB")
+    settings.weight = np.float32(0.25)
+    with pytest.raises(MismatchError, match=r"settings.weight is another NumPy number .*make it a number of Python"):
+        step(*batch)
+
+
 def test_a_number_that_chooses_a_branch_is_planned_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = Twins()
     with pytest.warns(UserWarning, match=r"planned again: model.gated was False .* and is True now"):

@@ -101,6 +101,19 @@ def time_series() -> Workload:
     return Workload(model, None, {"past_values": torch.randn(8, 64, 3), "future_values": torch.randn(8, 16, 3)})
 
 
+class _WithImage(torch.nn.Module):
+    """A model of images and text, with an image in the same place of each sentence, whatever tokens are drawn."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("places", torch.arange(2, 6))
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
+        ids = input_ids.clamp(max=VOCABULARY - 2).index_fill(1, self.places, VOCABULARY - 1)
+        return self.inner(input_ids=ids, pixel_values=pixel_values, labels=labels)
+
+
 def llava() -> Workload:
     """Build a model of images and text, whose parts install hooks in their first call."""
     import transformers
@@ -109,9 +122,8 @@ def llava() -> Workload:
     vision = transformers.CLIPVisionConfig(**{**_VIT, "image_size": 16, "patch_size": 8}, projection_dim=16)
     options = {"text_config": text, "vision_config": vision, "image_token_index": VOCABULARY - 1, "image_seq_length": 4}
     model = build_model("LlavaConfig", "LlavaForConditionalGeneration", **options)
-    ids = torch.randint(3, VOCABULARY - 1, (_BATCH, _LENGTH))
-    ids[:, 2:6] = VOCABULARY - 1
-    return Workload(model, None, {"input_ids": ids, "pixel_values": torch.randn(_BATCH, 3, 16, 16), "labels": ids.clone()})
+    batch = {"input_ids": tokens(), "pixel_values": torch.randn(_BATCH, 3, 16, 16), "labels": tokens()}
+    return Workload(_WithImage(model), None, batch)
 
 
 def _of_both(**sizes: int) -> dict[str, int]:

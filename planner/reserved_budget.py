@@ -140,6 +140,7 @@ class _Search:
     _least_bytes: int | None = None  # that a schedule reserves
     # Of the last schedule, above the budget: in an arena as much less is reserved as is allocated, so that it shows a way.
     _arena_excess_bytes: int = 0
+    _missed: int = 0  # the number of budgets that were too much
     _is_news: bool = True  # the last solve has found another schedule than those for these two
     _found: bool = False  # by the current solve
     _start: Start | None = None  # what the last solve has found
@@ -266,6 +267,7 @@ class _Search:
             self._is_unfinished = result.ended is Ending.LIMIT
         else:
             self._misses = min(asked_bytes, result.peak_bytes), reserved_bytes
+            self._missed += 1
         return excess_bytes
 
     def is_over(self) -> bool:
@@ -293,7 +295,8 @@ class _Search:
         if high_bytes - low_bytes <= (1 if self.best is None else _CLOSEST * self.request.budget_bytes):
             return low_bytes if self._is_unfinished else None
         if self._fits is None:
-            asked_bytes = high_bytes - max(high_reserved - self.request.budget_bytes, self._arena_excess_bytes)
+            in_arena = self._arena_excess_bytes if self._missed > 1 else 0
+            asked_bytes = high_bytes - max(high_reserved - self.request.budget_bytes, in_arena)
         else:
             share = (self.request.budget_bytes - low_reserved) / max(1, high_reserved - low_reserved)
             asked_bytes = low_bytes + int(share * (high_bytes - low_bytes))

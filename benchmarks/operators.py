@@ -150,7 +150,8 @@ def _same(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
 def _has_same_bits(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
-    return torch.equal(*(torch.nan_to_num(x.to_dense()) if x.is_floating_point() else x for x in (a, b)))
+    a, b = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.to_dense() for x in (a, b))
+    return torch.equal(*(torch.nan_to_num(x) if x.is_floating_point() else x for x in (a, b)))
 
 
 def _error(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:

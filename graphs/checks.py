@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from graphs.errors import GraphError, UsageError
+from graphs.errors import GraphError
 from graphs.pools import COMPUTE, DEVICE
 from graphs.requests import WORKSPACE
 
@@ -12,21 +12,6 @@ if TYPE_CHECKING:
     from graphs.ir import Graph, Op
 
 _TOO_MUCH = 2**63  # bytes, or seconds
-
-
-def check_is_graph(value: object) -> None:
-    """Raise an error unless `value` is a graph.
-
-    Raises:
-        UsageError: it is something else, as the name of a file.
-    """
-    from graphs.ir import Graph
-
-    if not isinstance(value, Graph):
-        raise UsageError(
-            f"the graph is {repr(value)[:80]}: must be one that planner.trace returns, or graphs.io.formats.read_graph reads "
-            "from a file"
-        )
 
 
 def check_graph(graph: "Graph") -> None:

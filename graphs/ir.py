@@ -17,6 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from graphs.checks import check_graph
+from graphs.errors import UsageError
 from graphs.pools import COMPUTE, DEVICE, TRANSFER, Pool
 from graphs.requests import MemoryRequest
 from graphs.text import graph_html, graph_text
@@ -320,3 +321,16 @@ class Graph:
         if self.writes_over_inputs:
             structure["overwrites"] = [[[number[t] for t in pair] for pair in op.overwrites] for op in self.ops]
         return hashlib.sha256(json.dumps(structure, separators=(",", ":")).encode()).hexdigest()[:32]
+
+
+def check_is_graph(value: object) -> None:
+    """Raise an error unless `value` is a graph.
+
+    Raises:
+        UsageError: it is something else, as the name of a file.
+    """
+    if not isinstance(value, Graph):
+        raise UsageError(
+            f"the graph is {repr(value)[:80]}: must be one that planner.trace returns, or graphs.io.formats.read_graph reads "
+            "from a file"
+        )

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from graphs.checks import check_is_graph
 from graphs.errors import BudgetError
-from graphs.ir import Graph
+from graphs.ir import Graph, check_is_graph
 from graphs.options.option import Need
 from graphs.short_tracebacks import short_traceback
 from planner.capture.options import OPTIONS, needs, traced_options

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from graphs.checks import check_is_graph
 from graphs.errors import InfeasibleError, LimitError, PlannerError, SolverWarning, UsageError
-from graphs.ir import Graph
+from graphs.ir import Graph, check_is_graph
 from graphs.options.compress import gradient_error
 from graphs.options.option import Feature
 from graphs.options.selection import differences

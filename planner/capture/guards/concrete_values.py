@@ -220,6 +220,8 @@ class ConcreteValues:
         if given and given[0] in self._uniform and len(args) > 1:
             answer = uniform_comparison(func, args[1])
             return None if answer is None else torch.full(given[0].shape, answer, device=given[0].device)
+        if func._schema.is_mutable and any(t in self._of_parameters for t in given):
+            return None  # these values are no copies: it would write to the model
         if random or not func._schema.returns or func._overloadpacket in flop_registry or any(self.get(t) is None for t in given):
             return None
         concrete = [self.get(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves((args, kwargs))]
@@ -236,7 +238,7 @@ class ConcreteValues:
             yield
 
     def _set(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Set the value of `fake` to a copy of `real`, which is not written to when `fake` is; no step writes to parameters."""
+        """Set the value of `fake` to a copy of `real`, which is not written to when `fake` is; of parameters there is no copy."""
         with self._on_real_tensors():
             self._values[fake] = real.detach() if fake in self._of_parameters else real.detach().clone()
 

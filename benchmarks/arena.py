@@ -23,7 +23,7 @@ from planner import argument_types
 from planner.capture.options.traced import with_graph
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import build
+from planner.capture.workload.models import build
 from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.profiling.allocator import memory_rise

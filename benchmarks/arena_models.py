@@ -20,7 +20,7 @@ from benchmarks.solves import least_bytes
 from benchmarks.try_models import RAN, REPEATS, find_failures, list_not_run, note_failure, run_in_process, trying
 from graphs.units import format_bytes
 from planner import tracing
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.plans.summary import summarize
 from planner.runtime.measure import ratio_in_turns
 from planner.studies.experiment import Study

@@ -20,7 +20,7 @@ from benchmarks.compiled_case import ATEN, IN_ARENA, OURS, REFERENCE, CompiledRo
 from benchmarks.models import huggingface_models as hf
 from graphs.units import format_bytes, format_seconds
 from planner import argument_types
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.studies.experiment import Study
 from planner.studies.rows import listed
 from planner.studies.tables import Column, as_markdown, bullets, by, markdown

@@ -17,7 +17,7 @@ from graphs.units import format_bytes
 from planner import tracing
 from planner.capture.options.in_place import IN_PLACE
 from planner.capture.options.traced import with_traced
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.runtime.measure import ratio_in_turns
 from planner.settings import TraceSettings
 from planner.studies.baselines import Method, memory_budget, torch_compile

@@ -32,7 +32,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak

@@ -22,7 +22,7 @@ from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import build
+from planner.capture.workload.models import build
 from planner.runtime.executor import Executor
 from planner.runtime.measure import Step, loss_of, ratio_in_turns, turn_times
 from planner.studies.baselines import own_code

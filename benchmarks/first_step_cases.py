@@ -12,7 +12,7 @@ from benchmarks.models.huggingface_models import build_model
 from benchmarks.models.parts import FunctionModule, next_tokens
 from benchmarks.training_loop import Recipe
 from planner.capture.step import TrainingStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.runtime.measure import Step
 
 REPEATED_STEPS, DISTINCT_STEPS = 3, 5  # eager steps that planning may take, besides the capture: with and without repeated layers

@@ -18,7 +18,7 @@ from benchmarks.training_loop import Loop, batches
 from graphs.errors import PlannerError, first_line, typed_line
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.step import TrainingStep
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.progress.stages import Event, Progress, Stage, View
 from planner.runtime.allocator_failure import allocator_failure
 from planner.runtime.measure import Step, measure_memory

@@ -14,6 +14,7 @@ from benchmarks.command import benchmark
 from benchmarks.offload import HOST
 from graphs.units import parse_budget
 from planner.attributes import attributes
+from planner.capture.workload.workload import parse_spec
 from planner.memory import CountedMemory
 from planner.option_settings import option_settings
 from planner.settings import TraceSettings
@@ -22,9 +23,8 @@ from planner.studies.max_batch import max_batch
 from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.sizes import Wanted, samples_for
 from planner.studies.tables import Column, markdown
-from planner.workload.sizes import SizedModel
-from planner.workload.tracing import Tracing
-from planner.workload.workload import parse_spec
+from planner.studies.workload_sizes import SizedModel
+from planner.studies.workload_tracing import Tracing
 
 BUDGET, LINK = "80GB", "50GB/s"
 MAX_OVERHEAD = 0.1

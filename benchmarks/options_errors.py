@@ -16,7 +16,7 @@ from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.plans.eager import Difference
 from planner.plans.summary import summarize
 from planner.runtime import measure

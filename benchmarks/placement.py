@@ -32,7 +32,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.plans.summary import summarize
 from planner.profiling.devices import DeviceSpec, get_device
 from planner.profiling.other_devices import decode_devices

@@ -16,7 +16,7 @@ import planner
 from benchmarks.command import benchmark, one_thread
 from benchmarks.process_memory import reset_highest_rss, status_bytes
 from graphs.units import format_bytes
-from planner.models import build
+from planner.capture.workload.models import build
 from planner.runtime.measure import loss_of
 from planner.runtime.release import release_unused
 from planner.studies.experiment import Study

@@ -10,7 +10,7 @@ from benchmarks.storages import LiveStorages
 from benchmarks.training_loop import batches
 from planner.capture.signature import Batch, call, leaves
 from planner.capture.step import TrainingStep
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.runtime.measure import Step, StepOutcome, loss_of, measure_memory, turn_times
 
 SEED = 0

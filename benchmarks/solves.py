@@ -7,12 +7,12 @@ from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.units import format_ratio
 from planner.attributes import attributes
+from planner.capture.workload.workload import parse_spec
 from planner.settings import TraceSettings
 from planner.solving import order_for
 from planner.studies.rows import Made, column, text, value
 from planner.studies.solves import result_of
-from planner.workload.tracing import Tracing
-from planner.workload.workload import parse_spec
+from planner.studies.workload_tracing import Tracing
 from solvers.clock import Clock, WallClock
 from solvers.least import least_budget
 from solvers.result import Result, Status, relative_gap
@@ -24,7 +24,7 @@ def modelled(spec: str, device: str = "h200", **settings: Any) -> Graph:
     """Return the step of a model that is named in one line, with times of the roofline of `device`.
 
     Args:
-        spec: as in ``planner.workload``, such as ``zoo:unet,batch=4``.
+        spec: as in ``planner.capture.workload``, such as ``zoo:unet,batch=4``.
         device: a name in ``planner.profiling.devices``.
         settings: further ones of the trace.
     """

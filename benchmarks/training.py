@@ -26,7 +26,7 @@ from graphs.units import format_bytes, format_ratio, format_seconds
 from planner import argument_types, tracing
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.runtime.measure import Step
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, text

@@ -23,7 +23,7 @@ from benchmarks.solves import least_bytes
 from graphs.errors import PlannerError, first_line, typed_line
 from graphs.units import format_bytes
 from planner import argument_types, tracing
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.plans.summary import summarize
 from planner.runtime.machine import ROOT
 from planner.runtime.measure import ratio_in_turns

@@ -11,7 +11,7 @@ import torch
 
 import planner
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.models import build
+from planner.capture.workload.models import build
 from planner.plans.summary import summarize
 from planner.report.plots import plot_memory
 from planner.views.text import table

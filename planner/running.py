@@ -21,9 +21,9 @@ from planner.capture.options.traced import with_graph
 from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
+from planner.capture.workload.models import Workload
 from planner.compatibility import check_compatible
 from planner.keeping_everything import why_it_does_not_fit
-from planner.models import Workload
 from planner.option_settings import recorded_options, with_recorded
 from planner.plan_check import check_sizes
 from planner.plans.eager import within_own_error

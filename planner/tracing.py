@@ -16,8 +16,8 @@ from planner.capture.replay import RealStep, real_static
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture, capture_kernels
+from planner.capture.workload.models import Workload
 from planner.keeping_everything import needed_bytes, prepare_for_tight_memory
-from planner.models import Workload
 from planner.profiling.devices import DeviceSpec, get_device
 from planner.profiling.exactness import needs_comparison, with_exactness
 from planner.profiling.link import MEASURED_LINK

@@ -22,7 +22,7 @@ from graphs.units import format_bytes, format_seconds
 from planner.attributes import attributes
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.measure import loss_of, median_times, outcome
 from planner.studies.experiment import Study

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from benchmarks.models.parts import FunctionModule, Layers, classification, conv
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 
 def mlp() -> Workload:

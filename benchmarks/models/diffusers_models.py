@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.models.parts import FunctionModule
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 
 def denoising(model: nn.Module, channels: int, size: int, *more: torch.Tensor) -> Workload:

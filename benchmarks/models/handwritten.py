@@ -4,7 +4,7 @@ from collections.abc import Callable
 from inspect import isfunction
 
 from benchmarks.models import dense, images, inner_gradients, own_targets, sequences
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 # Each public function that one of the modules defines builds a model.
 MODELS: dict[str, Callable[[], Workload]] = {

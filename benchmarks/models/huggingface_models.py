@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.models.parts import FunctionModule
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 VOCABULARY = 96
 _BATCH, _LENGTH = 4, 32

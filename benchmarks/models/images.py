@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.models.parts import FunctionModule, Layers, Residual, classification, conv
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 
 def residual_cnn() -> Workload:

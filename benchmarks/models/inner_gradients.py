@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import grad
 
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 
 def _network(inputs: int, outputs: int, activation: type[nn.Module]) -> nn.Sequential:

@@ -6,7 +6,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from benchmarks.models.parts import conv
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 
 class _VectorQuantized(nn.Module):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 Layers = list[nn.Module]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.models import huggingface_models
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 
 def with_adapter(config: str, base: Callable[[], Workload], **options: Any) -> Workload:

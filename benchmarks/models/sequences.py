@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from benchmarks.models.parts import FunctionModule, classification, next_tokens
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 
 def transformer_classifier() -> Workload:

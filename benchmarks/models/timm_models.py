@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from benchmarks.models.torchvision_models import CLASSES, images
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 
 def timm_classifier(name: str, batch: int = 4, size: int = 64, **options: Any) -> Workload:

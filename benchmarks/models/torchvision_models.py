@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 CLASSES = 10
 _DECLARED = torch.library.Library("torchvision", "FRAGMENT")  # declarations last as long as this object

@@ -11,11 +11,11 @@ from graphs.schedule import Compute, Schedule, schedule_of
 from planner.capture.frontend.preserved_state import preserve_tensor
 from planner.capture.frontend.random_states import gpus_of, preserve_random_states
 from planner.capture.lowering.lower import Capture
+from planner.capture.program.builder import PassBuilder
+from planner.capture.program.program import Call
+from planner.capture.program.writer import PassWriter
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.capture.signature import Batch, leaves
-from planner.passes.builder import PassBuilder
-from planner.passes.program import Call
-from planner.passes.writer import PassWriter
 
 
 class RealStep:

@@ -22,13 +22,13 @@ from planner.capture.frontend.joint import compiled_graph, device_of, joint_grap
 from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.lowering.lower import Capture, lower
 from planner.capture.lowering.statics import StaticTensors, allocated_bytes
+from planner.capture.program.draws import default_generator_of
 from planner.capture.rewrites.constants import read_constants
 from planner.capture.rewrites.dropout import dropout_as_eager
 from planner.capture.rewrites.layouts import layouts_as_eager
 from planner.capture.rewrites.outputs import fix_outputs
 from planner.capture.signature import Batch, Signature, check_batch, leaves
 from planner.capture.step import LossFn, TrainingStep, check_module, check_tensors
-from planner.passes.draws import default_generator_of
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant

@@ -21,16 +21,16 @@ from planner.memory import CountedMemory
 from planner.option_settings import LINK, OptionSettings, option_settings
 from planner.profiling.devices import DEVICES
 from planner.settings import TraceSettings
+from planner.studies.workload_tracing import Tracing
 from planner.views.text import aligned
 from planner.visible import visible, visible_lines
-from planner.workload.tracing import Tracing
 from solvers.tolerance import Tolerance
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
+    from planner.capture.workload.workload import ModelSpec
     from planner.progress import LineView
     from planner.studies.settings import StudySettings
-    from planner.workload.workload import ModelSpec
 
 # Exit codes.
 DONE, FAILED, USAGE, INFEASIBLE, LIMIT = 0, 1, 2, 3, 4

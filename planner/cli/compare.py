@@ -190,7 +190,7 @@ def _measure(
     progress: "LineView",
     should_stop: "Callable[[], bool]",
 ) -> "list[ComparisonRow]":
-    from planner.workload.workload import parse_spec
+    from planner.capture.workload.workload import parse_spec
 
     spec = parse_spec(arguments.model)
     progress.say(f"building {spec}")
@@ -231,7 +231,7 @@ def _graph(arguments: argparse.Namespace, options: "OptionSettings", progress: "
     if arguments.model.endswith(".json"):
         graph = read_graph(arguments.model)
         return graph, str(graph.provenance.get("model", Path(arguments.model).stem))
-    from planner.workload.workload import parse_spec
+    from planner.capture.workload.workload import parse_spec
 
     spec = parse_spec(arguments.model)
     counted_memory(arguments)  # which raises before anything is traced

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from planner.progress import LineView
     from planner.studies.sizes import LargestSize, Wanted
-    from planner.workload.tracing import Tracing
+    from planner.studies.workload_tracing import Tracing
 
 _LIMIT = 4096  # in multiples of --multiple-of
 
@@ -129,7 +129,7 @@ def _search(
     from planner.studies.sizes import BATCH, samples_for
 
     progress.say(f"building {arguments.model}")
-    from planner.workload.sizes import SizedModel
+    from planner.studies.workload_sizes import SizedModel
 
     sizes = SizedModel(
         arguments.model,

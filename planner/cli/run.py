@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import ModelError, UsageError
 from planner import argument_types
+from planner.capture.workload.workload import ModelSpec, parse_spec
 from planner.cli.arguments import (
     DIFFERENT,
     DONE,
@@ -15,7 +16,6 @@ from planner.cli.arguments import (
     add_quiet,
     print_result,
 )
-from planner.workload.workload import ModelSpec, parse_spec
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = arguments.model or _model_of(plan)
         progress.say(f"building {model}")
         from planner import running
-        from planner.workload import workload
+        from planner.capture.workload import workload
 
         built = workload.load(model, device=arguments.device, seed=arguments.seed)
         report = running.run(

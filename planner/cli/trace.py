@@ -4,6 +4,7 @@ import argparse
 
 from planner import argument_types
 from planner.attributes import attributes
+from planner.capture.workload.models import ZOO
 from planner.cli.arguments import (
     DONE,
     MODEL_HELP,
@@ -15,7 +16,6 @@ from planner.cli.arguments import (
     print_written,
     trace_model,
 )
-from planner.models import ZOO
 
 
 def add(commands: Commands) -> None:

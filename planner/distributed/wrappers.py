@@ -19,8 +19,8 @@ from graphs.ir import Graph, Kind
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, check_module
+from planner.capture.workload.models import Workload
 from planner.distributed.ranks import Ranks, SingleProcess
-from planner.models import Workload
 from planner.runtime.channels import HostChannels
 from planner.runtime.earlier_gradients import BUCKETS, SHARDS, TO_SEND
 from planner.runtime.executor import Executor

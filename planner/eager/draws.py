@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from planner.capture.program.draws import LOCK, default_generator_of
 from planner.eager.operators import Operator
 from planner.eager.size_rules import tensors_in
-from planner.passes.draws import LOCK, default_generator_of
 from planner.runtime.random_state import RandomState
 
 

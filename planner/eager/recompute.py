@@ -8,11 +8,11 @@ import torch
 
 from graphs.errors import BudgetError, PlannerError
 from graphs.units import format_bytes, format_enough
+from planner.capture.program.draws import draw_again
 from planner.eager.device_costs import OpCosts
 from planner.eager.memory import Memory
 from planner.eager.sizes import takes_free_memory
 from planner.eager.storages import RecordedOp, Reference, TrackedStorage
-from planner.passes.draws import draw_again
 from planner.runtime.allocator_failure import allocator_failure
 from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, below_autograd, kernel_settings, set_kernel_settings, without_keys
 

@@ -8,8 +8,8 @@ import torch
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.differing import differing
+from planner.capture.program.program import Call, Comparable, Ref
 from planner.capture.replay import RealStep
-from planner.passes.program import Call, Comparable, Ref
 
 
 def needs_comparison(capture: Capture) -> bool:

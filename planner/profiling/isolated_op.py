@@ -9,9 +9,9 @@ import torch
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
+from planner.capture.program.builder import PassBuilder
+from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, Shared, read_by
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
-from planner.passes.builder import PassBuilder
-from planner.passes.program import Argument, Call, OpCalls, Program, Ref, Shared, read_by
 from planner.torch_private.core import OpOverload
 
 OpFunction = Callable[..., tuple[torch.Tensor | None, ...]]

@@ -4,7 +4,7 @@ The passes contain the calls and the frees of the schedule in its order. The for
 last op. Tensors that are alive then and not returned, and transfers under way, are passed to the backward pass in a list. The
 backward pass empties the list first, so that only its own variables keep tensors in memory.
 
-On several devices each has its part of both passes (``planner.passes.writer``). ``planner.runtime.devices`` runs the parts
+On several devices each has its part of both passes (``planner.capture.program.writer``). ``planner.runtime.devices`` runs the parts
 concurrently. A pass ends when all its parts have: no other device runs while the caller has the loss.
 """
 
@@ -23,10 +23,10 @@ from graphs.options.passes import passes_of
 from graphs.options.selection import without_computed
 from graphs.pools import COMPUTE, DEVICE
 from graphs.schedule import Compute, Schedule, Step
-from planner.passes.builder import Line, Pass, PassBuilder
-from planner.passes.moved import moved
-from planner.passes.program import Call, OpCalls, Program, Ref, read_by
-from planner.passes.writer import CallBefore, PassWriter
+from planner.capture.program.builder import Line, Pass, PassBuilder
+from planner.capture.program.moved import moved
+from planner.capture.program.program import Call, OpCalls, Program, Ref, read_by
+from planner.capture.program.writer import CallBefore, PassWriter
 from planner.runtime.devices import Devices
 from planner.runtime.step_lines import StepLines
 

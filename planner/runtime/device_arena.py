@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphs.allocators.steering import Action, Hold, Steering, is_placed
 from graphs.units import format_bytes
-from planner.passes.program import Call
+from planner.capture.program.program import Call
 from planner.runtime.arena import SharedSlab
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.release import release_unused

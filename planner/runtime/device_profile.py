@@ -15,11 +15,11 @@ from planner.capture.frontend.preserved_state import has_same_values
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.options import needing
+from planner.capture.program.builder import PassBuilder
+from planner.capture.program.moved import moved
+from planner.capture.program.program import Ref
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.compatibility import check_compatible
-from planner.passes.builder import PassBuilder
-from planner.passes.moved import moved
-from planner.passes.program import Ref
 from planner.profiling.allocator import Mark, cpu_allocations, segment_peaks
 from planner.profiling.other_devices import NamedDevice, parse_device
 from planner.profiling.profile import MeasuredOp, distinct_ops, isolated

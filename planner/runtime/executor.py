@@ -15,9 +15,9 @@ from graphs.pools import DEVICE
 from graphs.schedule import Schedule, boundary, live_after
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
+from planner.capture.program.program import Source
 from planner.capture.signature import Batch, arguments, join_returned
 from planner.capture.step import TrainingStep
-from planner.passes.program import Source
 from planner.reserved import arena_of, uses_libraries
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.changed_inputs import ChangedInputs

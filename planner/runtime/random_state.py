@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from planner.passes.draws import LOCK
+from planner.capture.program.draws import LOCK
 from planner.torch_private.core import disable_current_modes, is_in_torch_dispatch_mode
 
 

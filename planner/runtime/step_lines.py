@@ -6,7 +6,7 @@ from types import TracebackType
 
 from graphs.errors import causes
 from graphs.schedule import Schedule
-from planner.passes.builder import Line
+from planner.capture.program.builder import Line
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from graphs.ir import Graph
+from planner.capture.program.program import Program
 from planner.capture.rewrites.explicit_generators import generators_of
-from planner.passes.program import Program
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.random_state import RandomState
 from planner.runtime.unseen_writes import version_of

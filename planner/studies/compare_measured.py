@@ -17,8 +17,8 @@ from planner import tracing
 from planner.attributes import attributes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
+from planner.capture.workload.models import Workload
 from planner.memory import CountedMemory
-from planner.models import Workload
 from planner.plans.summary import check_same_graph, summarize
 from planner.runtime.channels import HostChannels
 from planner.runtime.executor import Executor

@@ -11,7 +11,7 @@ from graphs.errors import PlannerError, first_line, typed_line
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.step import TrainingStep
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.runtime import measure
 from planner.runtime.cuda_graph import hidden_pool_bytes
 from planner.runtime.host_memory import HostMemory

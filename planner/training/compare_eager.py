@@ -13,11 +13,11 @@ from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes, format_seconds
 from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.lowering.lower import Capture
+from planner.capture.program.program import Call, Ref
 from planner.capture.replay import RealStep, written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.keeping_everything import why_it_does_not_fit
-from planner.passes.program import Call, Ref
 from planner.plans.eager import DifferingOp, EagerComparison
 from planner.plans.plan import Plan
 from planner.runtime.allocator_failure import allocator_failure

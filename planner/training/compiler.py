@@ -18,11 +18,11 @@ from planner.capture.options.traced import measured_uses, needs_measuring, with_
 from planner.capture.replay import RealStep
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
+from planner.capture.workload.models import Workload
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.keeping_everything import why_it_does_not_fit
 from planner.memory import CountedMemory
-from planner.models import Workload
 from planner.option_settings import with_recorded
 from planner.plans.line import plan_line
 from planner.plans.plan import Plan

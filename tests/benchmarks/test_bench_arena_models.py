@@ -13,7 +13,7 @@ from benchmarks.arena_models import EAGER, IN_ARENA, PLANNED, ArenaModelRow, com
 from benchmarks.models.parts import Residual
 from benchmarks.try_models import FAILED, RAN, REFUSED
 from graphs.errors import PlannerError
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 BLANK = ArenaModelRow(source="tests", model="tiny", way=EAGER, status=RAN, different=0)
 ROW = replace(BLANK, way=IN_ARENA, budget_bytes=100, static_bytes=20, counted_bytes=5, arena_bytes=75)

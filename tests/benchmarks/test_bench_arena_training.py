@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import arena_training
 from benchmarks.arena_training import ArenaTrainingRow
-from planner.models import build
+from planner.capture.workload.models import build
 from planner.studies.tables import markdown
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")

@@ -12,7 +12,7 @@ from benchmarks import compiled
 from benchmarks.compiled import MODELS, main, summary, table
 from benchmarks.compiled_case import ATEN, IN_ARENA, OURS, PEAK_OF, REFERENCE, CompiledRow, Settings, compare_compiled
 from benchmarks.kept_captures import KeptCaptures
-from planner.models import build
+from planner.capture.workload.models import build
 from planner.studies.baselines import memory_budget
 from planner.studies.rows import read_rows
 

@@ -25,7 +25,7 @@ from benchmarks.compression import (
 )
 from benchmarks.training_loop import Recipe
 from planner.capture.signature import Batch
-from planner.models import build
+from planner.capture.workload.models import build
 from planner.studies.rows import KeptRows, read_rows
 from planner.studies.tables import by
 

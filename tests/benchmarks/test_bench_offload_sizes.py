@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import command
 from benchmarks.offload_sizes import CASES, STUDY, TABLE, SizeCase, search
+from planner.capture.workload.workload import parse_spec
 from planner.studies.sizes import METHODS
 from planner.studies.tables import markdown
-from planner.workload.workload import parse_spec
 
 RESULTS = Path(__file__).parents[2] / "results" / "offload"
 

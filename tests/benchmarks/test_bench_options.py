@@ -25,9 +25,9 @@ from graphs.ir import Op
 from graphs.units import format_ratio
 from planner import tracing
 from planner.capture.options import OPTIONS
-from planner.models import build
+from planner.capture.workload.models import build
+from planner.capture.workload.workload import parse_spec
 from planner.studies.rows import read_rows
-from planner.workload.workload import parse_spec
 from solvers.clock import WorkClock
 
 RESULTS = Path(__file__).parents[2] / "results" / "options"

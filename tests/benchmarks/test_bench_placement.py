@@ -24,7 +24,7 @@ from benchmarks.placement import (
 )
 from graphs.options.surroundings import OtherDevice
 from graphs.synthetic.small import training_chain
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 FOLDER = Path(__file__).parents[2] / "results" / "placement"
 

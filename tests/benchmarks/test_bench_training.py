@@ -14,7 +14,7 @@ from benchmarks.training import EAGER, PLANNED, TrainingRow, failures, half_or_h
 from benchmarks.training_loop import Recipe, batches
 from planner import tracing
 from planner.capture.step import TrainingStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.runtime.measure import loss_of
 from planner.solving import solve
 from planner.studies.rows import read_rows

@@ -25,7 +25,7 @@ from benchmarks.entries import (
 from benchmarks.models.parts import Residual
 from benchmarks.runner import Runner, whole_step
 from benchmarks.try_models import EAGER, FAILED, MISSING, RAN, REFUSED
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 BLANK = EntryRow(source="tests", model="tiny", way=EAGER, status=RAN)

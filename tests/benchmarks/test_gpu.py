@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import capped, plans, probe
 from benchmarks.gpu.__main__ import ROOT, GpuStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from tests.support.cuda_device import cuda_device, on_device
 
 

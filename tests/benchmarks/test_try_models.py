@@ -36,7 +36,7 @@ from benchmarks.try_models import (
     try_one,
     trying,
 )
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.runtime.measure import loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")

@@ -17,8 +17,8 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import running, search, solve, tracing
 from planner.capture.options import with_options
+from planner.capture.workload.models import Workload, build
 from planner.facts.graph import graph_facts
-from planner.models import Workload, build
 from planner.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.plans.document import write_plan
 from planner.plans.eager import Difference, EagerComparison

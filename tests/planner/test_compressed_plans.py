@@ -18,7 +18,7 @@ from planner import running, tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.plan_check import check_plan
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan

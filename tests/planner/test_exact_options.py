@@ -10,7 +10,7 @@ from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from planner import running, solve, tracing
 from planner.capture.options.traced import with_graph
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.option_settings import option_settings, with_recorded
 from planner.plan_check import check_plan
 from planner.plans.document import write_plan

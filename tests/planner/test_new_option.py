@@ -25,7 +25,7 @@ from graphs.synthetic.random_graphs import random_training_step
 from planner import running
 from planner.capture import options
 from planner.capture.options import OPTIONS, register, with_options
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.plan_check import check_plan
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan

@@ -6,7 +6,7 @@ from html import escape
 import planner
 from graphs.schedule import Schedule, keep_everything
 from graphs.synthetic.small import chain
-from planner.models import build
+from planner.capture.workload.models import build
 
 
 def test_dir_is_the_api() -> None:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.first_step_cases import FirstStepCase, by_blocks
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 NAME = "tiny"
 

@@ -22,8 +22,8 @@ from torch import fx
 
 from planner.capture.frontend.effects import Effect
 from planner.capture.guards.names import Scope, accessor, readable
+from planner.capture.program.numbers import Number, StepNumbers
 from planner.capture.rewrites.outputs import tensors_in
-from planner.passes.numbers import Number, StepNumbers
 from planner.torch_private.capture import (
     ConstantSource,
     GraphArg,

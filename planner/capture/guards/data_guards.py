@@ -15,9 +15,9 @@ from graphs.errors import MismatchError, TraceError
 from graphs.ir import Kind
 from planner.capture.frontend.source_lines import branch_refusal, location, traced_line
 from planner.capture.guards.concrete_values import is_uniform, size_inputs, uniform_comparison
+from planner.capture.program.program import Program, Source
 from planner.capture.rewrites.outputs import fake, is_random, tensors_in
 from planner.capture.signature import Batch, leaves
-from planner.passes.program import Program, Source
 from planner.torch_private.capture import BufferAOTInput, ParamAOTInput, PlainAOTInput
 from planner.torch_private.core import OpOverload
 

@@ -21,9 +21,9 @@ from graphs.errors import MismatchError, NumberMismatchError
 from planner.capture.guards.messages import code_of, explain, fails, is_mode, is_number
 from planner.capture.guards.names import Scope, accessor, readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, asks_for_layout, replaceable
+from planner.capture.program.numbers import StepNumbers
 from planner.capture.rewrites.sparse_products import is_sparse, part_addresses
 from planner.capture.signature import Batch, arguments
-from planner.passes.numbers import StepNumbers
 from planner.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase, source_name
 from planner.torch_private.core import (
     disable_current_modes,

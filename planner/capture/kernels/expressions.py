@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from planner.passes.program import Argument, Call, Ref, Shared
+from planner.capture.program.program import Argument, Call, Ref, Shared
 
 _CONSTANTS = (float, int, torch.device)  # calls of them are constants
 _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {

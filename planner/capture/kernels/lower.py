@@ -12,10 +12,10 @@ from planner.capture.kernels.merge import Group, grouped
 from planner.capture.kernels.wrapper import Launch, Value, Wrapper
 from planner.capture.lowering.lower import Capture, graph_of
 from planner.capture.lowering.statics import StaticTensors, dtype_name
+from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, Statement, mapped, read_by
 from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
 from planner.capture.rewrites.outputs import check_outputs, keeps_layout, memory_format
 from planner.capture.signature import Signature
-from planner.passes.program import Argument, Call, OpCalls, Program, Ref, Statement, mapped, read_by
 from planner.torch_private.capture import (
     AOTInput,
     AOTOutput,

@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from planner.capture.kernels.wrapper import Launch
-from planner.passes.program import Call
+from planner.capture.program.program import Call
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from graphs.ir import Phase
 from planner.capture.kernels.expressions import Expressions, items, methods_on
 from planner.capture.kernels.in_place import noted
 from planner.capture.kernels.writes import Kernels, Writes
-from planner.passes.program import Argument, Call, Path, Ref, Shared, Statement, read_by
+from planner.capture.program.program import Argument, Call, Path, Ref, Shared, Statement, read_by
 
 _IGNORED = ("args.clear", "assert_size_stride", "assert_alignment", "torch.cuda.set_device")
 _SETUP = ("get_raw_stream",)  # its result is no tensor, and is computed at each step

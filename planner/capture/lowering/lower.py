@@ -15,13 +15,13 @@ from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.python_guards import PythonGuards
 from planner.capture.lowering.references import References
 from planner.capture.lowering.statics import StaticTensors, allocated_bytes, dtype_name
+from planner.capture.program.numbers import Number
+from planner.capture.program.program import Argument, Call, OpCalls, Path, Program, Ref, call_of, item, read_by, shown
 from planner.capture.rewrites.batch_norms import ignored_inputs
 from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
 from planner.capture.rewrites.explicit_generators import explicit_generator
 from planner.capture.rewrites.outputs import CHECKS, fake, first_backward, is_random, operator_of, outputs, storage
 from planner.capture.signature import Signature
-from planner.passes.numbers import Number
-from planner.passes.program import Argument, Call, OpCalls, Path, Program, Ref, call_of, item, read_by, shown
 from planner.torch_private.capture import GradAOTOutput, TangentAOTInput
 from planner.torch_private.core import OpOverload, with_effects
 

@@ -10,10 +10,10 @@ from torch import fx
 from graphs.errors import TraceError
 from planner.capture.frontend.eager_ops import called
 from planner.capture.frontend.source_lines import location, traced_line
+from planner.capture.program.program import Argument, Call, Path, Statement
 from planner.capture.rewrites.batch_norms import ignored_inputs, without_statistics
 from planner.capture.rewrites.layouts import copy_with_strides, empty_with_strides, in_place_random_op, read_strides
 from planner.capture.rewrites.reproducible_random import with_generator_argument
-from planner.passes.program import Argument, Call, Path, Statement
 
 
 class References:

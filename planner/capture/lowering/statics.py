@@ -7,10 +7,10 @@ from torch import nn
 
 from graphs.errors import TraceError
 from graphs.ir import TANGENT, Kind, Tensor
+from planner.capture.program.program import Source
 from planner.capture.rewrites.outputs import storage
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Batch, leaves
-from planner.passes.program import Source
 from planner.torch_private.capture import (
     AOTInput,
     BufferAOTInput,

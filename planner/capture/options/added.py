@@ -11,8 +11,8 @@ from graphs.ir import Graph, Kind, Op, Tensor
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.options.differing import differing
+from planner.capture.program.program import Call, Comparable, Composed, OpCalls, Path, Ref, call_of
 from planner.capture.rewrites.outputs import fake, storage
-from planner.passes.program import Call, Comparable, Composed, OpCalls, Path, Ref, call_of
 
 
 class Additions:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import compress
 
 from planner.capture.lowering.lower import Capture
-from planner.passes.program import Argument, read_by
+from planner.capture.program.program import Argument, read_by
 
 _NAMED = 3  # more are only counted
 

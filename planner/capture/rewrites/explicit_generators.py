@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 
-from planner.passes.program import Program, leaves_of
+from planner.capture.program.program import Program, leaves_of
 from planner.torch_private.capture import InstructionTranslatorBase, TensorVariable, TorchInGraphFunctionVariable, source_name
 
 _MARK = "remat-planner: generator"

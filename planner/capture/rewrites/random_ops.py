@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from graphs.ir import Graph, Kind
 from planner.capture.lowering.lower import Capture
-from planner.passes.program import OpCalls, Statement
+from planner.capture.program.program import OpCalls, Statement
 
 
 def execute_random_ops_once(captured: Capture) -> Capture:

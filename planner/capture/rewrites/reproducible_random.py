@@ -3,7 +3,7 @@
 A recomputed op must draw the same numbers again. All threads share PyTorch's default generator: between reading its state and
 drawing, and while an earlier state is set in it, another thread may draw. So an op that will be recomputed draws from a
 generator of its own, which is set to the state that was read, and the default one is advanced as by the op itself. All draws
-of planned steps are made under one lock (``planner.passes.draws``).
+of planned steps are made under one lock (``planner.capture.program.draws``).
 """
 
 from typing import Any

@@ -12,7 +12,7 @@ from torch import nn
 from planner.capture.rewrites import batch_norms
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.settings import TraceSettings

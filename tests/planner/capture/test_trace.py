@@ -13,7 +13,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of, outcome
 from planner.settings import TraceSettings

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from graphs.errors import BudgetError
+from planner.capture.workload.models import build
 from planner.eager.deferred_log import DeferredLog
 from planner.eager.session import Rematerialization, rematerialize
-from planner.models import build
 from planner.runtime.libraries import warm_up_libraries
 from tests.planner.eager.test_deferred_log import is_open
 

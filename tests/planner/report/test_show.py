@@ -19,6 +19,7 @@ from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from graphs.units import format_bytes
+from planner.capture.workload.models import build
 from planner.cli.main import main
 from planner.facts.addresses import planned_addresses, reserved_addresses
 from planner.facts.baselines import baselines
@@ -26,7 +27,6 @@ from planner.facts.columns import memory_columns
 from planner.facts.lifetimes import lives_of
 from planner.facts.step import StepFacts
 from planner.facts.timeline import Timeline, block
-from planner.models import build
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan
 from planner.report.chrome_trace import chrome_trace

@@ -21,7 +21,7 @@ from planner.arena import ALIGNMENT, LEAST_BYTES
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.runtime import arena_allocator, slab_addresses
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab, idle_pages_stay

@@ -11,7 +11,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.chunks.find import COUNTS
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.settings import TraceSettings
 from planner.tracing import capture_profiled
 from tests.support.models.alternatives import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model

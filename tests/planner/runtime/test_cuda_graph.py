@@ -12,9 +12,9 @@ import planner
 from graphs.errors import MismatchError, PlannerError, TraceError
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.capture.workload.models import Workload
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped, unwrap
-from planner.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import recordable
 from planner.settings import RunSettings, SolveSettings, TraceSettings

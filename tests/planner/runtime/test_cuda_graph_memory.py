@@ -16,10 +16,10 @@ from graphs.schedule import keep_everything
 from graphs.units import format_bytes
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.capture.workload.models import Workload, build
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.memory import CountedMemory
-from planner.models import Workload, build
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.runtime.cuda_graph import CudaGraphs

@@ -12,7 +12,7 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.report.describe import run_data, run_text
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries

@@ -10,7 +10,7 @@ import planner
 from graphs.allocators.caching import DEFAULT_POOL
 from graphs.allocators.steering import is_placed, steer
 from planner.capture.trace import capture
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.reserved import requests_of
 from planner.runtime.device_arena import DeviceArena, SharedPool
 from planner.runtime.executor import Executor

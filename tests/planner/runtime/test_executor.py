@@ -18,7 +18,7 @@ from graphs.errors import GraphError, InfeasibleError, MismatchError, ScheduleEr
 from graphs.schedule import Free, keep_everything, schedule_of
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.profiling.allocator import cpu_allocations
 from planner.runtime.code import compile_schedule
 from planner.runtime.devices import Devices

@@ -15,7 +15,7 @@ from planner.capture.options import traced_options, with_options
 from planner.capture.options.in_place_variants import with_out, working_in_place
 from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.option_settings import option_settings
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome

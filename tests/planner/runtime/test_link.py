@@ -13,7 +13,7 @@ from graphs.options.surroundings import Link
 from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.profiling.link import MEASURED_LINK, LinkProfile, LinkRates, measured_link, published_link
 from planner.runtime import link
 from planner.runtime.channels import HostChannels

@@ -11,7 +11,7 @@ import torch
 
 from graphs.errors import CopyError, OutOfMemoryError
 from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.runtime import transfers, workers
 from planner.runtime.executor import Executor
 from planner.runtime.host_memory import HostMemory

@@ -17,8 +17,8 @@ from graphs.options.passes import in_passes
 from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
+from planner.capture.program.program import OpCalls
 from planner.capture.trace import capture
-from planner.passes.program import OpCalls
 from planner.runtime import out_of_memory
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting

@@ -13,8 +13,8 @@ from graphs.errors import CopyError, DeviceError, GraphError, UsageError
 from graphs.options.passes import in_passes
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
+from planner.capture.program.program import Call, call_of
 from planner.capture.step import TrainingStep
-from planner.passes.program import Call, call_of
 from planner.runtime import devices, transfers, workers
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured

@@ -22,7 +22,7 @@ from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from graphs.errors import MismatchError
+from planner.capture.workload import workload
+from planner.capture.workload.models import Workload
 from planner.cli.main import main
-from planner.models import Workload
 from planner.report.comparisons import (
     iso_memory_note,
     iso_memory_pairs,
@@ -36,7 +37,6 @@ from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy
 from planner.studies.rows import read_rows, write_rows
 from planner.studies.settings import StudySettings
 from planner.tracing import trace
-from planner.workload import workload
 from solvers.baselines.sac import SacRule
 from solvers.result import Reason
 from tests.support.budgets import between

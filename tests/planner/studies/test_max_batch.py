@@ -15,6 +15,7 @@ from graphs.ir import Graph, Phase
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
+from planner.capture.workload.workload import parse_spec
 from planner.least_memory import StopWhenDecided
 from planner.memory import CountedMemory
 from planner.option_settings import RECOMPUTATION, option_settings
@@ -23,9 +24,8 @@ from planner.reserved import counted_bytes, reserved_at
 from planner.settings import TraceSettings
 from planner.studies.max_batch import largest, max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
-from planner.workload.sizes import SizedModel
-from planner.workload.tracing import Tracing
-from planner.workload.workload import parse_spec
+from planner.studies.workload_sizes import SizedModel
+from planner.studies.workload_tracing import Tracing
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status

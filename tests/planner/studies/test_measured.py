@@ -8,7 +8,8 @@ from torch import nn
 
 from graphs.errors import ModelError
 from planner.capture.step import LossFn, TrainingStep
-from planner.models import Workload
+from planner.capture.workload import workload
+from planner.capture.workload.models import Workload
 from planner.runtime.measure import Step, StepOutcome
 from planner.studies.baselines import (
     Method,
@@ -23,7 +24,6 @@ from planner.studies.baselines import (
 )
 from planner.studies.blocks import block_choices, block_levels, blocks, blocks_at, checkpointable
 from planner.studies.measured import Benchmark, Exactness, Measured, relative_error
-from planner.workload import workload
 from solvers.baselines.sac import SacRule, SaveList
 
 SPEC = "zoo:gpt2,layers=3,width=32,heads=2,vocab=50,batch=4,seq=32"

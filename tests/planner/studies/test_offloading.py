@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu as torch_save_on_cpu
 
 from planner.capture.step import TrainingStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.runtime.channels import HostChannels
 from planner.runtime.measure import loss_of
 from planner.studies.baselines import checkpoint_blocks, eager, sac

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from planner.capture.step import TrainingStep
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import Missed
 from planner.runtime.measure import Step, outcome

@@ -11,7 +11,7 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.runtime.measure import StepOutcome, outcome
 from planner.torch_compile.planned_graph import PlannedGraph
 from tests.support.models.backend import measured_bytes

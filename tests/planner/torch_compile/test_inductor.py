@@ -16,7 +16,7 @@ from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import search
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.plans.plan import Plan
 from planner.runtime.measure import StepOutcome, measure_memory, outcome
 from planner.torch_compile.backend_settings import settings_of

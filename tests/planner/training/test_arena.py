@@ -14,7 +14,7 @@ from graphs.errors import UsageError
 from graphs.options.option import Feature
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.plans.plan import read_plan
 from planner.running import run
 from planner.runtime import arena_allocator

@@ -12,10 +12,10 @@ from torch import nn
 
 from graphs.errors import EagerWarning
 from graphs.schedule import keep_everything
+from planner.capture.program.program import call_of
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import Workload
-from planner.passes.program import call_of
+from planner.capture.workload.models import Workload
 from planner.plans.document import write_plan
 from planner.plans.eager import DifferingOp, EagerComparison
 from planner.runtime.executor import Executor

@@ -7,7 +7,7 @@ import torch
 
 import planner
 from planner.capture.step import TrainingStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.runtime.measure import outcome
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.training.step import PlannedStep
 
 

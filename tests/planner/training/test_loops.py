@@ -21,7 +21,7 @@ from graphs.schedule import schedule_of
 from planner.capture.options.traced import with_traced
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
 from tests.support.budgets import HALF_WAY

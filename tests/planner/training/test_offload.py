@@ -14,7 +14,7 @@ from graphs.errors import EagerWarning, OutOfMemoryError, PlannerError
 from graphs.io.formats import read_graph
 from graphs.pools import HOST
 from planner import search
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.profiling.link import measured_link

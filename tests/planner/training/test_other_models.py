@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphs.simulate import simulate
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.running import run
 from planner.tracing import trace
 from solvers.clock import WorkClock

@@ -12,7 +12,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.models import build
+from planner.capture.workload.models import build
 from planner.tracing import trace
 from solvers.baselines import sac
 from solvers.baselines.checkpoint_blocks import checkpoint_blocks, solve

@@ -10,7 +10,7 @@ from graphs.options.offload import without_offload
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
-from planner.models import build
+from planner.capture.workload.models import build
 from planner.tracing import trace
 from solvers.baselines.deepspeed_offload import DeepSpeedParams
 from solvers.baselines.offload_activations import OffloadActivationsParams

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs.errors import InfeasibleError
 from graphs.ir import Graph, Kind
-from planner.models import build
+from planner.capture.workload.models import build
 from planner.plans.summary import summarize
 from planner.solving import solve
 from planner.tracing import trace

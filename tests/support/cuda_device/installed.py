@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphs.allocators.caching import CachingAllocator, PoolId
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.profiling import profile
 from planner.runtime import libraries
 from tests.support.cuda_device import graphs, tensors

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.models import build
+from planner.capture.workload.models import build
 
 Step = Callable[[int], Tensor]  # trains one step, and returns the loss
 

@@ -21,7 +21,7 @@ from graphs.errors import TraceError
 from planner.capture.kernels import halves
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.trace import capture_kernels
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from tests.support.inductor.cuda_lines import excerpts, kinds, over
 from tests.support.inductor.no_gpu import compiled_for_cuda
 

@@ -19,8 +19,8 @@ from planner.capture.kernels.variants import CompileVariant
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.in_place import IN_PLACE
 from planner.capture.signature import call
+from planner.capture.workload.models import Workload, build
 from planner.distributed.wrappers import unwrap
-from planner.models import Workload, build
 from planner.option_settings import option_settings
 from planner.runtime.measure import loss_of
 from planner.search import StepSearch

@@ -8,8 +8,8 @@ from torch._C._dynamo.guards import _empty_strided_cpu, _reinterpret_tensor
 
 from graphs.ir import Phase
 from planner.capture.kernels.wrapper import Value, Wrapper
-from planner.passes.builder import Pass, PassBuilder
-from planner.passes.program import Argument, Program, Ref
+from planner.capture.program.builder import Pass, PassBuilder
+from planner.capture.program.program import Argument, Program, Ref
 
 
 class Extern:

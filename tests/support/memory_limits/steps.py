@@ -22,7 +22,7 @@ from graphs.schedule import keep_everything
 from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.runtime.executor import Executor
 from planner.settings import TraceSettings
 from planner.solving import solve

@@ -12,7 +12,7 @@ from graphs.ir import Graph, Op
 from graphs.options.selection import differences
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.plans.plan import Plan
 from planner.plans.summary import summarize
 

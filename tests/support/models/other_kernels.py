@@ -12,7 +12,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_traced
 from planner.capture.replay import RealStep, real_static
 from planner.capture.step import TrainingStep
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.profiling.exactness import with_exactness
 from planner.profiling.profile import profile
 from planner.settings import TraceSettings

@@ -19,7 +19,7 @@ from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.profiling.allocator import memory_rise
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome, loss_of, outcome

@@ -8,7 +8,7 @@ from torch import nn
 
 from graphs.ir import Graph, Op, Phase
 from graphs.schedule import Schedule, schedule_of
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 
 class Mixed(nn.Module):

@@ -17,7 +17,7 @@ from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.options.traced import with_graph
-from planner.passes.moved import moved
+from planner.capture.program.moved import moved
 from planner.profiling.other_devices import parse_device
 from planner.runtime.devices import place_of
 from planner.runtime.executor import Executor

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import planner
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.plans.eager import Difference, DifferingOp, EagerComparison
 
 

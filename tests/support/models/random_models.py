@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models.dense import Squash
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 
 WIDTH = 8
 

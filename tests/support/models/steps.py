@@ -14,7 +14,7 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule, schedule_of
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.plans.plan import Plan
 from planner.progress import Progress
 from planner.solving import solve

@@ -16,7 +16,7 @@ from planner.capture.options.chunks.op_by_rows import ByRows, Made, Total
 from planner.capture.options.chunks.rows import RowDimensions, is_flat, is_view, slice_of
 from planner.capture.options.chunks.rules import CONSTANTS, MEANS
 from planner.capture.options.chunks.stretches import Stretch
-from planner.passes.program import Path
+from planner.capture.program.program import Path
 
 aten = torch.ops.aten
 

@@ -17,10 +17,10 @@ from graphs.schedule import Compute, schedule_of
 from planner.capture.frontend.random_states import gpus_of, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.compress.find import Kept, kept_tensors
+from planner.capture.program.builder import Pass, PassBuilder
+from planner.capture.program.program import Ref
+from planner.capture.program.writer import PassWriter
 from planner.capture.replay import RealStep
-from planner.passes.builder import Pass, PassBuilder
-from planner.passes.program import Ref
-from planner.passes.writer import PassWriter
 
 
 def modelled_variances(capture: Capture) -> Graph:

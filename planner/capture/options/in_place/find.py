@@ -15,9 +15,9 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.references import is_laid_out
 from planner.capture.options.added import tensors_by_storage
 from planner.capture.options.in_place_variants import covers, with_out, working_in_place
+from planner.capture.program.program import Call, OpCalls, Ref
 from planner.capture.rewrites.batch_norms import ignored_inputs
 from planner.capture.rewrites.outputs import fake, is_random, storage
-from planner.passes.program import Call, OpCalls, Ref
 from planner.torch_private.core import OpOverload
 
 

@@ -10,9 +10,9 @@ from torch import fx
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import value_of
+from planner.capture.program.program import Path
 from planner.capture.rewrites.layouts import in_place_random_op, read_strides
 from planner.capture.rewrites.outputs import same_layout, storage
-from planner.passes.program import Path
 
 
 @dataclass(frozen=True, slots=True)

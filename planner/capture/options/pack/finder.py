@@ -9,8 +9,8 @@ from torch import fx
 from graphs.ir import Op, Phase
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
+from planner.capture.program.program import Composed
 from planner.capture.rewrites.outputs import fake, storage
-from planner.passes.program import Composed
 
 TARGET = "pack"  # the prefix of the ops' targets
 

@@ -12,8 +12,8 @@ from torch import fx
 from graphs.ir import Phase
 from planner.capture.options.added import value_of
 from planner.capture.options.pack.finder import PackFinder, room_for
+from planner.capture.program.program import Path
 from planner.capture.rewrites.outputs import fake, is_dense
-from planner.passes.program import Path
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from planner.capture.kernels.wrapper import Wrapper
-from planner.passes.program import Call, Shared
+from planner.capture.program.program import Call, Shared
 from tests.support.inductor.cuda_lines import body_of, kinds
 from tests.support.inductor.wrapper_code import namespace, read
 

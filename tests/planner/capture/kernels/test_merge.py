@@ -3,7 +3,7 @@
 from graphs.ir import Phase
 from planner.capture.kernels.merge import Group, grouped
 from planner.capture.kernels.wrapper import Launch
-from planner.passes.program import Call
+from planner.capture.program.program import Call
 
 WRITTEN = Call("over")
 

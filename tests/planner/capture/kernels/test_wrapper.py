@@ -9,7 +9,7 @@ from torch import Tensor
 from graphs.errors import TraceError
 from graphs.ir import Phase
 from planner.capture.kernels.wrapper import Launch, Value, Wrapper
-from planner.passes.program import Call, Ref, Statement
+from planner.capture.program.program import Call, Ref, Statement
 from tests.support.inductor.wrapper_code import call, cpp, execute, lines, module, namespace, read
 from tests.support.inductor.wrapper_code import triton as triton_kernel
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from planner.passes.program import Call, Ref
+from planner.capture.program.program import Call, Ref
 from tests.support.inductor.wrapper_code import call, cpp, execute, module, namespace, read
 
 

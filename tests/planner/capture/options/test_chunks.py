@@ -16,7 +16,7 @@ from planner.capture.options import with_options
 from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, rows_behind
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.profiling.devices import get_device
 from planner.profiling.roofline import model_times
 from planner.torch_private.core import FakeTensorMode

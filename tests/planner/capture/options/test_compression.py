@@ -19,7 +19,7 @@ from planner.capture.options.compress.forms import FORMS, GROUP
 from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
-from planner.models import build
+from planner.capture.workload.models import build
 from planner.profiling.devices import get_device
 from planner.profiling.roofline import model_times
 

@@ -16,7 +16,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
-from planner.models import Workload, build
+from planner.capture.workload.models import Workload, build
 from planner.settings import TraceSettings
 from planner.torch_private.core import FakeTensorMode
 from tests.support.models.alternatives import make

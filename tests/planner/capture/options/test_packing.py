@@ -19,7 +19,7 @@ from planner.capture.options.pack.masks import from_bits, to_bits
 from planner.capture.options.pack.shapes import OfShape
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
-from planner.models import Workload
+from planner.capture.workload.models import Workload
 from planner.profiling.devices import get_device
 from planner.profiling.roofline import model_times
 from planner.torch_private.core import FakeTensorMode

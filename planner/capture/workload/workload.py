@@ -14,7 +14,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from graphs.errors import ModelError, UnknownOptionError, UsageError, typed_line
-from planner.models import Workload, build, described, factory
+from planner.capture.workload.models import Workload, build, described, factory
 
 ZOO_SOURCE = "zoo"
 _SPEC = re.compile(r"(?P<source>.+?):(?P<function>[A-Za-z_]\w*)(?P<options>,.*)?", re.DOTALL)
@@ -85,7 +85,7 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
         seed: seed of torch's generators, so that weights and batch are the same every time.
         fake: build fake tensors, on the CPU: shapes without memory.
         as_on_cuda: with `fake`, run code that names CUDA devices as on a machine that has one
-            (``planner.workload.fake_build``).
+            (``planner.capture.workload.fake_build``).
 
     Raises:
         ModelError: no such device, file or function; an error inside the function; a return value that is not
@@ -99,7 +99,7 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
     torch.manual_seed(seed)
     with ExitStack() as stack:
         if fake:
-            from planner.workload.fake_build import fake_build
+            from planner.capture.workload.fake_build import fake_build
 
             stack.enter_context(fake_build(as_on_cuda=as_on_cuda))
         workload = _from_zoo(spec) if spec.source == ZOO_SOURCE else _from_file(spec)

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from planner.capture.workload import workload
+from planner.capture.workload.workload import ModelSpec
 from planner.settings import TraceSettings
-from planner.workload import workload
-from planner.workload.workload import ModelSpec
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
-    from planner.models import Workload
+    from planner.capture.workload.models import Workload
     from planner.progress import View
 
 

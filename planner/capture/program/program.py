@@ -330,7 +330,7 @@ class Program:
         guard: makes the context that the passes run in; None for none.
         aligned: static tensors that kernels for CUDA expect to begin at a multiple of 16 bytes.
         names: names of some targets, for display.
-        numbers: how many numbers of Python the calls take, which follow the static tensors (``planner.passes.numbers``).
+        numbers: how many numbers of Python the calls take, which follow the static tensors (``planner.capture.program.numbers``).
     """
 
     calls: tuple[OpCalls, ...]

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from planner.models import Workload
-from planner.models.common import class_loss, creating, images, init_convolutions, refuse_if
+from planner.capture.workload.models import Workload
+from planner.capture.workload.models.common import class_loss, creating, images, init_convolutions, refuse_if
 
 STAGE_WIDTHS = (1, 2, 4, 8, 8)
 

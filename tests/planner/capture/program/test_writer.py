@@ -5,9 +5,9 @@ import torch
 
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.schedule import Compute, Free
-from planner.passes.builder import PassBuilder
-from planner.passes.program import Call, Program, Ref, Statement, call_of
-from planner.passes.writer import PassWriter
+from planner.capture.program.builder import PassBuilder
+from planner.capture.program.program import Call, Program, Ref, Statement, call_of
+from planner.capture.program.writer import PassWriter
 
 aten = torch.ops.aten
 SORT = Call(aten.sort.default, (Ref(0),))

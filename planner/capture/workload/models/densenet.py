@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from planner.models import Workload
-from planner.models.common import class_loss, creating, images, init_convolutions, refuse_if
+from planner.capture.workload.models import Workload
+from planner.capture.workload.models.common import class_loss, creating, images, init_convolutions, refuse_if
 
 
 def normed_convolution(inputs: int, outputs: int, kernel: int) -> nn.Sequential:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from planner.models import Workload
-from planner.models.common import class_loss, creating, images, init_convolutions
+from planner.capture.workload.models import Workload
+from planner.capture.workload.models.common import class_loss, creating, images, init_convolutions
 
 
 def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from planner.models import Workload
-from planner.models.common import class_loss, creating, images, refuse_if
+from planner.capture.workload.models import Workload
+from planner.capture.workload.models.common import class_loss, creating, images, refuse_if
 
 
 class ViTAttention(nn.Module):

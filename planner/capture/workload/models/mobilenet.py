@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from planner.models import Workload
-from planner.models.common import class_loss, creating, images, init_convolutions
+from planner.capture.workload.models import Workload
+from planner.capture.workload.models.common import class_loss, creating, images, init_convolutions
 
 # Table 2 of the paper: expansion, channels, repetitions, stride of the first repetition.
 STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from graphs.ir import Op
-from planner.passes.program import OpCalls, Program, leaves_of, mapped, read_by
+from planner.capture.program.program import OpCalls, Program, leaves_of, mapped, read_by
 
 
 def moved(program: Program, op: Op, alternative: Op, here: torch.device, there: torch.device) -> OpCalls | None:

@@ -11,10 +11,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.errors import ModelError, PlannerError
-from planner.models import ZOO, Workload, described, factory
-from planner.workload.workload import ModelSpec, load, parse_spec, typed_options
+from planner.capture.workload.models import ZOO, Workload, described, factory
+from planner.capture.workload.workload import ModelSpec, load, parse_spec, typed_options
 
-OWN_MODEL = Path(__file__).parents[3] / "examples" / "own_model.py"
+OWN_MODEL = Path(__file__).parents[4] / "examples" / "own_model.py"
 
 HEADER = """
 import torch

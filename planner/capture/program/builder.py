@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.passes.code import INLINE, STEP, VARIABLE, Parameter, StraightLine, free, variable
-from planner.passes.numbers import Number
-from planner.passes.program import Argument, Call, Program, Ref, Shared, Statement, item, read_by
+from planner.capture.program.code import INLINE, STEP, VARIABLE, Parameter, StraightLine, free, variable
+from planner.capture.program.numbers import Number
+from planner.capture.program.program import Argument, Call, Program, Ref, Shared, Statement, item, read_by
 from planner.torch_private.fx import module_of
 
 Line = tuple[str, int]  # file name, line number

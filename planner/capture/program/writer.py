@@ -18,9 +18,9 @@ from graphs.options.placement import between_devices
 from graphs.overwriting import Overwriting, Pairs
 from graphs.pools import DEVICE, HOST, Pool
 from graphs.schedule import Compute, Free, Step
-from planner.passes.builder import PassBuilder
-from planner.passes.draws import draw_again, draw_first, draw_once
-from planner.passes.program import Argument, Call, OpCalls, Program, Ref, Statement
+from planner.capture.program.builder import PassBuilder
+from planner.capture.program.draws import draw_again, draw_first, draw_once
+from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, Statement
 
 CallBefore = Callable[[int], Call | None]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from planner.passes.draws import default_generator_of
+from planner.capture.program.draws import default_generator_of
 from tests.support.cuda_device import cuda_device
 
 

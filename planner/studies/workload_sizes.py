@@ -6,8 +6,8 @@ import torch
 
 from graphs.errors import UnknownOptionError, UsageError
 from graphs.ir import Graph
-from planner.workload.tracing import Tracing
-from planner.workload.workload import ModelSpec
+from planner.capture.workload.workload import ModelSpec
+from planner.studies.workload_tracing import Tracing
 
 
 class SizedModel:

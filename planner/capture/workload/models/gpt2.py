@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from planner.models import Workload
-from planner.models.common import choose, creating, refuse_if, token_loss
+from planner.capture.workload.models import Workload
+from planner.capture.workload.models.common import choose, creating, refuse_if, token_loss
 
 
 class GPT2Attention(nn.Module):

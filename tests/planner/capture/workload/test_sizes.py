@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from graphs.errors import PlannerError, UnknownOptionError, UsageError
+from planner.capture.workload.workload import parse_spec
 from planner.settings import TraceSettings
-from planner.workload.sizes import SizedModel
-from planner.workload.tracing import Tracing
-from planner.workload.workload import parse_spec
+from planner.studies.workload_sizes import SizedModel
+from planner.studies.workload_tracing import Tracing
 
 WAY_OUT = "name the one that is the batch size with --batch-option"
 

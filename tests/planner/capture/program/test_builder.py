@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
-from planner.passes.builder import PassBuilder
-from planner.passes.program import Call, Program, Ref, Shared, Statement, call_of, item
+from planner.capture.program.builder import PassBuilder
+from planner.capture.program.program import Call, Program, Ref, Shared, Statement, call_of, item
 
 aten = torch.ops.aten
 EMPTY = Program((), (), None, (), ())

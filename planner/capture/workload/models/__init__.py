@@ -38,24 +38,42 @@ class ZooEntry:
 
 
 ZOO: dict[str, ZooEntry] = {
-    "gpt2": ZooEntry("planner.models.gpt2", "gpt2", "GPT-2 small (124M): decoder with dropout and tied embeddings"),
-    "llama": ZooEntry(
-        "planner.models.llama", "llama", "Llama 7B: decoder with RMSNorm, rotary positions, SwiGLU, grouped queries"
+    "gpt2": ZooEntry(
+        "planner.capture.workload.models.gpt2", "gpt2", "GPT-2 small (124M): decoder with dropout and tied embeddings"
     ),
-    "vit": ZooEntry("planner.models.vit", "vit", "ViT-B/16 (87M): image classification by a transformer encoder"),
-    "resnet18": ZooEntry("planner.models.resnet", "resnet18", "ResNet-18 (12M): basic residual blocks with BatchNorm"),
-    "resnet50": ZooEntry("planner.models.resnet", "resnet50", "ResNet-50 (26M): bottleneck residual blocks with BatchNorm"),
-    "resnet152": ZooEntry("planner.models.resnet", "resnet152", "ResNet-152 (60M): bottleneck residual blocks with BatchNorm"),
-    "vgg16": ZooEntry("planner.models.vgg", "vgg16", "VGG-16 (138M): plain convolutions, dropout in the classifier"),
-    "vgg19": ZooEntry("planner.models.vgg", "vgg19", "VGG-19 (144M): plain convolutions, dropout in the classifier"),
-    "unet": ZooEntry("planner.models.unet", "unet", "U-Net (31M): segmentation, long skip connections"),
+    "llama": ZooEntry(
+        "planner.capture.workload.models.llama",
+        "llama",
+        "Llama 7B: decoder with RMSNorm, rotary positions, SwiGLU, grouped queries",
+    ),
+    "vit": ZooEntry(
+        "planner.capture.workload.models.vit", "vit", "ViT-B/16 (87M): image classification by a transformer encoder"
+    ),
+    "resnet18": ZooEntry(
+        "planner.capture.workload.models.resnet", "resnet18", "ResNet-18 (12M): basic residual blocks with BatchNorm"
+    ),
+    "resnet50": ZooEntry(
+        "planner.capture.workload.models.resnet", "resnet50", "ResNet-50 (26M): bottleneck residual blocks with BatchNorm"
+    ),
+    "resnet152": ZooEntry(
+        "planner.capture.workload.models.resnet", "resnet152", "ResNet-152 (60M): bottleneck residual blocks with BatchNorm"
+    ),
+    "vgg16": ZooEntry(
+        "planner.capture.workload.models.vgg", "vgg16", "VGG-16 (138M): plain convolutions, dropout in the classifier"
+    ),
+    "vgg19": ZooEntry(
+        "planner.capture.workload.models.vgg", "vgg19", "VGG-19 (144M): plain convolutions, dropout in the classifier"
+    ),
+    "unet": ZooEntry("planner.capture.workload.models.unet", "unet", "U-Net (31M): segmentation, long skip connections"),
     "mobilenet_v2": ZooEntry(
-        "planner.models.mobilenet", "mobilenet_v2", "MobileNetV2 (3.5M): inverted residuals around depthwise filters"
+        "planner.capture.workload.models.mobilenet",
+        "mobilenet_v2",
+        "MobileNetV2 (3.5M): inverted residuals around depthwise filters",
     ),
     "densenet121": ZooEntry(
-        "planner.models.densenet", "densenet121", "DenseNet-121 (8M): every layer reads all layers before it"
+        "planner.capture.workload.models.densenet", "densenet121", "DenseNet-121 (8M): every layer reads all layers before it"
     ),
-    "mlp": ZooEntry("planner.models.mlp", "mlp", "multilayer perceptron with dropout"),
+    "mlp": ZooEntry("planner.capture.workload.models.mlp", "mlp", "multilayer perceptron with dropout"),
 }
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from planner.models import Workload
-from planner.models.common import class_loss, creating
+from planner.capture.workload.models import Workload
+from planner.capture.workload.models.common import class_loss, creating
 
 
 def mlp(

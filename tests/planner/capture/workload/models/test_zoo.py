@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from graphs.errors import PlannerError, UsageError
-from planner.models import ZOO, Workload, build
-from planner.models.llama import rotary_tables, rotate
+from planner.capture.workload.models import ZOO, Workload, build
+from planner.capture.workload.models.llama import rotary_tables, rotate
 
 TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"batch": 2, "seq": 8, "layers": 2, "width": 16, "heads": 2, "vocab": 32},
@@ -261,5 +261,5 @@ def test_missing_device_raises() -> None:
 
 
 def test_listing_models_and_devices_does_not_import_torch() -> None:
-    code = "import sys, planner.models, planner.profiling.devices; sys.exit('torch' in sys.modules)"
+    code = "import sys, planner.capture.workload.models, planner.profiling.devices; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

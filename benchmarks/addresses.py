@@ -18,8 +18,8 @@ from benchmarks.zoo_models import MODELS
 from graphs.addresses import Buffer, buffers_of
 from graphs.io.buffers import read_buffers
 from planner.attributes import attributes
-from planner.budgets import budget_in_bytes
 from planner.plans.summary import summarize
+from planner.settings.budgets import budget_in_bytes
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, provenance, value
 from planner.studies.solves import result_of

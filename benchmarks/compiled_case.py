@@ -19,7 +19,7 @@ from planner.capture.options.in_place import IN_PLACE
 from planner.capture.options.traced import with_traced
 from planner.capture.workload.models import Workload
 from planner.runtime.measure import ratio_in_turns
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.studies.baselines import Method, memory_budget, torch_compile
 from planner.studies.measured import Benchmark, Measured
 from planner.studies.rows import Made, column, key, provenance, text, value

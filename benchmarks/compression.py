@@ -36,7 +36,7 @@ from planner.capture.workload.models import Workload, build
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import ALL, Column, SideBySide, by, made_with, markdown, side_by_side

@@ -10,7 +10,7 @@ from planner.capture.signature import Batch
 from planner.capture.step import LossFn
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second

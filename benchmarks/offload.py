@@ -17,9 +17,9 @@ from graphs.errors import BudgetError
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.units import format_bytes
-from planner.budgets import budget_in_bytes
-from planner.option_settings import OptionSettings, option_settings
 from planner.plans.summary import summarize
+from planner.settings.budgets import budget_in_bytes
+from planner.settings.option_settings import OptionSettings, option_settings
 from planner.studies.experiment import Study
 from planner.studies.rows import column, key, listed, missing_keys, provenance, text, value
 from planner.studies.tables import Column, bullets, by, markdown, side_by_side

@@ -15,9 +15,9 @@ from benchmarks.offload import HOST
 from graphs.units import parse_budget
 from planner.attributes import attributes
 from planner.capture.workload.workload import parse_spec
-from planner.memory import CountedMemory
-from planner.option_settings import option_settings
-from planner.settings import TraceSettings
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.option_settings import option_settings
+from planner.settings.stages import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.max_batch import max_batch
 from planner.studies.rows import Made, column, key, listed, provenance, value

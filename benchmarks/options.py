@@ -22,11 +22,11 @@ from graphs.options.option import Need
 from graphs.simulate import simulate
 from planner import argument_types
 from planner.attributes import attributes
-from planner.budgets import budget_in_bytes
 from planner.capture.options import OPTIONS, check_options, needs, restricted_to, traced_options
-from planner.option_settings import OptionSettings, option_settings
 from planner.plans.summary import summarize
-from planner.settings import SolveSettings
+from planner.settings.budgets import budget_in_bytes
+from planner.settings.option_settings import OptionSettings, option_settings
+from planner.settings.stages import SolveSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import missing_keys, provenance
 from solvers.clock import Clock

@@ -23,7 +23,7 @@ from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome, ratio_in_turns
 from planner.runtime.pool_memory import measured_peak
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.measured import relative_error
 from planner.studies.rows import Made, column, key, listed, provenance, text, value

@@ -27,20 +27,20 @@ from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
 from planner import tracing
 from planner.attributes import attributes
-from planner.budgets import budget_in_bytes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
 from planner.plans.summary import summarize
-from planner.profiling.devices import DeviceSpec, get_device
-from planner.profiling.other_devices import decode_devices
 from planner.profiling.roofline import model_times
 from planner.runtime.executor import Executor
 from planner.runtime.measure import median_times
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
-from planner.settings import TraceSettings
+from planner.settings.budgets import budget_in_bytes
+from planner.settings.devices import DeviceSpec, get_device
+from planner.settings.other_devices import decode_devices
+from planner.settings.stages import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.solves import result_of
@@ -49,7 +49,7 @@ from solvers.baselines.xengine import XEngineParams
 from solvers.clock import WallClock
 from solvers.result import SOLVED, Result, status_of
 
-# No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.profiling.devices`` to itself.
+# No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.settings.devices`` to itself.
 INTEGRATED = DeviceSpec("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
 MODELLED_BYTES_PER_S = 12e9  # of a copy from buffer to buffer on the same bus, both read and written
 NO_LIMIT = "no limit"

@@ -22,9 +22,9 @@ from graphs.allocators.training import least_capacity_bytes, reserved_with_pool_
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
 from planner.attributes import attributes
-from planner.memory import CountedMemory
 from planner.plans.plan import Plan
 from planner.reserved import requests_of
+from planner.settings.counted_memory import CountedMemory
 from planner.solving import solve
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, missing_keys, provenance, text, value

@@ -8,7 +8,7 @@ from graphs.ir import Graph
 from graphs.units import format_ratio
 from planner.attributes import attributes
 from planner.capture.workload.workload import parse_spec
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.solving import order_for
 from planner.studies.rows import Made, column, text, value
 from planner.studies.solves import result_of
@@ -25,7 +25,7 @@ def modelled(spec: str, device: str = "h200", **settings: Any) -> Graph:
 
     Args:
         spec: as in ``planner.capture.workload``, such as ``zoo:unet,batch=4``.
-        device: a name in ``planner.profiling.devices``.
+        device: a name in ``planner.settings.devices``.
         settings: further ones of the trace.
     """
     return Tracing(TraceSettings(roofline=device, **settings)).graph(parse_spec(spec))

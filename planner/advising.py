@@ -15,14 +15,14 @@ from graphs.short_tracebacks import short_traceback
 from planner.capture.options import OPTIONS, needs, traced_options
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn
-from planner.memory import CountedMemory
-from planner.option_settings import option_settings
-from planner.profiling.devices import get_device
 from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.reserved import memory_on
 from planner.runtime.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.runtime.measure import device_name
-from planner.settings import check_positive
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.devices import get_device
+from planner.settings.option_settings import option_settings
+from planner.settings.stages import check_positive
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import Curve

@@ -9,7 +9,7 @@ from graphs.simulate import simulate
 from planner.arena import arena_rules
 from planner.capture.options import as_executed
 from planner.reserved import on_cuda
-from planner.settings import SolveSettings
+from planner.settings.stages import SolveSettings
 from solvers.arena.solve import solve_in_arena
 from solvers.order.reorder import Reordering, in_order_of, in_program_order, permuted
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from graphs.errors import BudgetError, ModelError
 from graphs.units import parse_budget, parse_fraction, parse_rate
-from planner.budgets import budget_in_bytes
 from planner.capture.workload.workload import ModelSpec, parse_spec
+from planner.settings.budgets import budget_in_bytes
 from solvers.registry import SOLVERS
 
 Parsed = TypeVar("Parsed")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from planner.plans.plan import Plan
-from planner.settings import SolveSettings
+from planner.settings.stages import SolveSettings
 from planner.solving import solve_graph
 from solvers.child_process import ChildProcess, connection_to_parent, description
 from solvers.request import Start

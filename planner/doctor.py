@@ -18,7 +18,7 @@ from planner.plans.summary import summarize
 from planner.runtime.free_memory import free_bytes
 from planner.runtime.link import link_alone
 from planner.runtime.machine import machine
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.studies.workload_tracing import Tracing
 from planner.torch_private.capture import graph_breaks
 from planner.tracing import trace

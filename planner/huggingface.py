@@ -17,10 +17,10 @@ with explain_missing_packages():
     from transformers.trainer_utils import unwrap_peft_model
 
 from graphs.errors import PlannerError
-from planner.budgets import budget_or_overhead
 from planner.distributed.wrappers import Sharded, unwrap
 from planner.progress import Event, LoggingView, OnProgress, Progress, default_views
 from planner.progress.describe import describe
+from planner.settings.budgets import budget_or_overhead
 from planner.training.per_batch import BatchPlans, check_options
 from planner.training.step import PlannedStep
 

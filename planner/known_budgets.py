@@ -13,9 +13,9 @@ from graphs.units import UNLIMITED_BYTES, format_enough
 from planner.allocated_budget import REORDERED
 from planner.capture.options import as_executed, option_called, options_to_try, with_options
 from planner.least_budget import LeastBudget, least_budget
-from planner.memory import CountedMemory
 from planner.reserved import counted_bytes, reserved_beside
-from planner.settings import SolveSettings
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.stages import SolveSettings
 from solvers.bounds import least_budget_bound
 from solvers.clock import left
 from solvers.order.solve import SolvedOrder

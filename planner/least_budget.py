@@ -16,9 +16,9 @@ from graphs.options.selection import TRACED
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.allocated_budget import solver_in
-from planner.memory import CountedMemory
 from planner.reserved import arena_choice, counted_bytes, reserved_beside
 from planner.reserved_budget import solve_counted
+from planner.settings.counted_memory import CountedMemory
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock, left
 from solvers.least import least_known, narrowed

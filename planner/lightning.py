@@ -20,11 +20,11 @@ with explain_missing_packages():
         import pytorch_lightning as pl  # type: ignore[no-redef]
 
 from graphs.errors import PlannerError, TraceError
-from planner.budgets import budget_or_overhead
 from planner.capture.frontend.effects import Scratch
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.distributed.wrappers import InReplicated, unwrap
 from planner.progress import LoggingView
+from planner.settings.budgets import budget_or_overhead
 from planner.training.per_batch import BatchPlans, check_options
 from planner.training.sizes import Shapes, shapes_of
 from planner.training.step import PlannedStep

@@ -30,10 +30,10 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
 from planner.arena import device_arena, least_slab_bytes
-from planner.compatibility import check_compatible
-from planner.memory import CountedMemory
 from planner.plans.reserved import Reserved
-from planner.profiling.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device
+from planner.settings.compatibility import check_compatible
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device
 from solvers.order.peak import keep_everything_peak_bytes
 
 # parseChosenWorkspaceSize of aten/src/ATen/cuda/CublasHandlePool.cpp: :4096:2:16:8, and 32 MiB on Hopper.

@@ -12,8 +12,8 @@ from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
-from planner.memory import CountedMemory
 from planner.reserved import arena_choice, growth_above_budget, least_reserved_in_arena, reserved_beside, reserved_bytes_of
+from planner.settings.counted_memory import CountedMemory
 from solvers.clock import left
 from solvers.margins import Margins, MarginSearch, with_margins
 from solvers.order.reorder import in_program_order

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from graphs.ir import Graph
 from planner.background import SolveJob
-from planner.budgets import allowed_overhead
 from planner.plans.plan import Plan
 from planner.progress.stages import StageReport
-from planner.settings import RunSettings, SolveSettings, Wait
+from planner.settings.budgets import allowed_overhead
+from planner.settings.stages import RunSettings, SolveSettings, Wait
 from planner.solving import solve_graph
 from solvers.request import Start
 from solvers.result import SolveProgress

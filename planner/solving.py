@@ -13,12 +13,8 @@ from graphs.short_tracebacks import short_traceback, warn_caller
 from graphs.simulate import simulate
 from planner.allocated_budget import REORDERED, result_as_step_runs, solver_of
 from planner.attributes import attributes
-from planner.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
-from planner.compatibility import check_compatible
 from planner.known_budgets import KnownBudgets
 from planner.least_memory import least_memory
-from planner.memory import CountedMemory
-from planner.option_settings import option_settings
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
 from planner.plans.summary import other_peaks, summarize
@@ -34,7 +30,11 @@ from planner.reserved import (
     runs_in_arena,
 )
 from planner.reserved_budget import either, solve_counted
-from planner.settings import SolveSettings
+from planner.settings.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
+from planner.settings.compatibility import check_compatible
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.option_settings import option_settings
+from planner.settings.stages import SolveSettings
 from solvers.arena.solve import ARENA_SIZES
 from solvers.clock import Clock
 from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered

@@ -18,11 +18,8 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture, capture_kernels
 from planner.capture.workload.models import Workload
 from planner.keeping_everything import needed_bytes, prepare_for_tight_memory
-from planner.profiling.devices import DeviceSpec, get_device
 from planner.profiling.exactness import needs_comparison, with_exactness
-from planner.profiling.link import MEASURED_LINK
 from planner.profiling.optimizers import memory_of
-from planner.profiling.other_devices import DEVICES_KEY, encode_devices
 from planner.profiling.profile import profile
 from planner.profiling.roofline import model_times
 from planner.profiling.sizes import with_dense_sizes, with_recorded_sizes
@@ -34,7 +31,10 @@ from planner.runtime.free_memory import free_bytes
 from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.link import link_during_step
 from planner.runtime.release import release_unused
-from planner.settings import TraceSettings
+from planner.settings.devices import DeviceSpec, get_device
+from planner.settings.link import MEASURED_LINK
+from planner.settings.other_devices import DEVICES_KEY, encode_devices
+from planner.settings.stages import TraceSettings
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second

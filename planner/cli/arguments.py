@@ -17,10 +17,10 @@ from graphs.optimizers import OPTIMIZERS
 from planner import argument_types
 from planner.attributes import attributes
 from planner.capture.options import OPTIONS, traced_options
-from planner.memory import CountedMemory
-from planner.option_settings import LINK, OptionSettings, option_settings
-from planner.profiling.devices import DEVICES
-from planner.settings import TraceSettings
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.devices import DEVICES
+from planner.settings.option_settings import LINK, OptionSettings, option_settings
+from planner.settings.stages import TraceSettings
 from planner.studies.workload_tracing import Tracing
 from planner.views.text import aligned
 from planner.visible import visible, visible_lines

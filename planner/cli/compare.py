@@ -28,14 +28,14 @@ from planner.cli.arguments import (
     trace_model,
     tracing,
 )
-from planner.memory import CountedMemory
+from planner.settings.counted_memory import CountedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from graphs.ir import Graph
-    from planner.option_settings import OptionSettings
     from planner.progress import LineView
+    from planner.settings.option_settings import OptionSettings
     from planner.studies.comparison_rows import ComparisonRow
     from planner.studies.settings import StudySettings
 

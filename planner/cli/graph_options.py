@@ -4,7 +4,7 @@ import argparse
 
 from planner.capture.options import OPTIONS, traced_options
 from planner.cli.arguments import DONE, Commands, add_command, print_result, table_of
-from planner.compatibility import table
+from planner.settings.compatibility import table
 
 
 def add(commands: Commands) -> None:

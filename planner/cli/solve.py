@@ -179,9 +179,9 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
         raise UsageError("--write-model writes the program of the solver checkmate: add --solver checkmate")
     if arguments.budget is None:
         raise UsageError("--write-model writes the program of one budget: give --budget in place of --max-overhead")
-    from planner.budgets import budget_in_bytes
     from planner.capture.options import with_options
     from planner.plans.summary import summarize
+    from planner.settings.budgets import budget_in_bytes
     from planner.solving import order_for
     from solvers.baselines.checkmate import write_model
 

@@ -24,7 +24,7 @@ from planner.distributed.ranks import Ranks, SingleProcess
 from planner.runtime.channels import HostChannels
 from planner.runtime.earlier_gradients import BUCKETS, SHARDS, TO_SEND
 from planner.runtime.executor import Executor
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.tracing import capture_step
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.io.formats import write_graph
 from graphs.short_tracebacks import short_traceback, shorten
 from graphs.units import format_bytes, format_enough, format_seconds
-from planner.budgets import budget_in_bytes, is_auto, is_share, read_budget
 from planner.eager.deferred_log import DeferredLog
 from planner.eager.device_costs import costs_of
 from planner.eager.enough import enough_bytes
@@ -31,12 +30,13 @@ from planner.eager.sizes import OutputSizes
 from planner.eager.step_log import StepGraph
 from planner.eager.step_plans import StepPlans
 from planner.facts.timeline import Timeline
-from planner.memory import CountedMemory
 from planner.profiling.allocator import capped_allocator, cuda_context_bytes
 from planner.report.page import write_pages
 from planner.reserved import memory_on
 from planner.runtime.auto_budget import auto_budget_bytes
-from planner.settings import SolveSettings
+from planner.settings.budgets import budget_in_bytes, is_auto, is_share, read_budget
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.stages import SolveSettings
 from planner.solving import solve_graph
 from planner.torch_private.core import (
     is_functional_tensor,

@@ -25,7 +25,7 @@ from graphs.schedule import Compute, Schedule
 from planner.background import BackgroundSolve, SolveJob
 from planner.eager.step_log import LoggedOp, StepGraph, StepLog, recorded_step
 from planner.plans.plan import Plan
-from planner.settings import SolveSettings
+from planner.settings.stages import SolveSettings
 
 _POLL_S = 0.2
 _MOST_STEPS = 64  # limit on the number of different steps that are stored

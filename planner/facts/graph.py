@@ -15,11 +15,11 @@ from graphs.simulate import simulate
 from planner.attributes import attributes
 from planner.capture.options import restricted_to
 from planner.least_budget import least_budget
-from planner.memory import CountedMemory
 from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
-from planner.profiling.other_devices import decode_devices
 from planner.reserved import EagerMemory, eager_memory, on_cuda
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.other_devices import decode_devices
 from solvers.bounds import any_order_need, describe_need, least_budget_bound
 from solvers.order.reorder import reordered
 

@@ -13,7 +13,7 @@ from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.options.traced import measured_uses
 from planner.capture.program.program import Composed, Repeated
 from planner.capture.rewrites.outputs import tensors_in
-from planner.profiling.devices import DeviceSpec, op_time_s, workspace_bytes
+from planner.settings.devices import DeviceSpec, op_time_s, workspace_bytes
 from planner.torch_private.core import StorageWeakRef, TorchDispatchMode
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from graphs.units import format_bytes
-from planner.memory import CountedMemory
+from planner.settings.counted_memory import CountedMemory
 from planner.studies.best import kind_of
 from planner.studies.comparison_rows import ComparisonRow, RunBy, bound_of, methods_of, simulated
 from planner.views.figures import drawn, shades, size_unit

@@ -10,12 +10,12 @@ from graphs.pools import HOST, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.attributes import attributes
 from planner.capture.options import needs
-from planner.memory import CountedMemory
-from planner.option_settings import recorded_link, recorded_options
 from planner.plans.eager import slower_than
 from planner.plans.plan import Plan
-from planner.profiling.link import MEASURED_LINK, measured_link
-from planner.profiling.other_devices import DEVICES_KEY, decode_devices
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.link import MEASURED_LINK, measured_link
+from planner.settings.option_settings import recorded_link, recorded_options
+from planner.settings.other_devices import DEVICES_KEY, decode_devices
 from planner.views.text import aligned, table
 from planner.visible import visible
 

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.options import OPTIONS
 from planner.facts.graph import DeviceFacts, GraphFacts, OptionFacts
-from planner.profiling.link import format_rate
 from planner.report.describe import provenance_lines, summary_data
+from planner.settings.link import format_rate
 from planner.views.text import aligned, table
 from planner.visible import visible
 

@@ -19,9 +19,7 @@ from planner.capture.program.builder import PassBuilder
 from planner.capture.program.moved import moved
 from planner.capture.program.program import Ref
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
-from planner.compatibility import check_compatible
 from planner.profiling.allocator import Mark, cpu_allocations, segment_peaks
-from planner.profiling.other_devices import NamedDevice, parse_device
 from planner.profiling.profile import MeasuredOp, distinct_ops, isolated
 from planner.profiling.timing import timed, typical
 from planner.runtime.channels import open_channel
@@ -29,6 +27,8 @@ from planner.runtime.devices import place_of
 from planner.runtime.measure import synchronize
 from planner.runtime.transfers import DeviceMemory, copied
 from planner.runtime.workers import ThreadedCall, Worker
+from planner.settings.compatibility import check_compatible
+from planner.settings.other_devices import NamedDevice, parse_device
 
 _LARGE_BYTES, _SMALL_BYTES = 2**24, 2**12
 _COPIES, _SMALL_COPIES = 5, 32

@@ -7,11 +7,11 @@ from statistics import mean, median
 import torch
 
 from planner.capture.lowering.lower import Capture
-from planner.profiling.link import LinkProfile, LinkRates
 from planner.profiling.profile import distinct_ops, isolated
 from planner.runtime.channels import HostChannels
 from planner.runtime.host_memory import HostTensor
 from planner.runtime.transfers import Transfer
+from planner.settings.link import LinkProfile, LinkRates
 
 Compute = Callable[[], Iterator[None]]  # computes a step, and yields after each op
 

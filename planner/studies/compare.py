@@ -12,11 +12,11 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import Schedule
 from planner.attributes import attributes
-from planner.budgets import budget_in_bytes
-from planner.memory import CountedMemory
 from planner.plans.summary import summarize
 from planner.reserved import eager_bytes, memory_of, reserved_at
 from planner.runtime.machine import commit, machine
+from planner.settings.budgets import budget_in_bytes
+from planner.settings.counted_memory import CountedMemory
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows, recorded_memory
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings

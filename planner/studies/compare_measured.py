@@ -18,12 +18,12 @@ from planner.attributes import attributes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
 from planner.capture.workload.models import Workload
-from planner.memory import CountedMemory
 from planner.plans.summary import check_same_graph, summarize
 from planner.runtime.channels import HostChannels
 from planner.runtime.executor import Executor
 from planner.runtime.measure import device_name, ratio_in_turns
-from planner.settings import TraceSettings
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.stages import TraceSettings
 from planner.studies.baselines import Method, eager
 from planner.studies.best import HEURISTICS, undominated
 from planner.studies.compare import Solved, SolveRow, Task, judge_of, tasks_for

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from graphs.errors import OutputError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_seconds
-from planner.memory import CountedMemory
+from planner.settings.counted_memory import CountedMemory
 from planner.studies.rows import FIRST, KeptRows, column, key, text, value
 from solvers.registry import SOLVERS
 from solvers.result import relative_gap

@@ -11,13 +11,13 @@ from graphs.errors import BudgetError, FormatError, OutputError
 from graphs.ir import Graph
 from graphs.units import format_bytes
 from planner.attributes import attributes
-from planner.budgets import budget_in_bytes
 from planner.capture.options import with_options
 from planner.least_budget import LeastBudget, least_budget
-from planner.memory import CountedMemory
 from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
 from planner.reserved import eager_bytes, memory_of
+from planner.settings.budgets import budget_in_bytes
+from planner.settings.counted_memory import CountedMemory
 from planner.solving import order_for
 from planner.studies.budget_plots import plot_curve
 from planner.studies.curve_text import curve_text
@@ -46,7 +46,7 @@ class CurveRow:
     """The result at one budget, as a row of the CSV that ``planner curve -o`` writes."""
 
     budget_bytes: int = key("static memory included")
-    memory: str = column("what the budget counts, as in planner.memory")
+    memory: str = column("what the budget counts, as in planner.settings.counted_memory")
     budget_share: float | None = value("of what plain eager PyTorch takes of that memory")
     status: str = column("as in solvers.result")
     overhead: float | None = value("of the fastest schedule that fits, over the step without recomputation")

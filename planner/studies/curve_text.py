@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_enough, format_ratio
-from planner.memory import CountedMemory
+from planner.settings.counted_memory import CountedMemory
 from planner.studies.tables import Column, lines
 from planner.views.text import table
 from solvers.result import Status

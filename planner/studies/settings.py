@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from planner.memory import CountedMemory
-from planner.option_settings import RECOMPUTATION, OptionSettings
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.option_settings import RECOMPUTATION, OptionSettings
 
 
 @dataclass(frozen=True, slots=True)

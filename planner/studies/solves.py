@@ -5,8 +5,8 @@ from typing import Any
 
 from graphs.ir import Graph
 from planner.allocated_budget import solver_in
-from planner.memory import CountedMemory
 from planner.reserved_budget import solve_counted
+from planner.settings.counted_memory import CountedMemory
 from solvers.clock import Clock
 from solvers.order.reorder import Reordering
 from solvers.registry import get_solver

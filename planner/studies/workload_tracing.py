@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from planner.capture.workload import workload
 from planner.capture.workload.workload import ModelSpec
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 
 if TYPE_CHECKING:
     from graphs.ir import Graph

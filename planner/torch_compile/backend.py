@@ -18,16 +18,16 @@ from torch import fx
 from graphs.errors import PlannerError, TraceError
 from graphs.ir import Graph
 from graphs.short_tracebacks import short_traceback, warn_caller
-from planner.budgets import is_share
 from planner.capture.frontend.dynamo_patches import write_data_in_place_where
 from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
 from planner.capture.guards.names import readable
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import CHECKS
-from planner.profiling.devices import DEVICES, DeviceSpec, find_device, get_device
 from planner.progress import Stage, Stages
+from planner.settings.backend_settings import BackendSettings, settings_of
+from planner.settings.budgets import is_share
+from planner.settings.devices import DEVICES, DeviceSpec, find_device, get_device
 from planner.torch_compile import polyfills as polyfills  # registers them with Dynamo
-from planner.torch_compile.backend_settings import BackendSettings, settings_of
 from planner.torch_compile.joint_capture import capture_joint, rewrite_as_eager
 from planner.torch_compile.planned_graph import PlannedGraph, device_of
 from planner.torch_compile.shared_budget import SharedBudget
@@ -77,7 +77,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             together, by ``training_of_passes``), and ``on_progress`` (as there; all graphs of a step have one summary).
 
     Raises:
-        PlannerError: options are unknown or do not go together (``planner.compatibility``), or there is no budget.
+        PlannerError: options are unknown or do not go together (``planner.settings.compatibility``), or there is no budget.
         InfeasibleError, LimitError: a graph does not fit, as in ``planner.solve``.
     """
     budget = _budget(settings_of(options))

@@ -10,13 +10,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from graphs.errors import PlannerError
 from graphs.short_tracebacks import short_traceback
-from planner.budgets import budget_in_bytes, read_budget
 from planner.capture.frontend.joint import logging_methods
 from planner.capture.step import check_module
 from planner.progress import OnProgress
-from planner.settings import Wait
+from planner.settings.backend_settings import settings_of
+from planner.settings.budgets import budget_in_bytes, read_budget
+from planner.settings.stages import Wait
 from planner.torch_compile import backend
-from planner.torch_compile.backend_settings import settings_of
 from planner.torch_private.capture import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config
 
 M = TypeVar("M", bound=nn.Module)

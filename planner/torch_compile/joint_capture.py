@@ -20,12 +20,12 @@ from planner.capture.rewrites.outputs import check_layouts, outputs, storage, te
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
-from planner.compatibility import check_compatible
 from planner.keeping_everything import prepare_for_tight_memory
-from planner.profiling.devices import DeviceSpec
 from planner.profiling.profile import profile
 from planner.profiling.roofline import model_times
 from planner.profiling.unrepeatable_ops import mark_custom_ops
+from planner.settings.compatibility import check_compatible
+from planner.settings.devices import DeviceSpec
 from planner.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput
 from planner.torch_private.core import pytree
 

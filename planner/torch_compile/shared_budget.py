@@ -26,11 +26,7 @@ from graphs.schedule import Schedule
 from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES, format_bytes
-from planner.budgets import budget_in_bytes, is_auto, is_share
 from planner.capture.lowering.lower import Capture
-from planner.compatibility import check_compatible
-from planner.memory import CountedMemory
-from planner.option_settings import OptionSettings
 from planner.plans.line import saved_line
 from planner.plans.summary import summarize
 from planner.progress import Stage, Stages, views_of
@@ -38,7 +34,11 @@ from planner.reserved import eager_bytes, kept_beside_passes, memory_of, memory_
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.auto_budget import auto_budget_bytes
 from planner.search import StepSearch
-from planner.torch_compile.backend_settings import BackendSettings
+from planner.settings.backend_settings import BackendSettings
+from planner.settings.budgets import budget_in_bytes, is_auto, is_share
+from planner.settings.compatibility import check_compatible
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.option_settings import OptionSettings
 from planner.torch_compile.planned_graph import PlannedGraph, device_of
 from planner.torch_compile.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.shared_channels import SharedChannels, host_room, with_host_bytes

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import torch
 
 from graphs.errors import BudgetError
-from planner.budgets import is_auto
 from planner.capture.signature import Batch, leaves
 from planner.distributed.wrappers import Unwrapped
 from planner.runtime.auto_budget import auto_budget_bytes
+from planner.settings.budgets import is_auto
 
 
 def with_auto_resolved(

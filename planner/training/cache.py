@@ -11,9 +11,9 @@ from graphs.errors import BudgetError, FormatError, OutputError, PlannerError
 from graphs.io.files import check_writable
 from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
-from planner.budgets import allowed_overhead, budget_in_bytes
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan, read_plan
+from planner.settings.budgets import allowed_overhead, budget_in_bytes
 
 # In a plan's provenance: the peak in bytes that shares refer to, if it is not that of its own graph.
 SHARES_OF = "shares_of_bytes"

@@ -8,16 +8,16 @@ from torch import nn
 
 from graphs.optimizers import MeasuredOptimizer
 from graphs.short_tracebacks import short_traceback
-from planner.budgets import budget_or_overhead
 from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.distributed.wrappers import Unwrapped, unwrap
-from planner.memory import CountedMemory
-from planner.option_settings import default_options, option_settings
 from planner.profiling.optimizers import memory_of
 from planner.progress import OnProgress
-from planner.settings import RunSettings, SolveSettings, TraceSettings, Wait
+from planner.settings.budgets import budget_or_overhead
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.option_settings import default_options, option_settings
+from planner.settings.stages import RunSettings, SolveSettings, TraceSettings, Wait
 from planner.training.planning import Planning
 from planner.training.step import PlannedStep
 from solvers.tolerance import WIDENING, Tolerance

@@ -12,7 +12,6 @@ from graphs.ir import Graph
 from graphs.pools import HOST
 from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
-from planner.budgets import allowed_overhead
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import measured_uses, needs_measuring, with_graph
 from planner.capture.replay import RealStep
@@ -22,8 +21,6 @@ from planner.capture.workload.models import Workload
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.keeping_everything import why_it_does_not_fit
-from planner.memory import CountedMemory
-from planner.option_settings import with_recorded
 from planner.plans.line import plan_line
 from planner.plans.plan import Plan
 from planner.plans.summary import check_same_graph, summarize
@@ -40,7 +37,10 @@ from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.release import large_blocks_returned, release_unused
 from planner.search import StepSearch
-from planner.settings import TraceSettings
+from planner.settings.budgets import allowed_overhead
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.option_settings import with_recorded
+from planner.settings.stages import TraceSettings
 from planner.torch_private.core import clear_cublas_workspaces
 from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences

@@ -9,12 +9,12 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import keep_everything
 from graphs.units import format_bytes, format_enough
-from planner.budgets import budget_in_bytes
-from planner.memory import CountedMemory
-from planner.option_settings import with_recorded
 from planner.plans.plan import Plan
 from planner.reserved import eager_bytes, reserved_with_graphs, rules_of
 from planner.runtime.graph_pool import pool_bytes
+from planner.settings.budgets import budget_in_bytes
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.option_settings import with_recorded
 
 _TRIES = 6  # solves: segments are coarse, so a plan with a lower peak may keep the same memory
 

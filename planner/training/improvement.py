@@ -21,8 +21,6 @@ from graphs.units import format_bytes
 from planner.background import BackgroundSolve, SolveJob, solve_here
 from planner.capture.lowering.lower import Capture
 from planner.distributed.ranks import SingleProcess
-from planner.memory import CountedMemory
-from planner.option_settings import with_recorded
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
 from planner.runtime.arena import Arena
@@ -30,6 +28,8 @@ from planner.runtime.device_arena import DeviceArena
 from planner.runtime.executor import Executor
 from planner.runtime.observation import OpTimer, PeakWatch
 from planner.search import StepSearch
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.option_settings import with_recorded
 from planner.solving import judged_on
 from solvers.result import OPTIMAL_GAP, SOLVED
 

@@ -9,11 +9,9 @@ from torch import nn
 
 from graphs.errors import PlannerError, UsageError
 from graphs.options.option import Feature
-from planner.budgets import allowed_overhead, cache_key
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn
-from planner.compatibility import check_compatible, find_conflict
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
 from planner.plan_check import check_sizes
@@ -26,7 +24,9 @@ from planner.runtime.device_arena import shared_slab
 from planner.runtime.executor import check_no_transform
 from planner.runtime.measure import device_name
 from planner.search import StepSearch
-from planner.settings import RunSettings, SolveSettings, TraceSettings
+from planner.settings.budgets import allowed_overhead, cache_key
+from planner.settings.compatibility import check_compatible, find_conflict
+from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
 from planner.training.auto_budget import with_auto_resolved
 from planner.training.cache import PlanCache, warn_unusable
 from planner.training.compiler import Compiler

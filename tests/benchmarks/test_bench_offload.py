@@ -27,7 +27,7 @@ from graphs.errors import BudgetError
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.units import format_ratio
 from planner.capture.workload.workload import parse_spec
-from planner.option_settings import option_settings
+from planner.settings.option_settings import option_settings
 from planner.studies.rows import read_rows
 
 RESULTS = Path(__file__).parents[2] / "results" / "offload"

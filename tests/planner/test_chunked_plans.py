@@ -25,7 +25,7 @@ from planner.plans.eager import Difference, EagerComparison
 from planner.plans.plan import Plan, read_plan
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
 from planner.report.graph_text import graph_text
-from planner.settings import SolveSettings
+from planner.settings.stages import SolveSettings
 from planner.training.compare_eager import warn_of_differences
 from tests.support.cli import call, refused
 from tests.support.models.alternatives import in_chunks, make, optional_ops, plan_of, schedule_with

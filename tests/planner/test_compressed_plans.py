@@ -25,7 +25,7 @@ from planner.plans.plan import read_plan
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.solving import solve
 from planner.training.step import PlannedStep
 

@@ -10,11 +10,11 @@ from graphs.errors import LimitError, MismatchError, UsageError
 from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
 from planner.arena import device_arena
-from planner.memory import CountedMemory
 from planner.plan_check import check_plan
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.reserved import arena_of, reserved_for
+from planner.settings.counted_memory import CountedMemory
 from planner.solving import solve
 from solvers.registry import get_solver
 from solvers.request import Request

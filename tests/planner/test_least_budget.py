@@ -18,9 +18,9 @@ from planner import least_budget as remembered
 from planner.capture.options import with_options
 from planner.facts.graph import graph_facts
 from planner.least_budget import least_budget
-from planner.memory import CountedMemory
 from planner.progress import Progress
 from planner.reserved import counted_bytes
+from planner.settings.counted_memory import CountedMemory
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import curve
 from planner.studies.frontier import Frontier

@@ -18,7 +18,6 @@ from planner import search
 from planner.facts.graph import graph_facts
 from planner.facts.step import StepFacts
 from planner.facts.timeline import Timeline
-from planner.option_settings import option_settings
 from planner.plan_check import check_plan
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan, read_plan
@@ -26,7 +25,8 @@ from planner.plans.summary import other_peaks, summarize
 from planner.report.describe import plan_text
 from planner.report.page import page
 from planner.running import run
-from planner.settings import SolveSettings
+from planner.settings.option_settings import option_settings
+from planner.settings.stages import SolveSettings
 from tests.support.graphs.random_choices import any_schedule
 
 SECOND = "cpu:1"

@@ -15,8 +15,8 @@ import pytest
 from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from planner.budgets import budget_in_bytes
 from planner.plans.plan import Plan
+from planner.settings.budgets import budget_in_bytes
 from planner.solving import solve_graph
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock

@@ -15,7 +15,7 @@ from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.torch_private.core import DispatchKey, python_kernels, scoped_library
 from planner.tracing import profiled
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way

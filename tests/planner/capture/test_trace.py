@@ -16,7 +16,7 @@ from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of, outcome
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.tracing import profiled
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 

@@ -16,7 +16,7 @@ from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.progress import LineView
 from planner.running import RunReport
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.solving import solve
 from tests.support.budgets import between
 from tests.support.cli import ROOT, call, chain, refused, run_report

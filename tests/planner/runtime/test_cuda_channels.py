@@ -16,7 +16,7 @@ from planner.runtime.cuda_channels import StreamChannel, StreamTransfer
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.transfers import Transfer
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.tracing import profiled
 from tests.support.budgets import assert_is_peak
 from tests.support.cuda_device import Order, cuda_device, on_device

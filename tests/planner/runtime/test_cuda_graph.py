@@ -17,7 +17,7 @@ from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.runtime.executor import Executor
 from planner.runtime.graphed_step import recordable
-from planner.settings import RunSettings, SolveSettings, TraceSettings
+from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
 from planner.training import per_batch
 from planner.training.per_batch import BatchPlans
 from planner.training.planning import Planning

@@ -19,7 +19,6 @@ from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
-from planner.memory import CountedMemory
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.runtime.cuda_graph import CudaGraphs
@@ -28,7 +27,8 @@ from planner.runtime.graph_pool import pool_bytes
 from planner.runtime.graphed_step import record, recordable
 from planner.runtime.libraries import warm_up_libraries, workspaces
 from planner.search import StepSearch
-from planner.settings import RunSettings, SolveSettings, TraceSettings
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
 from planner.tracing import profiled
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep

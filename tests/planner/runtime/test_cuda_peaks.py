@@ -19,7 +19,7 @@ from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.measure import loss_of
 from planner.runtime.observation import PeakWatch
 from planner.runtime.pool_memory import measured_peak
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.studies.baselines import Method
 from planner.studies.measured import Benchmark
 from planner.tracing import profiled

@@ -9,7 +9,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.tracing import profiled
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import assert_as_eager

@@ -11,7 +11,7 @@ from planner.runtime.device_profile import other_devices
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
 from planner.runtime.observation import OpTimer
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.tracing import profiled
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.models.steps import make

@@ -15,7 +15,7 @@ from planner.reserved import requests_of
 from planner.runtime.device_arena import DeviceArena, SharedPool
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.tracing import profiled
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.machine import Machine

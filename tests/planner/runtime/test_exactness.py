@@ -4,7 +4,7 @@ import pytest
 
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.tracing import profiled
 from tests.support.budgets import on_the_way
 from tests.support.models.outcomes import assert_same, train

@@ -16,10 +16,10 @@ from planner.capture.options.in_place_variants import with_out, working_in_place
 from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
-from planner.option_settings import option_settings
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
-from planner.settings import TraceSettings
+from planner.settings.option_settings import option_settings
+from planner.settings.stages import TraceSettings
 from planner.tracing import capture_profiled
 from tests.support.budgets import on_the_way
 from tests.support.models.outcomes import executed

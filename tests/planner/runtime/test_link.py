@@ -14,11 +14,11 @@ from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.profiling.link import MEASURED_LINK, LinkProfile, LinkRates, measured_link, published_link
 from planner.runtime import link
 from planner.runtime.channels import HostChannels
 from planner.runtime.host_memory import HostTensor
 from planner.runtime.link import link_during_step
+from planner.settings.link import MEASURED_LINK, LinkProfile, LinkRates, measured_link, published_link
 from planner.tracing import trace
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.streams import BYTES_PER_S, LAUNCH_S

@@ -21,7 +21,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.host_memory import HostMemory
 from planner.runtime.pool_memory import measured_peak
 from planner.runtime.transfers import storage_bytes
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.solving import solve
 from planner.tracing import profiled
 from tests.support.budgets import on_the_way

@@ -17,7 +17,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.solving import solve
 from planner.tracing import capture_profiled
 from solvers.bounds import least_budget_bound

@@ -20,7 +20,7 @@ from planner.report.comparisons import (
     table_text,
     write_report,
 )
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.studies.baselines import (
     Method,
     auto_sac,

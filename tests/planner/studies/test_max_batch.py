@@ -17,11 +17,11 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from planner.capture.workload.workload import parse_spec
 from planner.least_memory import StopWhenDecided
-from planner.memory import CountedMemory
-from planner.option_settings import RECOMPUTATION, option_settings
 from planner.profiling.scaling import GraphFit, has_same_ops
 from planner.reserved import counted_bytes, reserved_at
-from planner.settings import TraceSettings
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.option_settings import RECOMPUTATION, option_settings
+from planner.settings.stages import TraceSettings
 from planner.studies.max_batch import largest, max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
 from planner.studies.workload_sizes import SizedModel

@@ -19,7 +19,7 @@ from planner import search
 from planner.capture.workload.models import Workload
 from planner.plans.plan import Plan
 from planner.runtime.measure import StepOutcome, measure_memory, outcome
-from planner.torch_compile.backend_settings import settings_of
+from planner.settings.backend_settings import settings_of
 from tests.support.budgets import between
 
 pytestmark = [

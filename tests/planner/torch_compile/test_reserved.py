@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from graphs.errors import UsageError
-from planner.memory import CountedMemory
 from planner.reserved import eager_reserved_bytes, reserved_bytes_of
+from planner.settings.counted_memory import CountedMemory
 from planner.torch_compile import shared_budget
 from planner.torch_compile.planned_graph import PlannedGraph
 from tests.support.models.backend import compiled, only_budget, step_of

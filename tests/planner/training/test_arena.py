@@ -21,7 +21,7 @@ from planner.runtime import arena_allocator
 from planner.runtime.arena_allocator import Slab
 from planner.runtime.executor import Executor
 from planner.runtime.measure import outcome
-from planner.settings import RunSettings
+from planner.settings.stages import RunSettings
 from planner.training.dynamic import DynamicStep
 from planner.training.step import PlannedStep
 from tests.support.logs import lines_of

@@ -14,9 +14,9 @@ import planner
 from graphs.errors import InfeasibleError
 from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
-from planner.profiling.link import MEASURED_LINK
 from planner.profiling.profile import profile
 from planner.runtime.measure import outcome
+from planner.settings.link import MEASURED_LINK
 from planner.training.dynamic import DynamicStep
 from tests.support.inductor.steps import CASES, Case, compiled, mlp, prepare
 from tests.support.models.outcomes import peak_bytes

@@ -17,8 +17,8 @@ from planner import search
 from planner.capture.workload.models import Workload, build
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
-from planner.profiling.link import measured_link
 from planner.runtime.executor import Executor
+from planner.settings.link import measured_link
 from tests.support.cli import call
 from tests.support.models.steps import make
 
@@ -104,7 +104,9 @@ def test_a_kept_plan_that_takes_too_much_of_the_host_is_made_again(tmp_path: Pat
     kept = compiled(small(), cache=tmp_path).plan
     assert compiled(small(), cache=tmp_path).plan == kept
     free_bytes = 2 * kept.pool_peaks_bytes[HOST] - 2
-    monkeypatch.setattr("planner.option_settings.psutil.virtual_memory", lambda: type("Memory", (), {"available": free_bytes}))
+    monkeypatch.setattr(
+        "planner.settings.option_settings.psutil.virtual_memory", lambda: type("Memory", (), {"available": free_bytes})
+    )
     with pytest.warns(UserWarning, match=r"it takes .* of the host's memory, and may take .* here"):
         again = compiled(small(), cache=tmp_path)
     assert again.plan.pool_peaks_bytes[HOST] <= free_bytes // 2

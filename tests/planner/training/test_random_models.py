@@ -9,7 +9,7 @@ from planner.capture.step import TrainingStep
 from planner.distributed.wrappers import unwrap
 from planner.plans.summary import summarize
 from planner.search import StepSearch
-from planner.settings import RunSettings, SolveSettings, TraceSettings
+from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
 from planner.training.compiler import Compiler
 from solvers.clock import WorkClock
 from solvers.least import least_budget

@@ -24,7 +24,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.runtime.executor import Executor
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.solving import solve
 
 _MMAP_THRESHOLD = -3  # of mallopt

@@ -15,7 +15,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.profiling.exactness import with_exactness
 from planner.profiling.profile import profile
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.tracing import capture_step
 from tests.support.models.alternatives import make
 

@@ -20,8 +20,8 @@ from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
-from planner.profiling.devices import get_device
 from planner.profiling.roofline import model_times
+from planner.settings.devices import get_device
 
 
 def restored(value: torch.Tensor, form: str, number: int = 0) -> torch.Tensor:

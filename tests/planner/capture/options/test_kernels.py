@@ -17,7 +17,7 @@ from planner.capture.options import with_options
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.torch_private.core import FakeTensorMode
 from tests.support.models.alternatives import make
 

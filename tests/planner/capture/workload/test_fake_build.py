@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.ir import Graph
 from planner.capture.workload.workload import load, parse_spec
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.studies.workload_tracing import Tracing
 
 # Four terabytes of float32: real tensors of these shapes cannot be allocated.

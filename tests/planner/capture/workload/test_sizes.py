@@ -6,7 +6,7 @@ import pytest
 
 from graphs.errors import PlannerError, UnknownOptionError, UsageError
 from planner.capture.workload.workload import parse_spec
-from planner.settings import TraceSettings
+from planner.settings.stages import TraceSettings
 from planner.studies.workload_sizes import SizedModel
 from planner.studies.workload_tracing import Tracing
 

@@ -261,5 +261,5 @@ def test_missing_device_raises() -> None:
 
 
 def test_listing_models_and_devices_does_not_import_torch() -> None:
-    code = "import sys, planner.capture.workload.models, planner.profiling.devices; sys.exit('torch' in sys.modules)"
+    code = "import sys, planner.capture.workload.models, planner.settings.devices; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

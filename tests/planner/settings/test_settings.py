@@ -12,10 +12,10 @@ from graphs.errors import PlannerError
 from graphs.io.formats import write_graph
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
-from planner.option_settings import option_settings
 from planner.plans.plan import read_plan
 from planner.search import StepSearch
-from planner.settings import RunSettings, SolveSettings, TraceSettings
+from planner.settings.option_settings import option_settings
+from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
 from solvers.baselines.dtr import DtrParams
 from solvers.windows.params import BoundParams, WindowsParams
 

@@ -14,7 +14,7 @@ from graphs.errors import UsageError
 from graphs.options.option import Feature, Need
 from planner.capture.options import OPTIONS, needs
 from planner.cli.main import main
-from planner.compatibility import Incompatibility, check_compatible, conflicts, table
+from planner.settings.compatibility import Incompatibility, check_compatible, conflicts, table
 
 X, Y = torch.ones(2, 4), torch.zeros(2, 3)
 
@@ -58,7 +58,7 @@ def test_each_conflict_of_the_table_is_one_clear_error(conflict: Incompatibility
 
 
 def test_the_documentation_shows_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "options" / "index.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "options" / "index.md").read_text()
     for row in table():
         assert f"| {' | '.join(row)} |" in page
 

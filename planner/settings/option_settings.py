@@ -14,8 +14,8 @@ from graphs.options.selection import exact_ops
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.units import format_seconds, parse_budget, parse_rate
 from planner.capture.options import DEFAULTS, check_complete, needing, needs, with_options
-from planner.profiling.link import format_rate, measured_link, published_link
-from planner.profiling.other_devices import DEVICES_KEY, decode_devices, encode_devices
+from planner.settings.link import format_rate, measured_link, published_link
+from planner.settings.other_devices import DEVICES_KEY, decode_devices, encode_devices
 from solvers.registry import check_solver, check_takes
 
 # The rate per direction of PCIe 4, or of PCIe 5 during a training step that uses memory itself.

@@ -22,7 +22,7 @@ import msgspec
 from graphs.errors import GraphError, MismatchError
 from graphs.options.surroundings import Link
 from graphs.units import format_bytes, format_seconds
-from planner.profiling.devices import DEVICES, find_device
+from planner.settings.devices import DEVICES, find_device
 
 MEASURED_LINK = "link_to_host"  # key in the provenance of a graph
 _SLOWED = 0.9  # of a direction's rate alone: below, the two directions slow each other down

@@ -9,8 +9,16 @@ from graphs.errors import BudgetError
 from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import training_chain
-from planner.budgets import allowed_overhead, at_overhead, budget_in_bytes, budget_or_overhead, cache_key, is_auto, read_budget
 from planner.plans.summary import summarize
+from planner.settings.budgets import (
+    allowed_overhead,
+    at_overhead,
+    budget_in_bytes,
+    budget_or_overhead,
+    cache_key,
+    is_auto,
+    read_budget,
+)
 from solvers.bounds import least_budget_bound
 from tests.support.solvers.brute_force import fastest
 

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from graphs.errors import UsageError
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
-from planner.profiling.devices import DEVICES, get_device, is_view, op_bytes, op_flops, op_time_s, workspace_bytes
+from planner.settings.devices import DEVICES, get_device, is_view, op_bytes, op_flops, op_time_s, workspace_bytes
 
 aten = torch.ops.aten
 H200 = DEVICES["h200"]

@@ -9,11 +9,11 @@ from graphs.errors import UsageError
 from graphs.optimizers import OPTIMIZERS, MeasuredOptimizer
 from graphs.options.option import Feature
 from planner.capture.options import check_traced, parsed, traced_options
-from planner.compatibility import check_compatible
-from planner.memory import CountedMemory
-from planner.option_settings import RECOMPUTATION, OptionSettings
-from planner.profiling.devices import get_device
-from planner.profiling.other_devices import parse_device
+from planner.settings.compatibility import check_compatible
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.devices import get_device
+from planner.settings.option_settings import RECOMPUTATION, OptionSettings
+from planner.settings.other_devices import parse_device
 from solvers.clock import Clock, WallClock, WorkClock
 from solvers.registry import check_params
 from solvers.tolerance import WIDENING, Tolerance
@@ -168,7 +168,7 @@ class SolveSettings:
 
     @property
     def features(self) -> set[str]:
-        """The features in these settings that may exclude others (``planner.compatibility``)."""
+        """The features in these settings that may exclude others (``planner.settings.compatibility``)."""
         given = {
             Feature.HOST_SHARE: self.options.shares_host,
             Feature.ARENA: self.arena,
@@ -207,7 +207,7 @@ class RunSettings:
 
     @property
     def features(self) -> set[str]:
-        """The features in these settings that may exclude others (``planner.compatibility``)."""
+        """The features in these settings that may exclude others (``planner.settings.compatibility``)."""
         given = {
             Feature.INDUCTOR: self.kernels == "inductor",
             Feature.CUDA_GRAPH: self.cuda_graph,

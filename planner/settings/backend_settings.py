@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from graphs.errors import PlannerError
 from graphs.options.option import Feature
-from planner.budgets import read_budget
-from planner.compatibility import check_compatible
-from planner.memory import CountedMemory
-from planner.option_settings import option_settings
 from planner.progress import OnProgress, views_of
-from planner.settings import RunSettings, SolveSettings, Wait
+from planner.settings.budgets import read_budget
+from planner.settings.compatibility import check_compatible
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.option_settings import option_settings
+from planner.settings.stages import RunSettings, SolveSettings, Wait
 from solvers.tolerance import WIDENING, Tolerance
 
 

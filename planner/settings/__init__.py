@@ -1,0 +1,1 @@
+"""Settings: what a user may say, read and checked once. Never imports torch."""

@@ -22,8 +22,8 @@ from graphs.allocators.training import least_capacity_bytes, reserved_with_pool_
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
 from planner.attributes import attributes
+from planner.memory.reserved import requests_of
 from planner.plans.plan import Plan
-from planner.reserved import requests_of
 from planner.settings.counted_memory import CountedMemory
 from planner.solving import solve
 from planner.studies.experiment import Study

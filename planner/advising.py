@@ -15,9 +15,9 @@ from graphs.short_tracebacks import short_traceback
 from planner.capture.options import OPTIONS, needs, traced_options
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn
+from planner.memory.auto_budget import auto_budget_bytes, reserve_bytes
+from planner.memory.reserved import memory_on
 from planner.progress import OnProgress, Stage, Stages, views_of
-from planner.reserved import memory_on
-from planner.runtime.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.runtime.measure import device_name
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import get_device

@@ -14,8 +14,8 @@ from graphs.errors import PlannerError, TraceError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_seconds
 from planner.capture.workload.workload import ModelSpec
+from planner.memory.free_memory import free_bytes
 from planner.plans.summary import summarize
-from planner.runtime.free_memory import free_bytes
 from planner.runtime.link import link_alone
 from planner.runtime.machine import machine
 from planner.settings.stages import TraceSettings

@@ -4,9 +4,9 @@ import torch
 
 from graphs.ir import Graph
 from graphs.units import format_bytes
+from planner.memory.free_memory import free_bytes
+from planner.memory.release import return_large_blocks
 from planner.plans.summary import summarize
-from planner.runtime.free_memory import free_bytes
-from planner.runtime.release import return_large_blocks
 
 # The bytes of a fragmented heap over those of its tensors. 1.8 was measured with everything kept, and 7 for plans of 130 MB.
 _MOST_HEAP = 2

@@ -14,9 +14,9 @@ from graphs.options.selection import differences
 from graphs.schedule import keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
+from planner.memory.reserved import arena_of, reserved_for
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.plans.summary import check_same_graph, other_peaks, summarize
-from planner.reserved import arena_of, reserved_for
 from planner.settings.option_settings import with_recorded
 
 _ROUNDING = 1e-9  # relative tolerance of sums of seconds

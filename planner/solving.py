@@ -11,15 +11,11 @@ from graphs.options.selection import differences
 from graphs.schedule import Schedule
 from graphs.short_tracebacks import short_traceback, warn_caller
 from graphs.simulate import simulate
-from planner.allocated_budget import REORDERED, result_as_step_runs, solver_of
 from planner.attributes import attributes
-from planner.known_budgets import KnownBudgets
-from planner.least_memory import least_memory
-from planner.plans.plan import Plan
-from planner.plans.record import GraphSummary
-from planner.plans.summary import other_peaks, summarize
-from planner.progress import OnProgress, Stage, Stages, views_of
-from planner.reserved import (
+from planner.memory.allocated_budget import REORDERED, result_as_step_runs, solver_of
+from planner.memory.known_budgets import KnownBudgets
+from planner.memory.least_memory import least_memory
+from planner.memory.reserved import (
     arena_choice,
     arena_of,
     eager_bytes,
@@ -29,7 +25,11 @@ from planner.reserved import (
     reserved_for,
     runs_in_arena,
 )
-from planner.reserved_budget import either, solve_counted
+from planner.memory.reserved_budget import either, solve_counted
+from planner.plans.plan import Plan
+from planner.plans.record import GraphSummary
+from planner.plans.summary import other_peaks, summarize
+from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.settings.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory

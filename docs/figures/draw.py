@@ -44,10 +44,12 @@ class Call(NamedTuple):
 SOLVE_WALK = (
     Call(0, "planner.cli.solve", "run", "a graph read from a file"),
     Call(1, "planner.solving", "solve", "the graph with its options, a budget in bytes"),
-    Call(2, "planner.reserved_budget", "solve_counted", "one solve; more if reserved memory counts"),
-    Call(3, "planner.allocated_budget", "solve_once", "a solve in the requested order of ops", passed_by="planner.solving"),
+    Call(2, "planner.memory.reserved_budget", "solve_counted", "one solve; more if reserved memory counts"),
+    Call(
+        3, "planner.memory.allocated_budget", "solve_once", "a solve in the requested order of ops", passed_by="planner.solving"
+    ),
     Call(4, "solvers.order.solve", "solve_in_best_order", "in program order, then in another"),
-    Call(5, "solvers.registry", "solve", "a method by its name", passed_by="planner.allocated_budget"),
+    Call(5, "solvers.registry", "solve", "a method by its name", passed_by="planner.memory.allocated_budget"),
     Call(6, "solvers.windows", "solve", "the exact solver"),
     Call(7, "solvers.windows.driver", "run", "stages of strategies"),
     Call(8, "solvers.windows.strategies.first_schedules", "step", "orders of executions, by rules"),

@@ -198,7 +198,7 @@ def counted_memory(arguments: argparse.Namespace) -> CountedMemory:
     Raises:
         UsageError: reserved memory is asked for on the CPU.
     """
-    from planner.reserved import memory_on
+    from planner.memory.reserved import memory_on
 
     device = arguments.device if arguments.roofline is None else "cpu" if arguments.roofline == "cpu" else "cuda"
     return memory_on(device, CountedMemory.of(arguments.memory))

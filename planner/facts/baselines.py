@@ -7,8 +7,8 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
+from planner.memory.reserved import reserved_bytes_of
 from planner.plans.record import PlanRecord
-from planner.reserved import reserved_bytes_of
 from planner.settings.counted_memory import CountedMemory
 from solvers.baselines.common.blocks import blockings
 from solvers.baselines.common.recomputation import recompute_groups

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.units import format_bytes, format_ratio
+from planner.memory.predicted import Reserved
 from planner.plans.eager import EagerComparison, slower_than
-from planner.plans.reserved import Reserved
 from planner.settings.counted_memory import CountedMemory
 from solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, relative_gap, status_of
 

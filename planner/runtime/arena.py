@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from graphs.ir import Phase
 from graphs.units import format_bytes
+from planner.memory.release import release_unused
 from planner.runtime import arena_allocator, optimizer_steps
 from planner.runtime.arena_allocator import Addresses, Missed, RecordedRequest, Recording, Slab
 from planner.runtime.code import Backward, Forward, Returned
-from planner.runtime.release import release_unused
 from planner.runtime.slab_addresses import (
     MOST_RECORDINGS,
     OptimizerStep,

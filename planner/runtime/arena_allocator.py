@@ -12,7 +12,7 @@ import numpy as np
 
 from graphs.errors import OutOfMemoryError, PlannerError, first_line
 from graphs.units import format_bytes
-from planner.arena import LEAST_BYTES
+from planner.memory.arena_rules import LEAST_BYTES
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 

@@ -20,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphs.allocators.steering import Action, Hold, Steering, is_placed
 from graphs.units import format_bytes
 from planner.capture.program.program import Call
+from planner.memory.release import release_unused
 from planner.runtime.arena import SharedSlab
 from planner.runtime.code import Backward, Forward, Returned
-from planner.runtime.release import release_unused
 from planner.torch_private.core import backward_retains_graph
 from planner.torch_private.cuda import raw_alloc, raw_free
 

@@ -18,7 +18,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.program.program import Source
 from planner.capture.signature import Batch, arguments, join_returned
 from planner.capture.step import TrainingStep
-from planner.reserved import arena_of, uses_libraries
+from planner.memory.reserved import arena_of, uses_libraries
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.changed_inputs import ChangedInputs
 from planner.runtime.channels import HostChannels

@@ -15,8 +15,8 @@ from graphs.pools import DEVICE, HOST
 from graphs.schedule import Compute
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
+from planner.memory.free_memory import free_bytes
 from planner.runtime.allocator_failure import AllocatorFailure, allocator_failure
-from planner.runtime.free_memory import free_bytes
 from planner.runtime.step_lines import StepLines
 from solvers.bounds import describe_need, least_budget_bound
 

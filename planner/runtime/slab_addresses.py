@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from graphs.addresses import Buffer, Offsets, live_bytes
 from graphs.ir import Phase
-from planner.arena import ALIGNMENT, LEAST_BYTES
+from planner.memory.arena_rules import ALIGNMENT, LEAST_BYTES
 from planner.runtime.arena_allocator import Addresses, RecordedRequest, Recording
 from solvers.addresses.solve import solve
 

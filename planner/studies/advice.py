@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_enough
 from planner.capture.options import option_called
+from planner.memory.reserved import EagerMemory
 from planner.plans.record import GraphSummary
-from planner.reserved import EagerMemory
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.budget_plots import plot_advice
 from planner.views.text import table

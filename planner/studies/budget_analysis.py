@@ -8,9 +8,9 @@ from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.units import format_bytes, format_enough
 from planner.capture.options import needs, option_called, options_to_try, with_options
-from planner.least_budget import LeastBudget, least_budget
+from planner.memory.least_budget import LeastBudget, least_budget
+from planner.memory.reserved import context_bytes_of, eager_bytes, eager_memory, eager_reserved_bytes, memory_of, on_cuda
 from planner.plans.summary import summarize
-from planner.reserved import context_bytes_of, eager_bytes, eager_memory, eager_reserved_bytes, memory_of, on_cuda
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation

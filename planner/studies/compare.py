@@ -12,8 +12,8 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import Schedule
 from planner.attributes import attributes
+from planner.memory.reserved import eager_bytes, memory_of, reserved_at
 from planner.plans.summary import summarize
-from planner.reserved import eager_bytes, memory_of, reserved_at
 from planner.runtime.machine import commit, machine
 from planner.settings.budgets import budget_in_bytes
 from planner.settings.counted_memory import CountedMemory

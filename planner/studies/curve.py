@@ -12,10 +12,10 @@ from graphs.ir import Graph
 from graphs.units import format_bytes
 from planner.attributes import attributes
 from planner.capture.options import with_options
-from planner.least_budget import LeastBudget, least_budget
+from planner.memory.least_budget import LeastBudget, least_budget
+from planner.memory.reserved import eager_bytes, memory_of
 from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
-from planner.reserved import eager_bytes, memory_of
 from planner.settings.budgets import budget_in_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.solving import order_for

@@ -12,9 +12,9 @@ from typing import Any
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio
-from planner.least_memory import StopWhenDecided
+from planner.memory.least_memory import StopWhenDecided
+from planner.memory.reserved import memory_of, reserved_at
 from planner.profiling.scaling import GraphFit
-from planner.reserved import memory_of, reserved_at
 from planner.solving import order_for
 from planner.studies.sizes import OPTIMAL, LargestSize, SizedMethod, Wanted
 from planner.studies.solves import result_in

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from graphs.ir import Graph
-from planner.allocated_budget import solver_in
-from planner.reserved_budget import solve_counted
+from planner.memory.allocated_budget import solver_in
+from planner.memory.reserved_budget import solve_counted
 from planner.settings.counted_memory import CountedMemory
 from solvers.clock import Clock
 from solvers.order.reorder import Reordering

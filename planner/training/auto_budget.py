@@ -7,7 +7,7 @@ import torch
 from graphs.errors import BudgetError
 from planner.capture.signature import Batch, leaves
 from planner.distributed.wrappers import Unwrapped
-from planner.runtime.auto_budget import auto_budget_bytes
+from planner.memory.auto_budget import auto_budget_bytes
 from planner.settings.budgets import is_auto
 
 

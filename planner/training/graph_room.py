@@ -9,8 +9,8 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import keep_everything
 from graphs.units import format_bytes, format_enough
+from planner.memory.reserved import eager_bytes, reserved_with_graphs, rules_of
 from planner.plans.plan import Plan
-from planner.reserved import eager_bytes, reserved_with_graphs, rules_of
 from planner.runtime.graph_pool import pool_bytes
 from planner.settings.budgets import budget_in_bytes
 from planner.settings.counted_memory import CountedMemory

@@ -92,7 +92,7 @@ def _verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, 
 def _bracket(search: Search, proved_bytes: int) -> str:
     """Return a sentence about the least feasible budget, whose lower bound is proved for one order of first executions.
 
-    What is known to be feasible is ``planner.least_budget``'s to say, unless the least budget is known to the byte.
+    What is known to be feasible is ``planner.memory.least_budget``'s to say, unless the least budget is known to the byte.
     """
     least = search.incumbent.least_peak
     if least is not None and least.peak_bytes == proved_bytes:

@@ -9,17 +9,17 @@ from graphs.allocators.training import Training
 from graphs.errors import LimitError, MismatchError, UsageError
 from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
-from planner.arena import device_arena
+from planner.memory.arena_rules import device_arena
+from planner.memory.reserved import arena_of, reserved_for
 from planner.plan_check import check_plan
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
-from planner.reserved import arena_of, reserved_for
 from planner.settings.counted_memory import CountedMemory
 from planner.solving import solve
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Ending, Result, Status
-from tests.planner.test_reserved import of_four_sizes
+from tests.planner.memory.test_reserved import of_four_sizes
 from tests.support.solvers.brute_force import fastest
 
 MIB = 2**20
@@ -109,7 +109,7 @@ def test_what_had_too_little_time_is_solved_again_from_what_is_known(monkeypatch
         cut = is_first and len(asked) > 1 and found.schedule is not None
         return replace(found, graph=request.graph, status=Status.FEASIBLE, ended=Ending.LIMIT) if cut else found
 
-    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: run)
+    monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: run)
     plan = solve(of_four_sizes(7, 8), "75%", work_limit=20.0, reorder=False)
     *budgets, last = (request.budget_bytes for request in asked)
     assert last in budgets and len(budgets) == len(set(budgets))

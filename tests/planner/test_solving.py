@@ -20,7 +20,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import training_chain
-from planner.least_budget import LeastBudget, least_budget
+from planner.memory.least_budget import LeastBudget, least_budget
 from planner.plan_check import check_plan
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import plan_from_dict
@@ -131,7 +131,7 @@ def test_time_limit_bounds_the_search_for_a_feasible_budget(graph: Graph, monkey
         stopped.append(ended)
         return least_budget(graph, memory, **settings)
 
-    monkeypatch.setattr("planner.known_budgets.least_budget", least)
+    monkeypatch.setattr("planner.memory.known_budgets.least_budget", least)
     for limit_s in (0.25, 3600.0):
         with pytest.raises(InfeasibleError, match="A schedule is known for"):
             planner.solve(graph, 1, time_limit_s=limit_s)
@@ -155,7 +155,7 @@ def test_the_time_limit_holds_for_the_order_and_for_the_solves_together(monkeypa
         return replace(found, graph=request.graph)
 
     monkeypatch.setattr("solvers.order.solve.reordered", order)
-    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: solve)
+    monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: solve)
     plan = planner.solve(graph, budget_bytes, work_limit=60.0, reorder=True)
     assert given == [("order", 15.0), ("solve", 50.0), ("solve", 38.0)]
     assert plan.settings["reordered"] is False
@@ -169,8 +169,8 @@ def test_where_time_is_up_nothing_is_said_of_other_budgets(graph: Graph, monkeyp
         request.clock.spend(100.0)
         return get_solver("windows")(request)
 
-    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: solve)
-    monkeypatch.setattr("planner.known_budgets.least_budget", None)
+    monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: solve)
+    monkeypatch.setattr("planner.memory.known_budgets.least_budget", None)
     with pytest.raises(InfeasibleError, match=r"is below .*lower the batch size\.$"):
         planner.solve(graph, 1, work_limit=20.0)
 

@@ -17,11 +17,11 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from graphs.schedule import keep_everything
-from planner.arena import ALIGNMENT, LEAST_BYTES
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.memory.arena_rules import ALIGNMENT, LEAST_BYTES
 from planner.runtime import arena_allocator, slab_addresses
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab, idle_pages_stay

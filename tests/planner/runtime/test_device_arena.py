@@ -11,7 +11,7 @@ from graphs.allocators.caching import DEFAULT_POOL
 from graphs.allocators.steering import is_placed, steer
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.reserved import requests_of
+from planner.memory.reserved import requests_of
 from planner.runtime.device_arena import DeviceArena, SharedPool
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of

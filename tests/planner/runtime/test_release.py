@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from planner.runtime import release
-from planner.runtime.release import return_large_blocks
+from planner.memory import release
+from planner.memory.release import return_large_blocks
 from tests.support.logs import lines_of
 
 _HELD = """
 import torch
 from benchmarks.process_memory import status_bytes
-from planner.runtime.release import return_large_blocks
+from planner.memory.release import return_large_blocks
 {setting}
 blocks = [torch.ones(2**20) for _ in range(32)]  # of 4 MB
 between = [torch.ones(2**12) for _ in blocks]

@@ -18,10 +18,10 @@ from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_bytes
 from planner.capture.options import options_to_try
-from planner.least_budget import LeastBudget, least_budget
+from planner.memory.least_budget import LeastBudget, least_budget
+from planner.memory.reserved import eager_bytes
 from planner.plans.summary import summarize
 from planner.progress import Progress, Stage
-from planner.reserved import eager_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.studies import budget_analysis
 from planner.studies.advice import Advice

@@ -13,8 +13,8 @@ from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.cli.main import main
+from planner.memory.reserved import eager_bytes
 from planner.report.comparisons import cell_text, table_text, write_report
-from planner.reserved import eager_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings
 from planner.studies.compare import Shares, Task, compare, cut_short, methods_named

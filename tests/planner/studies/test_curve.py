@@ -20,8 +20,8 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from planner import argument_types
+from planner.memory.reserved import counted_bytes, eager_bytes, reserved_at
 from planner.report.curves import curve_data
-from planner.reserved import counted_bytes, eager_bytes, reserved_at
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings
 from planner.settings.other_devices import DEVICES_KEY, encode_devices

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphs.errors import UsageError
-from planner.reserved import eager_reserved_bytes, reserved_bytes_of
+from planner.memory.reserved import eager_reserved_bytes, reserved_bytes_of
 from planner.settings.counted_memory import CountedMemory
 from planner.torch_compile import shared_budget
 from planner.torch_compile.planned_graph import PlannedGraph

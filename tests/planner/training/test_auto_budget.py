@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import planner
 from graphs.errors import BudgetError, PlannerError
 from planner.distributed.wrappers import unwrap
-from planner.runtime import auto_budget
-from planner.runtime.auto_budget import auto_budget_bytes
+from planner.memory import auto_budget
+from planner.memory.auto_budget import auto_budget_bytes
 from planner.training.per_batch import BatchPlans
 
 CPU = torch.device("cpu")

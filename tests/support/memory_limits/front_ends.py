@@ -24,7 +24,7 @@ import planner
 from benchmarks.process_memory import reset_highest_rss, status_bytes
 from planner import tracing
 from planner.cli.main import main
-from planner.runtime.release import release_unused
+from planner.memory.release import release_unused
 from tests.support.memory_limits.steps import limited
 
 _MB = 10**6

@@ -10,10 +10,10 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES, format_enough
-from planner.allocated_budget import REORDERED
 from planner.capture.options import as_executed, option_called, options_to_try, with_options
-from planner.least_budget import LeastBudget, least_budget
-from planner.reserved import counted_bytes, reserved_beside
+from planner.memory.allocated_budget import REORDERED
+from planner.memory.least_budget import LeastBudget, least_budget
+from planner.memory.reserved import counted_bytes, reserved_beside
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.stages import SolveSettings
 from solvers.bounds import least_budget_bound
@@ -51,7 +51,7 @@ class KnownBudgets:
     """The least budget of a graph that is solved: its schedule is the result where it fits and the solve finds none.
 
     It is looked for once: before a solve for a tight budget, in the first seconds of one without a schedule, or at the end. It is
-    a function of the graph (``planner.least_budget``), so that a solve for a budget that a message names has a schedule at once.
+    a function of the graph (``planner.memory.least_budget``), so that a solve for a budget that a message names has a schedule at once.
 
     Attributes:
         traced: the graph with all options that it was traced with.

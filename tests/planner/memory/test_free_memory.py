@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphs.errors import PlannerError
-from planner.runtime.free_memory import free_bytes, free_host_bytes
+from planner.memory.free_memory import free_bytes, free_host_bytes
 
 GB = 10**9
 
@@ -89,7 +89,7 @@ def test_resource_limits_are_reduced_by_memory_of_the_process(tmp_path: Path) ->
 def test_a_process_can_allocate_nearly_all_that_is_free_and_no_more(name: str) -> None:
     program = f"""
 import resource, torch
-from planner.runtime.free_memory import free_bytes
+from planner.memory.free_memory import free_bytes
 cpu = torch.device("cpu")
 used = dict(line.split(":") for line in open("/proc/self/status").read().splitlines())
 size = int(used["{"VmData" if name == "DATA" else "VmSize"}"].split()[0]) * 1024 + 300_000_000

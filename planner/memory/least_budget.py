@@ -15,9 +15,9 @@ from graphs.options.offload import without_offload
 from graphs.options.selection import TRACED
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from planner.allocated_budget import solver_in
-from planner.reserved import arena_choice, counted_bytes, reserved_beside
-from planner.reserved_budget import solve_counted
+from planner.memory.allocated_budget import solver_in
+from planner.memory.reserved import arena_choice, counted_bytes, reserved_beside
+from planner.memory.reserved_budget import solve_counted
 from planner.settings.counted_memory import CountedMemory
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock, left
@@ -78,7 +78,7 @@ def least_budget(
     Args:
         graph: with the options that schedules may use.
         memory: kind of memory that the budget counts.
-        arena: as in ``planner.reserved.arena_choice``.
+        arena: as in ``planner.memory.reserved.arena_choice``.
         reorders: False for schedules in program order only.
         should_stop: polled; once True, the best so far is returned, and not remembered.
     """

@@ -12,7 +12,7 @@ from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
-from planner.reserved import arena_choice, growth_above_budget, least_reserved_in_arena, reserved_beside, reserved_bytes_of
+from planner.memory.reserved import arena_choice, growth_above_budget, least_reserved_in_arena, reserved_beside, reserved_bytes_of
 from planner.settings.counted_memory import CountedMemory
 from solvers.clock import left
 from solvers.margins import Margins, MarginSearch, with_margins
@@ -60,7 +60,7 @@ def solve_counted(
         memory: kind of memory that the budget counts.
         arena: True: reserved memory is that of steps in an arena. No single op is to blame for it there, so that none has a
             margin. False: they run in none. None: a schedule that reserves too much without an arena may have one, where steps
-            can (``planner.reserved.arena_choice``).
+            can (``planner.memory.reserved.arena_choice``).
         must_stop: polled; once it returns True, all ends with what there is, if anything.
         on_least: called with each schedule that reserves less than those before, also where it does not fit; messages then do not
             name the least.

@@ -14,12 +14,12 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_enough
-from planner import least_budget as remembered
 from planner.capture.options import with_options
 from planner.facts.graph import graph_facts
-from planner.least_budget import least_budget
+from planner.memory import least_budget as remembered
+from planner.memory.least_budget import least_budget
+from planner.memory.reserved import counted_bytes
 from planner.progress import Progress
-from planner.reserved import counted_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import curve
@@ -154,7 +154,7 @@ def test_a_schedule_in_another_order_counts_where_none_in_this_order_fits() -> N
 @pytest.mark.parametrize("seed", [1, 7, 25])
 def test_a_named_budget_does_where_the_solve_finds_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_training_step(seed, 8)
-    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: finds_nothing)
+    monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)
     least = least_budget(graph)
     with pytest.raises((LimitError, InfeasibleError)) as refused:
         planner.solve(graph, least.found_bytes - 1)
@@ -183,8 +183,8 @@ def test_the_schedule_of_the_least_budget_is_the_start(memory: CountedMemory, mo
         given.append(request)
         return get_solver("windows")(request)
 
-    monkeypatch.setattr("planner.known_budgets._TIGHT", 10.0)  # the bound on reserved memory is far below the least budget
-    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: solve)
+    monkeypatch.setattr("planner.memory.known_budgets._TIGHT", 10.0)  # the bound on reserved memory is far below the least budget
+    monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: solve)
     plan = planner.solve(graph, least.found_bytes, memory=memory, work_limit=2.0, arena=False)
     assert given[0].start is not None and given[0].start.schedule == least.schedule
     assert plan.time_s <= simulate(graph, least.schedule).time_s
@@ -219,14 +219,14 @@ def test_steps_that_may_have_no_arena_are_counted_without() -> None:
 def test_a_named_budget_of_reserved_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = on_a_gpu(25)
     least = least_budget(graph, CountedMemory.RESERVED)
-    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: finds_nothing)
+    monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)
     plan = planner.solve(graph, least.found_bytes)
     assert plan.reserved_bytes == least.found_bytes
 
 
 def test_a_plan_in_program_order_is_in_program_order(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_graph(1, 12)
-    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: finds_nothing)
+    monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)
     least = least_budget(graph)
     assert planner.solve(graph, least.found_bytes).settings["reordered"] is True
     with pytest.raises(LimitError):
@@ -237,8 +237,8 @@ def test_limit_error_names_budgets_with_and_without_options(monkeypatch: pytest.
     graph = random_graph(1, 12)
     facts = graph_facts(graph)
     assert facts.least_budget_offload_found_bytes < facts.least_budget_found_bytes
-    monkeypatch.setattr("planner.known_budgets._TIGHT", 2.0)
-    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: finds_nothing)
+    monkeypatch.setattr("planner.memory.known_budgets._TIGHT", 2.0)
+    monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)
     heard: list[Progress] = []
     with pytest.raises(LimitError) as refused:
         planner.solve(graph, facts.least_budget_found_bytes - 1, on_progress=heard.append)
@@ -253,7 +253,7 @@ def test_limit_error_names_budgets_with_and_without_options(monkeypatch: pytest.
 
 def test_the_least_budget_is_looked_for_in_the_first_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_training_step(7, 8)
-    monkeypatch.setattr("planner.known_budgets._TIGHT", 1.0)  # so that it is not looked for before the solve
+    monkeypatch.setattr("planner.memory.known_budgets._TIGHT", 1.0)  # so that it is not looked for before the solve
     looked: list[float] = []
 
     def solve(request: Request) -> Result:
@@ -263,7 +263,7 @@ def test_the_least_budget_is_looked_for_in_the_first_seconds(monkeypatch: pytest
             looked.append(request.clock.now if remembered._remembered else 0.0)
         return finds_nothing(request)
 
-    monkeypatch.setattr("planner.allocated_budget.get_solver", lambda _: solve)
+    monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: solve)
     budget = least_budget(graph).found_bytes + 1
     monkeypatch.setattr(remembered, "_remembered", {})
     heard: list[Progress] = []

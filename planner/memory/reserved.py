@@ -29,8 +29,8 @@ from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
-from planner.arena import device_arena, least_slab_bytes
-from planner.plans.reserved import Reserved
+from planner.memory.arena_rules import device_arena, least_slab_bytes
+from planner.memory.predicted import Reserved
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device

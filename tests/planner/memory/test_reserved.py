@@ -17,15 +17,15 @@ from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_enough
-from planner import reserved_budget
 from planner.facts.graph import graph_facts
-from planner.least_budget import least_budget
+from planner.memory import reserved_budget
+from planner.memory.least_budget import least_budget
+from planner.memory.reserved import EagerMemory, eager_reserved_bytes, requests_of, reserved_beside
 from planner.plan_check import check_plan
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.progress import Progress
 from planner.report.graph_text import graph_text
-from planner.reserved import EagerMemory, eager_reserved_bytes, requests_of, reserved_beside
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.stages import SolveSettings
 from planner.solving import solve, solve_graph
@@ -102,7 +102,9 @@ def test_less_in_memory_at_single_ops_finds_plans_where_less_everywhere_finds_no
     plan = solve(graph, "80%", work_limit=5.0, arena=False)
     assert reserved(graph, plan) <= plan.budget_bytes
     monkeypatch.setattr(reserved_budget, "_LOCAL_SOLVES", 0)
-    monkeypatch.setattr("planner.known_budgets.REORDERED", frozenset())  # so that the least budget's schedule does not count
+    monkeypatch.setattr(
+        "planner.memory.known_budgets.REORDERED", frozenset()
+    )  # so that the least budget's schedule does not count
     with pytest.raises(LimitError, match="no schedule was found that reserves"):
         solve(graph, "80%", work_limit=5.0, arena=False)
 

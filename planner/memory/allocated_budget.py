@@ -6,9 +6,9 @@ from dataclasses import replace
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from planner.arena import arena_rules
 from planner.capture.options import as_executed
-from planner.reserved import on_cuda
+from planner.memory.arena_rules import arena_rules
+from planner.memory.reserved import on_cuda
 from planner.settings.stages import SolveSettings
 from solvers.arena.solve import solve_in_arena
 from solvers.order.reorder import Reordering, in_order_of, in_program_order, permuted

@@ -10,7 +10,7 @@ from graphs.errors import BudgetError
 from graphs.units import format_bytes
 from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.rewrites.outputs import storage
-from planner.runtime.free_memory import free_bytes
+from planner.memory.free_memory import free_bytes
 
 # Reserve by device type: bytes, and a share of the free memory. CUDA: workspaces of cuBLAS (32 MiB on Hopper for each of two
 # threads) and kernels that libraries load when they are first called; the caching allocator, which ran steps of several models

@@ -17,7 +17,7 @@ from benchmarks.solves import modelled
 from benchmarks.zoo_models import MODELS
 from graphs.addresses import Buffer, buffers_of
 from graphs.io.buffers import read_buffers
-from planner.attributes import attributes
+from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
 from planner.settings.budgets import budget_in_bytes
 from planner.studies.experiment import Study

@@ -25,9 +25,9 @@ from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from graphs.units import format_seconds
 from planner import argument_types
-from planner.attributes import attributes
 from planner.capture.workload.models import build
 from planner.eager.session import rematerialize
+from planner.plans.attributes import attributes
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value

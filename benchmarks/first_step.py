@@ -18,7 +18,7 @@ from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.first_step_cases import CASES
 from benchmarks.first_step_run import FAILED, LARGE_PAGES, OUT_OF_MEMORY, RAN, UNCAPPED, WAYS, FirstStepRow, train
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.attributes import attributes
+from planner.plans.attributes import attributes
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, ProcessError, stream
 from planner.studies.rows import listed, provenance

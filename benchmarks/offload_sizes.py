@@ -13,8 +13,8 @@ from functools import partial
 from benchmarks.command import benchmark
 from benchmarks.offload import HOST
 from graphs.units import parse_budget
-from planner.attributes import attributes
 from planner.capture.workload.workload import parse_spec
+from planner.plans.attributes import attributes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings
 from planner.settings.stages import TraceSettings

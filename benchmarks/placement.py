@@ -26,12 +26,12 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
 from planner import tracing
-from planner.attributes import attributes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
 from planner.profiling.roofline import model_times
 from planner.runtime.executor import Executor

@@ -22,8 +22,8 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_options, random_training_step, with_overwriting
-from planner.attributes import attributes
 from planner.capture.options import with_options
+from planner.plans.attributes import attributes
 from planner.studies.experiment import Study
 from planner.studies.rows import Key, column, key, read_rows, value
 from planner.studies.solves import result_of

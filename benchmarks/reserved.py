@@ -21,11 +21,11 @@ from graphs.allocators.caching import EXPANDABLE
 from graphs.allocators.training import least_capacity_bytes, reserved_with_pool_bytes, usage_of
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
-from planner.attributes import attributes
 from planner.memory.reserved import requests_of
+from planner.plans.attributes import attributes
 from planner.plans.plan import Plan
+from planner.plans.solving import solve
 from planner.settings.counted_memory import CountedMemory
-from planner.solving import solve
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, missing_keys, provenance, text, value
 from planner.studies.tables import Column, markdown, share_column

@@ -15,7 +15,7 @@ from benchmarks.solve_case import SolverRow, make_graph, solve_case
 from benchmarks.solve_suites import PUBLISHED, SUITES, Instance, Landmarks
 from benchmarks.solve_table import growth_plot, solves_plot, table
 from graphs.io.formats import read_graph
-from planner.attributes import attributes
+from planner.plans.attributes import attributes
 from planner.studies.experiment import Study
 from planner.studies.processes import stream
 from planner.studies.rows import missing_keys

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.units import format_ratio
-from planner.attributes import attributes
 from planner.capture.workload.workload import parse_spec
+from planner.plans.attributes import attributes
+from planner.plans.solving import order_for
 from planner.settings.stages import TraceSettings
-from planner.solving import order_for
 from planner.studies.rows import Made, column, text, value
 from planner.studies.solves import result_of
 from planner.studies.workload_tracing import Tracing

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from planner.advising import advise, curve
     from planner.eager.session import rematerialize
     from planner.plans.plan import Plan
+    from planner.plans.solving import solve
     from planner.running import RunReport, run
-    from planner.solving import solve
     from planner.torch_compile.checkpoint import checkpoint
     from planner.tracing import trace
     from planner.training.compile import compile  # noqa: A004
@@ -83,7 +83,7 @@ _MODULES = {
     "curve": "planner.advising",
     "rematerialize": "planner.eager.session",
     "run": "planner.running",
-    "solve": "planner.solving",
+    "solve": "planner.plans.solving",
     "trace": "planner.tracing",
 }
 

@@ -22,10 +22,10 @@ from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload.models import Workload
-from planner.keeping_everything import why_it_does_not_fit
-from planner.plan_check import check_sizes
 from planner.plans.eager import within_own_error
+from planner.plans.keeping_everything import why_it_does_not_fit
 from planner.plans.plan import Plan
+from planner.plans.plan_check import check_sizes
 from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.runtime import measure
 from planner.runtime.device_arena import shared_slab

@@ -17,10 +17,10 @@ from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture, capture_kernels
 from planner.capture.workload.models import Workload
-from planner.keeping_everything import needed_bytes, prepare_for_tight_memory
 from planner.memory.free_memory import free_bytes
 from planner.memory.release import release_unused
 from planner.memory.reserved import uses_libraries
+from planner.plans.keeping_everything import needed_bytes, prepare_for_tight_memory
 from planner.profiling.exactness import needs_comparison, with_exactness
 from planner.profiling.optimizers import memory_of
 from planner.profiling.profile import profile

@@ -113,11 +113,11 @@ def test_drawn_calls_are_in_the_sources(name: str) -> None:
     [
         (
             "planner.profiling.profile",
-            ("planner.search", "first_plan"),
-            "planner.profiling.profile does not import planner.search",
+            ("planner.plans.search", "first_plan"),
+            "planner.profiling.profile does not import planner.plans.search",
         ),
-        ("planner.search", ("planner.solving", "solve"), "planner.search does not call solve"),
-        ("planner.search", ("planner.solving", "solve_all"), "planner.solving has no solve_all"),
+        ("planner.plans.search", ("planner.plans.solving", "solve"), "planner.plans.search does not call solve"),
+        ("planner.plans.search", ("planner.plans.solving", "solve_all"), "planner.plans.solving has no solve_all"),
     ],
 )
 def test_wrong_arrows_are_noticed(caller: str, called: tuple[str, str], fault: str) -> None:

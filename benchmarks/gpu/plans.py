@@ -19,10 +19,10 @@ import planner
 from benchmarks.command import add_names, carry_out, command_line
 from graphs.errors import typed_line
 from graphs.units import format_bytes, format_seconds
-from planner.attributes import attributes
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.plans.attributes import attributes
 from planner.runtime.libraries import warm_up_libraries
 from planner.runtime.measure import loss_of, median_times, outcome
 from planner.studies.experiment import Study

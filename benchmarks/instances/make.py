@@ -16,8 +16,8 @@ from graphs.schedule import Compute, Schedule
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
+from planner.plans.solving import order_for
 from planner.plans.summary import summarize
-from planner.solving import order_for
 from planner.studies.solves import result_of
 from solvers.clock import WallClock
 from solvers.least import least_budget

@@ -43,10 +43,14 @@ class Call(NamedTuple):
 
 SOLVE_WALK = (
     Call(0, "planner.cli.solve", "run", "a graph read from a file"),
-    Call(1, "planner.solving", "solve", "the graph with its options, a budget in bytes"),
+    Call(1, "planner.plans.solving", "solve", "the graph with its options, a budget in bytes"),
     Call(2, "planner.memory.reserved_budget", "solve_counted", "one solve; more if reserved memory counts"),
     Call(
-        3, "planner.memory.allocated_budget", "solve_once", "a solve in the requested order of ops", passed_by="planner.solving"
+        3,
+        "planner.memory.allocated_budget",
+        "solve_once",
+        "a solve in the requested order of ops",
+        passed_by="planner.plans.solving",
     ),
     Call(4, "solvers.order.solve", "solve_in_best_order", "in program order, then in another"),
     Call(5, "solvers.registry", "solve", "a method by its name", passed_by="planner.memory.allocated_budget"),
@@ -78,8 +82,8 @@ COMPILE_WALK = (
     Call(3, "planner.tracing", "profiled", "the step, with times"),
     Call(4, "planner.profiling.profile", "profile", "times, workspaces and sizes"),
     Call(4, "planner.capture.options.traced", "with_traced", "the options that are found in it"),
-    Call(3, "planner.search", "first_plan", "a plan that is good enough to start with"),
-    Call(4, "planner.solving", "solve_graph", "a plan: see the figure above"),
+    Call(3, "planner.plans.search", "first_plan", "a plan that is good enough to start with"),
+    Call(4, "planner.plans.solving", "solve_graph", "a plan: see the figure above"),
     Call(3, "planner.runtime.executor", "Executor", "the step, ready to run"),
     Call(4, "planner.runtime.code", "compile_schedule", "a forward and a backward pass"),
     Call(5, "planner.capture.program.writer", "write", "the steps of the schedule, on each device"),

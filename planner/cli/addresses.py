@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from graphs.errors import BudgetError
 from graphs.units import format_bytes, format_ratio, format_seconds, parse_budget
 from planner import argument_types
-from planner.attributes import attributes
 from planner.cli.arguments import (
     DONE,
     INFEASIBLE,
@@ -19,6 +18,7 @@ from planner.cli.arguments import (
     complain,
     print_result,
 )
+from planner.plans.attributes import attributes
 
 if TYPE_CHECKING:
     from graphs.addresses import Buffer

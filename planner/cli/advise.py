@@ -3,7 +3,6 @@
 import argparse
 
 from planner import argument_types
-from planner.attributes import attributes
 from planner.cli.arguments import (
     DONE,
     MODEL_HELP,
@@ -17,6 +16,7 @@ from planner.cli.arguments import (
     print_result,
     tracing,
 )
+from planner.plans.attributes import attributes
 
 
 def add(commands: Commands) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from graphs.optimizers import OPTIMIZERS
 from planner import argument_types
-from planner.attributes import attributes
 from planner.capture.options import OPTIONS, traced_options
+from planner.plans.attributes import attributes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import DEVICES
 from planner.settings.option_settings import LINK, OptionSettings, option_settings

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if isinstance(content, Plan):
         if arguments.exact:
             raise UsageError("--exact selects optional ops of a graph, and this file is a plan: leave it out")
-        from planner.plan_check import check_with_its_graph
+        from planner.plans.plan_check import check_with_its_graph
 
         check_with_its_graph(content, arguments.file)
         print_result(arguments, plan_data, plan_info_text, content)

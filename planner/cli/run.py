@@ -57,8 +57,8 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run and measure; print predictions and measurements; return the exit code."""
-    from planner.plan_check import check_with_its_graph
     from planner.plans.plan import read_plan
+    from planner.plans.plan_check import check_with_its_graph
     from planner.progress import LineView
     from planner.report.describe import run_data, run_text
 

@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.files import check_writable
     from graphs.io.formats import read_graph
     from planner.facts.timeline import Timeline
-    from planner.plan_check import planned_graph
     from planner.plans.plan import read_plan
+    from planner.plans.plan_check import planned_graph
     from planner.report.page import write_pages
     from planner.studies.curve import read_curve
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _graph_of(plan: "Plan", plan_path: str) -> Path:
     """Return the file of the graph that `plan` was solved for."""
-    from planner.plan_check import graph_path
+    from planner.plans.plan_check import graph_path
 
     path = graph_path(plan, plan_path)
     if path is None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
 from planner import argument_types
-from planner.attributes import attributes
 from planner.cli.arguments import (
     DONE,
     Commands,
@@ -22,6 +21,7 @@ from planner.cli.arguments import (
     add_work_limit,
     print_result,
 )
+from planner.plans.attributes import attributes
 from solvers.tolerance import WIDENING
 
 if TYPE_CHECKING:
@@ -110,11 +110,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Solve, and write the plan if requested; return the exit code."""
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
-    from planner.plan_files import naming
     from planner.plans.document import write_plan
+    from planner.plans.plan_files import naming
+    from planner.plans.solving import solve
     from planner.progress import LineView
     from planner.report.describe import plan_data, plan_text
-    from planner.solving import solve
 
     graph = read_graph(arguments.graph)
     output = _output(arguments)
@@ -180,9 +180,9 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     if arguments.budget is None:
         raise UsageError("--write-model writes the program of one budget: give --budget in place of --max-overhead")
     from planner.capture.options import with_options
+    from planner.plans.solving import order_for
     from planner.plans.summary import summarize
     from planner.settings.budgets import budget_in_bytes
-    from planner.solving import order_for
     from solvers.baselines.checkmate import write_model
 
     graph = with_options(graph, ())

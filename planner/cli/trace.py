@@ -3,7 +3,6 @@
 import argparse
 
 from planner import argument_types
-from planner.attributes import attributes
 from planner.capture.workload.models import ZOO
 from planner.cli.arguments import (
     DONE,
@@ -16,6 +15,7 @@ from planner.cli.arguments import (
     print_written,
     trace_model,
 )
+from planner.plans.attributes import attributes
 
 
 def add(commands: Commands) -> None:

@@ -22,8 +22,8 @@ from operator import itemgetter
 
 from graphs.errors import PlannerError
 from graphs.schedule import Compute, Schedule
-from planner.background import BackgroundSolve, SolveJob
 from planner.eager.step_log import LoggedOp, StepGraph, StepLog, recorded_step
+from planner.plans.background import BackgroundSolve, SolveJob
 from planner.plans.plan import Plan
 from planner.settings.stages import SolveSettings
 

@@ -12,10 +12,10 @@ from graphs.options.selection import exact_ops, only_traced_ops, traced_with
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from planner.attributes import attributes
 from planner.capture.options import restricted_to
 from planner.memory.least_budget import least_budget
 from planner.memory.reserved import EagerMemory, eager_memory, on_cuda
+from planner.plans.attributes import attributes
 from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
 from planner.settings.counted_memory import CountedMemory

@@ -12,7 +12,7 @@ from graphs.options import without_options
 from graphs.pools import COMPUTE, DEVICE
 from graphs.schedule import Compute, keep_everything, live_after
 from graphs.simulate import Simulation, simulate
-from planner.plan_check import check_plan
+from planner.plans.plan_check import check_plan
 from planner.plans.record import PlanRecord
 
 

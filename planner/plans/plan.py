@@ -11,7 +11,7 @@ from graphs.io.formats import summable
 from graphs.io.graph_document import graph_from_dict
 from graphs.ir import Graph
 from graphs.short_tracebacks import short_traceback
-from planner import plan_files
+from planner.plans import plan_files
 from planner.plans.document import read_record, record_from_dict
 from planner.plans.record import PlanRecord
 from planner.views import plan_views

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from graphs.units import format_bytes, format_ratio
-from planner.attributes import attributes
+from planner.plans.attributes import attributes
 from planner.studies.curve import Curve
 from planner.studies.curve_text import PERCENT, column, reserved_column
 from planner.studies.sizes import LargestSize, Wanted

@@ -8,8 +8,8 @@ from graphs.ir import Op
 from graphs.options.selection import LEFT_OUT
 from graphs.pools import HOST, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.attributes import attributes
 from planner.capture.options import needs
+from planner.plans.attributes import attributes
 from planner.plans.eager import slower_than
 from planner.plans.plan import Plan
 from planner.settings.counted_memory import CountedMemory

@@ -11,8 +11,8 @@ from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import Schedule
-from planner.attributes import attributes
 from planner.memory.reserved import eager_bytes, memory_of, reserved_at
+from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
 from planner.runtime.machine import commit, machine
 from planner.settings.budgets import budget_in_bytes
@@ -185,7 +185,7 @@ def compare(
     All methods execute ops for the first time in program order, so that the bound of ``windows`` holds for all.
 
     Args:
-        budgets: in bytes or as text, as in ``planner.solving.solve``.
+        budgets: in bytes or as text, as in ``planner.plans.solving.solve``.
         methods: names in ``solvers.registry``.
         folder: created if missing; rows in its CSV are not computed again.
         settings: settings of all solves. The optimum comes first, then fast methods; methods that solve large programs share the

@@ -14,10 +14,10 @@ from statistics import median
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Kind
 from planner import tracing
-from planner.attributes import attributes
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
 from planner.capture.workload.models import Workload
+from planner.plans.attributes import attributes
 from planner.plans.summary import check_same_graph, summarize
 from planner.runtime.channels import HostChannels
 from planner.runtime.executor import Executor

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from graphs.errors import BudgetError, FormatError, OutputError
 from graphs.ir import Graph
 from graphs.units import format_bytes
-from planner.attributes import attributes
 from planner.capture.options import with_options
 from planner.memory.least_budget import LeastBudget, least_budget
 from planner.memory.reserved import eager_bytes, memory_of
+from planner.plans.attributes import attributes
 from planner.plans.record import GraphSummary
+from planner.plans.solving import order_for
 from planner.plans.summary import summarize
 from planner.settings.budgets import budget_in_bytes
 from planner.settings.counted_memory import CountedMemory
-from planner.solving import order_for
 from planner.studies.budget_plots import plot_curve
 from planner.studies.curve_text import curve_text
 from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly

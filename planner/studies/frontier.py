@@ -10,9 +10,9 @@ from graphs.options.offload import without_offload
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
-from planner.attributes import attributes
 from planner.memory.least_budget import LeastBudget
 from planner.memory.reserved import counted_bytes, reserved_beside, reserved_bytes_of
+from planner.plans.attributes import attributes
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.workers import ignore
 from solvers.bounds import least_budget_bound

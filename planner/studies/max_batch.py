@@ -14,8 +14,8 @@ from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio
 from planner.memory.least_memory import StopWhenDecided
 from planner.memory.reserved import memory_of, reserved_at
+from planner.plans.solving import order_for
 from planner.profiling.scaling import GraphFit
-from planner.solving import order_for
 from planner.studies.sizes import OPTIMAL, LargestSize, SizedMethod, Wanted
 from planner.studies.solves import result_in
 from planner.studies.workers import ignore, never

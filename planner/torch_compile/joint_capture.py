@@ -20,7 +20,7 @@ from planner.capture.rewrites.outputs import check_layouts, outputs, storage, te
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
-from planner.keeping_everything import prepare_for_tight_memory
+from planner.plans.keeping_everything import prepare_for_tight_memory
 from planner.profiling.profile import profile
 from planner.profiling.roofline import model_times
 from planner.profiling.unrepeatable_ops import mark_custom_ops

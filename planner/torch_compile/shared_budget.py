@@ -30,10 +30,10 @@ from planner.capture.lowering.lower import Capture
 from planner.memory.auto_budget import auto_budget_bytes
 from planner.memory.reserved import eager_bytes, kept_beside_passes, memory_of, memory_on, reserved_for_passes
 from planner.plans.line import saved_line
+from planner.plans.search import StepSearch
 from planner.plans.summary import summarize
 from planner.progress import Stage, Stages, views_of
 from planner.runtime.arena import Arena, SharedSlab
-from planner.search import StepSearch
 from planner.settings.backend_settings import BackendSettings
 from planner.settings.budgets import budget_in_bytes, is_auto, is_share
 from planner.settings.compatibility import check_compatible

@@ -20,11 +20,12 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload.models import Workload
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
-from planner.keeping_everything import why_it_does_not_fit
 from planner.memory.release import large_blocks_returned, release_unused
 from planner.memory.reserved import memory_of
+from planner.plans.keeping_everything import why_it_does_not_fit
 from planner.plans.line import plan_line
 from planner.plans.plan import Plan
+from planner.plans.search import StepSearch
 from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages
 from planner.runtime.arena import SharedSlab
@@ -36,7 +37,6 @@ from planner.runtime.graphed_step import FunctionRecorder, record, recordable
 from planner.runtime.libraries import library_users, warm_up_libraries, workspaces
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
-from planner.search import StepSearch
 from planner.settings.budgets import allowed_overhead
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import with_recorded

@@ -18,19 +18,19 @@ from weakref import WeakSet
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
 from graphs.units import format_bytes
-from planner.background import BackgroundSolve, SolveJob, solve_here
 from planner.capture.lowering.lower import Capture
 from planner.distributed.ranks import SingleProcess
+from planner.plans.background import BackgroundSolve, SolveJob, solve_here
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
+from planner.plans.search import StepSearch
+from planner.plans.solving import judged_on
 from planner.runtime.arena import Arena
 from planner.runtime.device_arena import DeviceArena
 from planner.runtime.executor import Executor
 from planner.runtime.observation import OpTimer, PeakWatch
-from planner.search import StepSearch
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import with_recorded
-from planner.solving import judged_on
 from solvers.result import OPTIMAL_GAP, SOLVED
 
 _TIMED_STEPS = 3

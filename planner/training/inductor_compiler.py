@@ -8,11 +8,11 @@ from graphs.ir import Graph
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
+from planner.plans.cache import SHARES_OF
 from planner.plans.plan import Plan
+from planner.plans.solving import eager_peak_bytes
 from planner.plans.summary import summarize
 from planner.settings.budgets import budget_in_bytes, is_share
-from planner.solving import eager_peak_bytes
-from planner.training.cache import SHARES_OF
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
 

@@ -14,8 +14,10 @@ from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
-from planner.plan_check import check_sizes
+from planner.plans.cache import PlanCache, warn_unusable
 from planner.plans.line import plan_line
+from planner.plans.plan_check import check_sizes
+from planner.plans.search import StepSearch
 from planner.profiling.kernel_settings import kernel_settings
 from planner.progress import OnProgress, Stages, views_of
 from planner.runtime.channels import HostChannels
@@ -23,12 +25,10 @@ from planner.runtime.cuda_graph import CudaGraphs
 from planner.runtime.device_arena import shared_slab
 from planner.runtime.executor import check_no_transform
 from planner.runtime.measure import device_name
-from planner.search import StepSearch
 from planner.settings.budgets import allowed_overhead, cache_key
 from planner.settings.compatibility import check_compatible, find_conflict
 from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
 from planner.training.auto_budget import with_auto_resolved
-from planner.training.cache import PlanCache, warn_unusable
 from planner.training.compiler import Compiler
 from planner.training.dynamic import DynamicStep
 from planner.training.replan import ReplannedStep

@@ -8,10 +8,10 @@ from markupsafe import escape
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.attributes import attributes
 from planner.facts.baselines import baselines
 from planner.facts.timeline import Timeline
-from planner.plan_check import planned_graph
+from planner.plans.attributes import attributes
+from planner.plans.plan_check import planned_graph
 from planner.plans.record import PlanRecord
 from planner.views.memory_plot import plot_plan
 from planner.views.memory_sketch import sketch

@@ -15,8 +15,8 @@ from benchmarks.training_loop import Recipe, batches
 from planner import tracing
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.plans.solving import solve
 from planner.runtime.measure import loss_of
-from planner.solving import solve
 from planner.studies.rows import read_rows
 from planner.training.step import PlannedStep
 from tests.support.models.steps import mutated

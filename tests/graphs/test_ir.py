@@ -18,7 +18,7 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import chain
 from planner.facts.graph import graph_facts
-from planner.solving import solve
+from planner.plans.solving import solve
 from solvers.registry import get_solver
 from tests.support.graphs.small_graphs import diamond
 from tests.support.solvers.answers import ask

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from planner import search
+from planner.plans import search
 
 
 @pytest.fixture

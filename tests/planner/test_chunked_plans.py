@@ -15,14 +15,15 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from planner import running, search, solve, tracing
+from planner import running, solve, tracing
 from planner.capture.options import with_options
 from planner.capture.workload.models import Workload, build
 from planner.facts.graph import graph_facts
-from planner.plan_check import check_plan, check_sizes, check_with_its_graph
+from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.eager import Difference, EagerComparison
 from planner.plans.plan import Plan, read_plan
+from planner.plans.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
 from planner.report.graph_text import graph_text
 from planner.settings.stages import SolveSettings

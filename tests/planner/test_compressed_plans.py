@@ -19,14 +19,14 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.plan_check import check_plan
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
+from planner.plans.plan_check import check_plan
+from planner.plans.solving import solve
 from planner.runtime import measure
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
 from planner.settings.stages import TraceSettings
-from planner.solving import solve
 from planner.training.step import PlannedStep
 
 FACTOR = 2.0  # that a measured gradient error is from the predicted one at most

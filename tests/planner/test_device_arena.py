@@ -11,11 +11,11 @@ from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
 from planner.memory.arena_rules import device_arena
 from planner.memory.reserved import arena_of, reserved_for
-from planner.plan_check import check_plan
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
+from planner.plans.plan_check import check_plan
+from planner.plans.solving import solve
 from planner.settings.counted_memory import CountedMemory
-from planner.solving import solve
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Ending, Result, Status

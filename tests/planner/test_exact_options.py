@@ -11,9 +11,9 @@ from graphs.ir import Graph
 from planner import running, solve, tracing
 from planner.capture.options.traced import with_graph
 from planner.capture.workload.models import Workload
-from planner.plan_check import check_plan
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
+from planner.plans.plan_check import check_plan
 from planner.settings.option_settings import option_settings, with_recorded
 from planner.settings.stages import TraceSettings
 from tests.support.cli import call, refused

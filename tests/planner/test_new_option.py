@@ -26,9 +26,9 @@ from planner import running
 from planner.capture import options
 from planner.capture.options import OPTIONS, register, with_options
 from planner.capture.workload.models import Workload
-from planner.plan_check import check_plan
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
+from planner.plans.plan_check import check_plan
 from tests.support import bfloat16_option
 from tests.support.bfloat16_option import BFLOAT16
 from tests.support.cli import call
@@ -130,7 +130,7 @@ USE = """
 import sys
 from dataclasses import replace
 
-import planner.solving
+import planner.plans.solving
 from planner.cli.main import main
 
 assert planner.__file__.startswith(sys.argv[1]), planner.__file__

@@ -19,9 +19,9 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from planner.capture.options import with_options
 from planner.cli.main import main
 from planner.plans.plan import read_plan
+from planner.plans.solving import solve
 from planner.settings.option_settings import option_settings, with_recorded
 from planner.settings.other_devices import DEVICES_KEY, decode_devices, encode_devices, parse_device
-from planner.solving import solve
 from tests.support.graphs.random_choices import found_in_a_step
 from tests.support.graphs.small_graphs import diamond
 

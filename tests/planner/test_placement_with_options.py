@@ -14,13 +14,13 @@ from graphs.ir import Graph
 from graphs.options.passes import in_passes
 from graphs.pools import HOST
 from graphs.simulate import simulate
-from planner import search
 from planner.facts.graph import graph_facts
 from planner.facts.step import StepFacts
 from planner.facts.timeline import Timeline
-from planner.plan_check import check_plan
+from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan, read_plan
+from planner.plans.plan_check import check_plan
 from planner.plans.summary import other_peaks, summarize
 from planner.report.describe import plan_text
 from planner.report.page import page

@@ -12,7 +12,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
 from planner.plans.document import plan_to_dict
-from planner.solving import solve as plan
+from planner.plans.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.clock import Clock, WallClock, WorkClock, left
 from solvers.highs.run import HighsRun

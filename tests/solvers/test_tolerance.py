@@ -10,8 +10,8 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
-from planner.plan_check import check_plan
-from planner.solving import solve as plan
+from planner.plans.plan_check import check_plan
+from planner.plans.solving import solve as plan
 from solvers.bounds import least_budget_bound
 from solvers.clock import WorkClock
 from solvers.registry import get_solver

@@ -16,8 +16,8 @@ from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.plans.plan import Plan
+from planner.plans.solving import solve_graph
 from planner.settings.budgets import budget_in_bytes
-from planner.solving import solve_graph
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import least_evicting_schedule
@@ -73,7 +73,7 @@ def half_way_known() -> Iterator[None]:
         return budget if budget == HALF_WAY else budget_in_bytes(budget, whole_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("planner.search.solve_graph", solve_half_way)
+        patch.setattr("planner.plans.search.solve_graph", solve_half_way)
         patch.setattr(SharedBudget, "whole", whole_half_way)
         patch.setattr("planner.torch_compile.checkpoint.budget_in_bytes", lambda *_: None)  # which looks at the spelling only
         patch.setattr("planner.training.inductor_compiler.budget_in_bytes", for_kernels)

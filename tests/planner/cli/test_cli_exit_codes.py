@@ -16,8 +16,8 @@ from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
+from planner.plans.solving import solve
 from planner.running import RunReport
-from planner.solving import solve
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import read_rows
 from tests.support.cli import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, Said, call, refused, run_report, start
@@ -133,7 +133,7 @@ def test_running_out_of_memory_is_one_line(error: Exception, said: str, plan_fil
     def solve_without_memory(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("planner.solving.solve", solve_without_memory)
+    monkeypatch.setattr("planner.plans.solving.solve", solve_without_memory)
     refused(call(capsys, "solve", plan_file.parent / "model.json", "--budget", "60%"), 1, said)
 
 

@@ -23,8 +23,8 @@ from planner.cli.arguments import complain
 from planner.facts.timeline import Timeline
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, read_plan
+from planner.plans.solving import solve
 from planner.progress import LineView
-from planner.solving import solve
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import columns_of
 from planner.views import figures

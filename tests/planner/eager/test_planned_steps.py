@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from benchmarks.storages import LiveStorages
 from graphs.errors import UsageError
 from graphs.io.formats import read_graph
-from planner.background import BackgroundSolve, Ended, SolveJob
 from planner.cli.main import main
 from planner.eager import step_plans
 from planner.eager.device_costs import HostCosts
 from planner.eager.memory import Memory
 from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.storages import TrackedStorage
+from planner.plans.background import BackgroundSolve, Ended, SolveJob
 from planner.plans.plan import Plan
-from planner.solving import solve_graph
+from planner.plans.solving import solve_graph
 from solvers.baselines.common.online import OnlineRun
 from solvers.online.heuristics import heuristic_of
 from tests.planner.eager.test_exactness import existing, other_bytes

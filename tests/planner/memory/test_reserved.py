@@ -21,14 +21,14 @@ from planner.facts.graph import graph_facts
 from planner.memory import reserved_budget
 from planner.memory.least_budget import least_budget
 from planner.memory.reserved import EagerMemory, eager_reserved_bytes, requests_of, reserved_beside
-from planner.plan_check import check_plan
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
+from planner.plans.plan_check import check_plan
+from planner.plans.solving import solve, solve_graph
 from planner.progress import Progress
 from planner.report.graph_text import graph_text
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.stages import SolveSettings
-from planner.solving import solve, solve_graph
 from planner.studies.budget_analysis import advise_graph
 
 MIB = 2**20

@@ -11,9 +11,9 @@ import pytest
 from graphs.errors import PlannerError
 from planner.plans.line import plan_line, saved_line
 from planner.plans.plan import Plan
+from planner.plans.solving import solve
 from planner.progress import LoggingView, NotebookView, Progress, Stage, Stages
 from planner.progress.describe import describe
-from planner.solving import solve
 from solvers.result import SolveProgress
 from tests.support.cli import chain
 from tests.support.logs import lines_of

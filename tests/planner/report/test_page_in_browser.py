@@ -16,8 +16,8 @@ from planner.capture.options import with_options
 from planner.facts.lifetimes import lives_of
 from planner.facts.step import StepFacts
 from planner.facts.timeline import Timeline
+from planner.plans.solving import solve
 from planner.report.page import page
-from planner.solving import solve
 from planner.studies.curve import CurveRow
 from tests.support.report import solved
 

@@ -16,7 +16,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.plans.plan import Plan, read_plan
-from planner.solving import solve
+from planner.plans.solving import solve
 from planner.views.plan_views import PlanComparison, PlanComparisonRow
 from tests.support.report import parsed, solved
 

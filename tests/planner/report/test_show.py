@@ -29,10 +29,10 @@ from planner.facts.step import StepFacts
 from planner.facts.timeline import Timeline, block
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan
+from planner.plans.solving import solve
 from planner.report.chrome_trace import chrome_trace
 from planner.report.lanes import RECOMPUTED, bars
 from planner.report.page import page
-from planner.solving import solve
 from tests.support.report import assert_needs_nothing_else, parsed, without_scripts
 
 HOSTILE = "</title><script>alert('x')</script>&\x1b[31m"

@@ -19,7 +19,7 @@ from planner.capture.options.traced import without_useless_ops
 from planner.capture.program.program import Call, Ref
 from planner.capture.replay import RealStep
 from planner.capture.step import TrainingStep
-from planner.solving import solve
+from planner.plans.solving import solve
 from tests.support.budgets import between
 from tests.support.models.other_kernels import STEPS, ops_by, schedule_by, ways_of, with_all_ways
 from tests.support.models.outcomes import assert_same, executed, may_differ, train

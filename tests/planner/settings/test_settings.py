@@ -13,7 +13,7 @@ from graphs.io.formats import write_graph
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.plans.plan import read_plan
-from planner.search import StepSearch
+from planner.plans.search import StepSearch
 from planner.settings.option_settings import option_settings
 from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
 from solvers.baselines.dtr import DtrParams

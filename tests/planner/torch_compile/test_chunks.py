@@ -11,9 +11,9 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from planner import search
+from planner.plans import search
 from planner.plans.plan import Plan
-from planner.solving import solve_graph
+from planner.plans.solving import solve_graph
 from solvers.bounds import least_budget_bound
 from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with
 from tests.support.models.outcomes import peak_bytes

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import planner
+from planner.plans.solving import eager_peak_bytes
 from planner.plans.summary import summarize
-from planner.solving import eager_peak_bytes
 from planner.torch_compile import shared_budget
 
 LAYERS, WIDTH, ROWS = 4, 128, 1024

@@ -17,8 +17,8 @@ import torch
 import planner
 from graphs.errors import OutputError
 from graphs.synthetic.small import training_chain
+from planner.plans.cache import PlanCache
 from planner.plans.document import write_plan
-from planner.training.cache import PlanCache
 from tests.support.models.planned import compiled_with_cache, workload
 
 

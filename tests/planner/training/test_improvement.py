@@ -15,18 +15,18 @@ from graphs.errors import InfeasibleError, PlannerError
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.synthetic.small import chain
-from planner import background
-from planner.background import BackgroundSolve, Ended, SolveJob, solve_here
-from planner.plan_check import check_plan
+from planner.plans import background
+from planner.plans.background import BackgroundSolve, Ended, SolveJob, solve_here
 from planner.plans.plan import Plan, read_plan
+from planner.plans.plan_check import check_plan
+from planner.plans.search import StepSearch
+from planner.plans.solving import judged_on, solve, solve_graph
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
 from planner.runtime.measure import outcome
 from planner.runtime.observation import OpTimer, PeakWatch
-from planner.search import StepSearch
 from planner.settings.option_settings import with_recorded
 from planner.settings.stages import RunSettings, SolveSettings, Wait
-from planner.solving import judged_on, solve, solve_graph
 from planner.training import compare_eager, compiler, improvement
 from planner.training.improvement import rounds_alike, with_times
 from solvers.clock import WorkClock

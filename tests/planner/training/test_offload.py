@@ -13,8 +13,8 @@ import planner
 from graphs.errors import EagerWarning, OutOfMemoryError, PlannerError
 from graphs.io.formats import read_graph
 from graphs.pools import HOST
-from planner import search
 from planner.capture.workload.models import Workload, build
+from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.runtime.executor import Executor

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from benchmarks.runner import Runner
 from planner.capture.step import TrainingStep
 from planner.distributed.wrappers import unwrap
+from planner.plans.search import StepSearch
 from planner.plans.summary import summarize
-from planner.search import StepSearch
 from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
 from planner.training.compiler import Compiler
 from solvers.clock import WorkClock

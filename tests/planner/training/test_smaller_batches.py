@@ -85,13 +85,13 @@ def test_smaller_batches_keep_the_budget_and_larger_ones_are_refused() -> None:
 
 def test_a_smaller_batch_need_not_wait_for_a_good_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = []
-    search = planner.search.StepSearch.first_plan
+    search = planner.plans.search.StepSearch.first_plan
 
     def first_plan(self: Any, *args: Any) -> Any:
         waits.append(self.run.wait.seconds)
         return search(self, *args)
 
-    monkeypatch.setattr("planner.search.StepSearch.first_plan", first_plan)
+    monkeypatch.setattr("planner.plans.search.StepSearch.first_plan", first_plan)
     for options in ({}, {"wait": "1%"}, {"swap": "never"}):
         step = planner.compile(net(), F.cross_entropy, rows(64), budget=HALF_WAY, **QUICK, **options)
         step(*rows(7))

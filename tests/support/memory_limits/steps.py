@@ -23,9 +23,9 @@ from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.plans.solving import solve
 from planner.runtime.executor import Executor
 from planner.settings.stages import TraceSettings
-from planner.solving import solve
 
 _MMAP_THRESHOLD = -3  # of mallopt
 _MB = 10**6

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from planner.plans.plan import Plan
+from planner.plans.solving import solve_graph
 from planner.settings.stages import SolveSettings
-from planner.solving import solve_graph
 from solvers.child_process import ChildProcess, connection_to_parent, description
 from solvers.request import Start
 
@@ -24,7 +24,7 @@ class SolveJob:
     """A solve: a graph, a budget and settings.
 
     Attributes:
-        graph, budget_bytes, settings, start: arguments of ``planner.solving.solve_graph``.
+        graph, budget_bytes, settings, start: arguments of ``planner.plans.solving.solve_graph``.
     """
 
     graph: Graph

@@ -21,9 +21,9 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import training_chain
 from planner.memory.least_budget import LeastBudget, least_budget
-from planner.plan_check import check_plan
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import plan_from_dict
+from planner.plans.plan_check import check_plan
 from planner.plans.summary import summarize
 from planner.progress import Event, Progress
 from planner.report.describe import plan_text

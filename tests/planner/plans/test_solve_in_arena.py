@@ -8,7 +8,7 @@ from graphs.addresses import buffers_of
 from graphs.errors import UsageError
 from graphs.ir import Graph, Kind
 from graphs.synthetic.random_graphs import random_training_step
-from planner.solving import solve
+from planner.plans.solving import solve
 from solvers.addresses.solve import solve as solve_addresses
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from graphs.errors import PlannerError
 from graphs.io.files import is_replaced
 from graphs.io.formats import read_graph, write_graph
-from planner.plan_check import check_plan, graph_path, planned_graph
 from planner.plans.document import read_record, write_plan
+from planner.plans.plan_check import check_plan, graph_path, planned_graph
 from planner.plans.record import PlanRecord
 
 

@@ -11,7 +11,6 @@ from graphs.options.selection import differences
 from graphs.schedule import Schedule
 from graphs.short_tracebacks import short_traceback, warn_caller
 from graphs.simulate import simulate
-from planner.attributes import attributes
 from planner.memory.allocated_budget import REORDERED, result_as_step_runs, solver_of
 from planner.memory.known_budgets import KnownBudgets
 from planner.memory.least_memory import least_memory
@@ -26,6 +25,7 @@ from planner.memory.reserved import (
     runs_in_arena,
 )
 from planner.memory.reserved_budget import either, solve_counted
+from planner.plans.attributes import attributes
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
 from planner.plans.summary import other_peaks, summarize

@@ -4,12 +4,12 @@ import time
 from dataclasses import dataclass, field, replace
 
 from graphs.ir import Graph
-from planner.background import SolveJob
+from planner.plans.background import SolveJob
 from planner.plans.plan import Plan
+from planner.plans.solving import solve_graph
 from planner.progress.stages import StageReport
 from planner.settings.budgets import allowed_overhead
 from planner.settings.stages import RunSettings, SolveSettings, Wait
-from planner.solving import solve_graph
 from solvers.request import Start
 from solvers.result import SolveProgress
 

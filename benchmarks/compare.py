@@ -24,8 +24,8 @@ from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.report.comparisons import write_report
 from planner.studies.comparison_rows import ComparisonRow
+from planner.studies.comparisons import write_report
 from planner.studies.rows import read_rows
 from solvers.registry import SOLVERS
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from planner.report.comparisons import LEGEND, IsoMemoryPair, cell_text, iso_memory_pairs, simulated_table
 from planner.studies.best import HEURISTICS, NOT_TRIED, best_measured, best_schedule, kind_of, of_kind, why_none, why_not_measured
 from planner.studies.comparison_rows import ComparisonRow, simulated
+from planner.studies.comparisons import LEGEND, IsoMemoryPair, cell_text, iso_memory_pairs, simulated_table
 from planner.studies.rows import read_rows
 from planner.studies.tables import as_markdown, bold
 

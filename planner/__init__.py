@@ -11,11 +11,11 @@ from planner.missing_packages import explain_missing_packages
 if TYPE_CHECKING:
     __version__: str
     from graphs.errors import BudgetError, LimitError, OutOfMemoryError, PlannerError, TraceError
-    from planner.advising import advise, curve
     from planner.eager.session import rematerialize
     from planner.plans.plan import Plan
     from planner.plans.solving import solve
     from planner.running import RunReport, run
+    from planner.studies.advising import advise, curve
     from planner.torch_compile.checkpoint import checkpoint
     from planner.tracing import trace
     from planner.training.compile import compile  # noqa: A004
@@ -77,10 +77,10 @@ _MODULES = {
     "Plan": "planner.plans.plan",
     "RunReport": "planner.running",
     "WindowsParams": "solvers.windows.params",
-    "advise": "planner.advising",
+    "advise": "planner.studies.advising",
     "checkpoint": "planner.torch_compile.checkpoint",
     "compile": "planner.training.compile",
-    "curve": "planner.advising",
+    "curve": "planner.studies.advising",
     "rematerialize": "planner.eager.session",
     "run": "planner.running",
     "solve": "planner.plans.solving",

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         progress.say(f"building {arguments.model}")
-        from planner.advising import advise
+        from planner.studies.advising import advise
 
         model, loss_fn, batch = tracing(arguments, options=()).load(arguments.model)
         advice = advise(

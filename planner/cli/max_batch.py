@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, and print an answer for each method; return the exit code."""
     from planner.cli.interrupt import StopOnInterrupt
     from planner.progress import LineView
-    from planner.report.curves import max_batch_data, max_batch_text
+    from planner.studies.curve_table import max_batch_data, max_batch_text
     from planner.studies.sizes import BATCH, Wanted
 
     unit = arguments.multiple_of

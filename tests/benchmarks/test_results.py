@@ -10,8 +10,8 @@ import pytest
 from benchmarks import compare
 from benchmarks.compare import FOR_SMALL_GRAPHS
 from benchmarks.compare_summary import BUDGETS, summary_text
-from planner.report.comparisons import table_text
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of, simulated
+from planner.studies.comparisons import table_text
 from planner.studies.rows import read_rows
 from solvers.registry import SOLVERS
 from solvers.result import Reason, Status

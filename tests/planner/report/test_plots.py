@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from planner.report import comparison_plots
+from planner.studies import comparison_plots
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import read_rows
 from planner.views import figures

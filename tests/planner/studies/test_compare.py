@@ -14,11 +14,11 @@ from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.cli.main import main
 from planner.memory.reserved import eager_bytes
-from planner.report.comparisons import cell_text, table_text, write_report
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings
 from planner.studies.compare import Shares, Task, compare, cut_short, methods_named
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of
+from planner.studies.comparisons import cell_text, table_text, write_report
 from planner.studies.rows import columns_of, read_rows, write_rows
 from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock

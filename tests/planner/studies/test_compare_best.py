@@ -9,7 +9,6 @@ from benchmarks.compare_summary import summary_text
 from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.report.comparisons import cell_text, simulated_table, table_text
 from planner.studies.best import (
     HEURISTICS,
     best_measured,
@@ -21,6 +20,7 @@ from planner.studies.best import (
 )
 from planner.studies.compare import compare
 from planner.studies.comparison_rows import ComparisonRow, RunBy
+from planner.studies.comparisons import cell_text, simulated_table, table_text
 from planner.studies.rows import write_rows
 from planner.studies.settings import StudySettings
 from solvers.registry import SOLVERS

@@ -12,14 +12,6 @@ from graphs.errors import MismatchError
 from planner.capture.workload import workload
 from planner.capture.workload.models import Workload
 from planner.cli.main import main
-from planner.report.comparisons import (
-    iso_memory_note,
-    iso_memory_pairs,
-    iso_memory_table,
-    measured_text,
-    table_text,
-    write_report,
-)
 from planner.settings.stages import TraceSettings
 from planner.studies.baselines import (
     Method,
@@ -34,6 +26,14 @@ from planner.studies.baselines import (
 from planner.studies.best import HEURISTICS
 from planner.studies.compare_measured import compare_measured, profiled
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy
+from planner.studies.comparisons import (
+    iso_memory_note,
+    iso_memory_pairs,
+    iso_memory_table,
+    measured_text,
+    table_text,
+    write_report,
+)
 from planner.studies.rows import read_rows, write_rows
 from planner.studies.settings import StudySettings
 from planner.tracing import trace

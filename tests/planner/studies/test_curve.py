@@ -21,11 +21,11 @@ from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from planner import argument_types
 from planner.memory.reserved import counted_bytes, eager_bytes, reserved_at
-from planner.report.curves import curve_data
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings
 from planner.settings.other_devices import DEVICES_KEY, encode_devices
 from planner.studies.curve import Curve, curve
+from planner.studies.curve_table import curve_data
 from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
 from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock

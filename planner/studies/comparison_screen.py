@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from graphs.units import format_bytes
-from planner.report.comparisons import cell_text
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, methods_of, simulated
+from planner.studies.comparisons import cell_text
 from planner.studies.tables import by
 from planner.views.text import table
 

@@ -9,9 +9,9 @@ import pytest
 
 from graphs.io.formats import write_graph
 from graphs.synthetic.small import training_chain
-from planner.report.comparison_screen import METHODS, screen_text
 from planner.studies.compare import compare, methods_named
 from planner.studies.comparison_rows import ComparisonRow
+from planner.studies.comparison_screen import METHODS, screen_text
 from planner.studies.settings import StudySettings
 from solvers.registry import SOLVERS
 from tests.support.cli import call

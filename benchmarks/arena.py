@@ -25,7 +25,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
 from planner.plans.plan import Plan
-from planner.profiling.allocator import memory_rise
+from planner.runtime.allocator import memory_rise
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import idle_pages_stay
 from planner.runtime.executor import Executor

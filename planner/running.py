@@ -28,7 +28,7 @@ from planner.plans.plan import Plan
 from planner.plans.plan_check import check_sizes
 from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.runtime import measure
-from planner.runtime.device_arena import shared_slab
+from planner.runtime.cuda.device_arena import shared_slab
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak, other_peaks_measured

@@ -195,7 +195,7 @@ def _measure(
     spec = parse_spec(arguments.model)
     progress.say(f"building {spec}")
     from planner.capture.options import traced_options
-    from planner.runtime.channels import HostChannels
+    from planner.runtime.transfers.channels import HostChannels
     from planner.studies.baselines import baseline_methods, of_policies
     from planner.studies.compare_measured import compare_measured, profiled
     from planner.studies.offloading import offloading_methods

@@ -21,9 +21,9 @@ from planner.capture.signature import Batch
 from planner.capture.step import LossFn, check_module
 from planner.capture.workload.models import Workload
 from planner.distributed.ranks import Ranks, SingleProcess
-from planner.runtime.channels import HostChannels
 from planner.runtime.earlier_gradients import BUCKETS, SHARDS, TO_SEND
 from planner.runtime.executor import Executor
+from planner.runtime.transfers.channels import HostChannels
 from planner.settings.stages import TraceSettings
 from planner.tracing import capture_step
 

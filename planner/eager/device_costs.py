@@ -14,7 +14,7 @@ from graphs.units import format_bytes
 from planner.capture.lowering.statics import allocated_bytes
 from planner.eager.deferred_log import note_failure
 from planner.eager.sizes import KnownOp
-from planner.profiling.allocator import cuda_bytes
+from planner.runtime.allocator import cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import begin_allocations, end_allocations, profiler_enabled
 from planner.torch_private.cuda import on_out_of_memory, raw_alloc, raw_free

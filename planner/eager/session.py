@@ -33,8 +33,8 @@ from planner.facts.timeline import Timeline
 from planner.memory.auto_budget import auto_budget_bytes
 from planner.memory.reserved import memory_on
 from planner.plans.solving import solve_graph
-from planner.profiling.allocator import capped_allocator, cuda_context_bytes
 from planner.report.page import write_pages
+from planner.runtime.allocator import capped_allocator, cuda_context_bytes
 from planner.settings.budgets import budget_in_bytes, is_auto, is_share, read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.stages import SolveSettings

@@ -23,7 +23,6 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.options.added import value_of
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
-from planner.profiling.allocator import Mark, cuda_context_bytes, cuda_requests, segment_peaks
 from planner.profiling.isolated_op import IsolatedOp, OpFunction
 from planner.profiling.kernel_settings import SETTINGS, format_settings, kernel_settings
 from planner.profiling.roofline import modelled_composed, modelled_node
@@ -37,6 +36,7 @@ from planner.profiling.unrepeatable_ops import (
     mark_executed_once,
     warn_of_unrepeatable_ops,
 )
+from planner.runtime.allocator import Mark, cuda_context_bytes, cuda_requests, segment_peaks
 from planner.settings.devices import CONTEXT_BYTES, DEVICES, DeviceSpec, find_device, get_device
 from planner.torch_private.core import FakeTensor, disable_current_modes, no_python_dispatcher, profiler_enabled
 

@@ -19,14 +19,14 @@ from planner.capture.program.builder import PassBuilder
 from planner.capture.program.moved import moved
 from planner.capture.program.program import Ref
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
-from planner.profiling.allocator import Mark, cpu_allocations, segment_peaks
 from planner.profiling.profile import MeasuredOp, distinct_ops, isolated
 from planner.profiling.timing import timed, typical
-from planner.runtime.channels import open_channel
+from planner.runtime.allocator import Mark, cpu_allocations, segment_peaks
 from planner.runtime.devices import place_of
 from planner.runtime.measure import synchronize
-from planner.runtime.transfers import DeviceMemory, copied
-from planner.runtime.workers import ThreadedCall, Worker
+from planner.runtime.transfers.channels import open_channel
+from planner.runtime.transfers.transfers import DeviceMemory, copied
+from planner.runtime.transfers.workers import ThreadedCall, Worker
 from planner.settings.compatibility import check_compatible
 from planner.settings.other_devices import NamedDevice, parse_device
 

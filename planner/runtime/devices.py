@@ -12,12 +12,12 @@ from graphs.errors import CopyError, DeviceError, GraphError, PlannerError
 from graphs.ir import Graph
 from graphs.options.placement import between_devices, devices_of
 from graphs.pools import HOST
-from planner.runtime.channels import HostChannels, open_channel
-from planner.runtime.cuda_channels import StreamChannel
-from planner.runtime.host_memory import HostMemory
-from planner.runtime.thread_channels import ThreadChannel
-from planner.runtime.transfers import DeviceMemory, Transfer, TransferStoppedError
-from planner.runtime.workers import ThreadedCall, Worker
+from planner.runtime.transfers.channels import HostChannels, open_channel
+from planner.runtime.transfers.cuda_channels import StreamChannel
+from planner.runtime.transfers.host_memory import HostMemory
+from planner.runtime.transfers.thread_channels import ThreadChannel
+from planner.runtime.transfers.transfers import DeviceMemory, Transfer, TransferStoppedError
+from planner.runtime.transfers.workers import ThreadedCall, Worker
 from planner.settings.other_devices import NamedDevice, parse_device
 
 Part = Callable[[Sequence[Transfer]], Any]  # the work of a device in a pass, with the transfers of that pass

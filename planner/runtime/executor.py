@@ -21,13 +21,13 @@ from planner.capture.step import TrainingStep
 from planner.memory.reserved import arena_of, uses_libraries
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.changed_inputs import ChangedInputs
-from planner.runtime.channels import HostChannels
 from planner.runtime.code import Backward, Code, Forward, Stage, check_runnable, compile_schedule
-from planner.runtime.device_arena import DeviceArena, SharedPool
+from planner.runtime.cuda.device_arena import DeviceArena, SharedPool
 from planner.runtime.devices import Devices
 from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.libraries import library_users, warm_up_libraries
 from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
+from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.undo import Rollback
 from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_private.core import backward_retains_graph, current_transform
@@ -139,7 +139,7 @@ class Executor:
         return sum(self.graph.tensors[t].size_bytes for t in live if self.graph.tensors[t].pool == DEVICE)
 
     def use_arena(self, shared: SharedSlab | SharedPool) -> None:
-        """Run the following steps in an arena: ``planner.runtime.arena``, or on CUDA ``planner.runtime.device_arena``.
+        """Run the following steps in an arena: ``planner.runtime.arena``, or on CUDA ``planner.runtime.cuda.device_arena``.
 
         Args:
             shared: its memory, shared with other plans of the model.

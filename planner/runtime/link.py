@@ -8,9 +8,9 @@ import torch
 
 from planner.capture.lowering.lower import Capture
 from planner.profiling.profile import distinct_ops, isolated
-from planner.runtime.channels import HostChannels
-from planner.runtime.host_memory import HostTensor
-from planner.runtime.transfers import Transfer
+from planner.runtime.transfers.channels import HostChannels
+from planner.runtime.transfers.host_memory import HostTensor
+from planner.runtime.transfers.transfers import Transfer
 from planner.settings.link import LinkProfile, LinkRates
 
 Compute = Callable[[], Iterator[None]]  # computes a step, and yields after each op

@@ -19,9 +19,9 @@ from planner.capture.options.traced import with_graph
 from planner.capture.workload.models import Workload
 from planner.plans.attributes import attributes
 from planner.plans.summary import check_same_graph, summarize
-from planner.runtime.channels import HostChannels
 from planner.runtime.executor import Executor
 from planner.runtime.measure import device_name, ratio_in_turns
+from planner.runtime.transfers.channels import HostChannels
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.stages import TraceSettings
 from planner.studies.baselines import Method, eager

@@ -13,9 +13,9 @@ from planner.capture.lowering.statics import StaticTensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
 from planner.runtime import measure
-from planner.runtime.cuda_graph import hidden_pool_bytes
-from planner.runtime.host_memory import HostMemory
+from planner.runtime.cuda.cuda_graph import hidden_pool_bytes
 from planner.runtime.measure import Step, StepOutcome
+from planner.runtime.transfers.host_memory import HostMemory
 from planner.studies.baselines import Method
 from planner.studies.blocks import InapplicableError
 

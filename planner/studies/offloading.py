@@ -1,7 +1,7 @@
 """Methods that offload saved tensors to the host by autograd's saved-tensor hooks, as PyTorch and torchtune do.
 
 On the CPU, device and host share one memory: ``torch.autograd.graph.save_on_cpu`` moves nothing there, and torchtune's class is
-for CUDA. Both are therefore implemented with hooks that copy by ``planner.runtime.channels``, as plans do: an offloaded tensor is
+for CUDA. Both are therefore implemented with hooks that copy by ``planner.runtime.transfers.channels``, as plans do: an offloaded tensor is
 copied into memory that PyTorch's allocator does not count, and reloaded into memory that it counts when it is read. Peaks of the
 device and the host thus mean the same as for a plan.
 """
@@ -19,10 +19,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from planner.capture.step import LossFn, TrainingStep
-from planner.runtime.channels import HostChannels
-from planner.runtime.host_memory import HostTensor
 from planner.runtime.measure import Step
-from planner.runtime.transfers import Transfer
+from planner.runtime.transfers.channels import HostChannels
+from planner.runtime.transfers.host_memory import HostTensor
+from planner.runtime.transfers.transfers import Transfer
 from planner.studies.baselines import Method, checkpointed_blocks, save_contexts, wrapped
 from planner.studies.blocks import InapplicableError
 from planner.torch_private.core import current_autograd_node

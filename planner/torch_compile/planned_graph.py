@@ -24,11 +24,11 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import outputs, storage, tensors_in
 from planner.runtime.arena import Arena
 from planner.runtime.changed_inputs import ChangedInputs, Input, keep_copies
-from planner.runtime.channels import HostChannels
 from planner.runtime.code import compile_schedule
 from planner.runtime.devices import Devices
 from planner.runtime.out_of_memory import PlannedMemory
 from planner.runtime.step_lines import StepLines
+from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.undo import Rollback
 from planner.runtime.unseen_writes import UnseenWrites
 from planner.torch_compile.rest_of_step import kept_bytes

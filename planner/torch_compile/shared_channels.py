@@ -9,7 +9,7 @@ import torch
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.pools import HOST
-from planner.runtime.channels import HostChannels
+from planner.runtime.transfers.channels import HostChannels
 
 G = TypeVar("G")
 

@@ -30,13 +30,13 @@ from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages
 from planner.runtime.arena import SharedSlab
 from planner.runtime.changed_inputs import keep_copies
-from planner.runtime.channels import HostChannels
-from planner.runtime.device_arena import SharedPool
+from planner.runtime.cuda.device_arena import SharedPool
+from planner.runtime.cuda.graphed_step import FunctionRecorder, record, recordable
 from planner.runtime.executor import Executor
-from planner.runtime.graphed_step import FunctionRecorder, record, recordable
 from planner.runtime.libraries import library_users, warm_up_libraries, workspaces
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.pool_memory import measured_peak
+from planner.runtime.transfers.channels import HostChannels
 from planner.settings.budgets import allowed_overhead
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import with_recorded

@@ -11,7 +11,7 @@ from graphs.schedule import keep_everything
 from graphs.units import format_bytes, format_enough
 from planner.memory.reserved import eager_bytes, reserved_with_graphs, rules_of
 from planner.plans.plan import Plan
-from planner.runtime.graph_pool import pool_bytes
+from planner.runtime.cuda.graph_pool import pool_bytes
 from planner.settings.budgets import budget_in_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import with_recorded
@@ -37,7 +37,7 @@ class GraphBudget:
 
     @staticmethod
     def of(graph: Graph, budget: str | int, memory: CountedMemory) -> "GraphBudget":
-        """Return a budget of reserved memory for `graph`, with its copies as static memory (``planner.runtime.graphed_step``).
+        """Return a budget of reserved memory for `graph`, with its copies as static memory (``planner.runtime.cuda.graphed_step``).
 
         Raises:
             InfeasibleError: nothing is left for the pool.

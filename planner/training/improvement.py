@@ -26,7 +26,7 @@ from planner.plans.plan import Plan
 from planner.plans.search import StepSearch
 from planner.plans.solving import judged_on
 from planner.runtime.arena import Arena
-from planner.runtime.device_arena import DeviceArena
+from planner.runtime.cuda.device_arena import DeviceArena
 from planner.runtime.executor import Executor
 from planner.runtime.observation import OpTimer, PeakWatch
 from planner.settings.counted_memory import CountedMemory

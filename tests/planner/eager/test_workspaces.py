@@ -6,7 +6,7 @@ import torch
 from planner.eager.deferred_log import DeferredLog
 from planner.eager.session import Rematerialization, rematerialize
 from planner.eager.sizes import KnownOp
-from planner.profiling.allocator import cpu_allocations, memory_rise
+from planner.runtime.allocator import cpu_allocations, memory_rise
 from planner.torch_private.core import profiler_enabled
 from tests.support.eager.device_costs import Costs, measure_by
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from planner.profiling.allocator import capped_allocator
+from planner.runtime.allocator import capped_allocator
 from tests.support.cuda_device import cuda_device
 
 _MB = 2**20

@@ -1,7 +1,7 @@
 """The requests of an op, from what the allocator was recorded to do."""
 
 from graphs.requests import WORKSPACE, MemoryRequest
-from planner.profiling.allocator import requests_of
+from planner.runtime.allocator import requests_of
 
 
 def entries(*actions: tuple[str, int, int]) -> list[dict[str, object]]:

@@ -11,11 +11,11 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.runtime.channels import HostChannels
-from planner.runtime.cuda_channels import StreamChannel, StreamTransfer
 from planner.runtime.executor import Executor
 from planner.runtime.pool_memory import measured_peak
-from planner.runtime.transfers import Transfer
+from planner.runtime.transfers.channels import HostChannels
+from planner.runtime.transfers.cuda_channels import StreamChannel, StreamTransfer
+from planner.runtime.transfers.transfers import Transfer
 from planner.settings.stages import TraceSettings
 from planner.tracing import profiled
 from tests.support.budgets import assert_is_peak

@@ -15,8 +15,8 @@ from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped, unwrap
+from planner.runtime.cuda.graphed_step import recordable
 from planner.runtime.executor import Executor
-from planner.runtime.graphed_step import recordable
 from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
 from planner.training import per_batch
 from planner.training.per_batch import BatchPlans

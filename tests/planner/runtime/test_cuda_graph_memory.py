@@ -22,10 +22,10 @@ from planner.distributed.wrappers import Unwrapped
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.plans.search import StepSearch
-from planner.runtime.cuda_graph import CudaGraphs
+from planner.runtime.cuda.cuda_graph import CudaGraphs
+from planner.runtime.cuda.graph_pool import pool_bytes
+from planner.runtime.cuda.graphed_step import record, recordable
 from planner.runtime.executor import Executor
-from planner.runtime.graph_pool import pool_bytes
-from planner.runtime.graphed_step import record, recordable
 from planner.runtime.libraries import warm_up_libraries, workspaces
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.stages import RunSettings, SolveSettings, TraceSettings

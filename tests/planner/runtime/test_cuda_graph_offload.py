@@ -13,10 +13,10 @@ from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.runtime.channels import HostChannels
-from planner.runtime.cuda_graph import CudaGraphs
+from planner.runtime.cuda.cuda_graph import CudaGraphs
+from planner.runtime.cuda.graphed_step import record, recordable
 from planner.runtime.executor import Executor
-from planner.runtime.graphed_step import record, recordable
+from planner.runtime.transfers.channels import HostChannels
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import LOOPS, dropout_and_norm, train
 from tests.support.models.offloaded import offering, with_random_copies

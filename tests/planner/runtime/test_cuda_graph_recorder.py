@@ -8,9 +8,9 @@ import torch
 
 from graphs.errors import TraceError
 from planner.capture.trace import capture
-from planner.runtime.cuda_graph import CudaGraphs
+from planner.runtime.cuda.cuda_graph import CudaGraphs
+from planner.runtime.cuda.graphed_step import recordable
 from planner.runtime.executor import Executor
-from planner.runtime.graphed_step import recordable
 from tests.support.cuda_device import Order, cuda_device
 from tests.support.cuda_device.memory import WORKSPACE_BYTES
 from tests.support.cuda_device.steps import LOOPS, dropout_and_norm, recorded, train

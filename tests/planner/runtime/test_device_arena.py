@@ -12,7 +12,7 @@ from graphs.allocators.steering import is_placed, steer
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.memory.reserved import requests_of
-from planner.runtime.device_arena import DeviceArena, SharedPool
+from planner.runtime.cuda.device_arena import DeviceArena, SharedPool
 from planner.runtime.executor import Executor
 from planner.runtime.measure import loss_of
 from planner.settings.stages import TraceSettings
@@ -88,7 +88,7 @@ def test_a_step_on_another_device_than_the_current_one_is_in_its_arena() -> None
 
 @pytest.mark.slow
 def test_a_step_beside_tensors_of_another_one_takes_the_usual_pool() -> None:
-    with cuda_device() as cuda, lines_of("planner.runtime.device_arena") as lines:
+    with cuda_device() as cuda, lines_of("planner.runtime.cuda.device_arena") as lines:
         step = on_device(workload())
         executor, arena = in_arena(step, 0)
         first, second = (loss_of(executor(*step.batch)) for _ in range(2))
@@ -198,7 +198,7 @@ def asking_once(executor: Executor, arena: DeviceArena, patch: pytest.MonkeyPatc
 def test_a_step_whose_op_asks_for_other_memory_leaves_its_addresses_and_the_next_one_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with cuda_device() as cuda, lines_of("planner.runtime.device_arena") as lines:
+    with cuda_device() as cuda, lines_of("planner.runtime.cuda.device_arena") as lines:
         step = on_device(workload())
         executor, arena = in_arena(step, 0)
         arena, unexpected = asking_once(executor, arena, monkeypatch)

@@ -19,7 +19,7 @@ from graphs.schedule import Free, keep_everything, schedule_of
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.profiling.allocator import cpu_allocations
+from planner.runtime.allocator import cpu_allocations
 from planner.runtime.code import compile_schedule
 from planner.runtime.devices import Devices
 from planner.runtime.executor import Executor

@@ -3,7 +3,7 @@
 import pytest
 
 from graphs.errors import CopyError, OutOfMemoryError
-from planner.runtime.host_memory import HostMemory
+from planner.runtime.transfers.host_memory import HostMemory
 
 
 class Copying:

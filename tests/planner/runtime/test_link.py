@@ -15,9 +15,9 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.runtime import link
-from planner.runtime.channels import HostChannels
-from planner.runtime.host_memory import HostTensor
 from planner.runtime.link import link_during_step
+from planner.runtime.transfers.channels import HostChannels
+from planner.runtime.transfers.host_memory import HostTensor
 from planner.settings.link import MEASURED_LINK, LinkProfile, LinkRates, measured_link, published_link
 from planner.tracing import trace
 from tests.support.cuda_device import cuda_device, on_device
@@ -83,7 +83,7 @@ def test_a_thread_copies_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
         time.sleep(0.01)
         target[:] = source
 
-    monkeypatch.setattr("planner.runtime.thread_channels.np.copyto", copy)
+    monkeypatch.setattr("planner.runtime.transfers.thread_channels.np.copyto", copy)
     channels = HostChannels(torch.device("cpu"))
     values = torch.arange(8.0)
     host, first = channels.out(values)

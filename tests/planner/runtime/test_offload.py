@@ -17,11 +17,11 @@ from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.plans.solving import solve
-from planner.runtime.channels import HostChannels
 from planner.runtime.executor import Executor
-from planner.runtime.host_memory import HostMemory
 from planner.runtime.pool_memory import measured_peak
-from planner.runtime.transfers import storage_bytes
+from planner.runtime.transfers.channels import HostChannels
+from planner.runtime.transfers.host_memory import HostMemory
+from planner.runtime.transfers.transfers import storage_bytes
 from planner.settings.stages import TraceSettings
 from planner.tracing import profiled
 from tests.support.budgets import on_the_way

@@ -12,9 +12,9 @@ import torch
 from graphs.errors import CopyError, OutOfMemoryError
 from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from planner.capture.workload.models import Workload
-from planner.runtime import transfers, workers
 from planner.runtime.executor import Executor
-from planner.runtime.host_memory import HostMemory
+from planner.runtime.transfers import transfers, workers
+from planner.runtime.transfers.host_memory import HostMemory
 from tests.support.models.offloaded import copying_step
 from tests.support.models.steps import make
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from planner.profiling.allocator import cpu_allocations
+from planner.runtime.allocator import cpu_allocations
 from planner.runtime.random_state import RandomState
 
 

@@ -11,7 +11,7 @@ from graphs.ir import Phase
 from graphs.schedule import schedule_of
 from planner.capture.rewrites.reproducible_random import dropout_with_generator
 from planner.capture.trace import capture
-from planner.profiling.allocator import segment_peaks
+from planner.runtime.allocator import segment_peaks
 from planner.runtime.executor import Executor
 
 aten = torch.ops.aten

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from graphs.errors import CopyError
-from planner.runtime.channels import open_channel
-from planner.runtime.thread_channels import ThreadChannel
-from planner.runtime.transfers import DeviceMemory, Transfer, TransferStoppedError
+from planner.runtime.transfers.channels import open_channel
+from planner.runtime.transfers.thread_channels import ThreadChannel
+from planner.runtime.transfers.transfers import DeviceMemory, Transfer, TransferStoppedError
 
 CPU = torch.device("cpu")
 _LONG_S = 20.0

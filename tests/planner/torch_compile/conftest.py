@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner.runtime.channels import HostChannels
+from planner.runtime.transfers.channels import HostChannels
 from planner.torch_compile import shared_channels
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.shared_budget import SharedBudget

@@ -11,7 +11,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from graphs.errors import CopyError, PlannerError
 from graphs.schedule import Compute, boundary
-from planner.runtime.channels import HostChannels
+from planner.runtime.transfers.channels import HostChannels
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all
 from planner.torch_compile.shared_channels import SharedChannels

@@ -45,7 +45,7 @@ class Mutation:
 
 
 _CHANNELS, _TRANSFERS, _GRAPH = (f"planner/runtime/{name}.py" for name in ("cuda_channels", "transfers", "cuda_graph"))
-_ARENA = "planner/runtime/device_arena.py"
+_ARENA = "planner/runtime/cuda/device_arena.py"
 _BITS = "test_cuda_channels.py -k in_any_order"
 _UNITS = "test_cuda_channels.py -k copies_wait"
 
@@ -172,14 +172,14 @@ MUTATIONS = (
         "test_cuda_graph_offload.py -k under_way",
     ),
     Mutation(
-        "planner/runtime/graphed_step.py",
+        "planner/runtime/cuda/graphed_step.py",
         "the hold of the host's buffers that a recording uses",
         "            host.let_stay()\n",
         "",
         "test_cuda_graph_offload.py -k without_room",
     ),
     Mutation(
-        "planner/runtime/graphed_step.py",
+        "planner/runtime/cuda/graphed_step.py",
         "the hold of the inputs that a recording reads",
         "        self._static = [t.detach() if i in self._in_place else t.detach().clone() for i, t in enumerate(static)]",
         "        self._static = [t.detach() for t in static]",

@@ -20,7 +20,7 @@ from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.profiling.allocator import memory_rise
+from planner.runtime.allocator import memory_rise
 from planner.runtime.executor import Executor
 from planner.runtime.measure import StepOutcome, loss_of, outcome
 from planner.runtime.pool_memory import measured_peak

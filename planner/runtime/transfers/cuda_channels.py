@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from planner.runtime.host_memory import Copy, HostMemory
-from planner.runtime.transfers import PoolMemory, Transfer
+from planner.runtime.transfers.host_memory import Copy, HostMemory
+from planner.runtime.transfers.transfers import PoolMemory, Transfer
 
 
 class StreamChannel:

@@ -6,10 +6,10 @@ import torch
 
 from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from planner.capture.lowering.statics import allocated_bytes
-from planner.runtime.cuda_channels import StreamChannel, host_memory
-from planner.runtime.host_memory import HostMemory, HostTensor
-from planner.runtime.thread_channels import ThreadChannel
-from planner.runtime.transfers import DeviceMemory, PoolMemory, Transfer
+from planner.runtime.transfers.cuda_channels import StreamChannel, host_memory
+from planner.runtime.transfers.host_memory import HostMemory, HostTensor
+from planner.runtime.transfers.thread_channels import ThreadChannel
+from planner.runtime.transfers.transfers import DeviceMemory, PoolMemory, Transfer
 
 
 def open_channel(

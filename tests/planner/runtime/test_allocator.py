@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from planner.profiling.allocator import cpu_allocations, cuda_context_bytes
+from planner.runtime.allocator import cpu_allocations, cuda_context_bytes
 
 
 def test_earlier_garbage_is_not_recorded() -> None:

@@ -22,8 +22,8 @@ from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.runtime.code import Returned
-from planner.runtime.cuda_channels import StreamChannel, captured
 from planner.runtime.executor import Executor
+from planner.runtime.transfers.cuda_channels import StreamChannel, captured
 from planner.torch_private.core import backward_retains_graph, foreach_copy_, pytree
 
 T = TypeVar("T")

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from graphs.errors import CopyError
-from planner.runtime.host_memory import Copy, ended
-from planner.runtime.transfers import PoolMemory, Transfer
-from planner.runtime.workers import Worker
+from planner.runtime.transfers.host_memory import Copy, ended
+from planner.runtime.transfers.transfers import PoolMemory, Transfer
+from planner.runtime.transfers.workers import Worker
 
 
 class ThreadChannel:

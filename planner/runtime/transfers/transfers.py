@@ -16,8 +16,8 @@ import torch
 
 from graphs.errors import CopyError
 from graphs.units import format_bytes
-from planner.runtime.host_memory import Copy, HostBytes, HostTensor, StorageLayout
-from planner.runtime.workers import LOOK_S, is_dead
+from planner.runtime.transfers.host_memory import Copy, HostBytes, HostTensor, StorageLayout
+from planner.runtime.transfers.workers import LOOK_S, is_dead
 
 
 class TransferStoppedError(CopyError):

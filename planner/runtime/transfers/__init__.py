@@ -1,0 +1,1 @@
+"""Transfers between devices and to the host, over streams or threads."""

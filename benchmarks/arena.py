@@ -24,12 +24,12 @@ from planner.capture.options.traced import with_graph
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
+from planner.measure.steps import Isolated, Step, outcome
 from planner.plans.plan import Plan
 from planner.runtime.allocator import memory_rise
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import idle_pages_stay
 from planner.runtime.executor import Executor
-from planner.runtime.measure import Isolated, Step, outcome
 from planner.settings.option_settings import with_recorded
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, stream

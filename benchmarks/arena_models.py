@@ -19,10 +19,10 @@ from benchmarks.runner import SEED, Runner, take_turns, whole_step
 from benchmarks.solves import least_bytes
 from benchmarks.try_models import RAN, REPEATS, find_failures, list_not_run, note_failure, run_in_process, trying
 from graphs.units import format_bytes
-from planner import tracing
 from planner.capture.workload.models import Workload
+from planner.measure import tracing
+from planner.measure.steps import ratio_in_turns
 from planner.plans.summary import summarize
-from planner.runtime.measure import ratio_in_turns
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, provenance, value
 from planner.studies.tables import Column, bullets, markdown, side_by_side

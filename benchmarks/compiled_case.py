@@ -14,11 +14,11 @@ from benchmarks.kept_captures import KeptCaptures
 from benchmarks.solves import least_bytes
 from graphs.errors import BudgetError, LimitError, PlannerError
 from graphs.units import format_bytes
-from planner import tracing
 from planner.capture.options.in_place import IN_PLACE
 from planner.capture.options.traced import with_traced
 from planner.capture.workload.models import Workload
-from planner.runtime.measure import ratio_in_turns
+from planner.measure import tracing
+from planner.measure.steps import ratio_in_turns
 from planner.settings.stages import TraceSettings
 from planner.studies.baselines import Method, memory_budget, torch_compile
 from planner.studies.measured import Benchmark, Measured

@@ -23,8 +23,8 @@ from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
+from planner.measure.steps import Step, loss_of, ratio_in_turns, turn_times
 from planner.runtime.executor import Executor
-from planner.runtime.measure import Step, loss_of, ratio_in_turns, turn_times
 from planner.studies.baselines import own_code
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance

@@ -13,7 +13,7 @@ from benchmarks.models.parts import FunctionModule, next_tokens
 from benchmarks.training_loop import Recipe
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.runtime.measure import Step
+from planner.measure.steps import Step
 
 REPEATED_STEPS, DISTINCT_STEPS = 3, 5  # eager steps that planning may take, besides the capture: with and without repeated layers
 _RATE = 0.01

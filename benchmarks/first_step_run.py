@@ -19,10 +19,10 @@ from graphs.errors import PlannerError, first_line, typed_line
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
+from planner.measure.steps import Step, measure_memory
 from planner.memory.release import release_unused
 from planner.progress.stages import Event, Progress, Stage, View
 from planner.runtime.allocator_failure import allocator_failure
-from planner.runtime.measure import Step, measure_memory
 from planner.studies.rows import Made, column, key, made, text, value
 
 RAN, OUT_OF_MEMORY, REFUSED, FAILED = "ran", "out of memory", "refused", "failed"

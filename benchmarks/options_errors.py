@@ -12,17 +12,17 @@ from graphs.ir import Op
 from graphs.options import without_options
 from graphs.schedule import keep_everything
 from graphs.units import format_bytes
-from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.measure import steps as measure
+from planner.measure import tracing
+from planner.measure.pool_memory import measured_peak
+from planner.measure.steps import StepOutcome, ratio_in_turns
 from planner.plans.eager import Difference
 from planner.plans.summary import summarize
-from planner.runtime import measure
 from planner.runtime.executor import Executor
-from planner.runtime.measure import StepOutcome, ratio_in_turns
-from planner.runtime.pool_memory import measured_peak
 from planner.settings.stages import TraceSettings
 from planner.studies.experiment import Study
 from planner.studies.measured import relative_error

@@ -25,18 +25,18 @@ from graphs.options.surroundings import OtherDevice, Surroundings
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
-from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.measure import tracing
+from planner.measure.pool_memory import measured_peak, other_peaks_measured
+from planner.measure.roofline import model_times
+from planner.measure.steps import median_times
 from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
-from planner.profiling.roofline import model_times
 from planner.runtime.executor import Executor
-from planner.runtime.measure import median_times
-from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.settings.budgets import budget_in_bytes
 from planner.settings.devices import DeviceSpec, get_device
 from planner.settings.other_devices import decode_devices

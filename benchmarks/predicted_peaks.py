@@ -14,13 +14,13 @@ import torch
 from benchmarks.command import benchmark
 from benchmarks.executor import MODELS
 from planner.capture.signature import leaves
+from planner.measure.tracing import trace
 from planner.plans.summary import summarize
 from planner.studies.baselines import eager
 from planner.studies.experiment import Study
 from planner.studies.measured import Benchmark
 from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import Column, markdown
-from planner.tracing import trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

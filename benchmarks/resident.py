@@ -17,8 +17,8 @@ from benchmarks.command import benchmark, one_thread
 from benchmarks.process_memory import reset_highest_rss, status_bytes
 from graphs.units import format_bytes
 from planner.capture.workload.models import build
+from planner.measure.steps import loss_of
 from planner.memory.release import release_unused
-from planner.runtime.measure import loss_of
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, stream
 from planner.studies.rows import Made, column, key, listed, missing_keys, provenance

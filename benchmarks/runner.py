@@ -11,7 +11,7 @@ from benchmarks.training_loop import batches
 from planner.capture.signature import Batch, call, leaves
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
-from planner.runtime.measure import Step, StepOutcome, loss_of, measure_memory, turn_times
+from planner.measure.steps import Step, StepOutcome, loss_of, measure_memory, turn_times
 
 SEED = 0
 STEPS = 3

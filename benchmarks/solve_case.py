@@ -10,8 +10,8 @@ from pathlib import Path
 from benchmarks.process_memory import status_bytes
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
+from planner.measure.machine import commit, machine
 from planner.plans.attributes import attributes
-from planner.runtime.machine import commit, machine
 from planner.studies.rows import column, key, text, value
 from solvers.clock import WallClock
 from solvers.problem import problem_of

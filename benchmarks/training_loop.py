@@ -13,7 +13,7 @@ from torch import nn
 from planner.capture.lowering.statics import StaticTensors, allocated_bytes
 from planner.capture.signature import Batch, call
 from planner.capture.workload.models import Workload
-from planner.runtime.measure import Step, loss_of, measure_memory, synchronize
+from planner.measure.steps import Step, loss_of, measure_memory, synchronize
 from planner.torch_private.core import pytree
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     __version__: str
     from graphs.errors import BudgetError, LimitError, OutOfMemoryError, PlannerError, TraceError
     from planner.eager.session import rematerialize
+    from planner.measure.running import RunReport, run
+    from planner.measure.tracing import trace
     from planner.plans.plan import Plan
     from planner.plans.solving import solve
-    from planner.running import RunReport, run
     from planner.studies.advising import advise, curve
     from planner.torch_compile.checkpoint import checkpoint
-    from planner.tracing import trace
     from planner.training.compile import compile  # noqa: A004
     from planner.training.dynamic import DynamicStep
     from planner.training.step import PlannedStep
@@ -75,16 +75,16 @@ _MODULES = {
     "DynamicStep": "planner.training.dynamic",
     "PlannedStep": "planner.training.step",
     "Plan": "planner.plans.plan",
-    "RunReport": "planner.running",
+    "RunReport": "planner.measure.running",
     "WindowsParams": "solvers.windows.params",
     "advise": "planner.studies.advising",
     "checkpoint": "planner.torch_compile.checkpoint",
     "compile": "planner.training.compile",
     "curve": "planner.studies.advising",
     "rematerialize": "planner.eager.session",
-    "run": "planner.running",
+    "run": "planner.measure.running",
     "solve": "planner.plans.solving",
-    "trace": "planner.tracing",
+    "trace": "planner.measure.tracing",
 }
 
 

@@ -14,14 +14,14 @@ from graphs.errors import PlannerError, TraceError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_seconds
 from planner.capture.workload.workload import ModelSpec
+from planner.measure.link_rates import link_alone
+from planner.measure.machine import machine
+from planner.measure.tracing import trace
 from planner.memory.free_memory import free_bytes
 from planner.plans.summary import summarize
-from planner.runtime.link import link_alone
-from planner.runtime.machine import machine
 from planner.settings.stages import TraceSettings
 from planner.studies.workload_tracing import Tracing
 from planner.torch_private.capture import graph_breaks
-from planner.tracing import trace
 
 _ROOT = Path(__file__).resolve().parents[1]
 _OURS = ("planner", "solvers", "graphs")

@@ -112,9 +112,9 @@ def test_drawn_calls_are_in_the_sources(name: str) -> None:
     ("caller", "called", "fault"),
     [
         (
-            "planner.profiling.profile",
+            "planner.measure.profile",
             ("planner.plans.search", "first_plan"),
-            "planner.profiling.profile does not import planner.plans.search",
+            "planner.measure.profile does not import planner.plans.search",
         ),
         ("planner.plans.search", ("planner.plans.solving", "solve"), "planner.plans.search does not call solve"),
         ("planner.plans.search", ("planner.plans.solving", "solve_all"), "planner.plans.solving has no solve_all"),

@@ -22,7 +22,7 @@ from graphs.errors import typed_line
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.runtime.measure import loss_of
+from planner.measure.steps import loss_of
 from planner.torch_private.core import clear_cublas_workspaces
 from planner.torch_private.cuda import recorded_memory, set_allocator_settings
 

@@ -24,7 +24,7 @@ from graphs.errors import typed_line
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
-from planner.runtime.measure import loss_of
+from planner.measure.steps import loss_of
 from planner.torch_private.core import clear_cublas_workspaces
 
 _STEPS = 4

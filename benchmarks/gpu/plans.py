@@ -22,9 +22,9 @@ from graphs.units import format_bytes, format_seconds
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.measure.steps import loss_of, median_times, outcome
 from planner.plans.attributes import attributes
 from planner.runtime.libraries import warm_up_libraries
-from planner.runtime.measure import loss_of, median_times, outcome
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, key, provenance, text, value
 from planner.studies.tables import Column, made_with, markdown

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from graphs.allocators.caching import CachingAllocator
 from graphs.errors import typed_line
 from graphs.units import format_bytes
-from planner.profiling.kernel_settings import format_settings, kernel_settings
+from planner.measure.kernel_settings import format_settings, kernel_settings
 from planner.runtime.libraries import warm_up_libraries
 
 _PACKAGES = ("numpy", "scipy", "pandas", "pulp", "highspy", "msgspec", "psutil", "rich", "jinja2")

@@ -18,8 +18,8 @@ from planner.cli.arguments import (
 )
 
 if TYPE_CHECKING:
+    from planner.measure.running import RunReport
     from planner.plans.plan import Plan
-    from planner.running import RunReport
 
 
 def add(commands: Commands) -> None:
@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     with LineView(quiet=arguments.quiet) as progress:
         model = arguments.model or _model_of(plan)
         progress.say(f"building {model}")
-        from planner import running
         from planner.capture.workload import workload
+        from planner.measure import running
 
         built = workload.load(model, device=arguments.device, seed=arguments.seed)
         report = running.run(

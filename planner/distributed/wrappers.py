@@ -21,11 +21,11 @@ from planner.capture.signature import Batch
 from planner.capture.step import LossFn, check_module
 from planner.capture.workload.models import Workload
 from planner.distributed.ranks import Ranks, SingleProcess
+from planner.measure.tracing import capture_step
 from planner.runtime.earlier_gradients import BUCKETS, SHARDS, TO_SEND
 from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.stages import TraceSettings
-from planner.tracing import capture_step
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
@@ -60,7 +60,7 @@ class Unwrapped:
         """Return the captured step, with all static memory of this process. Called inside ``opened``.
 
         Args:
-            loss_fn, batch, settings, variant: as in ``planner.tracing.capture_step``.
+            loss_fn, batch, settings, variant: as in ``planner.measure.tracing.capture_step``.
         """
         return capture_step(Workload(self.module, loss_fn, batch), settings, variant=variant)
 

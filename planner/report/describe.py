@@ -21,7 +21,7 @@ from planner.visible import visible
 
 if TYPE_CHECKING:
     from planner.facts.streams import IdleTime
-    from planner.running import RunReport
+    from planner.measure.running import RunReport
 
 
 def plan_data(plan: Plan) -> dict[str, object]:

@@ -8,7 +8,7 @@ from graphs.units import format_bytes, format_seconds
 from planner.views.figures import drawn, shades, size_unit
 
 if TYPE_CHECKING:
-    from planner.running import RunReport
+    from planner.measure.running import RunReport
 
 
 def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> None:

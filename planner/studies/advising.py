@@ -15,10 +15,11 @@ from graphs.short_tracebacks import short_traceback
 from planner.capture.options import OPTIONS, needs, traced_options
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn
+from planner.measure.steps import device_name
+from planner.measure.tracing import trace
 from planner.memory.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.memory.reserved import memory_on
 from planner.progress import OnProgress, Stage, Stages, views_of
-from planner.runtime.measure import device_name
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import get_device
 from planner.settings.option_settings import option_settings
@@ -29,7 +30,6 @@ from planner.studies.curve import Curve
 from planner.studies.curve import curve as solve_budgets
 from planner.studies.settings import StudySettings
 from planner.studies.workers import never
-from planner.tracing import trace
 from solvers.tolerance import Tolerance
 
 _LEAST_S = 20.0  # for the analysis, even after a long trace

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 
 from graphs.errors import ModelError
 from planner.capture.step import LossFn, TrainingStep
-from planner.runtime.measure import Step
+from planner.measure.steps import Step
 from planner.studies.blocks import InapplicableError, block_choices, blocks, blocks_at, checkpointable
 from planner.torch_private.capture import functorch_config, inductor_config
 from solvers.baselines.common.torch_ops import base_name

@@ -11,10 +11,10 @@ from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import Schedule
+from planner.measure.machine import commit, machine
 from planner.memory.reserved import eager_bytes, memory_of, reserved_at
 from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
-from planner.runtime.machine import commit, machine
 from planner.settings.budgets import budget_in_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows, recorded_memory

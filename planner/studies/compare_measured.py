@@ -13,14 +13,14 @@ from statistics import median
 
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Kind
-from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
 from planner.capture.workload.models import Workload
+from planner.measure import tracing
+from planner.measure.steps import device_name, ratio_in_turns
 from planner.plans.attributes import attributes
 from planner.plans.summary import check_same_graph, summarize
 from planner.runtime.executor import Executor
-from planner.runtime.measure import device_name, ratio_in_turns
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.stages import TraceSettings

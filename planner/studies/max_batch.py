@@ -12,10 +12,10 @@ from typing import Any
 from graphs.errors import GraphError, InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio
+from planner.measure.scaling import GraphFit
 from planner.memory.least_memory import StopWhenDecided
 from planner.memory.reserved import memory_of, reserved_at
 from planner.plans.solving import order_for
-from planner.profiling.scaling import GraphFit
 from planner.studies.sizes import OPTIMAL, LargestSize, SizedMethod, Wanted
 from planner.studies.solves import result_in
 from planner.studies.workers import ignore, never

@@ -12,9 +12,9 @@ from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
-from planner.runtime import measure
+from planner.measure import steps as measure
+from planner.measure.steps import Step, StepOutcome
 from planner.runtime.cuda.cuda_graph import hidden_pool_bytes
-from planner.runtime.measure import Step, StepOutcome
 from planner.runtime.transfers.host_memory import HostMemory
 from planner.studies.baselines import Method
 from planner.studies.blocks import InapplicableError

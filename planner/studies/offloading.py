@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from planner.capture.step import LossFn, TrainingStep
-from planner.runtime.measure import Step
+from planner.measure.steps import Step
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostTensor
 from planner.runtime.transfers.transfers import Transfer

@@ -11,7 +11,7 @@ import msgspec
 
 from graphs.errors import OutputError
 from graphs.io.files import write_text
-from planner.runtime.machine import commit
+from planner.measure.machine import commit
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,7 +78,7 @@ def provenance(device: "torch.device | None" = None, packages: Iterable[str] = (
     """Return the device (None: the CPU), the commit, and the versions of torch and of `packages` as columns of a row."""
     import torch
 
-    from planner.runtime.measure import device_name
+    from planner.measure.steps import device_name
 
     common = {"machine": device_name(device or torch.device("cpu")), "commit": commit(), "torch": torch.__version__}
     return common | {package: _version(package) for package in packages}

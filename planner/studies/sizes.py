@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphs.ir import Graph
-from planner.profiling.scaling import sample_sizes
+from planner.measure.scaling import sample_sizes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import RECOMPUTATION, OptionSettings
 from solvers.result import Result

@@ -43,6 +43,6 @@ class Tracing:
             TraceError: the step cannot be captured.
         """
         built = self.load(model)
-        from planner import tracing
+        from planner.measure import tracing
 
         return tracing.trace_workload(built, replace(self.settings, name=str(model)), on_progress)

@@ -20,10 +20,10 @@ from planner.capture.rewrites.outputs import check_layouts, outputs, storage, te
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
+from planner.measure.profile import profile
+from planner.measure.roofline import model_times
+from planner.measure.unrepeatable_ops import mark_custom_ops
 from planner.plans.keeping_everything import prepare_for_tight_memory
-from planner.profiling.profile import profile
-from planner.profiling.roofline import model_times
-from planner.profiling.unrepeatable_ops import mark_custom_ops
 from planner.settings.compatibility import check_compatible
 from planner.settings.devices import DeviceSpec
 from planner.torch_private.capture import AOTInput, InputMutationAOTOutput, TangentAOTInput
@@ -47,7 +47,7 @@ def capture_joint(
         measure: True to measure each op on its own device instead.
         forward_outputs: number of outputs of the forward pass.
         options: options to find in the graph. Ops that may change rounding count as rounding, because results are not compared.
-        on_op: as in ``planner.profiling.profile.profile``.
+        on_op: as in ``planner.measure.profile.profile``.
 
     Raises:
         UsageError: sizes are dynamic.

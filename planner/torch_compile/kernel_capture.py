@@ -16,8 +16,8 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_traced
 from planner.capture.program.draws import default_generator_of
 from planner.capture.signature import Signature
+from planner.measure.profile import profile
 from planner.plans.keeping_everything import prepare_for_tight_memory
-from planner.profiling.profile import profile
 from planner.torch_compile.joint_capture import Placeholders, mutated_inputs, once
 from planner.torch_private.capture import (
     BufferAOTInput,

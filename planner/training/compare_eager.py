@@ -17,13 +17,13 @@ from planner.capture.program.program import Call, Ref
 from planner.capture.replay import RealStep, written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
+from planner.measure.pool_memory import measured_peak
+from planner.measure.steps import Isolated, Step, StepOutcome, outcome, ratio_in_turns, turn_times
 from planner.memory.release import release_unused
 from planner.plans.eager import DifferingOp, EagerComparison
 from planner.plans.keeping_everything import why_it_does_not_fit
 from planner.plans.plan import Plan
 from planner.runtime.allocator_failure import allocator_failure
-from planner.runtime.measure import Isolated, Step, StepOutcome, outcome, ratio_in_turns, turn_times
-from planner.runtime.pool_memory import measured_peak
 from planner.torch_private.core import TorchDispatchMode, pytree
 
 _MOST_TURNS = 9

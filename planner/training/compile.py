@@ -12,7 +12,7 @@ from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.distributed.wrappers import Unwrapped, unwrap
-from planner.profiling.optimizers import memory_of
+from planner.measure.optimizers import memory_of
 from planner.progress import OnProgress
 from planner.settings.budgets import budget_or_overhead
 from planner.settings.counted_memory import CountedMemory

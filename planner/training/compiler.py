@@ -20,6 +20,8 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload.models import Workload
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
+from planner.measure.pool_memory import measured_peak
+from planner.measure.tracing import as_recorded, profiled
 from planner.memory.release import large_blocks_returned, release_unused
 from planner.memory.reserved import memory_of
 from planner.plans.keeping_everything import why_it_does_not_fit
@@ -35,14 +37,12 @@ from planner.runtime.cuda.graphed_step import FunctionRecorder, record, recordab
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import library_users, warm_up_libraries, workspaces
 from planner.runtime.out_of_memory import reporting
-from planner.runtime.pool_memory import measured_peak
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.budgets import allowed_overhead
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import with_recorded
 from planner.settings.stages import TraceSettings
 from planner.torch_private.core import clear_cublas_workspaces
-from planner.tracing import as_recorded, profiled
 from planner.training.compare_eager import compare_with_eager, warn_of_differences
 from planner.training.graph_room import GraphBudget, with_room_for_pool
 from planner.training.improvement import Consultation, Improvement, over_budget, with_arena

@@ -20,6 +20,7 @@ from graphs.ir import Graph
 from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
 from planner.distributed.ranks import SingleProcess
+from planner.measure.observation import OpTimer, PeakWatch
 from planner.plans.background import BackgroundSolve, SolveJob, solve_here
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
@@ -28,7 +29,6 @@ from planner.plans.solving import judged_on
 from planner.runtime.arena import Arena
 from planner.runtime.cuda.device_arena import DeviceArena
 from planner.runtime.executor import Executor
-from planner.runtime.observation import OpTimer, PeakWatch
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import with_recorded
 from solvers.result import OPTIMAL_GAP, SOLVED

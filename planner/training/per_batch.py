@@ -15,7 +15,7 @@ from graphs.units import format_bytes
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn, TrainingStep
 from planner.distributed.wrappers import Unwrapped
-from planner.profiling.optimizers import memory_of
+from planner.measure.optimizers import memory_of
 from planner.progress import OnProgress
 from planner.torch_private.core import pytree
 from planner.training.auto_budget import with_auto_resolved

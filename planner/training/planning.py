@@ -14,16 +14,16 @@ from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
+from planner.measure.kernel_settings import kernel_settings
+from planner.measure.steps import device_name
 from planner.plans.cache import PlanCache, warn_unusable
 from planner.plans.line import plan_line
 from planner.plans.plan_check import check_sizes
 from planner.plans.search import StepSearch
-from planner.profiling.kernel_settings import kernel_settings
 from planner.progress import OnProgress, Stages, views_of
 from planner.runtime.cuda.cuda_graph import CudaGraphs
 from planner.runtime.cuda.device_arena import shared_slab
 from planner.runtime.executor import check_no_transform
-from planner.runtime.measure import device_name
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.budgets import allowed_overhead, cache_key
 from planner.settings.compatibility import check_compatible, find_conflict

@@ -23,10 +23,10 @@ from benchmarks.options_table import (
 )
 from graphs.ir import Op
 from graphs.units import format_ratio
-from planner import tracing
 from planner.capture.options import OPTIONS
 from planner.capture.workload.models import build
 from planner.capture.workload.workload import parse_spec
+from planner.measure import tracing
 from planner.studies.rows import read_rows
 from solvers.clock import WorkClock
 

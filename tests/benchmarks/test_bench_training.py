@@ -12,11 +12,11 @@ import torch
 from benchmarks import training
 from benchmarks.training import EAGER, PLANNED, TrainingRow, failures, half_or_half_way, main, pairs, table, train
 from benchmarks.training_loop import Recipe, batches
-from planner import tracing
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.measure import tracing
+from planner.measure.steps import loss_of
 from planner.plans.solving import solve
-from planner.runtime.measure import loss_of
 from planner.studies.rows import read_rows
 from planner.training.step import PlannedStep
 from tests.support.models.steps import mutated

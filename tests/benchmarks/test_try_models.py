@@ -37,7 +37,7 @@ from benchmarks.try_models import (
     trying,
 )
 from planner.capture.workload.models import Workload
-from planner.runtime.measure import loss_of
+from planner.measure.steps import loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 

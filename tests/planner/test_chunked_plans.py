@@ -15,10 +15,11 @@ from graphs.ir import Graph
 from graphs.options import without_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from planner import running, solve, tracing
+from planner import solve
 from planner.capture.options import with_options
 from planner.capture.workload.models import Workload, build
 from planner.facts.graph import graph_facts
+from planner.measure import running, tracing
 from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.eager import Difference, EagerComparison

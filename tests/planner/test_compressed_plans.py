@@ -14,18 +14,18 @@ from graphs.options import without_options
 from graphs.options.compress import COMPRESS, KEEP, RESTORE, VARIANCE
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from planner import running, tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.measure import running, tracing
+from planner.measure import steps as measure
+from planner.measure.pool_memory import measured_peak
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan
 from planner.plans.solving import solve
-from planner.runtime import measure
 from planner.runtime.executor import Executor
-from planner.runtime.pool_memory import measured_peak
 from planner.settings.stages import TraceSettings
 from planner.training.step import PlannedStep
 

@@ -8,9 +8,10 @@ import pytest
 from graphs.errors import MismatchError, PlannerError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
-from planner import running, solve, tracing
+from planner import solve
 from planner.capture.options.traced import with_graph
 from planner.capture.workload.models import Workload
+from planner.measure import running, tracing
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan

@@ -13,8 +13,8 @@ import planner  # noqa: E402
 from graphs.errors import TraceError  # noqa: E402
 from planner.capture.step import TrainingStep  # noqa: E402
 from planner.capture.trace import capture  # noqa: E402
+from planner.measure.steps import outcome  # noqa: E402
 from planner.runtime.executor import Executor  # noqa: E402
-from planner.runtime.measure import outcome  # noqa: E402
 from planner.torch_private.capture import FOLLOWS_COPIES  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
 from tests.support.models.steps import random_schedule  # noqa: E402

@@ -10,7 +10,7 @@ from torch import nn
 
 import planner
 from planner.capture import checksum
-from planner.profiling import synthetic_inputs
+from planner.measure import synthetic_inputs
 
 _FEW_BYTES = 1024  # constants that PyTorch's caches keep
 

@@ -22,10 +22,10 @@ from graphs.options.surroundings import Surroundings
 from graphs.options.transfers import OptionBuilder
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
-from planner import running
 from planner.capture import options
 from planner.capture.options import OPTIONS, register, with_options
 from planner.capture.workload.models import Workload
+from planner.measure import running
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan

@@ -17,6 +17,7 @@ from graphs.simulate import simulate
 from planner.facts.graph import graph_facts
 from planner.facts.step import StepFacts
 from planner.facts.timeline import Timeline
+from planner.measure.running import run
 from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan, read_plan
@@ -24,7 +25,6 @@ from planner.plans.plan_check import check_plan
 from planner.plans.summary import other_peaks, summarize
 from planner.report.describe import plan_text
 from planner.report.page import page
-from planner.running import run
 from planner.settings.option_settings import option_settings
 from planner.settings.stages import SolveSettings
 from tests.support.graphs.random_choices import any_schedule

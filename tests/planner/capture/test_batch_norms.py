@@ -13,11 +13,11 @@ from planner.capture.rewrites import batch_norms
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.measure.steps import outcome
+from planner.measure.tracing import profiled
 from planner.runtime.executor import Executor
-from planner.runtime.measure import outcome
 from planner.settings.stages import TraceSettings
 from planner.torch_private.core import DispatchKey, python_kernels, scoped_library
-from planner.tracing import profiled
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
 from tests.support.models.steps import Call, random_schedule
 

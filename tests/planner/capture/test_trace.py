@@ -14,10 +14,10 @@ from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.measure.steps import loss_of, outcome
+from planner.measure.tracing import profiled
 from planner.runtime.executor import Executor
-from planner.runtime.measure import loss_of, outcome
 from planner.settings.stages import TraceSettings
-from planner.tracing import profiled
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 
 

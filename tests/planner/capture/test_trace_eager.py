@@ -14,8 +14,8 @@ from graphs.schedule import keep_everything
 from planner.capture.rewrites.layouts import copy_with_strides
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.measure.steps import measure_memory, outcome
 from planner.runtime.executor import Executor
-from planner.runtime.measure import measure_memory, outcome
 from tests.support.models.eager_ops import Function, captured_as_eager, weighted
 
 RESIZES = [

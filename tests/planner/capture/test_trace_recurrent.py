@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from graphs.errors import TraceError
 from graphs.schedule import keep_everything
 from planner.capture.trace import capture
+from planner.measure.steps import loss_of
 from planner.runtime.executor import Executor
-from planner.runtime.measure import loss_of
 from tests.support.models.eager_ops import Last, captured_as_eager
 
 # 33 is no multiple of the widths of vectors: the last elements of a row are computed by other instructions.

@@ -14,10 +14,10 @@ from graphs.errors import OutOfMemoryError
 from graphs.io.formats import write_graph
 from graphs.synthetic.small import training_chain
 from planner.cli.main import main
+from planner.measure.running import RunReport
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.solving import solve
-from planner.running import RunReport
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import read_rows
 from tests.support.cli import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, Said, call, refused, run_report, start
@@ -46,9 +46,9 @@ def ran(report: RunReport, plan_file: Path, capsys: Any, monkeypatch: Any, *opti
     """What ``planner run`` says where the run came to `report`."""
     import planner
 
-    module = types.ModuleType("planner.running")
+    module = types.ModuleType("planner.measure.running")
     module.run = lambda *_, **__: report  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "planner.running", module)
+    monkeypatch.setitem(sys.modules, "planner.measure.running", module)
     monkeypatch.setattr(planner, "running", module, raising=False)
     return call(capsys, "run", plan_file, "--model", "zoo:mlp,batch=2,layers=1,width=4,classes=3", *options)
 

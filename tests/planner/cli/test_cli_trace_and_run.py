@@ -12,11 +12,11 @@ from graphs.io.formats import read_graph
 from graphs.ir import Graph
 from planner.capture.workload.models import Workload
 from planner.capture.workload.workload import parse_spec
+from planner.measure.running import RunReport
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.solving import solve
 from planner.progress import LineView
-from planner.running import RunReport
 from planner.settings.stages import TraceSettings
 from tests.support.budgets import between
 from tests.support.cli import ROOT, call, chain, refused, run_report

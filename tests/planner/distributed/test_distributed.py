@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 import planner
 from graphs.errors import InfeasibleError, MismatchError, PlannerError, TraceError
 from planner.distributed.wrappers import unwrap
+from planner.measure.steps import measure_memory
 from planner.plans.plan import Plan
 from planner.progress import Progress
 from planner.runtime.arena_allocator import Slab
-from planner.runtime.measure import measure_memory
 from planner.settings.option_settings import with_recorded
 from planner.training import compiler
 from planner.training.improvement import Improvement

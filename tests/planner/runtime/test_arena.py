@@ -21,13 +21,13 @@ from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.measure.steps import Isolated, outcome
 from planner.memory.arena_rules import ALIGNMENT, LEAST_BYTES
 from planner.runtime import arena_allocator, slab_addresses
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab, idle_pages_stay
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
-from planner.runtime.measure import Isolated, outcome
 from tests.planner.runtime.test_optimizer_steps import Wrapping
 from tests.support.logs import lines_of
 from tests.support.models.outcomes import peak_bytes

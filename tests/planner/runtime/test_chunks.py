@@ -12,8 +12,8 @@ from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.chunks.find import COUNTS
 from planner.capture.workload.models import Workload
+from planner.measure.tracing import capture_profiled
 from planner.settings.stages import TraceSettings
-from planner.tracing import capture_profiled
 from tests.support.models.alternatives import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model
 from tests.support.models.outcomes import executed, may_differ
 

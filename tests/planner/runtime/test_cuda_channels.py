@@ -11,13 +11,13 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.measure.pool_memory import measured_peak
+from planner.measure.tracing import profiled
 from planner.runtime.executor import Executor
-from planner.runtime.pool_memory import measured_peak
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.cuda_channels import StreamChannel, StreamTransfer
 from planner.runtime.transfers.transfers import Transfer
 from planner.settings.stages import TraceSettings
-from planner.tracing import profiled
 from tests.support.budgets import assert_is_peak
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import assert_as_eager

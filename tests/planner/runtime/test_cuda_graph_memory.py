@@ -19,6 +19,7 @@ from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
 from planner.distributed.ranks import SingleProcess
 from planner.distributed.wrappers import Unwrapped
+from planner.measure.tracing import profiled
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.plans.search import StepSearch
@@ -29,7 +30,6 @@ from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries, workspaces
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
-from planner.tracing import profiled
 from planner.training.compiler import Compiler
 from planner.training.step import PlannedStep
 from solvers.tolerance import Tolerance

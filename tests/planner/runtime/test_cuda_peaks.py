@@ -13,16 +13,16 @@ from graphs.units import format_bytes
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.measure.observation import PeakWatch
+from planner.measure.pool_memory import measured_peak
+from planner.measure.steps import loss_of
+from planner.measure.tracing import profiled
 from planner.report.describe import run_data, run_text
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
-from planner.runtime.measure import loss_of
-from planner.runtime.observation import PeakWatch
-from planner.runtime.pool_memory import measured_peak
 from planner.settings.stages import TraceSettings
 from planner.studies.baselines import Method
 from planner.studies.measured import Benchmark
-from planner.tracing import profiled
 from planner.training import compiler
 from tests.support.budgets import assert_is_peak, between
 from tests.support.cuda_device import cuda_device, on_device

@@ -7,10 +7,10 @@ from graphs.options.passes import in_passes
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.measure.pool_memory import measured_peak, other_peaks_measured
+from planner.measure.tracing import profiled
 from planner.runtime.executor import Executor
-from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.settings.stages import TraceSettings
-from planner.tracing import profiled
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import assert_as_eager
 from tests.support.graphs.random_choices import any_schedule

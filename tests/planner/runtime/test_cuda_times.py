@@ -7,12 +7,12 @@ from graphs.schedule import keep_everything
 from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.runtime.device_profile import other_devices
+from planner.measure.device_profile import other_devices
+from planner.measure.observation import OpTimer
+from planner.measure.steps import loss_of
+from planner.measure.tracing import profiled
 from planner.runtime.executor import Executor
-from planner.runtime.measure import loss_of
-from planner.runtime.observation import OpTimer
 from planner.settings.stages import TraceSettings
-from planner.tracing import profiled
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.models.steps import make
 

@@ -14,7 +14,7 @@ from torch import nn
 import planner
 from graphs.ir import Op
 from planner.capture.frontend.random_states import RandomStates
-from planner.profiling.unrepeatable_ops import UNREPEATABLE
+from planner.measure.unrepeatable_ops import UNREPEATABLE
 from planner.training.step import PlannedStep
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
 

@@ -11,12 +11,12 @@ from graphs.allocators.caching import DEFAULT_POOL
 from graphs.allocators.steering import is_placed, steer
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.measure.steps import loss_of
+from planner.measure.tracing import profiled
 from planner.memory.reserved import requests_of
 from planner.runtime.cuda.device_arena import DeviceArena, SharedPool
 from planner.runtime.executor import Executor
-from planner.runtime.measure import loss_of
 from planner.settings.stages import TraceSettings
-from planner.tracing import profiled
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.machine import Machine
 from tests.support.cuda_device.steps import assert_as_eager

@@ -4,8 +4,8 @@ import pytest
 
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
+from planner.measure.tracing import profiled
 from planner.settings.stages import TraceSettings
-from planner.tracing import profiled
 from tests.support.budgets import on_the_way
 from tests.support.models.outcomes import assert_same, train
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule, solve_for

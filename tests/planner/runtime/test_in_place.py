@@ -9,18 +9,19 @@ import torch
 from graphs.errors import UsageError
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from planner import running, solve, tracing
+from planner import solve
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import traced_options, with_options
 from planner.capture.options.in_place_variants import with_out, working_in_place
 from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
+from planner.measure import running, tracing
+from planner.measure.steps import outcome
+from planner.measure.tracing import capture_profiled
 from planner.runtime.executor import Executor
-from planner.runtime.measure import outcome
 from planner.settings.option_settings import option_settings
 from planner.settings.stages import TraceSettings
-from planner.tracing import capture_profiled
 from tests.support.budgets import on_the_way
 from tests.support.models.outcomes import executed
 from tests.support.models.steps import make, random_schedule, solve_for

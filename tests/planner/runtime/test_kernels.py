@@ -12,13 +12,13 @@ from graphs.ir import Op, Phase
 from graphs.options import without_options
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
-from planner import running, tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.kernels.worth import useless_ops
 from planner.capture.options.traced import without_useless_ops
 from planner.capture.program.program import Call, Ref
 from planner.capture.replay import RealStep
 from planner.capture.step import TrainingStep
+from planner.measure import running, tracing
 from planner.plans.solving import solve
 from tests.support.budgets import between
 from tests.support.models.other_kernels import STEPS, ops_by, schedule_by, ways_of, with_all_ways

@@ -14,12 +14,12 @@ from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.runtime import link
-from planner.runtime.link import link_during_step
+from planner.measure import link_rates as link
+from planner.measure.link_rates import link_during_step
+from planner.measure.tracing import trace
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostTensor
 from planner.settings.link import MEASURED_LINK, LinkProfile, LinkRates, measured_link, published_link
-from planner.tracing import trace
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.streams import BYTES_PER_S, LAUNCH_S
 from tests.support.models.steps import make

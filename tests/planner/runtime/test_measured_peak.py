@@ -3,11 +3,11 @@
 import pytest
 
 from planner.capture.step import TrainingStep
-from planner.running import run
+from planner.measure.pool_memory import measured_peak
+from planner.measure.running import run
+from planner.measure.tracing import profiled
 from planner.runtime.executor import Executor
-from planner.runtime.pool_memory import measured_peak
 from planner.settings.stages import TraceSettings
-from planner.tracing import profiled
 from tests.support.budgets import on_the_way
 from tests.support.models.steps import STEPS, capture_of, make, solve_for
 

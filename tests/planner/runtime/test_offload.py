@@ -16,14 +16,14 @@ from graphs.options.offload import without_offload
 from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
+from planner.measure.pool_memory import measured_peak
+from planner.measure.tracing import profiled
 from planner.plans.solving import solve
 from planner.runtime.executor import Executor
-from planner.runtime.pool_memory import measured_peak
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostMemory
 from planner.runtime.transfers.transfers import storage_bytes
 from planner.settings.stages import TraceSettings
-from planner.tracing import profiled
 from tests.support.budgets import on_the_way
 from tests.support.models.offloaded import copies_in, copying_step, offering, with_random_copies
 from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train

@@ -15,11 +15,11 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.measure.pool_memory import measured_peak
+from planner.measure.tracing import capture_profiled
 from planner.plans.solving import solve
 from planner.runtime.executor import Executor
-from planner.runtime.pool_memory import measured_peak
 from planner.settings.stages import TraceSettings
-from planner.tracing import capture_profiled
 from solvers.bounds import least_budget_bound
 from tests.support.budgets import on_the_way
 from tests.support.models.outcomes import assert_same, train

@@ -15,9 +15,9 @@ from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from planner.capture.program.program import Call, call_of
 from planner.capture.step import TrainingStep
+from planner.measure.pool_memory import measured_peak, other_peaks_measured
 from planner.runtime import devices
 from planner.runtime.executor import Executor
-from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.runtime.transfers import transfers, workers
 from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
 from tests.support.models.placed import (

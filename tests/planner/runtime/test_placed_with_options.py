@@ -23,9 +23,9 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
+from planner.measure.pool_memory import measured_peak, other_peaks_measured
+from planner.measure.steps import outcome
 from planner.runtime.executor import Executor
-from planner.runtime.measure import outcome
-from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from tests.support.graphs.random_choices import any_schedule
 from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
 from tests.support.models.placed import (

@@ -12,6 +12,7 @@ from graphs.errors import MismatchError
 from planner.capture.workload import workload
 from planner.capture.workload.models import Workload
 from planner.cli.main import main
+from planner.measure.tracing import trace
 from planner.settings.stages import TraceSettings
 from planner.studies.baselines import (
     Method,
@@ -36,7 +37,6 @@ from planner.studies.comparisons import (
 )
 from planner.studies.rows import read_rows, write_rows
 from planner.studies.settings import StudySettings
-from planner.tracing import trace
 from solvers.baselines.sac import SacRule
 from solvers.result import Reason
 from tests.support.budgets import between

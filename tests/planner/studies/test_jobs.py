@@ -17,7 +17,7 @@ from graphs.errors import PlannerError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
-from planner.runtime.machine import machine
+from planner.measure.machine import machine
 from planner.studies import cluster
 from planner.studies.compare import compare
 from planner.studies.curve import curve

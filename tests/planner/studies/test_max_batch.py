@@ -16,9 +16,9 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from planner.capture.workload.workload import parse_spec
+from planner.measure.scaling import GraphFit, has_same_ops
 from planner.memory.least_memory import StopWhenDecided
 from planner.memory.reserved import counted_bytes, reserved_at
-from planner.profiling.scaling import GraphFit, has_same_ops
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import RECOMPUTATION, option_settings
 from planner.settings.stages import TraceSettings

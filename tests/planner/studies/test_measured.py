@@ -10,7 +10,7 @@ from graphs.errors import ModelError
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload import workload
 from planner.capture.workload.models import Workload
-from planner.runtime.measure import Step, StepOutcome
+from planner.measure.steps import Step, StepOutcome
 from planner.studies.baselines import (
     Method,
     auto_sac,

@@ -9,7 +9,7 @@ from torch.autograd.graph import save_on_cpu as torch_save_on_cpu
 
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.runtime.measure import loss_of
+from planner.measure.steps import loss_of
 from planner.runtime.transfers.channels import HostChannels
 from planner.studies.baselines import checkpoint_blocks, eager, sac
 from planner.studies.measured import Benchmark, Exactness

@@ -10,9 +10,9 @@ from torch import nn
 
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
+from planner.measure.steps import Step, outcome
 from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import Missed
-from planner.runtime.measure import Step, outcome
 from planner.torch_compile.planned_graph import PlannedGraph
 from tests.support.budgets import HALF_WAY
 from tests.support.models.outcomes import peak_bytes

@@ -13,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from graphs.errors import InfeasibleError, PlannerError, UsageError
 from planner.capture.step import TrainingStep
-from planner.runtime.measure import measure_memory, outcome
+from planner.measure.steps import measure_memory, outcome
 from tests.support.budgets import HALF_WAY
 from tests.support.models.steps import make, norm_twice
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from graphs.errors import InfeasibleError
 from graphs.schedule import keep_everything
+from planner.measure import profile
 from planner.plans import search
-from planner.profiling import profile
 from planner.torch_compile.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
 from planner.torch_compile.step_memory import PassStorages, bytes_of_others, unread
 from tests.support.models.backend import (

@@ -12,7 +12,7 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.runtime.measure import StepOutcome, outcome
+from planner.measure.steps import StepOutcome, outcome
 from planner.torch_compile.planned_graph import PlannedGraph
 from tests.support.models.backend import measured_bytes
 from tests.support.models.other_kernels import ops_by, schedule_by, ways_of

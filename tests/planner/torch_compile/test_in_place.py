@@ -13,7 +13,7 @@ from graphs.ir import Phase
 from graphs.schedule import keep_everything, schedule_of
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
-from planner.runtime.measure import outcome
+from planner.measure.steps import outcome
 from planner.torch_compile.planned_graph import PlannedGraph
 from tests.support.models.backend import Thirds, measured_bytes
 from tests.support.models.steps import make, random_schedule

@@ -16,9 +16,9 @@ from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.workload.models import Workload
+from planner.measure.steps import StepOutcome, measure_memory, outcome
 from planner.plans import search
 from planner.plans.plan import Plan
-from planner.runtime.measure import StepOutcome, measure_memory, outcome
 from planner.settings.backend_settings import settings_of
 from tests.support.budgets import between
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphs.simulate import simulate
-from planner.runtime.measure import measure_memory
+from planner.measure.steps import measure_memory
 from planner.runtime.transfers.channels import HostChannels
 from planner.torch_compile.planned_graph import PlannedGraph
 from planner.torch_compile.rest_of_step import keeping_all

@@ -13,8 +13,8 @@ from graphs.errors import MismatchError, TraceError
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.measure.steps import loss_of, outcome
 from planner.runtime.executor import Executor
-from planner.runtime.measure import loss_of, outcome
 from tests.support.models.steps import random_schedule
 
 

@@ -15,12 +15,12 @@ from graphs.options.option import Feature
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.measure.running import run
+from planner.measure.steps import outcome
 from planner.plans.plan import read_plan
-from planner.running import run
 from planner.runtime import arena_allocator
 from planner.runtime.arena_allocator import Slab
 from planner.runtime.executor import Executor
-from planner.runtime.measure import outcome
 from planner.settings.stages import RunSettings
 from planner.training.dynamic import DynamicStep
 from planner.training.step import PlannedStep

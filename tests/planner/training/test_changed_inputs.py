@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from graphs.errors import PlannerError
-from planner.runtime.measure import measure_memory
+from planner.measure.steps import measure_memory
 from tests.support.budgets import HALF_WAY
 
 pytestmark = pytest.mark.usefixtures("half_way")

@@ -10,7 +10,7 @@ import planner
 from graphs.errors import InfeasibleError, PlannerError
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.runtime.measure import measure_memory, outcome
+from planner.measure.steps import measure_memory, outcome
 from planner.training.dynamic import DynamicStep
 from tests.support.budgets import HALF_WAY
 

@@ -7,7 +7,7 @@ import planner
 from graphs.options import without_options
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
-from planner.runtime.measure import outcome
+from planner.measure.steps import outcome
 from planner.training.dynamic import DynamicStep
 from solvers.bounds import least_budget_bound
 from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with

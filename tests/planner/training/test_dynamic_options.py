@@ -9,7 +9,7 @@ import planner
 from graphs.options.selection import option_of
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
-from planner.runtime.measure import outcome
+from planner.measure.steps import outcome
 from planner.training.dynamic import DynamicStep
 from tests.support.budgets import between
 

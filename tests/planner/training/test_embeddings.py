@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.errors import TraceError
-from planner.runtime.measure import outcome
+from planner.measure.steps import outcome
 from tests.support.models.planned import BATCH, assert_no_trace, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of what a planned step does not change

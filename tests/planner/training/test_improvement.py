@@ -15,6 +15,8 @@ from graphs.errors import InfeasibleError, PlannerError
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.synthetic.small import chain
+from planner.measure.observation import OpTimer, PeakWatch
+from planner.measure.steps import outcome
 from planner.plans import background
 from planner.plans.background import BackgroundSolve, Ended, SolveJob, solve_here
 from planner.plans.plan import Plan, read_plan
@@ -23,8 +25,6 @@ from planner.plans.search import StepSearch
 from planner.plans.solving import judged_on, solve, solve_graph
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
-from planner.runtime.measure import outcome
-from planner.runtime.observation import OpTimer, PeakWatch
 from planner.settings.option_settings import with_recorded
 from planner.settings.stages import RunSettings, SolveSettings, Wait
 from planner.training import compare_eager, compiler, improvement

@@ -8,7 +8,7 @@ import torch
 import planner
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.runtime.measure import outcome
+from planner.measure.steps import outcome
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler", "deterministic")]

@@ -16,8 +16,8 @@ from torch._inductor import config as inductor_config
 import planner
 from graphs.errors import InfeasibleError, PlannerError, TraceError
 from planner.distributed.wrappers import unwrap
+from planner.measure.steps import outcome
 from planner.plans.summary import summarize
-from planner.runtime.measure import outcome
 from planner.training import inductor_compiler
 from planner.training.inductor_compiler import InductorCompiler
 from planner.training.per_batch import BatchPlans, check_options

@@ -14,8 +14,8 @@ import planner
 from graphs.errors import InfeasibleError
 from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
-from planner.profiling.profile import profile
-from planner.runtime.measure import outcome
+from planner.measure.profile import profile
+from planner.measure.steps import outcome
 from planner.settings.link import MEASURED_LINK
 from planner.training.dynamic import DynamicStep
 from tests.support.inductor.steps import CASES, Case, compiled, mlp, prepare

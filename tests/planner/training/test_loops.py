@@ -22,8 +22,8 @@ from planner.capture.options.traced import with_traced
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.measure.steps import loss_of
 from planner.runtime.executor import Executor
-from planner.runtime.measure import loss_of
 from tests.support.budgets import HALF_WAY
 from tests.support.models.steps import make, random_schedule
 

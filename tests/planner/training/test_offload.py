@@ -67,7 +67,7 @@ def test_compiled_step_with_offload_is_exact_within_both_budgets(tmp_path: Path)
 
 
 def test_the_link_is_measured_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.runtime.link.LARGE_BYTES", 2**23)
+    monkeypatch.setattr("planner.measure.link_rates.LARGE_BYTES", 2**23)
     plan = compiled(small(), link=None, budget="95%").plan
     measured = measured_link(plan.graph.provenance)
     assert measured is not None

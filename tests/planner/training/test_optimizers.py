@@ -17,7 +17,7 @@ from graphs.ir import Kind
 from graphs.optimizers import MeasuredOptimizer, optimizer_of
 from graphs.schedule import keep_everything
 from planner.capture.trace import capture
-from planner.profiling.optimizers import measure_optimizer
+from planner.measure.optimizers import measure_optimizer
 from planner.report.describe import provenance_lines
 
 _TAKE_OTHERS = {"Optimizer", "SparseAdam", "LBFGS", "Muon"}  # sparse gradients, a closure, matrices only

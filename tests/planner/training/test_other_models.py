@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from graphs.simulate import simulate
 from planner.capture.workload.models import Workload
-from planner.running import run
-from planner.tracing import trace
+from planner.measure.running import run
+from planner.measure.tracing import trace
 from solvers.clock import WorkClock
 from solvers.least import least_budget
 from tests.support.models.steps import Call, classes, norm_twice, solve_for

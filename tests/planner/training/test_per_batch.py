@@ -11,7 +11,7 @@ from torch import nn
 import planner
 from graphs.errors import InfeasibleError, LimitError
 from planner.distributed.wrappers import unwrap
-from planner.profiling import optimizers
+from planner.measure import optimizers
 from planner.training import per_batch
 from planner.training.per_batch import BatchPlans
 from planner.training.step import PlannedStep

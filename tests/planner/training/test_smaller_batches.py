@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import planner
 from graphs.errors import MismatchError
 from planner.capture.step import TrainingStep
-from planner.runtime.measure import measure_memory, outcome
+from planner.measure.steps import measure_memory, outcome
 from planner.training.dynamic import DynamicStep
 from tests.support.budgets import HALF_WAY
 

@@ -13,7 +13,7 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.workload.models import build
-from planner.tracing import trace
+from planner.measure.tracing import trace
 from solvers.baselines import sac
 from solvers.baselines.checkpoint_blocks import checkpoint_blocks, solve
 from solvers.baselines.common.blocks import ModuleTree, block_of, blockings, levels

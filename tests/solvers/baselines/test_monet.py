@@ -11,8 +11,8 @@ from graphs.ir import Graph, Phase, Tensor
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
+from planner.measure.tracing import trace
 from planner.plans.solving import solve
-from planner.tracing import trace
 from solvers.baselines import monet
 from solvers.bounds import least_budget_bound
 from solvers.clock import WallClock

@@ -11,7 +11,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from planner.capture.workload.models import build
-from planner.tracing import trace
+from planner.measure.tracing import trace
 from solvers.baselines.deepspeed_offload import DeepSpeedParams
 from solvers.baselines.offload_activations import OffloadActivationsParams
 from solvers.problem import problem_of

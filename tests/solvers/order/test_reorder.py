@@ -18,9 +18,9 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import chain, training_chain
 from planner.cli.main import main
+from planner.measure.steps import outcome
 from planner.plans.summary import summarize
 from planner.runtime.executor import Executor
-from planner.runtime.measure import outcome
 from planner.studies.curve import curve
 from planner.studies.max_batch import Wanted, max_batch
 from solvers.bounds import least_budget_bound

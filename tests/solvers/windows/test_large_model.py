@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graphs.errors import InfeasibleError
 from graphs.ir import Graph, Kind
 from planner.capture.workload.models import build
+from planner.measure.tracing import trace
 from planner.plans.solving import solve
 from planner.plans.summary import summarize
-from planner.tracing import trace
 from solvers.bounds import least_budget_bound
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from graphs.allocators.caching import CachingAllocator, PoolId
 from planner.capture.workload.models import Workload
-from planner.profiling import profile
+from planner.measure import profile
 from planner.runtime import libraries
 from tests.support.cuda_device import graphs, tensors
 from tests.support.cuda_device.autograd import DeviceThread, engine

@@ -12,11 +12,11 @@ from torch import nn
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.measure.steps import loss_of
 from planner.plans.solving import solve
 from planner.runtime.cuda.cuda_graph import CudaGraphs
 from planner.runtime.cuda.graphed_step import record, recordable
 from planner.runtime.executor import Executor
-from planner.runtime.measure import loss_of
 from tests.support.cuda_device import on_device
 from tests.support.models.outcomes import assert_same
 from tests.support.models.steps import make, random_schedule

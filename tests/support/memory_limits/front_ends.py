@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from benchmarks.process_memory import reset_highest_rss, status_bytes
-from planner import tracing
 from planner.cli.main import main
+from planner.measure import tracing
 from planner.memory.release import release_unused
 from tests.support.memory_limits.steps import limited
 

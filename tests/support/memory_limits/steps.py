@@ -19,10 +19,10 @@ from torch import nn
 
 from graphs.errors import OutOfMemoryError
 from graphs.schedule import keep_everything
-from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.measure import tracing
 from planner.plans.solving import solve
 from planner.runtime.executor import Executor
 from planner.settings.stages import TraceSettings

@@ -13,8 +13,8 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
+from planner.measure.steps import outcome
 from planner.runtime.executor import Executor
-from planner.runtime.measure import outcome
 from tests.support.models.steps import random_schedule
 
 # Views, and moves that functional graphs have or have not: neither says how something is computed.

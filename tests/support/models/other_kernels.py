@@ -13,10 +13,10 @@ from planner.capture.options.traced import with_traced
 from planner.capture.replay import RealStep, real_static
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.profiling.exactness import with_exactness
-from planner.profiling.profile import profile
+from planner.measure.exactness import with_exactness
+from planner.measure.profile import profile
+from planner.measure.tracing import capture_step
 from planner.settings.stages import TraceSettings
-from planner.tracing import capture_step
 from tests.support.models.alternatives import make
 
 

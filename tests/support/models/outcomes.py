@@ -20,10 +20,10 @@ from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
+from planner.measure.pool_memory import measured_peak
+from planner.measure.steps import StepOutcome, loss_of, outcome
 from planner.runtime.allocator import memory_rise
 from planner.runtime.executor import Executor
-from planner.runtime.measure import StepOutcome, loss_of, outcome
-from planner.runtime.pool_memory import measured_peak
 from tests.support.models.steps import random_schedule
 
 

@@ -18,11 +18,11 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.options.traced import with_graph
 from planner.capture.program.moved import moved
+from planner.measure.tracing import capture_profiled
 from planner.runtime.devices import place_of
 from planner.runtime.executor import Executor
 from planner.settings.other_devices import parse_device
 from planner.settings.stages import TraceSettings
-from planner.tracing import capture_profiled
 from tests.support.graphs.random_choices import BESIDE, any_schedule
 from tests.support.models.steps import make
 

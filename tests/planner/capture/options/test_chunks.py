@@ -17,7 +17,7 @@ from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, r
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
-from planner.profiling.roofline import model_times
+from planner.measure.roofline import model_times
 from planner.settings.devices import get_device
 from planner.torch_private.core import FakeTensorMode
 from tests.support.models.alternatives import CLASSES, Classifier, make, optional_ops, transformers_model

@@ -20,7 +20,7 @@ from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
-from planner.profiling.roofline import model_times
+from planner.measure.roofline import model_times
 from planner.settings.devices import get_device
 
 

@@ -11,12 +11,12 @@ from graphs.errors import UsageError
 from graphs.io.graph_document import graph_from_dict, graph_to_dict
 from graphs.ir import Op
 from graphs.options import without_options
-from planner import tracing
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
+from planner.measure import tracing
 from planner.settings.stages import TraceSettings
 from planner.torch_private.core import FakeTensorMode
 from tests.support.models.alternatives import make

@@ -20,7 +20,7 @@ from planner.capture.options.pack.shapes import OfShape
 from planner.capture.options.traced import with_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.profiling.roofline import model_times
+from planner.measure.roofline import model_times
 from planner.settings.devices import get_device
 from planner.torch_private.core import FakeTensorMode
 from tests.support.models.packed import mixed

@@ -17,20 +17,20 @@ from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture, capture_kernels
 from planner.capture.workload.models import Workload
+from planner.measure.device_profile import other_devices as measured_devices
+from planner.measure.exactness import needs_comparison, with_exactness
+from planner.measure.link_rates import link_during_step
+from planner.measure.optimizers import memory_of
+from planner.measure.profile import profile
+from planner.measure.roofline import model_times
+from planner.measure.sizes import with_dense_sizes, with_recorded_sizes
+from planner.measure.unrepeatable_ops import mark_custom_ops, mark_recorded_ops
 from planner.memory.free_memory import free_bytes
 from planner.memory.release import release_unused
 from planner.memory.reserved import uses_libraries
 from planner.plans.keeping_everything import needed_bytes, prepare_for_tight_memory
-from planner.profiling.exactness import needs_comparison, with_exactness
-from planner.profiling.optimizers import memory_of
-from planner.profiling.profile import profile
-from planner.profiling.roofline import model_times
-from planner.profiling.sizes import with_dense_sizes, with_recorded_sizes
-from planner.profiling.unrepeatable_ops import mark_custom_ops, mark_recorded_ops
 from planner.progress import OnProgress, Stage, Stages, views_of
-from planner.runtime.device_profile import other_devices as measured_devices
 from planner.runtime.libraries import warm_up_libraries
-from planner.runtime.link import link_during_step
 from planner.settings.devices import DeviceSpec, get_device
 from planner.settings.link import MEASURED_LINK
 from planner.settings.other_devices import DEVICES_KEY, encode_devices

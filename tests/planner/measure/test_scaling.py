@@ -8,7 +8,7 @@ from graphs.errors import GraphError
 from graphs.ir import Graph
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import training_chain
-from planner.profiling.scaling import GraphFit, sample_sizes
+from planner.measure.scaling import GraphFit, sample_sizes
 
 
 def test_fit_reproduces_polynomials() -> None:

@@ -22,20 +22,20 @@ from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload.models import Workload
+from planner.measure import steps as measure
+from planner.measure.pool_memory import measured_peak, other_peaks_measured
+from planner.measure.tracing import as_recorded, capture_step
 from planner.plans.eager import within_own_error
 from planner.plans.keeping_everything import why_it_does_not_fit
 from planner.plans.plan import Plan
 from planner.plans.plan_check import check_sizes
 from planner.progress import OnProgress, Stage, Stages, views_of
-from planner.runtime import measure
 from planner.runtime.cuda.device_arena import shared_slab
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
-from planner.runtime.pool_memory import measured_peak, other_peaks_measured
 from planner.settings.compatibility import check_compatible
 from planner.settings.option_settings import recorded_options, with_recorded
 from planner.settings.stages import TraceSettings
-from planner.tracing import as_recorded, capture_step
 
 _PLANNED, _KEEPING, _EAGER, _EAGER_AGAIN = "the plan", "keeping everything", "eager PyTorch", "eager PyTorch again"
 

@@ -19,11 +19,11 @@ from planner.capture.program.builder import PassBuilder
 from planner.capture.program.moved import moved
 from planner.capture.program.program import Ref
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
-from planner.profiling.profile import MeasuredOp, distinct_ops, isolated
-from planner.profiling.timing import timed, typical
+from planner.measure.profile import MeasuredOp, distinct_ops, isolated
+from planner.measure.steps import synchronize
+from planner.measure.timing import timed, typical
 from planner.runtime.allocator import Mark, cpu_allocations, segment_peaks
 from planner.runtime.devices import place_of
-from planner.runtime.measure import synchronize
 from planner.runtime.transfers.channels import open_channel
 from planner.runtime.transfers.transfers import DeviceMemory, copied
 from planner.runtime.transfers.workers import ThreadedCall, Worker

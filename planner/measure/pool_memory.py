@@ -12,9 +12,9 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
+from planner.measure.steps import Isolated, MemoryUse, Step, measure_memory, run_both
 from planner.runtime.allocator import Allocation, cpu_allocations, memory_rise
 from planner.runtime.executor import Executor
-from planner.runtime.measure import Isolated, MemoryUse, Step, measure_memory, run_both
 
 
 def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: Batch) -> MemoryUse:

@@ -23,13 +23,13 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.options.added import value_of
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
-from planner.profiling.isolated_op import IsolatedOp, OpFunction
-from planner.profiling.kernel_settings import SETTINGS, format_settings, kernel_settings
-from planner.profiling.roofline import modelled_composed, modelled_node
-from planner.profiling.sizes import ALLOCATED, with_sizes
-from planner.profiling.synthetic_inputs import TensorSpec
-from planner.profiling.timing import timed, typical
-from planner.profiling.unrepeatable_ops import (
+from planner.measure.isolated_op import IsolatedOp, OpFunction
+from planner.measure.kernel_settings import SETTINGS, format_settings, kernel_settings
+from planner.measure.roofline import modelled_composed, modelled_node
+from planner.measure.sizes import ALLOCATED, with_sizes
+from planner.measure.synthetic_inputs import TensorSpec
+from planner.measure.timing import timed, typical
+from planner.measure.unrepeatable_ops import (
     checksums,
     has_undeclared_draws,
     is_custom,

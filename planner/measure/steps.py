@@ -13,11 +13,11 @@ from torch import nn
 
 from planner.capture.frontend.preserved_state import UndoWrites, has_same_values, preserve_training_state
 from planner.capture.signature import Batch, arguments, call, detach_batch, leaves
+from planner.measure.machine import machine
 from planner.plans.eager import Difference
 from planner.runtime.allocator import memory_rise
 from planner.runtime.arena_allocator import idle_pages_stay
 from planner.runtime.libraries import warm_up_libraries
-from planner.runtime.machine import machine
 from planner.torch_private.core import pytree
 
 # step(*batch) or step(**batch) -> loss, a tuple that begins with the loss, or a dict with a "loss"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from planner.measure.timing import typical
 from planner.memory.reserved import uses_libraries
-from planner.profiling.timing import typical
 from planner.runtime.allocator import MemoryRise, memory_rise
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor

@@ -7,7 +7,7 @@ from statistics import mean, median
 import torch
 
 from planner.capture.lowering.lower import Capture
-from planner.profiling.profile import distinct_ops, isolated
+from planner.measure.profile import distinct_ops, isolated
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostTensor
 from planner.runtime.transfers.transfers import Transfer

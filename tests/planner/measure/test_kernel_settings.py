@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from planner.profiling.kernel_settings import kernel_settings
+from planner.measure.kernel_settings import kernel_settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

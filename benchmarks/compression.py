@@ -38,10 +38,10 @@ from planner.measure.pool_memory import measured_peak
 from planner.plans.attributes import attributes
 from planner.runtime.executor import Executor
 from planner.settings.stages import TraceSettings
+from planner.show.views.figures import COLORS, new_figure, save_figure
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import ALL, Column, SideBySide, by, made_with, markdown, side_by_side
-from planner.views.figures import COLORS, new_figure, save_figure
 
 EXACT = "exact"
 BITS = ("8", "4")

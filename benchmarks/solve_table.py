@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from benchmarks.solve_case import TOLERANCE, SolverRow
+from planner.show.views.figures import COLORS, save_figure
 from planner.studies.rows import frame, summarize
 from planner.studies.tables import Column, by, markdown, of_frame, said
-from planner.views.figures import COLORS, save_figure
 from solvers.result import SOLVED
 
 NEAR = 0.005  # gap up to which a solve counts as near to optimal

@@ -13,8 +13,8 @@ import planner
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.workload.models import build
 from planner.plans.summary import summarize
-from planner.report.plots import plot_memory
-from planner.views.text import table
+from planner.show.report.plots import plot_memory
+from planner.show.views.text import table
 from solvers.clock import WallClock
 from solvers.least import least_budget
 

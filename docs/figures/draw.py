@@ -13,7 +13,7 @@ from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.views.figures import save_figure
+from planner.show.views.figures import save_figure
 
 HERE = Path(__file__).parent
 

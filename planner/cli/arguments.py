@@ -17,13 +17,13 @@ from graphs.optimizers import OPTIMIZERS
 from planner import argument_types
 from planner.capture.options import OPTIONS, traced_options
 from planner.plans.attributes import attributes
+from planner.progress.visible import visible, visible_lines
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import DEVICES
 from planner.settings.option_settings import LINK, OptionSettings, option_settings
 from planner.settings.stages import TraceSettings
+from planner.show.views.text import aligned
 from planner.studies.workload_tracing import Tracing
-from planner.views.text import aligned
-from planner.visible import visible, visible_lines
 from solvers.tolerance import Tolerance
 
 if TYPE_CHECKING:

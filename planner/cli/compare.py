@@ -100,12 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.files import check_folder
     from planner.cli.interrupt import StopOnInterrupt
     from planner.progress import LineView
+    from planner.show.views.figures import can_plot
     from planner.studies.compare import methods_named
     from planner.studies.comparison_rows import ComparisonRow
     from planner.studies.comparison_screen import screen_text
     from planner.studies.comparisons import write_report
     from planner.studies.rows import read_rows
-    from planner.views.figures import can_plot
 
     if arguments.measure and arguments.model.endswith(".json"):
         raise UsageError(f"--measure runs the model, and {arguments.model} is a graph: name zoo:NAME or file.py:function")

@@ -75,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
     from planner.progress import LineView
+    from planner.show.views.figures import check_plot, save_figure
     from planner.studies.curve import CurveRow, curve
     from planner.studies.curve_table import curve_data
     from planner.studies.rows import write_rows
-    from planner.views.figures import check_plot, save_figure
     from solvers.result import Status
 
     graph = read_graph(arguments.graph)

@@ -25,10 +25,10 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the contents of the file; return the exit code."""
-    from planner.facts.graph import graph_facts
     from planner.plans.plan import Plan, read_graph_or_plan
-    from planner.report.describe import plan_data, plan_info_text
-    from planner.report.graph_text import graph_data, graph_text
+    from planner.show.facts.graph import graph_facts
+    from planner.show.report.describe import plan_data, plan_info_text
+    from planner.show.report.graph_text import graph_data, graph_text
 
     content = read_graph_or_plan(arguments.file)
     if isinstance(content, Plan):

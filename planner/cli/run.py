@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.plans.plan import read_plan
     from planner.plans.plan_check import check_with_its_graph
     from planner.progress import LineView
-    from planner.report.describe import run_data, run_text
+    from planner.show.report.describe import run_data, run_text
 
     plan = read_plan(arguments.plan)
     check_with_its_graph(plan, arguments.plan)

@@ -36,10 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the requested files; return the exit code."""
     from graphs.io.files import check_writable
     from graphs.io.formats import read_graph
-    from planner.facts.timeline import Timeline
     from planner.plans.plan import read_plan
     from planner.plans.plan_check import planned_graph
-    from planner.report.page import write_pages
+    from planner.show.facts.timeline import Timeline
+    from planner.show.report.page import write_pages
     from planner.studies.curve import read_curve
 
     curve = () if arguments.curve is None else read_curve(Path(arguments.curve))

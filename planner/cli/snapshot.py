@@ -9,7 +9,7 @@ from planner.cli.arguments import DONE, Commands, add_command, print_result
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
-    from planner.report.snapshot import DevicePeak
+    from planner.show.report.snapshot import DevicePeak
 
 _LISTED = 15
 
@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the contents of the snapshot; return the exit code."""
     from planner.plans.plan import read_plan
-    from planner.report.snapshot import read_snapshot
+    from planner.show.report.snapshot import read_snapshot
 
     peaks = read_snapshot(arguments.file)
     plan = None if arguments.plan is None else read_plan(arguments.plan)
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _device_text(peak: "DevicePeak", plan: "Plan | None", listed: int) -> str:
     from graphs.units import format_bytes, format_ratio
-    from planner.views.text import aligned, table
+    from planner.show.views.text import aligned, table
 
     where = "before the first" if peak.at_action is None else f"at action {peak.at_action + 1:,}"
     lines = [

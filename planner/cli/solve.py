@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.plans.plan_files import naming
     from planner.plans.solving import solve
     from planner.progress import LineView
-    from planner.report.describe import plan_data, plan_text
+    from planner.show.report.describe import plan_data, plan_text
 
     graph = read_graph(arguments.graph)
     output = _output(arguments)

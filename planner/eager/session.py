@@ -29,15 +29,15 @@ from planner.eager.shared_context import SharedContext
 from planner.eager.sizes import OutputSizes
 from planner.eager.step_log import StepGraph
 from planner.eager.step_plans import StepPlans
-from planner.facts.timeline import Timeline
 from planner.memory.auto_budget import auto_budget_bytes
 from planner.memory.reserved import memory_on
 from planner.plans.solving import solve_graph
-from planner.report.page import write_pages
 from planner.runtime.allocator import capped_allocator, cuda_context_bytes
 from planner.settings.budgets import budget_in_bytes, is_auto, is_share, read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.stages import SolveSettings
+from planner.show.facts.timeline import Timeline
+from planner.show.report.page import write_pages
 from planner.torch_private.core import (
     is_functional_tensor,
     is_functorch_wrapped,

@@ -14,7 +14,7 @@ from graphs.short_tracebacks import short_traceback
 from planner.plans import plan_files
 from planner.plans.document import read_record, record_from_dict
 from planner.plans.record import PlanRecord
-from planner.views import plan_views
+from planner.show.views import plan_views
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from planner.progress.describe import describe
 from planner.progress.stages import Event, Progress
-from planner.visible import visible
+from planner.progress.visible import visible
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -9,8 +9,8 @@ from planner.capture.options import option_called
 from planner.memory.reserved import EagerMemory
 from planner.plans.record import GraphSummary
 from planner.settings.counted_memory import CountedMemory
+from planner.show.views.text import table
 from planner.studies.budget_plots import plot_advice
-from planner.views.text import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from planner.views.figures import COLORS, add_legend, new_figure, set_title, size_unit, spread_out
+from planner.show.views.figures import COLORS, add_legend, new_figure, set_title, size_unit, spread_out
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,6 +15,7 @@ from planner.measure.machine import commit, machine
 from planner.memory.reserved import eager_bytes, memory_of, reserved_at
 from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
+from planner.progress.visible import visible
 from planner.settings.budgets import budget_in_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows, recorded_memory
@@ -22,7 +23,6 @@ from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
 from planner.studies.solves import result_in
 from planner.studies.workers import never
-from planner.visible import visible
 from solvers.clock import Clock, WallClock, left
 from solvers.order.reorder import in_program_order
 from solvers.registry import SOLVERS, get_solver, program_time_s

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from graphs.units import format_bytes
 from planner.settings.counted_memory import CountedMemory
+from planner.show.views.figures import drawn, shades, size_unit
 from planner.studies.best import kind_of
 from planner.studies.comparison_rows import ComparisonRow, RunBy, bound_of, methods_of, simulated
-from planner.views.figures import drawn, shades, size_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from graphs.units import format_bytes
+from planner.show.views.text import table
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, methods_of, simulated
 from planner.studies.comparisons import cell_text
 from planner.studies.tables import by
-from planner.views.text import table
 
 METHODS, _BUDGETS = 8, 4  # that fit a terminal of 100 columns
 _OURS, _BEST = "ours", "best baseline"

@@ -7,11 +7,11 @@ from textwrap import shorten
 
 from graphs.io.files import write_text
 from graphs.units import format_bytes
+from planner.progress.visible import visible
 from planner.studies.best import NOT_TRIED, WHY_NOT, tuned_table
 from planner.studies.comparison_plots import plot_measured, plot_memory, plot_overhead
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, methods_of, simulated
 from planner.studies.tables import as_markdown, bold, by
-from planner.visible import visible
 from solvers.result import Reason, Status, relative_gap
 
 LEGEND = (

@@ -5,12 +5,12 @@ from dataclasses import asdict
 
 from graphs.units import format_bytes, format_ratio
 from planner.plans.attributes import attributes
+from planner.progress.visible import visible
+from planner.show.views.text import table
 from planner.studies.curve import Curve
 from planner.studies.curve_text import PERCENT, column, reserved_column
 from planner.studies.sizes import LargestSize, Wanted
 from planner.studies.tables import Column, lines
-from planner.views.text import table
-from planner.visible import visible
 
 
 def curve_data(curve: Curve) -> dict[str, object]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_enough, format_ratio
 from planner.settings.counted_memory import CountedMemory
+from planner.show.views.text import table
 from planner.studies.tables import Column, lines
-from planner.views.text import table
 from solvers.result import Status
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ from graphs.errors import MismatchError, NumberMismatchError, PlannerError, Smal
 from graphs.ir import Graph
 from graphs.short_tracebacks import short_traceback, warn_caller
 from planner.capture.signature import Batch, detach_batch
-from planner.facts.timeline import Timeline
 from planner.plans.plan import Plan
-from planner.report.page import write_pages
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import with_recorded
+from planner.show.facts.timeline import Timeline
+from planner.show.report.page import write_pages
+from planner.show.views.plan_views import html
 from planner.training.improvement import Consultation, PlanSwap
 from planner.training.sizes import SizePlans
-from planner.views.plan_views import html
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from graphs.schedule import keep_everything
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import chain
-from planner.facts.graph import graph_facts
 from planner.plans.solving import solve
+from planner.show.facts.graph import graph_facts
 from solvers.registry import get_solver
 from tests.support.graphs.small_graphs import diamond
 from tests.support.solvers.answers import ask

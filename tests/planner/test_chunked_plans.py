@@ -18,16 +18,16 @@ from graphs.simulate import simulate
 from planner import solve
 from planner.capture.options import with_options
 from planner.capture.workload.models import Workload, build
-from planner.facts.graph import graph_facts
 from planner.measure import running, tracing
 from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.eager import Difference, EagerComparison
 from planner.plans.plan import Plan, read_plan
 from planner.plans.plan_check import check_plan, check_sizes, check_with_its_graph
-from planner.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
-from planner.report.graph_text import graph_text
 from planner.settings.stages import SolveSettings
+from planner.show.facts.graph import graph_facts
+from planner.show.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
+from planner.show.report.graph_text import graph_text
 from planner.training.compare_eager import warn_of_differences
 from tests.support.cli import call, refused
 from tests.support.models.alternatives import in_chunks, make, optional_ops, plan_of, schedule_with

@@ -15,12 +15,12 @@ from graphs.pools import HOST
 from graphs.synthetic.random_graphs import random_training_step
 from planner import solve
 from planner.capture.options import with_options
-from planner.facts.graph import graph_facts
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.settings.link import MEASURED_LINK, LinkProfile, LinkRates
 from planner.settings.option_settings import LINK, RECOMPUTATION, KnownLink, LinkSource, option_settings
+from planner.show.facts.graph import graph_facts
 from solvers.order.reorder import reordered
 from tests.support.cli import call, refused
 

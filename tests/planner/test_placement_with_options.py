@@ -14,19 +14,19 @@ from graphs.ir import Graph
 from graphs.options.passes import in_passes
 from graphs.pools import HOST
 from graphs.simulate import simulate
-from planner.facts.graph import graph_facts
-from planner.facts.step import StepFacts
-from planner.facts.timeline import Timeline
 from planner.measure.running import run
 from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan, read_plan
 from planner.plans.plan_check import check_plan
 from planner.plans.summary import other_peaks, summarize
-from planner.report.describe import plan_text
-from planner.report.page import page
 from planner.settings.option_settings import option_settings
 from planner.settings.stages import SolveSettings
+from planner.show.facts.graph import graph_facts
+from planner.show.facts.step import StepFacts
+from planner.show.facts.timeline import Timeline
+from planner.show.report.describe import plan_text
+from planner.show.report.page import page
 from tests.support.graphs.random_choices import any_schedule
 
 SECOND = "cpu:1"

@@ -12,9 +12,9 @@ from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from planner import solve
 from planner.capture.options import with_options
-from planner.facts.timeline import Timeline
 from planner.plans.plan import Plan
 from planner.plans.summary import summarize
+from planner.show.facts.timeline import Timeline
 
 _SCRIPT = re.compile(r"(<script\b[^>]*>).*?(</script>)", re.DOTALL)
 

@@ -20,15 +20,15 @@ from graphs.io.graph_document import graph_to_dict
 from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
 from planner.cli.arguments import complain
-from planner.facts.timeline import Timeline
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, read_plan
 from planner.plans.solving import solve
 from planner.progress import LineView
+from planner.progress.visible import visible, visible_lines
+from planner.show.facts.timeline import Timeline
+from planner.show.views import figures
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import columns_of
-from planner.views import figures
-from planner.visible import visible, visible_lines
 from tests.support.cli import Said, call, refused
 
 ROOT = Path(__file__).parents[3]

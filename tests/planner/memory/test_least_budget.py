@@ -15,12 +15,12 @@ from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_enough
 from planner.capture.options import with_options
-from planner.facts.graph import graph_facts
 from planner.memory import least_budget as remembered
 from planner.memory.least_budget import least_budget
 from planner.memory.reserved import counted_bytes
 from planner.progress import Progress
 from planner.settings.counted_memory import CountedMemory
+from planner.show.facts.graph import graph_facts
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import curve
 from planner.studies.frontier import Frontier

@@ -17,7 +17,6 @@ from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_enough
-from planner.facts.graph import graph_facts
 from planner.memory import reserved_budget
 from planner.memory.least_budget import least_budget
 from planner.memory.reserved import EagerMemory, eager_reserved_bytes, requests_of, reserved_beside
@@ -26,9 +25,10 @@ from planner.plans.plan import Plan, plan_from_dict
 from planner.plans.plan_check import check_plan
 from planner.plans.solving import solve, solve_graph
 from planner.progress import Progress
-from planner.report.graph_text import graph_text
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.stages import SolveSettings
+from planner.show.facts.graph import graph_facts
+from planner.show.report.graph_text import graph_text
 from planner.studies.budget_analysis import advise_graph
 
 MIB = 2**20

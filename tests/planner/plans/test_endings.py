@@ -12,7 +12,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import plan_from_dict
-from planner.report.describe import plan_data, plan_text
+from planner.show.report.describe import plan_data, plan_text
 from solvers import clock
 from solvers.bounds import least_budget_bound
 from solvers.result import Ending, Status

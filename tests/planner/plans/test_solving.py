@@ -26,8 +26,8 @@ from planner.plans.plan import plan_from_dict
 from planner.plans.plan_check import check_plan
 from planner.plans.summary import summarize
 from planner.progress import Event, Progress
-from planner.report.describe import plan_text
 from planner.settings.counted_memory import CountedMemory
+from planner.show.report.describe import plan_text
 from solvers.clock import Clock, WallClock, left
 from solvers.order.reorder import Reordering, reordered
 from solvers.registry import SOLVERS, Entry, get_solver

@@ -17,10 +17,10 @@ from planner.measure.observation import PeakWatch
 from planner.measure.pool_memory import measured_peak
 from planner.measure.steps import loss_of
 from planner.measure.tracing import profiled
-from planner.report.describe import run_data, run_text
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
 from planner.settings.stages import TraceSettings
+from planner.show.report.describe import run_data, run_text
 from planner.studies.baselines import Method
 from planner.studies.measured import Benchmark
 from planner.training import compiler

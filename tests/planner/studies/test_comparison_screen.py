@@ -62,7 +62,7 @@ def test_compare_needs_no_matplotlib(tmp_path: Path, capsys: pytest.CaptureFixtu
         return imported(name, *arguments, **settings)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    monkeypatch.setattr("planner.views.figures.find_spec", lambda _: None)
+    monkeypatch.setattr("planner.show.views.figures.find_spec", lambda _: None)
     asked = ["compare", graph, "--budgets", "100%,80%", "--methods", "windows,chen-sqrt", "--jobs", "1", "-o", folder]
     said = call(capsys, *asked)
     assert said.code == 0

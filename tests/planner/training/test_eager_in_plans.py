@@ -11,7 +11,7 @@ from graphs.errors import EagerWarning, FormatError
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan, plan_from_dict, read_plan
-from planner.report.describe import plan_data, plan_text
+from planner.show.report.describe import plan_data, plan_text
 from planner.training.compare_eager import warn_of_differences
 from tests.support.models.planned import DIFFERS, compiled, plain
 

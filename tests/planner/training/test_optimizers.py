@@ -18,7 +18,7 @@ from graphs.optimizers import MeasuredOptimizer, optimizer_of
 from graphs.schedule import keep_everything
 from planner.capture.trace import capture
 from planner.measure.optimizers import measure_optimizer
-from planner.report.describe import provenance_lines
+from planner.show.report.describe import provenance_lines
 
 _TAKE_OTHERS = {"Optimizer", "SparseAdam", "LBFGS", "Muon"}  # sparse gradients, a closure, matrices only
 OF_TORCH = sorted(name for name, value in vars(optim).items() if isinstance(value, type) and name not in _TAKE_OTHERS)

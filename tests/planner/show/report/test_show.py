@@ -21,18 +21,18 @@ from graphs.synthetic.small import training_chain
 from graphs.units import format_bytes
 from planner.capture.workload.models import build
 from planner.cli.main import main
-from planner.facts.addresses import planned_addresses, reserved_addresses
-from planner.facts.baselines import baselines
-from planner.facts.columns import memory_columns
-from planner.facts.lifetimes import lives_of
-from planner.facts.step import StepFacts
-from planner.facts.timeline import Timeline, block
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan
 from planner.plans.solving import solve
-from planner.report.chrome_trace import chrome_trace
-from planner.report.lanes import RECOMPUTED, bars
-from planner.report.page import page
+from planner.show.facts.addresses import planned_addresses, reserved_addresses
+from planner.show.facts.baselines import baselines
+from planner.show.facts.columns import memory_columns
+from planner.show.facts.lifetimes import lives_of
+from planner.show.facts.step import StepFacts
+from planner.show.facts.timeline import Timeline, block
+from planner.show.report.chrome_trace import chrome_trace
+from planner.show.report.lanes import RECOMPUTED, bars
+from planner.show.report.page import page
 from tests.support.report import assert_needs_nothing_else, parsed, without_scripts
 
 HOSTILE = "</title><script>alert('x')</script>&\x1b[31m"

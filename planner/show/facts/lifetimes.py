@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from graphs.ir import Op, Tensor
 from graphs.pools import DEVICE
 from graphs.schedule import Free
-from planner.facts.columns import MemoryInterval, stretches_by_step
-from planner.facts.timeline import Timeline
+from planner.show.facts.columns import MemoryInterval, stretches_by_step
+from planner.show.facts.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

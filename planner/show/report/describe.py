@@ -12,16 +12,16 @@ from planner.capture.options import needs
 from planner.plans.attributes import attributes
 from planner.plans.eager import slower_than
 from planner.plans.plan import Plan
+from planner.progress.visible import visible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.link import MEASURED_LINK, measured_link
 from planner.settings.option_settings import recorded_link, recorded_options
 from planner.settings.other_devices import DEVICES_KEY, decode_devices
-from planner.views.text import aligned, table
-from planner.visible import visible
+from planner.show.views.text import aligned, table
 
 if TYPE_CHECKING:
-    from planner.facts.streams import IdleTime
     from planner.measure.running import RunReport
+    from planner.show.facts.streams import IdleTime
 
 
 def plan_data(plan: Plan) -> dict[str, object]:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Self
 
-from planner.facts.addresses import StepAddresses, planned_addresses, reserved_addresses
-from planner.facts.baselines import Baseline, baselines
-from planner.facts.lifetimes import Lifetimes, lives_of
-from planner.facts.timeline import Timeline
+from planner.show.facts.addresses import StepAddresses, planned_addresses, reserved_addresses
+from planner.show.facts.baselines import Baseline, baselines
+from planner.show.facts.lifetimes import Lifetimes, lives_of
+from planner.show.facts.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from dataclasses import asdict
 
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.options import OPTIONS
-from planner.facts.graph import DeviceFacts, GraphFacts, OptionFacts
-from planner.report.describe import provenance_lines, summary_data
+from planner.progress.visible import visible
 from planner.settings.link import format_rate
-from planner.views.text import aligned, table
-from planner.visible import visible
+from planner.show.facts.graph import DeviceFacts, GraphFacts, OptionFacts
+from planner.show.report.describe import provenance_lines, summary_data
+from planner.show.views.text import aligned, table
 
 _ORDER = "in the orders of the ops that a solve takes"
 

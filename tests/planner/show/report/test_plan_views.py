@@ -17,7 +17,7 @@ from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.plans.plan import Plan, read_plan
 from planner.plans.solving import solve
-from planner.views.plan_views import PlanComparison, PlanComparisonRow
+from planner.show.views.plan_views import PlanComparison, PlanComparisonRow
 from tests.support.report import parsed, solved
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from planner.visible import visible
+from planner.progress.visible import visible
 
 
 def aligned(lines: Iterable[tuple[str, str]]) -> str:

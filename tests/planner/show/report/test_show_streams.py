@@ -21,20 +21,20 @@ from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
 from planner.capture.options import with_options
 from planner.cli.main import main
-from planner.facts import timeline as timeline_module
-from planner.facts.addresses import reserved_addresses
-from planner.facts.baselines import baselines
-from planner.facts.columns import COLUMNS, left_bytes, memory_columns, stretches
-from planner.facts.lifetimes import lives_of
-from planner.facts.step import StepFacts
-from planner.facts.streams import offloads, streams, waits
-from planner.facts.timeline import Timeline
 from planner.plans.document import write_plan
-from planner.report import chart
-from planner.report.chart import charts
-from planner.report.chrome_trace import chrome_trace
-from planner.report.lanes import bars, lanes
-from planner.report.page import page
+from planner.show.facts import timeline as timeline_module
+from planner.show.facts.addresses import reserved_addresses
+from planner.show.facts.baselines import baselines
+from planner.show.facts.columns import COLUMNS, left_bytes, memory_columns, stretches
+from planner.show.facts.lifetimes import lives_of
+from planner.show.facts.step import StepFacts
+from planner.show.facts.streams import offloads, streams, waits
+from planner.show.facts.timeline import Timeline
+from planner.show.report import chart
+from planner.show.report.chart import charts
+from planner.show.report.chrome_trace import chrome_trace
+from planner.show.report.lanes import bars, lanes
+from planner.show.report.page import page
 from tests.support.graphs.event_judge import during, live, runs
 from tests.support.graphs.random_choices import graph_with_choices, schedule_with_choices
 from tests.support.report import ROUND_TRIP, assert_needs_nothing_else, chain, parsed, plan_of, solved, without_scripts

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from graphs.ir import Op
 from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_seconds
-from planner.facts.streams import waits
-from planner.facts.timeline import Execution, Timeline, module_of
-from planner.report.describe import followed_by, spaced
+from planner.show.facts.streams import waits
+from planner.show.facts.timeline import Execution, Timeline, module_of
+from planner.show.report.describe import followed_by, spaced
 
 RECOMPUTED, WAITS = "recompute", "wait"
 

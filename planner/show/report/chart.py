@@ -15,18 +15,18 @@ from graphs.ir import Op
 from graphs.pools import Pool
 from graphs.schedule import Compute
 from graphs.units import format_bytes, format_seconds
-from planner.facts.addresses import StepAddresses
-from planner.facts.baselines import Baseline
-from planner.facts.columns import COLUMNS, memory_columns
-from planner.facts.lifetimes import Life
-from planner.facts.step import StepFacts
-from planner.facts.timeline import block
-from planner.report.describe import capacity_text, spaced
-from planner.report.lanes import Bar, bars, lanes
-from planner.report.module_groups import grouped
+from planner.progress.visible import visible
+from planner.show.facts.addresses import StepAddresses
+from planner.show.facts.baselines import Baseline
+from planner.show.facts.columns import COLUMNS, memory_columns
+from planner.show.facts.lifetimes import Life
+from planner.show.facts.step import StepFacts
+from planner.show.facts.timeline import block
+from planner.show.report.describe import capacity_text, spaced
+from planner.show.report.lanes import Bar, bars, lanes
+from planner.show.report.module_groups import grouped
+from planner.show.views.figures import size_unit, time_unit
 from planner.studies.curve import CurveRow
-from planner.views.figures import size_unit, time_unit
-from planner.visible import visible
 
 if TYPE_CHECKING:
     from bokeh.document import Document

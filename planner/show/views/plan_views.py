@@ -8,15 +8,15 @@ from markupsafe import escape
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.facts.baselines import baselines
-from planner.facts.timeline import Timeline
 from planner.plans.attributes import attributes
 from planner.plans.plan_check import planned_graph
 from planner.plans.record import PlanRecord
-from planner.views.memory_plot import plot_plan
-from planner.views.memory_sketch import sketch
-from planner.views.text import table
-from planner.visible import visible, visible_lines
+from planner.progress.visible import visible, visible_lines
+from planner.show.facts.baselines import baselines
+from planner.show.facts.timeline import Timeline
+from planner.show.views.memory_plot import plot_plan
+from planner.show.views.memory_sketch import sketch
+from planner.show.views.text import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

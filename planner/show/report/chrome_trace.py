@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from graphs.ir import Graph, Phase
 from graphs.pools import COMPUTE, DEVICE, Pool
-from planner.facts.addresses import StepAddresses
-from planner.facts.columns import left_bytes, stretches
-from planner.facts.streams import IdleTime, waits
-from planner.facts.timeline import Execution, Timeline
-from planner.report.describe import followed_by
+from planner.show.facts.addresses import StepAddresses
+from planner.show.facts.columns import left_bytes, stretches
+from planner.show.facts.streams import IdleTime, waits
+from planner.show.facts.timeline import Execution, Timeline
+from planner.show.report.describe import followed_by
 
 _PROCESS = 1
 _ROWS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.OPTIMIZER: 3}
@@ -22,7 +22,7 @@ def chrome_trace(timeline: Timeline, reserved: StepAddresses | None) -> str:
     microseconds.
 
     The computation has a row for each phase, one for recomputed ops and one for waits; each other stream has a row, and each pool
-    a counter. `reserved` addresses (``planner.facts.addresses``) are shown on CUDA.
+    a counter. `reserved` addresses (``planner.show.facts.addresses``) are shown on CUDA.
     """
     graph = timeline.graph
     rows = _rows(graph)

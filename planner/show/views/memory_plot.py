@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes
-from planner.facts.baselines import Baseline
-from planner.facts.columns import stretches
-from planner.facts.timeline import Timeline
-from planner.views.figures import COLORS, add_legend, new_figure, set_title, size_unit, time_unit
+from planner.show.facts.baselines import Baseline
+from planner.show.facts.columns import stretches
+from planner.show.facts.timeline import Timeline
+from planner.show.views.figures import COLORS, add_legend, new_figure, set_title, size_unit, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from graphs.clocks import passages
 from graphs.ir import Graph, Op, Tensor
 from graphs.pools import DEVICE
 from graphs.schedule import Compute
-from planner.facts.timeline import Execution, Timeline
+from planner.show.facts.timeline import Execution, Timeline
 
 
 @dataclass(frozen=True, slots=True)

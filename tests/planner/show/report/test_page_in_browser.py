@@ -13,11 +13,11 @@ from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.small import training_chain
 from planner.capture.options import with_options
-from planner.facts.lifetimes import lives_of
-from planner.facts.step import StepFacts
-from planner.facts.timeline import Timeline
 from planner.plans.solving import solve
-from planner.report.page import page
+from planner.show.facts.lifetimes import lives_of
+from planner.show.facts.step import StepFacts
+from planner.show.facts.timeline import Timeline
+from planner.show.report.page import page
 from planner.studies.curve import CurveRow
 from tests.support.report import solved
 

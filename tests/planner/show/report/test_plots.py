@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
+from planner.show.views import figures
+from planner.show.views.figures import add_legend, new_figure, set_title, shades, size_unit, spread_out, time_unit
 from planner.studies import comparison_plots
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import read_rows
-from planner.views import figures
-from planner.views.figures import add_legend, new_figure, set_title, shades, size_unit, spread_out, time_unit
 
 pytest.importorskip("matplotlib")
 
-RESULTS = Path(__file__).parents[3] / "results" / "compare"
+RESULTS = Path(__file__).parents[4] / "results" / "compare"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from itertools import accumulate
 from graphs.addresses import Buffer, buffers_of
 from graphs.allocators.caching import CachingAllocator
 from graphs.allocators.training import Training, play
-from planner.facts.timeline import Timeline
 from planner.memory.arena_rules import device_arena
 from planner.memory.reserved import on_cuda, requests_of, rules_of
+from planner.show.facts.timeline import Timeline
 from solvers.addresses.solve import solve
 
 _ALIGNMENT = 512

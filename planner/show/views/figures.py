@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import PlannerError, UsageError
 from graphs.io.files import check_writable, write_bytes
-from planner.visible import visible
+from planner.progress.visible import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_seconds
-from planner.views.figures import drawn, shades, size_unit
+from planner.show.views.figures import drawn, shades, size_unit
 
 if TYPE_CHECKING:
     from planner.measure.running import RunReport

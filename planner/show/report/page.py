@@ -14,16 +14,16 @@ from graphs.errors import OutputError
 from graphs.io.files import check_writable, write_text
 from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.facts.addresses import reserved_addresses
-from planner.facts.step import StepFacts
-from planner.facts.timeline import Burst, Execution, ModuleCost, PeakTensor, Timeline, module_of
 from planner.plans.eager import EagerComparison
-from planner.report.chart import charts
-from planner.report.chrome_trace import chrome_trace
-from planner.report.describe import provenance_lines
-from planner.report.other_streams import other_streams, travels
+from planner.progress.visible import visible
+from planner.show.facts.addresses import reserved_addresses
+from planner.show.facts.step import StepFacts
+from planner.show.facts.timeline import Burst, Execution, ModuleCost, PeakTensor, Timeline, module_of
+from planner.show.report.chart import charts
+from planner.show.report.chrome_trace import chrome_trace
+from planner.show.report.describe import provenance_lines
+from planner.show.report.other_streams import other_streams, travels
 from planner.studies.curve import CurveRow
-from planner.visible import visible
 
 _LISTED = 15
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from graphs.pools import COMPUTE, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.facts.streams import IdleTime, Offload, Stream, offloads, streams, waits
-from planner.facts.timeline import PeakTensor, Timeline, module_of
-from planner.report.describe import capacity_text, followed_by, spaced
+from planner.show.facts.streams import IdleTime, Offload, Stream, offloads, streams, waits
+from planner.show.facts.timeline import PeakTensor, Timeline, module_of
+from planner.show.report.describe import capacity_text, followed_by, spaced
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from graphs.clocks import passages
 from graphs.ir import Graph, Op
 from graphs.pools import Pool
 from graphs.schedule import Compute, live_after
-from planner.facts.timeline import Timeline
+from planner.show.facts.timeline import Timeline
 
 COLUMNS = 720
 

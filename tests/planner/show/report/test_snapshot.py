@@ -13,7 +13,7 @@ from graphs.synthetic.small import training_chain
 from planner.cli.main import main
 from planner.plans.document import write_plan
 from planner.plans.solving import solve
-from planner.report.snapshot import Holder, read_snapshot
+from planner.show.report.snapshot import Holder, read_snapshot
 
 
 def frames(line: int, *, node: str = "") -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Memory over the step as a small drawing for notebooks: SVG without scripts, in colours that suit light and dark."""
 
 from graphs.units import format_bytes, format_seconds
-from planner.facts.columns import memory_columns
-from planner.facts.timeline import Timeline
+from planner.show.facts.columns import memory_columns
+from planner.show.facts.timeline import Timeline
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 180, 74, 20
 _COLUMNS = 320

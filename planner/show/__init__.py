@@ -1,0 +1,1 @@
+"""Views: a graph or a plan as text, figure, page or trace."""

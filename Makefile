@@ -104,7 +104,7 @@ bench-compression: $(STAMP) ## 300 steps with all that can be kept compressed in
 
 try-models: $(STAMP) $(MODELS_STAMP) ## over 80 models of many libraries and 500 random ones by plans, into results/models (ARGS=--fresh)
 	$(MODELS)/bin/python -m benchmarks.try_models $(ARGS)
-	$(BIN)/python -m pytest -m slow tests/planner/training/test_random_models.py
+	$(BIN)/python -m pytest -m slow tests/planner/train/compile/test_random_models.py
 
 try-entries: $(STAMP) $(MODELS_STAMP) ## these models by planner.compile, checkpoint, rematerialize and as a backend, into results/entries (ARGS='--models peft/oft-llama --entries compile,backend')
 	$(MODELS)/bin/python -m benchmarks.entries $(ARGS)

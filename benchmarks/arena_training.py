@@ -32,7 +32,7 @@ from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, stream
 from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import Column, markdown
-from planner.training.step import PlannedStep
+from planner.train.compile.step import PlannedStep
 
 MODELS = {
     "gpt2": STEPS["gpt2"],

@@ -23,7 +23,7 @@ from planner.settings.stages import TraceSettings
 from planner.studies.baselines import Method, memory_budget, torch_compile
 from planner.studies.measured import Benchmark, Measured
 from planner.studies.rows import Made, column, key, provenance, text, value
-from planner.training.step import PlannedStep
+from planner.train.compile.step import PlannedStep
 
 REFERENCE = "torch.compile"
 OURS = "planner inductor"

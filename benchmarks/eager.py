@@ -26,12 +26,12 @@ from graphs.errors import BudgetError
 from graphs.units import format_seconds
 from planner import argument_types
 from planner.capture.workload.models import build
-from planner.eager.session import rematerialize
 from planner.plans.attributes import attributes
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.tables import Column, markdown, share_column
+from planner.train.eager.session import rematerialize
 
 Step = Callable[[], Tensor]  # runs one step, and returns its loss
 

@@ -20,13 +20,13 @@ from benchmarks.solves import least_bytes
 from benchmarks.try_models import EAGER, MISSING, PACKAGES, RAN, find_failures, list_not_run, note_failure, run_in_process, trying
 from graphs.units import format_bytes
 from planner.capture.workload.models import Workload
-from planner.eager.session import Rematerialization
 from planner.measure import tracing
 from planner.measure.steps import Step, StepOutcome, run_both
 from planner.plans.summary import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, made, provenance, value
 from planner.studies.tables import Column, bullets, markdown, side_by_side
+from planner.train.eager.session import Rematerialization
 
 COMPILE, CHECKPOINT, BACKEND, REMATERIALIZE = ENTRIES = ("compile", "checkpoint", "backend", "rematerialize")
 _LEAST_LIMIT_S = 5.0

@@ -8,9 +8,9 @@ from torch import nn
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn
-from planner.distributed.ranks import SingleProcess
-from planner.distributed.wrappers import Unwrapped
 from planner.settings.stages import TraceSettings
+from planner.train.distributed.ranks import SingleProcess
+from planner.train.distributed.wrappers import Unwrapped
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second

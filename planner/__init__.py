@@ -11,16 +11,16 @@ from planner.missing_packages import explain_missing_packages
 if TYPE_CHECKING:
     __version__: str
     from graphs.errors import BudgetError, LimitError, OutOfMemoryError, PlannerError, TraceError
-    from planner.eager.session import rematerialize
     from planner.measure.running import RunReport, run
     from planner.measure.tracing import trace
     from planner.plans.plan import Plan
     from planner.plans.solving import solve
     from planner.studies.advising import advise, curve
-    from planner.torch_compile.checkpoint import checkpoint
-    from planner.training.compile import compile  # noqa: A004
-    from planner.training.dynamic import DynamicStep
-    from planner.training.step import PlannedStep
+    from planner.train.backend.checkpoint import checkpoint
+    from planner.train.compile.compile import compile  # noqa: A004
+    from planner.train.compile.dynamic import DynamicStep
+    from planner.train.compile.step import PlannedStep
+    from planner.train.eager.session import rematerialize
     from solvers.windows.params import WindowsParams
 
 __all__ = [
@@ -72,16 +72,16 @@ _refuse_shadows()
 
 _MODULES = {
     **dict.fromkeys(("BudgetError", "LimitError", "OutOfMemoryError", "PlannerError", "TraceError"), "graphs.errors"),
-    "DynamicStep": "planner.training.dynamic",
-    "PlannedStep": "planner.training.step",
+    "DynamicStep": "planner.train.compile.dynamic",
+    "PlannedStep": "planner.train.compile.step",
     "Plan": "planner.plans.plan",
     "RunReport": "planner.measure.running",
     "WindowsParams": "solvers.windows.params",
     "advise": "planner.studies.advising",
-    "checkpoint": "planner.torch_compile.checkpoint",
-    "compile": "planner.training.compile",
+    "checkpoint": "planner.train.backend.checkpoint",
+    "compile": "planner.train.compile.compile",
     "curve": "planner.studies.advising",
-    "rematerialize": "planner.eager.session",
+    "rematerialize": "planner.train.eager.session",
     "run": "planner.measure.running",
     "solve": "planner.plans.solving",
     "trace": "planner.measure.tracing",

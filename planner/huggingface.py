@@ -17,12 +17,12 @@ with explain_missing_packages():
     from transformers.trainer_utils import unwrap_peft_model
 
 from graphs.errors import PlannerError
-from planner.distributed.wrappers import Sharded, unwrap
 from planner.progress import Event, LoggingView, OnProgress, Progress, default_views
 from planner.progress.describe import describe
 from planner.settings.budgets import budget_or_overhead
-from planner.training.per_batch import BatchPlans, check_options
-from planner.training.step import PlannedStep
+from planner.train.compile.per_batch import BatchPlans, check_options
+from planner.train.compile.step import PlannedStep
+from planner.train.distributed.wrappers import Sharded, unwrap
 
 _BAR_EVERY_S = 0.2  # the shortest time between two updates of one stage
 

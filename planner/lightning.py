@@ -22,12 +22,12 @@ with explain_missing_packages():
 from graphs.errors import PlannerError, TraceError
 from planner.capture.frontend.effects import Scratch
 from planner.capture.frontend.preserved_state import preserve_training_state
-from planner.distributed.wrappers import InReplicated, unwrap
 from planner.progress import LoggingView
 from planner.settings.budgets import budget_or_overhead
-from planner.training.per_batch import BatchPlans, check_options
-from planner.training.sizes import Shapes, shapes_of
-from planner.training.step import PlannedStep
+from planner.train.compile.per_batch import BatchPlans, check_options
+from planner.train.compile.sizes import Shapes, shapes_of
+from planner.train.compile.step import PlannedStep
+from planner.train.distributed.wrappers import InReplicated, unwrap
 
 _LOGGED = "logged by training_step"
 

@@ -56,7 +56,7 @@ def fresh_compiler() -> Iterator[None]:
     """Dynamo without what it compiled before, and budgets of which no graph has taken a part."""
     import torch
 
-    from planner.torch_compile import backend
+    from planner.train.backend import backend
 
     torch._dynamo.reset()
     backend._BUDGETS.clear()

@@ -194,7 +194,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 # By page and first line: the blocks that are not executed here, and why.
 GPU, PROCESSES = "needs a GPU", "needs several processes: tests/test_examples.py runs examples/train_ddp.py and train_fsdp2.py"
-COMPILER = "Inductor compiles for half a minute: tests/planner/training/test_inductor_kernels.py does"
+COMPILER = "Inductor compiles for half a minute: tests/planner/train/compile/test_inductor_kernels.py does"
 NOT_EXECUTED = {
     ("docs/guides/training-loop.md", 'with torch.autocast("cuda", dtype=torch.bfloat16):'): GPU,
     ("docs/guides/cuda-graphs.md", 'step = planner.compile(model, loss_fn, batch, budget="8GB", cuda_graph=True)'): GPU,

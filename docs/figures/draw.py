@@ -70,10 +70,10 @@ SOLVE_WALK = (
     Call(2, "planner.plans.plan", "Plan", "the plan"),
 )
 COMPILE_WALK = (
-    Call(0, "planner.training.compile", "compile", "TraceSettings, SolveSettings, RunSettings"),
-    Call(1, "planner.training.planning", "step", "a plan from the cache, or a new one"),
-    Call(2, "planner.training.compiler", "capture, make", "the following, in this order"),
-    Call(3, "planner.distributed.wrappers", "capture", "the module, and its memory on this process"),
+    Call(0, "planner.train.compile.compile", "compile", "TraceSettings, SolveSettings, RunSettings"),
+    Call(1, "planner.train.compile.planning", "step", "a plan from the cache, or a new one"),
+    Call(2, "planner.train.compile.compiler", "capture, make", "the following, in this order"),
+    Call(3, "planner.train.distributed.wrappers", "capture", "the module, and its memory on this process"),
     Call(4, "planner.measure.tracing", "capture_step", "the step, without times"),
     Call(5, "planner.capture.trace", "capture", "the graph, its program, guards"),
     Call(6, "planner.capture.frontend.joint", "joint_graph", "the joint graph, and guards"),
@@ -90,11 +90,11 @@ COMPILE_WALK = (
     Call(6, "planner.capture.program.builder", "execute", "nodes of an FX graph"),
     Call(5, "planner.capture.program.builder", "finish", "a function, and its code"),
     Call(3, "planner.measure.pool_memory", "measured_peak", "the peak of a step"),
-    Call(3, "planner.training.compare_eager", "compare_with_eager", "equal bits, or a warning"),
-    Call(3, "planner.training.step", "PlannedStep", "the result of planner.compile"),
-    Call(0, "planner.training.step", "__call__", "each step of the training loop"),
-    Call(1, "planner.training.improvement", "before_step", "a better plan, if one was found"),
-    Call(1, "planner.runtime.executor", "__call__", "the loss, by the passes", passed_by="planner.training.compiler"),
+    Call(3, "planner.train.compile.compare_eager", "compare_with_eager", "equal bits, or a warning"),
+    Call(3, "planner.train.compile.step", "PlannedStep", "the result of planner.compile"),
+    Call(0, "planner.train.compile.step", "__call__", "each step of the training loop"),
+    Call(1, "planner.train.compile.improvement", "before_step", "a better plan, if one was found"),
+    Call(1, "planner.runtime.executor", "__call__", "the loss, by the passes", passed_by="planner.train.compile.compiler"),
 )
 
 FORWARD, BACKWARD, AGAIN, GREY = "#3f51b5", "#00897b", "#e65100", "#9e9e9e"

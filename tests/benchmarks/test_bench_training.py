@@ -18,7 +18,7 @@ from planner.measure import tracing
 from planner.measure.steps import loss_of
 from planner.plans.solving import solve
 from planner.studies.rows import read_rows
-from planner.training.step import PlannedStep
+from planner.train.compile.step import PlannedStep
 from tests.support.models.steps import mutated
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import planner.training.compile as training
+import planner.train.compile.compile as training
 from graphs.errors import EagerWarning, MismatchError, PlannerError, UsageError
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
@@ -28,7 +28,7 @@ from planner.settings.stages import SolveSettings
 from planner.show.facts.graph import graph_facts
 from planner.show.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
 from planner.show.report.graph_text import graph_text
-from planner.training.compare_eager import warn_of_differences
+from planner.train.compile.compare_eager import warn_of_differences
 from tests.support.cli import call, refused
 from tests.support.models.alternatives import in_chunks, make, optional_ops, plan_of, schedule_with
 

@@ -27,7 +27,7 @@ from planner.plans.plan_check import check_plan
 from planner.plans.solving import solve
 from planner.runtime.executor import Executor
 from planner.settings.stages import TraceSettings
-from planner.training.step import PlannedStep
+from planner.train.compile.step import PlannedStep
 
 FACTOR = 2.0  # that a measured gradient error is from the predicted one at most
 

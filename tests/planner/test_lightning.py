@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from graphs.errors import PlannerError, TraceError
 from planner.lightning import PlannedTraining
 from planner.plans.line import plan_line
-from planner.training.step import PlannedStep
+from planner.train.compile.step import PlannedStep
 from tests.support.budgets import HALF_WAY
 from tests.support.integrations.lightning import QUICK, Module, batches, pl, trained
 from tests.support.logs import lines_of

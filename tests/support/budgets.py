@@ -56,7 +56,7 @@ def half_way_known() -> Iterator[None]:
 
     For ``planner.compile``, and for the backend of ``torch.compile`` and ``planner.checkpoint`` where a model is one graph.
     """
-    from planner.torch_compile.shared_budget import SharedBudget
+    from planner.train.backend.shared_budget import SharedBudget
 
     whole = SharedBudget.whole
 
@@ -75,8 +75,8 @@ def half_way_known() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("planner.plans.search.solve_graph", solve_half_way)
         patch.setattr(SharedBudget, "whole", whole_half_way)
-        patch.setattr("planner.torch_compile.checkpoint.budget_in_bytes", lambda *_: None)  # which looks at the spelling only
-        patch.setattr("planner.training.inductor_compiler.budget_in_bytes", for_kernels)
+        patch.setattr("planner.train.backend.checkpoint.budget_in_bytes", lambda *_: None)  # which looks at the spelling only
+        patch.setattr("planner.train.compile.inductor_compiler.budget_in_bytes", for_kernels)
         yield
 
 

@@ -13,14 +13,14 @@ from graphs.errors import MismatchError, PlannerError, TraceError
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.distributed.ranks import SingleProcess
-from planner.distributed.wrappers import Unwrapped, unwrap
 from planner.runtime.cuda.graphed_step import recordable
 from planner.runtime.executor import Executor
 from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
-from planner.training import per_batch
-from planner.training.per_batch import BatchPlans
-from planner.training.planning import Planning
+from planner.train.compile import per_batch
+from planner.train.compile.per_batch import BatchPlans
+from planner.train.compile.planning import Planning
+from planner.train.distributed.ranks import SingleProcess
+from planner.train.distributed.wrappers import Unwrapped, unwrap
 from tests.support.cuda_device import on_device
 from tests.support.cuda_device.steps import LOOPS, MODELS, dropout_and_norm, recorded, train
 from tests.support.models.outcomes import assert_same

@@ -17,8 +17,6 @@ from graphs.units import format_bytes
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
-from planner.distributed.ranks import SingleProcess
-from planner.distributed.wrappers import Unwrapped
 from planner.measure.tracing import profiled
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
@@ -30,8 +28,10 @@ from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries, workspaces
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
-from planner.training.compiler import Compiler
-from planner.training.step import PlannedStep
+from planner.train.compile.compiler import Compiler
+from planner.train.compile.step import PlannedStep
+from planner.train.distributed.ranks import SingleProcess
+from planner.train.distributed.wrappers import Unwrapped
 from solvers.tolerance import Tolerance
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import dropout_and_norm, recorded, train

@@ -23,7 +23,7 @@ from planner.settings.stages import TraceSettings
 from planner.show.report.describe import run_data, run_text
 from planner.studies.baselines import Method
 from planner.studies.measured import Benchmark
-from planner.training import compiler
+from planner.train.compile import compiler
 from tests.support.budgets import assert_is_peak, between
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.memory import LIBRARY_BYTES

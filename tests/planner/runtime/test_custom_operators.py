@@ -15,7 +15,7 @@ import planner
 from graphs.ir import Op
 from planner.capture.frontend.random_states import RandomStates
 from planner.measure.unrepeatable_ops import UNREPEATABLE
-from planner.training.step import PlannedStep
+from planner.train.compile.step import PlannedStep
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
 
 Operator = Callable[[torch.Tensor], torch.Tensor]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import planner.training.compile as training
+import planner.train.compile.compile as training
 from graphs.ir import Op, Phase
 from graphs.options import without_options
 from graphs.schedule import Compute, Schedule, keep_everything

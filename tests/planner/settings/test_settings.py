@@ -67,7 +67,7 @@ def test_parameters_reach_the_graphs_of_torch_compile(monkeypatch: pytest.Monkey
         reached.append(settings.params)
         return StepSearch(settings, run)
 
-    monkeypatch.setattr("planner.torch_compile.shared_budget.StepSearch", search)
+    monkeypatch.setattr("planner.train.backend.shared_budget.StepSearch", search)
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     planner.checkpoint(model, budget="1GB", params=PARAMS)(torch.ones(2, 4)).sum().backward()

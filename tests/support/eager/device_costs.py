@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from planner.eager.device_costs import DeviceCosts
-from planner.eager.sizes import KnownOp
+from planner.train.eager.device_costs import DeviceCosts
+from planner.train.eager.sizes import KnownOp
 
 
 class Costs(DeviceCosts):
@@ -44,5 +44,5 @@ class Costs(DeviceCosts):
 
 def measure_by(costs: Costs, patch: pytest.MonkeyPatch) -> Costs:
     """Let blocks on the CPU measure their ops by `costs`, and return it."""
-    patch.setattr("planner.eager.session.costs_of", lambda _: costs)
+    patch.setattr("planner.train.eager.session.costs_of", lambda _: costs)
     return costs

@@ -20,12 +20,12 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options.in_place import IN_PLACE
 from planner.capture.signature import call
 from planner.capture.workload.models import Workload, build
-from planner.distributed.wrappers import unwrap
 from planner.measure.steps import loss_of
 from planner.plans.search import StepSearch
 from planner.settings.option_settings import option_settings
 from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
-from planner.training.inductor_compiler import InductorCompiler
+from planner.train.compile.inductor_compiler import InductorCompiler
+from planner.train.distributed.wrappers import unwrap
 from tests.support.models.steps import make, tokens
 
 Context = Callable[[], AbstractContextManager[Any]]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from graphs.errors import InfeasibleError
-from planner.torch_compile import backend
-from planner.torch_compile.shared_budget import SharedBudget
+from planner.train.backend import backend
+from planner.train.backend.shared_budget import SharedBudget
 from tests.support.models.outcomes import peak_bytes
 
 

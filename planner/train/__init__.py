@@ -1,0 +1,1 @@
+"""Training: whole steps, pieces of ``torch.compile``, eager blocks, and several processes."""

@@ -1,0 +1,307 @@
+"""``torch.compile(model, backend="planner", options={"budget": "8GB"})``: plans each of Dynamo's graphs within the budget.
+
+AOTAutograd builds the forward and the backward pass of each graph that Dynamo captures. The planner chooses which tensors are
+saved between them, and which are recomputed (``planner.train.backend.planned_graph``). Dynamo still handles guards, graph
+breaks and recompilations.
+"""
+
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.errors import PlannerError, TraceError
+from graphs.ir import Graph
+from graphs.short_tracebacks import short_traceback, warn_caller
+from planner.capture.frontend.dynamo_patches import write_data_in_place_where
+from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
+from planner.capture.guards.names import readable
+from planner.capture.lowering.lower import Capture
+from planner.capture.rewrites.outputs import CHECKS
+from planner.progress import Stage, Stages
+from planner.settings.backend_settings import BackendSettings, settings_of
+from planner.settings.budgets import is_share
+from planner.settings.devices import DEVICES, DeviceSpec, find_device, get_device
+from planner.torch_private.capture import (
+    BufferAOTInput,
+    InstructionTranslator,
+    InstructionTranslatorBase,
+    ParamAOTInput,
+    PlainAOTInput,
+    aot_autograd,
+    backward_nodes,
+    capture_gradients_where,
+    default_partition,
+    fix_sizes_where,
+    forget_saved_values,
+    functorch_config,
+    innermost_backend,
+    refuse_double_backward,
+)
+from planner.torch_private.core import has_hooks, kept_in_graphs, pytree
+from planner.train.backend import polyfills as polyfills  # registers them with Dynamo
+from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
+from planner.train.backend.planned_graph import PlannedGraph, device_of
+from planner.train.backend.shared_budget import SharedBudget
+from planner.train.backend.unplanned_graph import UnplannedGraph
+
+_DOUBLE_BACKWARD = (
+    "gradients are computed of the gradients of a model that runs by its plan, and the plan has only the first: compute them "
+    "inside the model's forward pass, plan the whole step with planner.compile, or train in a block of "
+    "planner.rematerialize(budget=...)"
+)
+_NOT_PLANNED = (
+    "a graph of the model runs without a plan, and keeps what {} keeps: {}. The planned graphs of the step leave room "
+    "for its tensors"
+)
+_BUDGETS: dict[int, SharedBudget] = {}  # by the id of a torch.compile call's backend object, as long as that exists
+
+
+@short_traceback
+def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, object] | None = None) -> Callable[..., Any]:
+    """Compile a graph that Dynamo has captured; ``torch.compile`` calls this backend.
+
+    Args:
+        module, inputs: the captured graph and its inputs.
+        options: ``budget`` (as in ``planner.compile``, for parameters, inputs, gradients and activations of all graphs of the
+            model; a share is of the peak without recomputation), ``kernels`` (``eager`` or ``inductor``), ``roofline`` (model the
+            times on this device; by default each op is measured where the model is), ``time_limit_s`` (per graph, 60),
+            ``tolerance``, ``wait`` and ``params`` (as in ``planner.compile``; each graph is solved to 1% or for 3 s by default),
+            ``arena`` (as there, one for all graphs of a step), ``check_writes``, ``options``, ``link`` and
+            ``host_budget`` (as there; all graphs share the host memory), and ``memory`` (as there; the graphs of a step count
+            together, by ``training_of_passes``), and ``on_progress`` (as there; all graphs of a step have one summary).
+
+    Raises:
+        PlannerError: options are unknown or do not go together (``planner.settings.compatibility``), or there is no budget.
+        InfeasibleError, LimitError: a graph does not fit, as in ``planner.solve``.
+    """
+    budget = _budget(settings_of(options))
+    compile_module = _compile_kernels if budget.settings.run.kernels == "inductor" else _compile
+    return compile_module(module, inputs, budget)
+
+
+def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
+    """Compile `module` with eager PyTorch's kernels, run by a schedule that may change between steps."""
+    planned: list[PlannedGraph] = []
+    unplanned_graph = UnplannedGraph()
+    add = _adding(module, inputs, budget)
+
+    def partition(
+        joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        device, measure = _device(joint, budget.settings.roofline), budget.settings.roofline is None
+        rewrite_as_eager(joint.graph)
+        unplanned = _copy_of(joint)  # capture changes the graph
+        with budget.stages() as stages:
+            try:
+                with stages.stage(Stage.MEASURE) as stage:
+                    captured = capture_joint(
+                        joint,
+                        device,
+                        measure=measure,
+                        forward_outputs=num_fwd_outputs,
+                        options=budget.traced,
+                        on_op=stage.advance,
+                    )
+            except TraceError as error:
+                warn_caller(_NOT_PLANNED.format("eager PyTorch", error))
+                return default_partition(unplanned, (), num_fwd_outputs=num_fwd_outputs)
+            graph = budget.graph(joint, captured, outputs=num_fwd_outputs)
+            graph.input_names, graph.check_writes = _input_names(module, joint, captured), budget.settings.run.check_writes
+            _plan(graph, add, budget, stages)
+        planned.append(graph)
+        return graph.interface()
+
+    def forward(inner: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+        return planned[0].forward if planned else unplanned_graph.forward(inner, examples)
+
+    def backward(inner: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+        return planned[0].backward if planned else unplanned_graph.backward(inner, examples)
+
+    compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
+    # As in training loops, backward() is called outside of autocast.
+    with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager(), kept_in_graphs(CHECKS):
+        compiled: Callable[..., Any] = compiler(module, inputs)
+    forget_saved_values()
+    compiled = refuse_double_backward(compiled, _DOUBLE_BACKWARD)
+    return _as_autograd(compiled, planned) if planned else budget.count(unplanned_graph, compiled)
+
+
+def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
+    """Return the function that plans a graph within the budget. This reads Dynamo's state, so it must run inside Dynamo."""
+    more = getattr(module, "compile_subgraph_reason", None)
+    scope = InstructionTranslator.current_tx().f_locals.values()
+    model = [t for value in scope if isinstance(value, torch.nn.Module) for t in (*value.parameters(), *value.buffers())]
+    held = [*inputs, *module.parameters(), *module.buffers()]
+    return lambda graph: budget.add(graph, held, model, more=more is not None and more.graph_break)
+
+
+def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[..., Any]:
+    """Compile `module` with Inductor's kernels; with eager PyTorch's if one of its passes has none."""
+    from planner.capture.kernels.halves import NothingCompiledError
+    from planner.torch_private.inductor import compile_fx  # importing Inductor takes a second
+    from planner.train.backend.kernel_capture import capture_kernels
+
+    if not _trains(module):
+        return budget.count(UnplannedGraph(), compile_fx(module, inputs))  # type: ignore[arg-type]
+    add, stages = _adding(module, inputs, budget), budget.stages()
+    captured: Capture | None = None
+    try:
+        with stages, stages.stage(Stage.MEASURE, "compiling and measuring kernels"), suppress(NothingCompiledError):
+            captured = capture_kernels(module, inputs, budget.traced)
+    except TraceError as error:
+        warn_caller(_NOT_PLANNED.format("torch.compile", error))
+        return budget.count(UnplannedGraph(), compile_fx(module, inputs))  # type: ignore[arg-type]
+    if captured is None:
+        return _compile(module, inputs, budget)
+    kernels = captured
+    planned: list[PlannedGraph] = []
+
+    def partition(
+        joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        graph = budget.graph(joint, kernels, outputs=num_fwd_outputs)
+        graph.input_names, graph.check_writes = _input_names(module, joint, kernels), budget.settings.run.check_writes
+        if is_share(budget.budget):
+            graph.eager = _as_eager(joint, num_fwd_outputs)
+        with stages:
+            _plan(graph, add, budget, stages)
+        planned.append(graph)
+        return graph.interface()
+
+    compiler = aot_autograd(
+        fw_compiler=lambda *_: planned[0].forward,
+        bw_compiler=lambda *_: planned[0].backward,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return _as_autograd(compiler(module, inputs), planned)
+
+
+def _as_autograd(compiled: Callable[..., Any], planned: Sequence[PlannedGraph]) -> Callable[..., Any]:
+    """Return `compiled` with missing gradients as autograd has them.
+
+    Inputs that get no gradient are passed detached: autograd would call their hooks. Gradients that lead only to results which
+    the loss does not read are left out, except of inputs with hooks, which autograd would call with None; AOTAutograd computes
+    them from zeros.
+    """
+    (graph,) = planned
+    without = set(graph.without_gradient)
+
+    def run(*args: Any) -> Any:
+        hooked = frozenset(i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and has_hooks(arg))
+        outputs = compiled(*(arg.detach() if i in without else arg for i, arg in enumerate(args)))
+        for node in backward_nodes(outputs):
+            node.register_hook(partial(graph.drop_unread, hooked))
+        return outputs
+
+    return run
+
+
+def _input_names(module: fx.GraphModule, joint: fx.GraphModule, captured: Capture) -> dict[int, str]:
+    """Return the names that a joint graph's inputs have in the user's code, by tensor."""
+    given = module.graph.find_nodes(op="placeholder")
+    descs = {node.name: node.meta["desc"] for node in joint.graph.find_nodes(op="placeholder")}
+    names: dict[int, str] = {}
+    for source in captured.program.sources:
+        match descs.get(source.name):
+            case PlainAOTInput(idx=index):
+                names[source.tensor] = _named(given[index])
+            case ParamAOTInput(target=target) | BufferAOTInput(target=target):
+                names[source.tensor] = str(target)
+    return names
+
+
+def _named(placeholder: fx.Node) -> str:
+    argument = placeholder.meta.get("grapharg")
+    path = placeholder.name if argument is None else readable(argument.source.name, {}, {})
+    return re.sub(r"L\['(\w+)'\]", r"\1", path)
+
+
+def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], budget: SharedBudget, stages: Stages) -> None:
+    """Plan `graph` with `add`, and report the plan if the step has no other graphs."""
+    with stages.stage(Stage.SOLVE):
+        add(graph)
+    stages.finish(budget.summary_of_only(graph))
+
+
+def _copy_of(joint: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a joint graph with the same fake values."""
+    graph = fx.Graph()
+    returned = graph.graph_copy(joint.graph, {})
+    graph.output(returned).meta = dict(joint.graph.output_node().meta)
+    return fx.GraphModule(joint, graph)
+
+
+def _as_eager(joint: fx.GraphModule, forward_outputs: int) -> Graph:
+    """Return a joint graph as eager PyTorch runs it, with each op measured alone, as with ``kernels="eager"``."""
+    fallback = find_device(_device_name(joint)) or get_device("h100")  # for ops that do not run on synthetic values
+    joint = _copy_of(joint)
+    rewrite_as_eager(joint.graph)
+    return capture_joint(joint, fallback, measure=True, forward_outputs=forward_outputs).graph
+
+
+def _trains(module: fx.GraphModule) -> bool:
+    """Return True if a backward pass may follow."""
+    returned = pytree.tree_leaves(module.graph.output_node().args)
+    values = (node.meta.get("example_value") for node in returned if isinstance(node, fx.Node))
+    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+def _budget(settings: BackendSettings) -> SharedBudget:
+    """Return the budget shared by the graphs of the ``torch.compile`` call that is being compiled."""
+    made_by = _made_by(InstructionTranslator.current_tx())
+    if id(made_by) not in _BUDGETS:
+        _BUDGETS[id(made_by)] = SharedBudget(settings)
+        weakref.finalize(made_by, _BUDGETS.pop, id(made_by), None)
+    return _BUDGETS[id(made_by)]
+
+
+def _made_by(translator: InstructionTranslatorBase) -> Callable[..., Any]:
+    """Return the backend object of the ``torch.compile`` call that compiles a frame; an options dict may serve several calls."""
+    compiler = translator.output.compiler_fn
+    assert compiler is not None
+    return innermost_backend(compiler)
+
+
+def _is_planned(translator: InstructionTranslatorBase) -> bool:
+    """Return True if a frame is compiled for this backend."""
+    return translator.output.compiler_fn is not None and getattr(_made_by(translator), "compiler_fn", None) is planner
+
+
+def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
+    """Return True if a frame is compiled for this backend with eager PyTorch's kernels."""
+    if not _is_planned(translator):
+        return False
+    options: Mapping[str, object] = getattr(_made_by(translator), "kwargs", {}).get("options", {})
+    return options.get("kernels") != "inductor"
+
+
+# Must run before Dynamo calls a backend for any frame.
+dynamo_as_eager_where(_runs_as_eager, ExitStack())
+fix_sizes_where(_is_planned)
+write_data_in_place_where(_is_planned, ExitStack())
+capture_gradients_where(_is_planned)
+
+
+def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:
+    """Return the device for modelled times."""
+    if roofline is not None:
+        return get_device(roofline)
+    name = _device_name(joint)
+    if (known := find_device(name)) is not None:
+        return known
+    raise PlannerError(
+        f"the speed of device {name!r} is not known: name a similar one with options={{'roofline': ...}}, one of "
+        f"{', '.join(DEVICES)}"
+    )
+
+
+def _device_name(joint: fx.GraphModule) -> str:
+    where = device_of(joint)
+    return "cpu" if where.type == "cpu" else torch.cuda.get_device_name(where)

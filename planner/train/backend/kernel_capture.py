@@ -1,0 +1,75 @@
+"""Capture of a graph of a compiled model as Inductor's kernels, with their costs."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.kernels.halves import compile_halves
+from planner.capture.kernels.lower import lower_graph
+from planner.capture.kernels.variants import CompileVariant
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.traced import with_traced
+from planner.capture.program.draws import default_generator_of
+from planner.capture.signature import Signature
+from planner.measure.profile import profile
+from planner.plans.keeping_everything import prepare_for_tight_memory
+from planner.torch_private.capture import (
+    BufferAOTInput,
+    ParamAOTInput,
+    PlainAOTInput,
+    TracingContext,
+    tracing,
+)
+from planner.torch_private.core import disable_current_modes, no_python_dispatcher, pytree
+from planner.train.backend.joint_capture import Placeholders, mutated_inputs, once
+
+_PASSES = 3
+
+
+def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequence[str] = ()) -> Capture:
+    """Return `module` as the kernels that Inductor compiles, with the time and memory of each op.
+
+    Args:
+        module, inputs: the module captured by Dynamo, and its real inputs.
+        options: options to find in the capture.
+
+    Raises:
+        TraceError: Inductor's code cannot be planned.
+    """
+    context = TracingContext.try_get()
+    assert context is not None
+    with ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(context.fake_mode)))  # Dynamo's is for AOTAutograd, which runs later
+        halves = compile_halves(stack, copy.deepcopy(module), tuple(inputs), {}, CompileVariant.DEFAULT)
+        joint = halves.joint.graph_module
+        placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
+        device = placeholders[0].meta["val"].device
+        statics, signature = Placeholders(placeholders, device), Signature.of((), pytree.tree_structure(()))
+        captured = lower_graph(halves, statics, signature, generator=default_generator_of(device))
+        graph = once(captured.graph, mutated_inputs(joint, statics))
+    with disable_current_modes(), no_python_dispatcher():
+        given = {node.name: _given(node, module, inputs) for node in placeholders}
+        constants: dict[str, Any] = dict(captured.program.constants)
+        static = {s.tensor: given[s.name] if s.name in given else constants[s.name] for s in captured.program.sources}
+        captured = profile(replace(captured, graph=graph), list(static.values()), passes=_PASSES)
+        prepare_for_tight_memory(captured.graph, device)
+        return with_traced(captured, options)
+
+
+def _given(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:
+    """Return a real tensor for an input of the joint graph."""
+    match node.meta["desc"]:
+        case ParamAOTInput(target=name):
+            return module.get_parameter(name)
+        case BufferAOTInput(target=name):
+            return module.get_buffer(name)
+        case PlainAOTInput(idx=index):
+            given: torch.Tensor = inputs[index]
+            return given
+    value: torch.Tensor = node.meta["val"]
+    return torch.full(value.shape, 0.5, dtype=value.dtype, device=value.device)

@@ -1,0 +1,399 @@
+"""A joint graph between AOTAutograd and its plan, which may be replaced while the model trains.
+
+AOTAutograd compiles a forward and a backward module once, with a fixed number of saved tensors. A planned graph has a slot for
+each tensor that any plan may save, and one that identifies the plan of the forward pass: a backward pass follows the plan of its
+own forward pass, even if that plan was replaced meanwhile.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphs.errors import PlannerError
+from graphs.ir import Graph, Kind, Phase
+from graphs.overwriting import overwritten_saved_tensors
+from graphs.pools import COMPUTE, HOST
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from graphs.units import UNLIMITED_BYTES
+from planner.capture.lowering.lower import Capture
+from planner.capture.rewrites.outputs import outputs, storage, tensors_in
+from planner.runtime.arena import Arena
+from planner.runtime.changed_inputs import ChangedInputs, Input, keep_copies
+from planner.runtime.code import compile_schedule
+from planner.runtime.devices import Devices
+from planner.runtime.out_of_memory import PlannedMemory
+from planner.runtime.step_lines import StepLines
+from planner.runtime.transfers.channels import HostChannels
+from planner.runtime.undo import Rollback
+from planner.runtime.unseen_writes import UnseenWrites
+from planner.torch_private.capture import (
+    BackwardTokenAOTInput,
+    GradAOTOutput,
+    PlainAOTInput,
+    SavedForBackwardsAOTOutput,
+    TangentAOTInput,
+)
+from planner.torch_private.core import backward_retains_graph
+from planner.train.backend.rest_of_step import kept_bytes
+
+# Both passes empty their argument lists. The last arguments of a backward pass are the non-tensor results of its forward
+# pass: tensors on the host, unfinished copies, and the step in an arena.
+Forward = Callable[[list[Any]], tuple[list[Any], list[Any]]]
+Backward = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The forward and the backward pass of one plan.
+
+    Attributes:
+        forward, backward: the passes.
+        lines: lines of their code.
+        changed_inputs: the tensors that are written between them.
+    """
+
+    forward: Forward
+    backward: Backward
+    lines: StepLines
+    changed_inputs: ChangedInputs
+
+
+class PlannedGraph:
+    """A graph of a compiled model.
+
+    Attributes:
+        captured: the capture to plan.
+        eager: the same graph with eager PyTorch's kernels, if it runs Inductor's kernels and the budget is a share of its peak.
+        tangents: static tensors that are gradients of its outputs.
+        outputs: number of results of the forward pass, without saved tensors.
+        without_gradient: positions of the inputs that require a gradient and get none.
+        slots: the tensor of each slot: all tensors that some schedule may save.
+        input_names: names of its inputs in the user's code, by tensor.
+        check_writes: True to detect writes to inputs that autograd does not see.
+        lean: a schedule that keeps little memory between the passes; None until one is computed.
+        arena: the arena of the passes of all graphs of a step; None for PyTorch's allocator.
+        watch: called with the inputs of a forward pass; returns a function of its results and of a tensor that dies with the
+            saved ones.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        captured: Capture,
+        channels: HostChannels | None,
+        arena: Arena | None,
+        *,
+        outputs: int,
+    ) -> None:
+        """Initialize with the capture and the joint graph `module`.
+
+        Args:
+            channels: channels to the host, if the graph offers transfers.
+            arena: the arena that the passes run in; None for PyTorch's allocator.
+        """
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self._module, self._devices = module, Devices(captured.graph, device_of(module), channels)
+        later = TangentAOTInput | BackwardTokenAOTInput
+        self._primals = [node for node in placeholders if not isinstance(node.meta["desc"], later)]
+        self._incoming = [node for node in placeholders if isinstance(node.meta["desc"], later)]
+        static = {source.name: source.tensor for source in captured.program.sources if source.kind is Kind.INPUT}
+        self.captured = captured
+        self.eager: Graph | None = None
+        self.tangents = tuple(static[node.name] for node in self._incoming if node.name in static)
+        self.outputs = outputs
+        self.without_gradient = _without_gradient(module.graph)
+        self._leading = _leading_outputs(module.graph, outputs)
+        self.slots = (*(static[node.name] for node in self._primals if node.name in static), *_made_forward(captured.graph))
+        self._slot = {t: i for i, t in enumerate(self.slots)}
+        self.input_names: Mapping[int, str] = {}
+        self.check_writes = False
+        self.lean: Schedule | None = None
+        self.arena = arena
+        self.watch: Callable[[list[Any]], Callable[[list[Any], torch.Tensor], None]] | None = None
+        self._arena_key = object()
+        self._handing_over: set[int] = set()  # plans whose forward passes return more than tensors
+        self._writing_over: set[int] = set()  # plans whose backward passes overwrite saved tensors
+        self._passes: list[Passes] = []
+
+    def passes(self, schedule: Schedule) -> Passes:
+        """Return the two passes of `schedule`, whose saved tensors fill `slots`; slots of tensors that are not saved hold None.
+
+        The forward pass returns values unknown to AOTAutograd separately.
+        """
+        graph, program = self.captured.graph, self.captured.program
+        code = compile_schedule(graph, program, schedule, self._devices, static_given_up=True)
+        # With copies, the forward pass also returns the tensors that a failed backward pass needs to be undone.
+        compiled = any(calls.launches for calls in program.calls)
+        rollback = Rollback.of(graph, program, in_backward=compiled and bool(self._devices.channels))
+        code = code.within(None if self.arena is None else self.arena.stage(self._arena_key), rollback)
+        position = self._slot
+        among = [t in position for t in code.saved]  # others are on the host
+        later = [i for i, reads in enumerate(code.backward_reads) if reads]
+
+        def forward(args: list[Any]) -> tuple[list[Any], list[Any]]:
+            static = self._static(self._primals, args)
+            args.clear()
+            saved = {program.sources[i].tensor: static[i] for i in later}
+            first, others, alive = code.forward(static)
+            saved |= zip(code.saved, alive, strict=False)
+            apart = [value for value, known in zip(alive, among, strict=False) if not known] + alive[len(among) :]
+            return [first, *others, *(saved.get(t) for t in self.slots)], apart
+
+        def backward(args: list[Any]) -> Any:
+            here = len(self.slots) + len(self._incoming)
+            static = self._static(self._incoming, args[len(self.slots) : here])
+            for i in later:
+                if (t := program.sources[i].tensor) in position:
+                    static[i] = args[position[t]]
+            apart = deque(args[here:])
+            alive = [args[position[t]] if known else apart.popleft() for t, known in zip(code.saved, among, strict=True)]
+            alive += apart
+            args.clear()
+            apart.clear()
+            return code.backward(static, alive)
+
+        read = [program.sources[i].tensor for i in later if program.sources[i].tensor in position]
+        changed = ChangedInputs(graph, [t for t in read if t not in self.tangents], self.captured.copied)
+        return Passes(forward, backward, code.lines, changed)
+
+    def _static(self, nodes: Sequence[fx.Node], given: Sequence[Any]) -> list[Any]:
+        """Return the static tensors of a pass whose inputs `nodes` are `given`; None for those that are not among them."""
+        program = self.captured.program
+        known = {node.name: value for node, value in zip(nodes, given, strict=True)} | dict(program.constants)
+        return [known.get(source.name) for source in program.sources]
+
+    def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the two passes as AOTAutograd sees them: inputs and outputs. The saved tensors end with the slot of the plan."""
+        returned = outputs(self._module.graph)
+        forward = fx.Graph()
+        primals = [forward.node_copy(node) for node in self._primals]
+        by_name = {node.name: node for node in primals}
+        some = next(node for node in primals if isinstance(node.meta.get("val"), torch.Tensor))
+        names = {source.tensor: source.name for source in self.captured.program.sources}
+        made = [_like(forward, value) for value, _ in returned[: self.outputs]]
+        saved = [by_name[names[t]] if t in names else _like(forward, some) for t in self.slots]
+        output = forward.output([*made, *saved, _like(forward, some)])
+        output.meta["desc"] = [
+            *(desc for _, desc in returned[: self.outputs]),
+            *(SavedForBackwardsAOTOutput(i) for i in range(len(saved) + 1)),
+        ]
+        backward = fx.Graph()
+        for i in range(len(saved) + 1):
+            backward.placeholder(f"saved_{i}").meta = {"val": some.meta["val"]}
+        for node in self._incoming:
+            backward.node_copy(node)
+        gradients = [_like(backward, value) for value, _ in returned[self.outputs :]]
+        backward.output(gradients).meta["desc"] = [desc for _, desc in returned[self.outputs :]]
+        return fx.GraphModule(self._module, forward), fx.GraphModule(self._module, backward)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the next forward passes."""
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule) -> None:
+        if overwritten_saved_tensors(self.captured.graph, schedule):
+            self._writing_over.add(len(self._passes))
+        self._passes.append(self.passes(schedule))
+        self._schedule = schedule
+        if self.arena is not None:
+            self.arena.forget()
+        self.copy_inputs(UNLIMITED_BYTES)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes in memory between the passes, without static memory."""
+        return kept_bytes(self.captured.graph, self._schedule)
+
+    @property
+    def on_host(self) -> tuple[int, int]:
+        """The peak of the host memory that the plan uses, and its host memory between the passes."""
+        graph = self.captured.graph
+        if graph.plain:
+            return 0, 0
+        peaks = dict(zip((pool.name for pool in graph.pools), simulate(graph, self._schedule).pool_peaks_bytes, strict=True))
+        return peaks[HOST], kept_bytes(graph, self._schedule, HOST)
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        """Run the forward pass for AOTAutograd; `args` is emptied."""
+        seen = None if self.watch is None else self.watch(args)
+        number = len(self._passes) - 1
+        with self._memory(number).reporting("forward"):
+            returned, handed_over = self._passes[number].forward(args)
+        slots = returned[self.outputs :]
+        saved_inputs = self._save_inputs(number, slots)
+        plan, nothing = torch.empty((number, 0)), torch.empty(0)  # empty in memory, whatever their shape
+        if handed_over:
+            # Autograd keeps the storage until no backward pass can follow, even if it makes other tensors of it.
+            plan.untyped_storage().handed_over = handed_over  # type: ignore[attr-defined]
+            self._handing_over.add(number)
+        plan.untyped_storage().inputs = saved_inputs  # type: ignore[attr-defined]
+        if self.check_writes:
+            plan.untyped_storage().unseen = UnseenWrites(self._inputs(slots))  # type: ignore[attr-defined]
+        if seen is not None:
+            seen(returned[: self.outputs], plan)
+        return [*returned[: self.outputs], *(nothing if t is None else t for t in slots), plan]
+
+    def backward(self, args: list[Any]) -> Any:
+        """Run the backward pass for AOTAutograd; `args` is emptied.
+
+        Raises:
+            PlannerError: hooks have replaced saved tensors, or the backward pass may run again but overwrites saved tensors.
+        """
+        plan = args.pop(len(self.slots))
+        number, handed_over = plan.shape[0], getattr(plan.untyped_storage(), "handed_over", [])
+        if not handed_over and number in self._handing_over:
+            raise PlannerError(
+                "hooks on saved tensors (torch.autograd.graph.save_on_cpu, saved_tensors_hooks) have copied the tensors that a "
+                "planned graph saves for its backward pass: leave the hooks out, because the plan decides where saved tensors "
+                "are kept"
+            )
+        if number in self._writing_over and backward_retains_graph():
+            raise PlannerError(
+                "backward(retain_graph=True) needs tensors that the plan overwrites: leave out retain_graph=True, or the option "
+                "'in-place'"
+            )
+        if (unseen := getattr(plan.untyped_storage(), "unseen", None)) is not None:
+            unseen.check(tensor for _, tensor in self._inputs(args))
+        self._restore_inputs(number, getattr(plan.untyped_storage(), "inputs", ()), args)
+        args += handed_over
+        del plan, handed_over  # frees tensors on the host, unless the backward pass may run again
+        with self._memory(number).reporting("backward"):
+            return self._passes[number].backward(args)
+
+    @property
+    def changed(self) -> frozenset[int]:
+        """The inputs that were written between the passes, and whose copies the plan does not count."""
+        return frozenset(self._passes[-1].changed_inputs.changed) - self.captured.copied
+
+    def names_of(self, tensors: Iterable[int]) -> str:
+        """Return the names of inputs."""
+        return ", ".join(self.input_names[t] for t in sorted(tensors))
+
+    def copy_inputs(self, room_bytes: int) -> int:
+        """Copy inputs between the next two passes, in case they change, within the plan's peak; return what is left of the room.
+
+        Args:
+            room_bytes: the most bytes that the copies may take.
+        """
+        if self.arena is not None:
+            return room_bytes
+        graph = self.captured.graph
+        own_bytes = simulate(graph, self._schedule).peak_bytes - graph.static_bytes - self.kept_bytes
+        allowed_bytes = min(own_bytes, room_bytes)
+        return room_bytes - allowed_bytes + self._passes[-1].changed_inputs.begin(allowed_bytes)
+
+    def count_copies(self) -> None:
+        """Keep copies of changed inputs for the backward pass, and count them: the graph must be planned again."""
+        self.captured = keep_copies(self.captured, self.changed)
+
+    def _save_inputs(self, number: int, slots: list[Any]) -> Sequence[Input]:
+        """Replace the inputs in `slots` that are only read to recompute, so that autograd does not mind if they are written."""
+        changed = self._passes[number].changed_inputs
+        saved = changed.save(lambda t: slots[self._slot[t]])
+        for given in saved:
+            slots[self._slot[given.tensor]] = given.value.data if given.copy is None else given.copy
+        return saved
+
+    def _restore_inputs(self, number: int, saved: Sequence[Input], args: list[Any]) -> None:
+        """Give the backward pass the inputs as the forward pass has read them."""
+        changed = self._passes[number].changed_inputs
+        values = changed.restore(saved, lambda t: self.names_of([t]))
+        for t, value in zip(changed.recomputed_from, values, strict=True):
+            args[self._slot[t]] = value
+
+    def _inputs(self, saved: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the inputs to be checked with their names, from the `saved` tensors in the slots."""
+        for t, value in zip(self.slots, saved, strict=False):
+            if t in self.input_names and value is not None and tuple(value.shape) == self.captured.graph.tensors[t].shape:
+                yield self.input_names[t], value
+
+    def drop_unread(
+        self, hooked: Collection[int], gradients: Sequence[object], incoming: Sequence[object]
+    ) -> tuple[object, ...] | None:
+        """Return `gradients` without those that lead only to results which have no gradient themselves, as autograd would.
+
+        Args:
+            hooked: inputs whose gradients stay.
+            gradients: those that the backward pass has computed, in the order of its outputs; AOTAutograd makes zeros of missing
+                ones before.
+            incoming: the gradients of the results; None where the loss does not read a result.
+
+        Returns:
+            The gradients; None if all stay, or if AOTAutograd has other inputs or results than the graph.
+        """
+        if (len(gradients), len(incoming)) != (len(self._leading), self.outputs) or all(g is not None for g in incoming):
+            return None
+        return tuple(
+            None if i not in hooked and leading and all(incoming[j] is None for j in leading) else gradient
+            for i, (gradient, leading) in enumerate(zip(gradients, self._leading, strict=True))
+        )
+
+    def _memory(self, number: int) -> PlannedMemory:
+        """Return a description of the memory of the plan `number`, for out-of-memory errors."""
+        return PlannedMemory(
+            self.captured.graph,
+            self._passes[number].lines,
+            self._devices.places.__getitem__,
+            afterwards="Parameters are unchanged, and no gradient of this graph has been written.",
+        )
+
+    # AOTAutograd passes arguments in a list that the callee empties.
+    forward._boxed_call = True  # type: ignore[attr-defined]
+    backward._boxed_call = True  # type: ignore[attr-defined]
+
+
+def is_plan(saved: torch.Tensor) -> bool:
+    """Return True if a planned graph has saved this tensor to know the plan of its forward pass."""
+    return hasattr(saved.untyped_storage(), "inputs")
+
+
+def _made_forward(graph: Graph) -> list[int]:
+    """Return the tensors on the device that are made by ops of the forward pass, or only by optional ops."""
+    made = dict.fromkeys(t for op in graph.program if op.phase is Phase.FORWARD for t in op.outputs)
+    later = {t for op in graph.program if op.phase is not Phase.FORWARD for t in op.outputs}
+    optional = [t for op in graph.ops if op.optional and op.stream == COMPUTE for t in op.outputs if t not in later]
+    return list(made | dict.fromkeys(optional))
+
+
+def _without_gradient(joint: fx.Graph) -> list[int]:
+    """Return the positions of the inputs that require a gradient, get none, and share no memory with an output."""
+    nodes = [node for node, desc in outputs(joint) if isinstance(node, fx.Node) and not isinstance(desc, GradAOTOutput)]
+    returned = {storage(value) for node in nodes for value in tensors_in(node.meta["val"])}
+    inputs = {node.meta["desc"]: node.meta["val"] for node in joint.find_nodes(op="placeholder")}
+    missing = [desc.grad_of for value, desc in outputs(joint) if isinstance(desc, GradAOTOutput) and value is None]
+    return [desc.idx for desc in missing if isinstance(desc, PlainAOTInput) and storage(inputs[desc]) not in returned]
+
+
+def _leading_outputs(joint: fx.Graph, forward_outputs: int) -> list[frozenset[int]]:
+    """Return, for each output of the backward pass, the outputs of the forward pass whose gradients it is computed from."""
+    position = {desc: i for i, (_, desc) in enumerate(outputs(joint)[:forward_outputs])}
+    leading: dict[object, frozenset[int]] = {}
+    for node in joint.nodes:
+        if node.op == "placeholder":
+            desc = node.meta["desc"]
+            leading[node] = frozenset({position[desc.output]} if isinstance(desc, TangentAOTInput) else ())
+        else:
+            leading[node] = frozenset().union(*(leading[each] for each in node.all_input_nodes))
+    return [leading.get(value, frozenset()) for value, _ in outputs(joint)[forward_outputs:]]
+
+
+def _like(graph: fx.Graph, value: object) -> fx.Node | None:
+    """Return a node with the metadata of a tensor like `value`; None if `value` is no tensor."""
+    if not isinstance(value, fx.Node):
+        return None
+    node = graph.call_function(torch.ops.aten.empty.memory_format, ([0],))
+    node.meta = {"val": value.meta["val"]}
+    return node
+
+
+def device_of(joint: fx.GraphModule) -> torch.device:
+    """Return the device that a joint graph runs on."""
+    values = (node.meta["val"] for node in joint.graph.find_nodes(op="placeholder"))
+    return next(value.device for value in values if isinstance(value, torch.Tensor))

@@ -1,0 +1,451 @@
+"""One budget for all the graphs of a compiled model.
+
+Graphs are compiled when they are reached: the first is planned before the others are known. So a graph that others follow keeps
+little memory at first, and leaves room for the gradients of all parameters in its scope. After the first step all graphs and the
+memory that each needs are known, and they are planned again together.
+
+If a step has only one graph, it is planned for the memory that the budget counts. Several graphs of a step are planned for
+allocated bytes, which are lowered until the memory that they reserve together fits the budget.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphs.errors import InfeasibleError, LimitError
+from graphs.ir import Graph
+from graphs.optimizers import OPTIMIZERS
+from graphs.options.option import Feature
+from graphs.schedule import Schedule
+from graphs.short_tracebacks import warn_caller
+from graphs.simulate import simulate
+from graphs.units import UNLIMITED_BYTES, format_bytes
+from planner.capture.lowering.lower import Capture
+from planner.memory.auto_budget import auto_budget_bytes
+from planner.memory.reserved import eager_bytes, kept_beside_passes, memory_of, memory_on, reserved_for_passes
+from planner.plans.line import saved_line
+from planner.plans.search import StepSearch
+from planner.plans.summary import summarize
+from planner.progress import Stage, Stages, views_of
+from planner.runtime.arena import Arena, SharedSlab
+from planner.settings.backend_settings import BackendSettings
+from planner.settings.budgets import budget_in_bytes, is_auto, is_share
+from planner.settings.compatibility import check_compatible
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.option_settings import OptionSettings
+from planner.train.backend.planned_graph import PlannedGraph, device_of
+from planner.train.backend.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
+from planner.train.backend.shared_channels import SharedChannels, host_room, with_host_bytes
+from planner.train.backend.step_memory import (
+    PassStorages,
+    bytes_beside_requests,
+    bytes_of_others,
+    peak_bytes,
+    peak_of_unplanned,
+    sizes_beside_requests,
+    unread,
+)
+from planner.train.backend.together import Together
+from planner.train.backend.unplanned_graph import UnplannedGraph
+
+_log = logging.getLogger(__name__)
+
+_FITS = 6  # attempts to plan the graphs of a step together so that they reserve no more than the budget
+
+
+@dataclass(slots=True)
+class _ForwardRun:
+    """A forward pass; `alive` until its backward pass has run."""
+
+    graph: PlannedGraph
+    seen: PassStorages
+    plan: StorageWeakRef | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.plan is None or not self.plan.expired()
+
+
+@dataclass(slots=True)
+class _StepBudget:
+    """The budget of a step whose graphs are known.
+
+    Attributes:
+        planned_bytes: budget for which its graphs are planned together.
+        requested_bytes: the most that they may request at once, in an arena and outside of it.
+        less_bytes: by how much `planned_bytes` was last lowered because the arena was too large.
+    """
+
+    planned_bytes: int
+    requested_bytes: int
+    less_bytes: int = 0
+
+
+class SharedBudget:
+    """The memory on the device and the host that one ``torch.compile`` call may use.
+
+    Attributes:
+        settings: settings of that call.
+        budget: the budget; ``auto`` is replaced by bytes when they are known.
+        memory: the memory that it counts; the default depends on the device of the first graph.
+    """
+
+    def __init__(self, settings: BackendSettings) -> None:
+        self.settings, self.budget, self.memory = settings, settings.budget, CountedMemory.ALLOCATED
+        self._options = options = settings.solve.options
+        self._shared_channels = None if options.host_bytes is None else SharedChannels(options.host_bytes)
+        self._runs: list[_ForwardRun] = []
+        self._planned: dict[tuple[PlannedGraph, ...], _StepBudget] = {}  # steps whose graphs are planned together
+        self._learning, self._warned = True, False
+        self._largest_bytes = 0  # peak of a step without recomputation
+        self._known: dict[PlannedGraph, PassStorages] = {}
+        self._before: dict[UnplannedGraph, PassStorages] = {}  # the last pass of each, before planned graphs
+        self._slab = SharedSlab() if settings.run.arena else None
+        is_first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        self._views = views_of(settings.on_progress) if is_first else ()
+
+    def graph(self, joint: fx.GraphModule, captured: Capture, *, outputs: int) -> PlannedGraph:
+        """Return the graph of a capture of `joint`, with the requested options.
+
+        Raises:
+            UsageError: an option does not work on the graph's device.
+        """
+        device = device_of(joint)
+        if device.type == "cuda":
+            check_compatible({*self.settings.run.features, Feature.SHARED_GPU})
+        asked = self.settings.solve.memory
+        self.memory = memory_on(device.type, None) if asked is None else memory_of(captured.graph, asked)
+        captured = replace(captured, graph=self._options.apply(captured.graph))
+        channels = None if self._shared_channels is None else self._shared_channels.channels(device)
+        return PlannedGraph(joint, captured, channels, self._arena(), outputs=outputs)
+
+    def _arena(self) -> Arena | None:
+        """Return the arena of a new graph: that of graphs whose backward pass has not run, else a new one in the slab."""
+        if self._slab is None:
+            return None
+        waiting = next((run for run in self._runs if run.alive), None)
+        return Arena(self._slab) if waiting is None else waiting.graph.arena
+
+    @property
+    def traced(self) -> tuple[str, ...]:
+        """The requested options that are found in captured graphs."""
+        return self.settings.solve.traced_options
+
+    def stages(self) -> Stages:
+        """Return the progress stages of a planning, without capture and execution; all are shown in one place."""
+        return Stages(*self._views, stages=(Stage.MEASURE, Stage.SOLVE))
+
+    def add(self, graph: PlannedGraph, inputs: Sequence[object], model: Iterable[torch.Tensor], *, more: bool) -> None:
+        """Plan a graph that was just reached.
+
+        Args:
+            inputs: its inputs.
+            model: parameters and buffers that it and other graphs may read.
+            more: another graph follows in the same step.
+
+        Raises:
+            InfeasibleError, LimitError: no schedule fits beside the memory that earlier graphs keep.
+        """
+        self._learning = True
+        if is_auto(self.budget):
+            self.budget = _auto_bytes(inputs, model := list(model))
+        self._runs = [run for run in self._runs if run.alive]
+        graph.watch = lambda args: self._begin(graph, args)
+        runs = [*(run.seen for run in self._runs), self._storages(inputs)]
+        kept = [run.graph.kept_bytes for run in self._runs]
+        others = bytes_of_others(runs, len(runs) - 1, kept)
+        order = [*(run.graph for run in self._runs), graph]
+        whole = self.whole(order, runs)
+        if self._runs:
+            self._warn_of_several(whole - others, whole)
+        elif others >= whole:
+            raise InfeasibleError(
+                f"memory outside of the graph to be planned already takes {format_bytes(others)}, and the budget is "
+                f"{format_bytes(whole)}: autograd holds it for ops that are not compiled. Raise the budget, or remove the graph "
+                "breaks (TORCH_LOGS=graph_breaks shows them)"
+            )
+        whole = self._given(order, whole, alone=not self._runs and not more)
+        room = max(1, whole - others)
+        behind = unread(model, runs) if more else None
+        if behind is None:
+            self._first_plan(graph, room, more=more)
+            return
+        try:
+            self._first_plan(graph, max(1, whole - bytes_of_others([*runs, behind], len(runs) - 1, kept)), more=more)
+        except InfeasibleError:
+            self._first_plan(graph, room, more=more)  # the model may have parameters that it never reads
+
+    def _warn_of_several(self, room_bytes: int, whole_bytes: int) -> None:
+        """Warn, once, that the model has a second graph."""
+        if not self._warned:
+            self._warned = True
+            warn_caller(
+                f"the model is captured as several graphs: the second one gets {format_bytes(max(1, room_bytes))} of "
+                f"{format_bytes(whole_bytes)}, and each what those before it leave, until all are planned together after the "
+                "first step. Removing graph breaks saves memory (TORCH_LOGS=graph_breaks shows them)",
+            )
+
+    def _first_plan(self, graph: PlannedGraph, room: int, *, more: bool) -> None:
+        """Plan `graph` within `room` bytes, before the graphs that follow are known."""
+        captured = graph.captured.graph
+        order = [*(run.graph for run in self._runs), graph]
+        there = host_room(order, graph, {run.graph: run.graph.on_host for run in self._runs}, self._host_bytes)
+        if more:
+            if is_share(self.budget):
+                room = summarize(captured).keep_everything_peak_bytes
+            graph.lean = lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
+        try:
+            if graph.lean is None:
+                memory = CountedMemory.ALLOCATED if self._runs else self.memory
+                graph.schedule = self._solve(with_host_bytes(captured, there), room, memory)
+            else:
+                rest_bytes = room - captured.static_bytes - kept_bytes(captured, graph.lean)
+                graph.schedule = self.leaving(graph, room, max(0, rest_bytes), graph.lean, there)
+        except InfeasibleError as error:
+            if not self._runs:
+                raise
+            if any(run.graph.lean is None for run in self._runs):  # was assumed to be the last graph; keeps less from now on
+                peak_bytes = summarize(captured).keep_everything_peak_bytes
+                graph.lean = lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
+                graph.schedule = graph.lean or keeping_all(captured)
+                return
+            kept = ", ".join(format_bytes(run.graph.kept_bytes) for run in self._runs)
+            raise InfeasibleError(
+                f"{error} The model is captured as several graphs, and this is not the first: those before it keep {kept} until "
+                "the backward pass. Removing graph breaks saves memory (TORCH_LOGS=graph_breaks shows them)"
+            ) from error
+
+    def _solve(self, graph: Graph, budget_bytes: int, memory: CountedMemory = CountedMemory.ALLOCATED) -> Schedule:
+        """Return a schedule of `graph` within a budget of `memory`; the graph already has the requested options."""
+        settings = replace(self.settings.solve, options=OptionSettings(self.traced), memory=memory)
+        return StepSearch(settings, self.settings.run).first_plan(graph, budget_bytes).schedule
+
+    def _given(self, order: Sequence[PlannedGraph], whole: int, *, alone: bool) -> int:
+        """Return the part of the budget for which the graphs of a step are planned: all of it if there is only one."""
+        return whole if alone else whole - kept_beside_passes([graph.captured.graph for graph in order], self.memory)
+
+    @property
+    def limit_s(self) -> float:
+        """The time limit for each graph, in seconds."""
+        return self.settings.solve.time_limit_s
+
+    @property
+    def _host_bytes(self) -> int:
+        return 0 if self._shared_channels is None else self._shared_channels.host_bytes
+
+    def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> int:
+        """Return the budget in bytes for a step of these graphs; a share refers to the largest step so far.
+
+        So a smaller last batch does not get a smaller budget.
+        """
+        captured = [graph.captured.graph if graph.eager is None else graph.eager for graph in graphs]
+        if self.memory is CountedMemory.ALLOCATED:
+            step_bytes = _eager_peak_bytes(captured, runs)
+        elif len(graphs) == 1:
+            step_bytes = eager_bytes(captured[0], self.memory) + bytes_of_others(runs, 0, [])
+        else:
+            step_bytes = self._reserved(graphs, runs, [(graph, keeping_all(graph)) for graph in captured])
+        self._largest_bytes = max(self._largest_bytes, step_bytes)
+        return budget_in_bytes(self.budget, self._largest_bytes) if self._largest_bytes else 1  # all tensors are empty
+
+    def summary_of_only(self, graph: PlannedGraph) -> str:
+        """Return the plan of a graph in one line; "" if the step has other graphs, with which it is planned again."""
+        return "" if self._runs or graph.lean is not None else self._summary([graph], [PassStorages({}, {}, {})])
+
+    def _summary(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> str:
+        """Return the plans of the graphs of a step in one line."""
+        plans = [(graph.captured.graph, graph.schedule) for graph in graphs]
+        time_s, base_s = sum(simulate(*plan).time_s for plan in plans), sum(summarize(graph).time_s for graph, _ in plans)
+        overhead = time_s / base_s - 1 if base_s else 0.0
+        return saved_line(peak_bytes(plans, runs), _eager_peak_bytes([graph for graph, _ in plans], runs), overhead, None)
+
+    def _reserved(
+        self, order: Sequence[PlannedGraph], seen: Sequence[PassStorages], parts: Sequence[tuple[Graph, Schedule]]
+    ) -> int:
+        """Return the bytes of the counted memory that a step reserves if its graphs follow the schedules in `parts`."""
+        last = order[-1]
+        tangents = [last.captured.graph.tensors[t].size_bytes for t in last.tangents]  # made by ops outside of graphs
+        return reserved_for_passes(parts, [*sizes_beside_requests(seen), *tangents], self.memory)
+
+    def _begin(self, graph: PlannedGraph, args: Sequence[object]) -> Callable[[list[Any], torch.Tensor], None]:
+        """Record the start of a forward pass; if a step has ended, plan the graphs of that step together."""
+        if self._runs and not any(run.alive for run in self._runs):
+            self._end_step()
+        if graph.changed:
+            self._count_copies(graph)
+        if self._learning:
+            self._known[graph] = self._storages(args)
+        run = _ForwardRun(graph, self._known[graph])
+
+        def end(returned: list[Any], plan: torch.Tensor) -> None:
+            if self._learning:
+                run.seen.returned(returned)
+            run.plan = StorageWeakRef(plan.untyped_storage())
+            self._runs.append(run)
+
+        return end
+
+    def count(self, graph: UnplannedGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `compiled`, which runs `graph`, such that its memory counts for the planned graphs of its steps."""
+
+        def call(*args: Any) -> Any:
+            returned = compiled(*args)
+            if self._learning:
+                seen = PassStorages.of(args, graph)
+                seen.returned(returned)
+                if any(run.alive for run in self._runs):
+                    self._runs[-1].seen.followed_by.append(seen)
+                else:
+                    self._before[graph] = seen
+            return returned
+
+        return call
+
+    def _storages(self, inputs: Iterable[object]) -> PassStorages:
+        """Return the storages that are known before a pass of a planned graph."""
+        found = PassStorages.of(inputs)
+        for seen in self._before.values():
+            found.hold(seen)
+        return found
+
+    def _count_copies(self, graph: PlannedGraph) -> None:
+        """Plan `graph` again, with copies of the inputs that were written between its passes, for the same peak as before."""
+        names, peak_bytes = graph.names_of(graph.changed), simulate(graph.captured.graph, graph.schedule).peak_bytes
+        graph.count_copies()
+        captured, old = graph.captured.graph, graph.schedule
+        if graph.lean is None and not self._runs:
+            graph.schedule = self._solve(captured, peak_bytes)
+        else:
+            rest_bytes = max(0, peak_bytes - captured.static_bytes - kept_bytes(captured, old))
+            graph.schedule = self.leaving(graph, peak_bytes, rest_bytes, old, self._host_bytes)
+        warn_caller(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies")
+
+    def _end_step(self) -> None:
+        runs, self._runs = self._runs, []
+        step = tuple(run.graph for run in runs)
+        if step in self._planned:
+            self._learning = False
+        elif not self._learning:
+            self._learning = True  # the step has changed: observe the next one
+        else:
+            seen = [run.seen for run in runs]
+            whole = self.whole(step, seen)
+            self._planned[step] = _StepBudget(whole, whole - bytes_beside_requests(seen))
+            if len(runs) > 1 or runs[0].graph.lean is not None or seen[0].followed_by:
+                with self.stages() as stages:
+                    with stages.stage(Stage.SOLVE, f"planning {len(runs)} graphs together"):
+                        together = self._together(runs, self._given(step, whole, alone=False))
+                        together.warn_of_first_step()
+                        together.plan()
+                        self._fit_reserved(runs, whole)
+                        together.copy_inputs()
+                    stages.finish(f"{self._summary(step, seen)}, {len(runs)} graphs")
+        if self._slab is not None and step in self._planned:
+            self._fit_arena(runs, self._planned[step])
+
+    def _together(self, runs: Sequence[_ForwardRun], whole: int) -> Together:
+        order, seen = [run.graph for run in runs], [run.seen for run in runs]
+        return Together(order, seen, whole, self.leaving, host_bytes=self._host_bytes, limit_s=self.limit_s)
+
+    def _fit_reserved(self, runs: Sequence[_ForwardRun], whole: int) -> None:
+        """Plan the graphs of a step for less memory if they reserve more than the budget; warn if no such plans are found."""
+        if self.memory is CountedMemory.ALLOCATED:
+            return
+        order, seen = [run.graph for run in runs], [run.seen for run in runs]
+        planned_bytes, refused_bytes, less_bytes = self._given(order, whole, alone=False), 0, 0
+        least_bytes, least = UNLIMITED_BYTES, dict[PlannedGraph, Schedule]()
+        for tries_left in reversed(range(_FITS)):
+            reserved_bytes = self._reserved(order, seen, [(graph.captured.graph, graph.schedule) for graph in order])
+            if reserved_bytes < least_bytes:
+                least_bytes, least = reserved_bytes, {graph: graph.schedule for graph in order}
+            if reserved_bytes <= whole or not tries_left:
+                break
+            less_bytes = max(reserved_bytes - whole, 2 * less_bytes)
+            asked_bytes = max(planned_bytes - less_bytes, (planned_bytes + refused_bytes) // 2)
+            try:
+                self._together(runs, asked_bytes).plan()
+                planned_bytes = asked_bytes
+            except InfeasibleError:
+                refused_bytes = asked_bytes
+        for graph, schedule in least.items():
+            if graph.schedule is not schedule:
+                graph.schedule = schedule
+        said = f"the {len(order)} graphs of the model reserve {format_bytes(least_bytes)} with a budget of {format_bytes(whole)}"
+        _log.info("%s, according to the model of PyTorch's allocator", said)
+        if least_bytes > whole:
+            warn_caller(
+                f"{said}, according to the model of PyTorch's allocator: no plans that reserve less were found. Raise the "
+                f"budget, let it count only tensors (memory={CountedMemory.ALLOCATED.value!r}), or remove the graph breaks "
+                "(TORCH_LOGS=graph_breaks shows them)",
+            )
+
+    def _fit_arena(self, runs: Sequence[_ForwardRun], budget: _StepBudget) -> None:
+        """Plan the graphs of a step for less memory if their arena exceeds the budget, because there are gaps between addresses.
+
+        Raises:
+            InfeasibleError, LimitError: no plans are found that need this much less.
+        """
+        arena = runs[0].graph.arena
+        assert arena is not None
+        arena.budget_bytes = budget.requested_bytes
+        over_bytes = (arena.step_bytes or 0) - budget.requested_bytes
+        if over_bytes <= 0:
+            return
+        if len(runs) == 1:
+            graph = runs[0].graph
+            captured = graph.captured.graph
+            graph.schedule = self._solve(captured, simulate(captured, graph.schedule).peak_bytes - over_bytes)
+            return
+        try:
+            self._lower(runs, budget, max(over_bytes, 2 * budget.less_bytes))
+        except InfeasibleError:
+            try:
+                self._lower(runs, budget, over_bytes)
+            except InfeasibleError as error:
+                raise InfeasibleError(
+                    f"in an arena the graphs of the model take {format_bytes(over_bytes)} more than the budget, and no plans "
+                    f"that need this much less were found: raise the budget, or leave out arena=True ({error})"
+                ) from error
+
+    def _lower(self, runs: Sequence[_ForwardRun], budget: _StepBudget, less_bytes: int) -> None:
+        """Plan the graphs of a step together for `less_bytes` less than before."""
+        self._together(runs, budget.planned_bytes - less_bytes).plan()
+        budget.planned_bytes -= less_bytes
+        budget.less_bytes = less_bytes
+
+    def leaving(self, graph: PlannedGraph, budget_bytes: int, rest_bytes: int, known: Schedule, host_bytes: int) -> Schedule:
+        """Return a schedule within `budget_bytes` that leaves `rest_bytes` of it free between the passes, like `known`.
+
+        It uses at most `host_bytes` of host memory.
+        """
+        captured = graph.captured.graph
+        roomy = with_rest(with_host_bytes(captured, host_bytes), graph.tangents, rest_bytes)
+        try:
+            schedule = without_rest(captured, self._solve(roomy, budget_bytes))
+        except (InfeasibleError, LimitError):
+            return known
+        allowed = max(budget_bytes - captured.static_bytes - rest_bytes, kept_bytes(captured, known))
+        return schedule if kept_bytes(captured, schedule) <= allowed else known
+
+
+def _eager_peak_bytes(graphs: Sequence[Graph], runs: Sequence[PassStorages]) -> int:
+    """Return the peak of the allocated bytes in a step that runs its graphs as eager PyTorch does."""
+    kept = [kept_bytes(graph, keeping_all(graph)) for graph in graphs]
+    peaks = [summarize(graph).keep_everything_peak_bytes for graph in graphs]
+    most = max(peak + bytes_of_others(runs, i, kept) for i, peak in enumerate(peaks))
+    return max(most, peak_of_unplanned(runs, kept))
+
+
+def _auto_bytes(inputs: Sequence[object], model: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of the device that a model may use, with room for AdamW's state, because the optimizer is not known."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    trained = {id(t): t for t in (*model, *tensors) if t.requires_grad and t.is_leaf}
+    gradients = [t.grad for t in trained.values() if t.grad is not None]
+    state_bytes = OPTIMIZERS["adamw"].copies * sum(t.nbytes for t in trained.values())
+    return auto_budget_bytes(tensors[0].device, (*model, *gradients), tensors, other_static_bytes=state_bytes)

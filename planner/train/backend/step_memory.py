@@ -1,0 +1,197 @@
+"""Memory in use outside of one graph of a compiled model while a step runs; each storage is counted once, by identity."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphs.ir import Graph
+from graphs.schedule import Schedule
+from graphs.simulate import simulate
+from planner.capture.lowering.statics import allocated_bytes
+from planner.torch_private.core import disable_current_modes
+from planner.train.backend.planned_graph import is_plan
+from planner.train.backend.rest_of_step import kept_bytes
+
+if TYPE_CHECKING:
+    from planner.train.backend.unplanned_graph import UnplannedGraph
+
+# Bytes by the identity of a storage.
+Storages = dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PassStorages:
+    """The storages that one forward pass of a graph uses.
+
+    Attributes:
+        inputs: storages that it read: parameters, buffers, inputs.
+        trained: storages of `inputs` that will have a ``grad`` and are not outputs of another graph.
+        held: storages that autograd held for ops outside of graphs, or that graphs without a plan have read or made before.
+        made: storages of its results, without its inputs.
+        unplanned: its graph, if that runs without a plan.
+        followed_by: the passes of graphs without a plan between this one and the next planned one.
+        identities: references that keep the ids of storages from being reused.
+    """
+
+    inputs: Storages
+    trained: Storages
+    held: Storages
+    made: Storages = field(default_factory=dict)
+    unplanned: "UnplannedGraph | None" = None
+    followed_by: list["PassStorages"] = field(default_factory=list)
+    identities: list[StorageWeakRef] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, inputs: Iterable[object], unplanned: "UnplannedGraph | None" = None) -> "PassStorages":
+        """Return the storages that are known before the pass."""
+        tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
+        trained = [t for t in tensors if t.requires_grad and t.grad_fn is None]
+        with disable_current_modes():  # an alias that autograd makes of a saved output is not part of the capture
+            held = list(_held_by_autograd([t.grad_fn for t in tensors if t.grad_fn is not None]))
+        return cls(
+            storages(tensors),
+            storages(trained),
+            storages(held),
+            unplanned=unplanned,
+            identities=[StorageWeakRef(t.untyped_storage()) for t in (*tensors, *held)],
+        )
+
+    def returned(self, outputs: Iterable[object]) -> None:
+        """Add the outputs of the pass."""
+        tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
+        self.made.update({s: size for s, size in storages(tensors).items() if s not in self.inputs})
+        self.identities.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
+
+    def hold(self, other: "PassStorages") -> None:
+        """Add the inputs and outputs of a pass without a plan that are still in memory."""
+        alive = {identity.cdata for identity in other.identities if not identity.expired()}
+        self.held.update({s: size for s, size in (other.inputs | other.made).items() if s in alive})
+        self.identities.extend(other.identities)
+
+
+def unread(model: Iterable[torch.Tensor], runs: Sequence[PassStorages]) -> PassStorages | None:
+    """Return a pass that reads the tensors of `model` that none of `runs` reads; None if there are none."""
+    read = _union(run.inputs for run in _all_passes(runs))
+    found = [t for t in model if t.untyped_storage()._cdata not in read]
+    return PassStorages.of(found) if found else None
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> Storages:
+    """Return the storages of `tensors` with their allocated bytes."""
+    found: Storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = allocated_bytes(storage.nbytes(), tensor.device)
+    return found
+
+
+def bytes_of_others(runs: Sequence[PassStorages], index: int, kept_bytes: Sequence[int]) -> int:
+    """Return the peak memory, in bytes, outside a graph's own plan while it runs forward or backward.
+
+    Args:
+        runs: the forward passes of a step, in order.
+        index: index of the forward pass in question.
+        kept_bytes: for each earlier run, the bytes that its plan keeps between the passes, without static memory.
+    """
+    own = runs[index].inputs
+    passes = _all_passes(runs)
+    made = _union(run.made for run in passes)
+    static = _union(s for run in passes for s in (run.inputs, run.held))
+    there = sum(size for s, size in static.items() if s not in own and s not in made)
+    # Tensors made by an earlier graph and read by this one would be counted twice.
+    earlier = _union(run.made for run in runs[:index])
+    there += sum(kept_bytes[:index]) - sum(size for s, size in earlier.items() if s in own)
+    # Backward: later graphs have made gradients of parameters and of earlier graphs' outputs.
+    following = _all_passes(runs[index:])[1:]
+    grads = _union(run.trained for run in following)
+    later, read = (_union(run.inputs for run in some) for some in (following, passes))
+    waiting = sum(size for s, size in earlier.items() if s in later or s not in read)
+    return there + waiting + sum(size for s, size in grads.items() if s not in made)
+
+
+def peak_bytes(plans: Sequence[tuple[Graph, Schedule]], runs: Sequence[PassStorages]) -> int:
+    """Return the peak of the allocated bytes in a step whose planned graphs follow these schedules."""
+    kept = [kept_bytes(*plan) for plan in plans]
+    peaks = [simulate(*plan).peak_bytes + bytes_of_others(runs, i, kept) for i, plan in enumerate(plans)]
+    return max(*peaks, peak_of_unplanned(runs, kept))
+
+
+def peak_of_unplanned(runs: Sequence[PassStorages], kept_bytes: Sequence[int]) -> int:
+    """Return the peak memory, in bytes, of a step while its graphs without a plan run; 0 if there are none.
+
+    Args:
+        runs: the forward passes of planned graphs, in order.
+        kept_bytes: the bytes that each keeps between its passes, without static memory.
+    """
+    peak_bytes = 0
+    passes = _all_passes(runs)
+    made = _union(run.made for run in passes)
+    static = _union(s for run in passes for s in (run.inputs, run.held))
+    there = sum(size for s, size in static.items() if s not in made)
+    for i, run in enumerate(runs):
+        for j, here in enumerate(run.followed_by):
+            assert here.unplanned is not None
+            earlier = _union(before.made for before in run.followed_by[:j])
+            following = [*run.followed_by[j + 1 :], *_all_passes(runs[i + 1 :])]
+            grads = _union(after.trained for after in following)
+            beside = sum(kept_bytes[: i + 1]) + sum((earlier | grads).values())
+            peak_bytes = max(peak_bytes, there + beside + here.unplanned.peak_bytes)
+    return peak_bytes
+
+
+def bytes_beside_requests(runs: Sequence[PassStorages]) -> int:
+    """Return the bytes in use in a step that its graphs have not requested.
+
+    These are inputs that no graph has made, tensors that autograd holds for other ops, and gradients of results that no graph
+    reads.
+    """
+    read, made = _union(run.inputs for run in _all_passes(runs)), _union(run.made for run in runs)
+    return sum(sizes_beside_requests(runs)) + sum(size for s, size in made.items() if s not in read)
+
+
+def sizes_beside_requests(runs: Sequence[PassStorages]) -> list[int]:
+    """Return the bytes of each storage that graphs of a step read but have not made, or that autograd holds for other ops."""
+    passes = _all_passes(runs)
+    made = _union(run.made for run in passes)
+    there = _union(s for run in passes for s in (run.inputs, run.held))
+    return [size for s, size in there.items() if s not in made]
+
+
+def _all_passes(runs: Iterable[PassStorages]) -> list[PassStorages]:
+    """Return `runs` with the passes of graphs without a plan, in their order."""
+    return [each for run in runs for each in (run, *run.followed_by)]
+
+
+def _union(parts: Iterable[Mapping[int, int]]) -> Storages:
+    found: Storages = {}
+    for part in parts:
+        found.update(part)
+    return found
+
+
+def _held_by_autograd(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Yield the saved tensors of the autograd nodes behind `nodes`, without those of planned graphs."""
+    pending, seen = list(nodes), set(nodes)
+    while pending:
+        node = pending.pop()
+        saved = list(_saved(node))
+        if not any(map(is_plan, saved)):
+            yield from saved
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+
+
+def _saved(node: Any) -> Iterator[torch.Tensor]:
+    for name in dir(node):
+        if name.startswith("_saved_") or name in ("saved_tensors", "_tensors_no_vc_check"):
+            try:
+                value = getattr(node, name)
+            except RuntimeError:
+                continue  # freed by a backward pass
+            values = value if isinstance(value, list | tuple) else (value,)
+            yield from (v for v in values if isinstance(v, torch.Tensor))

@@ -1,0 +1,171 @@
+"""Joint planning of the graphs of a step, once all are known."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from graphs.errors import InfeasibleError
+from graphs.options import without_options
+from graphs.schedule import Schedule, keep_everything
+from graphs.short_tracebacks import warn_caller
+from graphs.simulate import simulate
+from graphs.units import format_bytes
+from planner.train.backend.planned_graph import PlannedGraph
+from planner.train.backend.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
+from planner.train.backend.shared_channels import host_room
+from planner.train.backend.step_memory import PassStorages, bytes_of_others, peak_bytes, peak_of_unplanned
+from solvers.clock import WallClock
+from solvers.eviction.least_peak import least_evicting_schedule
+
+_HALVINGS = 4  # bisection steps for the share that graphs may keep
+_WITNESS_S = 2.0  # seconds to show that a graph fits
+
+
+class Together:
+    """Joint planning of all graphs of a step: each keeps the same share of the memory that it can recompute.
+
+    Args:
+        order: the graphs in the order of their forward passes; a graph may occur several times.
+        seen: storages that each of these passes uses.
+        whole_bytes: the budget.
+        leaving: returns a schedule of a graph that leaves part of a budget free between the passes, given such a schedule and
+            the graph's host memory.
+        host_bytes: host memory for all graphs.
+        limit_s: time limit for each graph.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[PlannedGraph],
+        seen: Sequence[PassStorages],
+        whole_bytes: int,
+        leaving: Callable[[PlannedGraph, int, int, Schedule, int], Schedule],
+        *,
+        host_bytes: int,
+        limit_s: float,
+    ) -> None:
+        self._order, self._seen, self._whole = order, seen, whole_bytes
+        self._graphs = tuple(dict.fromkeys(order))
+        self._leaving, self._host_bytes, self._limit_s = leaving, host_bytes, limit_s
+
+    def plan(self) -> None:
+        """Set the plan of each graph.
+
+        Raises:
+            InfeasibleError: no plans that fit together were found. The message has the bytes that each keeps.
+        """
+        most = {graph: kept_bytes(graph.captured.graph, keeping_all(graph.captured.graph)) for graph in self._graphs}
+        kept, known = self._shares(most)
+        on_host: dict[PlannedGraph, tuple[int, int]] = {}
+        for graph in self._graphs:
+            room, there = self._room(graph, kept), host_room(self._order, graph, on_host, self._host_bytes)
+            schedule = self._leaving(graph, room, self._rest(graph, room, kept), known[graph], there)
+            kept = {**kept, graph: kept_bytes(graph.captured.graph, schedule)}
+            graph.schedule = schedule
+            on_host[graph] = graph.on_host
+
+    def copy_inputs(self) -> None:
+        """Copy inputs in the next step, in case they change between the passes, as far as that fits beside all graphs."""
+        room_bytes = max(0, self._whole - self._peak_bytes())
+        for graph in self._graphs:
+            runs = self._order.count(graph)
+            each_bytes = room_bytes // runs
+            room_bytes -= runs * (each_bytes - graph.copy_inputs(each_bytes))
+
+    def warn_of_first_step(self) -> None:
+        """Warn if the finished step exceeded the budget."""
+        most = self._peak_bytes()
+        if most > self._whole:
+            warn_caller(
+                f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}, because the "
+                "order of its graphs was not known yet: from now on they are planned together",
+            )
+
+    def _peak_bytes(self) -> int:
+        """Return the peak of a step by the plans of its graphs."""
+        return peak_bytes([(graph.captured.graph, graph.schedule) for graph in self._order], self._seen)
+
+    def _shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:
+        """Return the bytes that each graph may keep between its passes, at most those in `most`, and schedules that keep no more.
+
+        All graphs get the same share of the bytes between the least that they keep and those in `most`; the largest that fits.
+        """
+        everything = self._fitting(most)
+        if everything is not None:
+            return dict(most), everything
+        lean = self._leanest()
+        least = {graph: kept_bytes(graph.captured.graph, schedule) for graph, schedule in lean.items()}
+
+        def sharing(share: float) -> dict[PlannedGraph, int]:
+            return {graph: int(least[graph] + share * max(0, most[graph] - least[graph])) for graph in self._graphs}
+
+        low, high, found = 0.0, 1.0, (least, lean)
+        for _ in range(_HALVINGS):
+            share = (low + high) / 2
+            fitting = self._fitting(sharing(share))
+            if fitting is None:
+                high = share
+            else:
+                low, found = share, (sharing(share), fitting)
+        return found
+
+    def _leanest(self) -> dict[PlannedGraph, Schedule]:
+        """Return schedules that keep little."""
+        kept = dict.fromkeys(self._graphs, 0)
+        found: dict[PlannedGraph, Schedule] = {}
+        repeated = len(self._order) > len(self._graphs)
+        for _ in range(1 + repeated):  # a graph that runs several times coexists with itself
+            for graph in self._graphs:
+                room = self._room(graph, kept)
+                schedule = lean_schedule(graph.captured.graph, graph.tangents, room, time_limit_s=self._limit_s)
+                if schedule is None:
+                    raise self._infeasible(graph, room, found)
+                found[graph], kept[graph] = schedule, kept_bytes(graph.captured.graph, schedule)
+        unplanned_bytes = self._peak_of_unplanned(kept)
+        if unplanned_bytes > self._whole:
+            raise InfeasibleError(
+                f"budget {format_bytes(self._whole)} is too small: a graph that runs without a plan takes "
+                f"{format_bytes(unplanned_bytes)} with the memory that the planned graphs keep at least. Raise the budget, or "
+                "lower the batch size"
+            )
+        for graph, schedule in found.items():
+            if simulate(graph.captured.graph, schedule).peak_bytes > self._room(graph, kept):
+                raise self._infeasible(graph, self._room(graph, kept), found)
+        return found
+
+    def _fitting(self, kept: Mapping[PlannedGraph, int]) -> dict[PlannedGraph, Schedule] | None:
+        """Return schedules that keep no more than `kept`; None if none are found."""
+        if self._peak_of_unplanned(kept) > self._whole:
+            return None
+        found = {}
+        for graph in self._graphs:
+            captured, room = without_options(graph.captured.graph), self._room(graph, kept)
+            roomy = with_rest(captured, graph.tangents, self._rest(graph, room, kept))
+            schedule: Schedule | None = keep_everything(roomy)
+            if schedule is not None and simulate(roomy, schedule).peak_bytes > room:
+                schedule = least_evicting_schedule(roomy, WallClock(min(_WITNESS_S, self._limit_s)))
+            if schedule is None or simulate(roomy, schedule).peak_bytes > room:
+                return None
+            found[graph] = without_rest(captured, schedule)
+        return found
+
+    def _room(self, graph: PlannedGraph, kept: Mapping[PlannedGraph, int]) -> int:
+        """Return the bytes available to `graph` in all its runs, given the bytes that the other graphs keep."""
+        kept_bytes = [kept[other] for other in self._order]
+        return self._whole - max(bytes_of_others(self._seen, i, kept_bytes) for i, g in enumerate(self._order) if g is graph)
+
+    def _peak_of_unplanned(self, kept: Mapping[PlannedGraph, int]) -> int:
+        return peak_of_unplanned(self._seen, [kept[graph] for graph in self._order])
+
+    def _rest(self, graph: PlannedGraph, room: int, kept: Mapping[PlannedGraph, int]) -> int:
+        """Return the part of `room` for the rest of the step after `graph`."""
+        if graph not in self._order[:-1] and not self._seen[-1].followed_by:
+            return 0
+        return max(0, room - graph.captured.graph.static_bytes - kept[graph])
+
+    def _infeasible(self, graph: PlannedGraph, room: int, found: Mapping[PlannedGraph, Schedule]) -> InfeasibleError:
+        each = [format_bytes(kept_bytes(g.captured.graph, found[g])) if g in found else "?" for g in self._order]
+        return InfeasibleError(
+            f"budget {format_bytes(self._whole)} is too small for the {len(self._order)} graphs that the model is captured as: "
+            f"the others leave {format_bytes(max(0, room))} to graph {self._order.index(graph) + 1}, and no schedule was found "
+            f"for it; between the passes the graphs keep {', '.join(each)}. Raise the budget, lower the batch size, or remove "
+            "graph breaks (TORCH_LOGS=graph_breaks shows them)"
+        )

@@ -1,0 +1,46 @@
+"""``budget="auto"`` of a model that is about to be trained."""
+
+from collections.abc import Iterable
+
+import torch
+
+from graphs.errors import BudgetError
+from planner.capture.signature import Batch, leaves
+from planner.memory.auto_budget import auto_budget_bytes
+from planner.settings.budgets import is_auto
+from planner.train.distributed.wrappers import Unwrapped
+
+
+def with_auto_resolved(
+    budget: str | int, wrapper: Unwrapped, batch: Batch, optimizer: torch.optim.Optimizer | None = None
+) -> str | int:
+    """Return `budget`, with ``auto`` resolved to the free memory of the model's device plus what the step already uses.
+
+    Args:
+        wrapper: the model with its wrapper for one or several processes. If several processes train, all call this, and get the
+            smallest of their budgets.
+        batch: inputs and targets.
+        optimizer: the optimizer, whose allocated state counts; None before its first step.
+
+    Raises:
+        BudgetError: nothing is left, or several processes share the memory of a CPU.
+        PlannerError: the free memory of the device is not known.
+    """
+    if not is_auto(budget):
+        return budget
+    module = wrapper.module
+    device = next(module.parameters()).device
+    if device.type == "cpu" and type(wrapper) is not Unwrapped:
+        raise BudgetError(
+            "budget 'auto' is all that is free on the CPU, and each of several processes would take it: give each an amount, "
+            "such as budget='8GB'"
+        )
+    gradients = (p.grad for p in module.parameters() if p.grad is not None)
+    inputs = (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+    static = (*module.parameters(), *module.buffers(), *gradients, *_state(optimizer))
+    return min(wrapper.ranks.gather(wrapper.ranks.each(lambda: auto_budget_bytes(device, static, inputs))))
+
+
+def _state(optimizer: torch.optim.Optimizer | None) -> Iterable[torch.Tensor]:
+    states = () if optimizer is None else optimizer.state.values()
+    return (value for state in states for value in state.values() if isinstance(value, torch.Tensor))

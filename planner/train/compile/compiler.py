@@ -1,0 +1,400 @@
+"""Planned steps of one model: capture, profile, solve, and measure."""
+
+import re
+import time
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from graphs.errors import BudgetError, InfeasibleError, PlannerError, TraceError
+from graphs.ir import Graph
+from graphs.pools import HOST
+from graphs.short_tracebacks import warn_caller
+from graphs.units import format_bytes
+from planner.capture.lowering.lower import Capture
+from planner.capture.options.traced import measured_uses, needs_measuring, with_graph
+from planner.capture.replay import RealStep
+from planner.capture.signature import Batch
+from planner.capture.step import LossFn, TrainingStep
+from planner.capture.workload.models import Workload
+from planner.measure.pool_memory import measured_peak
+from planner.measure.tracing import as_recorded, profiled
+from planner.memory.release import large_blocks_returned, release_unused
+from planner.memory.reserved import memory_of
+from planner.plans.keeping_everything import why_it_does_not_fit
+from planner.plans.line import plan_line
+from planner.plans.plan import Plan
+from planner.plans.search import StepSearch
+from planner.plans.summary import check_same_graph, summarize
+from planner.progress import Stage, Stages
+from planner.runtime.arena import SharedSlab
+from planner.runtime.changed_inputs import keep_copies
+from planner.runtime.cuda.device_arena import SharedPool
+from planner.runtime.cuda.graphed_step import FunctionRecorder, record, recordable
+from planner.runtime.executor import Executor
+from planner.runtime.libraries import library_users, warm_up_libraries, workspaces
+from planner.runtime.out_of_memory import reporting
+from planner.runtime.transfers.channels import HostChannels
+from planner.settings.budgets import allowed_overhead
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.option_settings import with_recorded
+from planner.settings.stages import TraceSettings
+from planner.torch_private.core import clear_cublas_workspaces
+from planner.train.compile.compare_eager import compare_with_eager, warn_of_differences
+from planner.train.compile.graph_room import GraphBudget, with_room_for_pool
+from planner.train.compile.improvement import Consultation, Improvement, over_budget, with_arena
+from planner.train.compile.step import Follow, PlannedStep
+from planner.train.distributed.ranks import SingleProcess
+from planner.train.distributed.wrappers import Unwrapped
+
+if TYPE_CHECKING:
+    from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
+
+# How often a budget is lowered by the excess of the measured peak.
+_CORRECTIONS = 2
+# Typical seconds of stages, for the estimate of the time left: numbers of steps, and of turns with eager PyTorch.
+_CHECK_STEPS, _COMPARE_STEPS, _COMPARE_S = 1.5, 6.0, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """Compiler of planned steps of one model, one for each batch whose sizes differ.
+
+    Attributes:
+        wrapper: the model with its wrapper for one or several processes.
+        loss_fn: as in ``compile``.
+        trace: settings of capture and measurement.
+        search: how graphs are solved for a budget.
+        recorder: makes the recorder of a step that is replayed; None: steps run op by op.
+        compare_eager: True to compare steps with eager PyTorch.
+        channels: channels for transfers to and from the host in all its steps; None if no graph offers them.
+        stages: receiver of progress reports.
+        slab: the memory of all its steps that run in an arena.
+        follows: True if a step is captured again when a number that it read has changed.
+        named: the numbers that warnings have named.
+        numbers: those that have changed, as Dynamo writes them: they become inputs of the steps that are captured again.
+        constants: those of them that cannot be inputs.
+    """
+
+    wrapper: Unwrapped
+    loss_fn: LossFn | None
+    trace: TraceSettings
+    search: StepSearch
+    recorder: Callable[[], FunctionRecorder] | None = None
+    compare_eager: bool = True
+    channels: HostChannels | None = None
+    stages: Stages = field(default_factory=Stages)
+    slab: SharedSlab | SharedPool = field(default_factory=SharedSlab)
+    follows: bool = False
+    named: set[str] = field(default_factory=set)
+    numbers: set[str] = field(default_factory=set)
+    constants: set[str] = field(default_factory=set)
+
+    def capture(self, batch: Batch) -> Capture:
+        """Return the step on `batch` with the sizes of its shapes; nothing is executed."""
+        return self._captured(batch, None)
+
+    def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
+        """Return the step on `batch` with the sizes and kernels that `plan` was made for; `captured` is from ``capture``."""
+        del batch
+        return as_recorded(captured, plan.graph.provenance, self.trace.options)
+
+    def make(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+        """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
+
+        Raises:
+            InfeasibleError, LimitError, BudgetError: as ``solve``.
+        """
+        return self.plan(self.profile(captured, batch), batch, budget)
+
+    def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+        """Return the fastest step on `batch` within the budget; `captured` is profiled."""
+        return self.solve(captured, batch, budget)
+
+    def _captured(self, batch: Batch, variant: "CompileVariant | None") -> Capture:
+        with self.stages.stage(Stage.CAPTURE):
+            captured = self.wrapper.capture(self.loss_fn, batch, self.trace, variant)
+        if self.search.run.arena:
+            captured = self.wrapper.with_slab_gradients(captured)
+        return captured if self.recorder is None else recordable(captured)
+
+    def profile(self, captured: Capture, batch: Batch) -> Capture:
+        """Return `captured` with measured times, workspaces and sizes, and with the options that are found in it."""
+        self.slab.drop()  # of a step of other sizes
+        with self.stages.stage(Stage.MEASURE) as stage:
+            workload = Workload(self.wrapper.module, self.loss_fn, batch)
+            return profiled(captured, workload, self.trace, on_op=stage.advance)
+
+    def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+        """Return the step of a profiled capture, solved until the measured peak is within the budget.
+
+        If eager PyTorch does not fit, the peak is measured in the first training step, to spare the time of an extra one.
+
+        Raises:
+            InfeasibleError, LimitError: as ``planner.solve``.
+            BudgetError: the measured peak stays above the budget.
+        """
+        rehearses = self._rehearses(captured.graph)
+        counted = self._graph_budget(captured.graph, budget)
+        allowed = budget if counted is None else counted.allocated_bytes
+        try:
+            plan = self._first_plan(captured.graph, allowed, rehearses=rehearses)
+        except InfeasibleError as error:
+            if counted is None:
+                raise
+            raise counted.explained(error) from error
+        if not rehearses:
+            executor = self._made_executor(captured, plan)
+            plan = self._compared(captured, batch, plan, executor)
+            return self._step(captured, plan, executor, budget, solved_bytes=plan.budget_bytes)
+        wanted_bytes = plan.budget_bytes
+        if self.recorder is not None:
+            counted = counted or GraphBudget(wanted_bytes, CountedMemory.ALLOCATED, plan.eager_bytes, 0)
+            libraries = workspaces(next(self.wrapper.module.parameters()).device)
+            plan = with_room_for_pool(captured.graph, plan, libraries, counted, partial(self._first_plan, captured.graph))
+        for left in reversed(range(_CORRECTIONS + 1)):
+            executor, peak_bytes = self._executor(captured, batch, plan)
+            needed_bytes = plan.needed_bytes(peak_bytes)
+            if needed_bytes <= wanted_bytes:
+                solved_bytes = plan.budget_bytes
+                plan = with_arena(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor.arena)
+                if counted is not None:
+                    plan = counted.plan_of(captured.graph, plan, peak_bytes - captured.graph.static_bytes)
+                plan = self._compared(captured, batch, plan, executor)
+                return self._step(captured, plan, executor, budget, solved_bytes=solved_bytes)
+            del executor  # with the memory of its recording
+            over = over_budget(plan, needed_bytes, wanted_bytes)
+            if left:
+                try:
+                    plan = self._first_plan(captured.graph, plan.predicted_bytes - (needed_bytes - wanted_bytes))
+                except BudgetError as error:
+                    raise InfeasibleError(f"{over}; no plan is found that needs that much less: raise the budget") from error
+        raise BudgetError(f"{over}; lower the budget")
+
+    def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:
+        """Return the step that `executor` runs by `plan`, which was solved for `solved_bytes`."""
+        executor.start_training(plan.budget_bytes, check_writes=self.search.run.check_writes)
+        return PlannedStep(
+            plan,
+            self.wrapper.wrapped(executor),
+            captured.graph,
+            refreshed=self._refresher(captured, budget),
+            copying=self._copier(captured, plan.budget_bytes, measured=True),
+            executor=executor,
+            improving=self._improving(captured, plan, executor, solved_bytes, finds=True),
+        ).follow_with(self._follower())
+
+    def _graph_budget(self, graph: Graph, budget: str | int) -> GraphBudget | None:
+        """Return the budget of reserved memory for a step that is recorded; None for others, and for other budgets."""
+        memory = memory_of(graph, self.search.settings.memory)
+        if self.recorder is None or memory is CountedMemory.ALLOCATED or allowed_overhead(budget) is not None:
+            return None
+        return GraphBudget.of(graph, budget, memory)
+
+    def _first_plan(self, graph: Graph, budget: str | int, *, rehearses: bool = True) -> Plan:
+        compare_s = _COMPARE_STEPS * graph.time_s + _COMPARE_S if self.compare_eager and rehearses else 0.0
+        self.stages.expect({Stage.CHECK: _CHECK_STEPS * graph.time_s if rehearses else 0.0, Stage.COMPARE: compare_s})
+        if self.search.run.wait.seconds is not None:
+            self.stages.expect({Stage.SOLVE: self.search.run.wait.seconds})
+        with self.stages.stage(Stage.SOLVE) as stage:
+            search = self.search
+            if self.recorder is not None:  # the rest of the budget is outside of the plan
+                search = replace(search, settings=replace(search.settings, memory=CountedMemory.ALLOCATED))
+            return search.first_plan(graph, budget, stage)
+
+    def _rehearses(self, graph: Graph) -> bool:
+        """Return True if planning runs a step to measure its peak."""
+        if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
+            return True  # a plan over the budget would stay
+        if self.search.run.arena and isinstance(self.slab, SharedSlab):
+            return True  # its first step is recorded
+        return not why_it_does_not_fit(graph, next(self.wrapper.module.parameters()).device)
+
+    @property
+    def _swaps(self) -> bool:
+        """True if the plans of steps are swapped while they train."""
+        return self.search.run.goes_on and self.recorder is None and not self.trace.other_devices
+
+    def _improving(
+        self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int, *, finds: bool
+    ) -> Consultation | None:
+        """Return the search for better plans while the step trains; None if plans are not swapped."""
+        if not self._swaps:
+            return None
+        improvement = Improvement(
+            captured,
+            plan,
+            executor,
+            solved_bytes=solved_bytes,
+            search=self.search,
+            make_executor=self._made_executor,
+            finds=finds,
+        )
+        return Consultation(self.wrapper.ranks, improvement, self.wrapper.wrapped)
+
+    def _refresher(self, captured: Capture, budget: str | int) -> Callable[[Batch], PlannedStep] | None:
+        """Return the function that measures resource uses on a batch again and replans; None if no resource is limited."""
+        if not needs_measuring(captured) or type(self.wrapper) is not Unwrapped:
+            return None
+
+        def refreshed(batch: Batch) -> PlannedStep:
+            real = RealStep(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch)
+            graph = measured_uses(captured, real)
+            with self.stages.restart() as stages:
+                step = replace(self, stages=stages).solve(replace(captured, graph=graph), batch, budget)
+                stages.finish(plan_line(step.plan))
+            return step
+
+        return refreshed
+
+    def _copier(self, captured: Capture, budget_bytes: int, *, measured: bool) -> Callable[[Batch, Set[int]], PlannedStep] | None:
+        """Return the function that replans with copies of tensors that change between the passes; None on several processes.
+
+        Args:
+            measured: True if `captured` is profiled.
+        """
+        if type(self.wrapper.ranks) is not SingleProcess:
+            return None
+
+        def copying(batch: Batch, changed: Set[int]) -> PlannedStep:
+            with self.stages.restart() as stages:
+                compiler = replace(self, stages=stages, compare_eager=False, search=self.search.at_once())
+                plan = compiler.solve if measured else compiler.make
+                step = plan(keep_copies(captured, changed), batch, budget_bytes)
+                stages.finish(plan_line(step.plan))
+            return step
+
+        return copying
+
+    def _follower(self) -> Follow | None:
+        """Return the function that makes a step for numbers that have changed; None if steps do not follow them."""
+        if not self.follows:
+            return None
+
+        def followed(what: str, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
+            began, name = time.perf_counter(), re.split(" (?:was|is) ", what)[0]
+            step = self._with_numbers(batch, steps)
+            if name not in self.named:
+                self.named.add(name)
+                again = "captured again: " if any(step.plan is other.plan for other in steps) else "planned again: "
+                cost = f"about {time.perf_counter() - began:.1g} s"
+                later = f"it is read in each step from now on, after {cost}"
+                if step._executor is None or name not in step._executor.free_numbers:
+                    later = f"each new value takes {cost}, a tensor in its place none"
+                warn_caller(f"{again}{what} (said once; {later})")
+            return step
+
+        return followed
+
+    def _with_inputs(self, batch: Batch, step: PlannedStep) -> Capture:
+        """Return the step on `batch` with the numbers as inputs that have changed since `step`, and before."""
+        assert step._executor is not None
+        self.numbers.update(step._executor.changed_numbers(batch))
+        names = frozenset(self.numbers - self.constants)
+        if names:
+            try:
+                return replace(self, trace=replace(self.trace, numbers=names)).capture(batch)
+            except TraceError:  # together with branches on data, say
+                self.constants.update(names)
+        return self.capture(batch)
+
+    def _with_numbers(self, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
+        """Return the step on `batch` with the present numbers, by the plan of one of `steps` if the graph is the same."""
+        quiet = replace(self, stages=Stages())
+        captured = quiet._with_inputs(batch, steps[0]) if self.trace.reads_numbers else quiet.capture(batch)
+        for step in steps:
+            try:
+                same = self.captured_for(step.plan, captured, batch)
+                check_same_graph(step.plan.graph, summarize(with_recorded(same.graph, step.plan.settings)))
+            except PlannerError:  # a number has chosen other ops
+                continue
+            if self.search.run.arena and isinstance(self.slab, SharedSlab):  # its first step is recorded
+                executor, _ = quiet._executor(same, batch, step.plan)
+            else:
+                executor = self._made_executor(same, step.plan)
+            executor.start_training(step.plan.budget_bytes, check_writes=self.search.run.check_writes)
+            copying = self._copier(same, step.plan.budget_bytes, measured=False)
+            return PlannedStep(step.plan, self.wrapper.wrapped(executor), step.measured, copying=copying, executor=executor)
+        with self.stages.restart() as stages:
+            made = replace(self, stages=stages, compare_eager=False).make(captured, batch, steps[0].plan.budget_bytes)
+            stages.finish(plan_line(made.plan))
+        return made
+
+    def reuse(
+        self, captured: Capture, batch: Batch, plan: Plan, measured: Graph | None, *, improves: bool = False
+    ) -> PlannedStep:
+        """Return the step of a plan that was loaded from the cache or received from another rank.
+
+        Args:
+            improves: True if another rank searches for better plans while the step trains.
+
+        Raises:
+            MismatchError, ScheduleError: it is not one for this step.
+            BudgetError: its measured peak is over its budget here, or it exceeds the host memory.
+        """
+        check_same_graph(plan.graph, summarize(with_recorded(captured.graph, plan.settings)))
+        host_bytes = plan.pool_peaks_bytes.get(HOST, 0)
+        if self.channels is not None and host_bytes > self.channels.memory.capacity_bytes:
+            raise BudgetError(
+                f"it takes {format_bytes(host_bytes)} of the host's memory, and may take "
+                f"{format_bytes(int(self.channels.memory.capacity_bytes))} here"
+            )
+        executor, peak_bytes = self._executor(captured, batch, plan)
+        if plan.needed_bytes(peak_bytes) > plan.budget_bytes:
+            raise BudgetError(
+                f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
+            )
+        plan = with_arena(replace(plan, measured_peak_bytes=peak_bytes), executor.arena)
+        plan = self._compared(captured, batch, plan, executor)
+        executor.start_training(plan.budget_bytes, check_writes=self.search.run.check_writes)
+        improving = self._improving(captured, plan, executor, plan.budget_bytes, finds=False) if improves else None
+        copying = self._copier(captured, plan.budget_bytes, measured=False)
+        run = self.wrapper.wrapped(executor)
+        step = PlannedStep(plan, run, measured, copying=copying, executor=executor, improving=improving)
+        return step.follow_with(self._follower())
+
+    def _compared(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
+        """Return `plan` with its comparison with eager PyTorch, if requested; return freed memory to the system."""
+        eager = None
+        if self.compare_eager:
+            step = TrainingStep(self.wrapper.module, self.loss_fn)
+            with self.stages.stage(Stage.COMPARE):
+                eager = compare_with_eager(
+                    captured,
+                    executor,
+                    step,
+                    batch,
+                    known=plan.eager,
+                    allowed=bool(plan.differs),
+                    lossy=plan.gradient_error is not None,
+                )
+        if executor.device.type == "cuda" and not library_users:
+            clear_cublas_workspaces()  # which measuring eager PyTorch has allocated
+        release_unused(executor.device)
+        plan = replace(plan, eager=eager)
+        warn_of_differences(plan)
+        return plan
+
+    def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
+        """Return the executor of `plan`, and its measured peak."""
+        with self.stages.stage(Stage.CHECK), reporting("rehearsing the plan to measure its peak"), large_blocks_returned():
+            executor = self._made_executor(captured, plan)
+            step = TrainingStep(self.wrapper.module, self.loss_fn)
+            if self.recorder is None:
+                return executor, measured_peak(captured, executor, step, batch).peak_bytes
+            recorder = self.recorder()
+            record(captured, executor, step, batch, recorder)
+            if library_users:  # which recording has left without workspaces
+                warm_up_libraries(executor.device)  # into segments of their own, as nothing is cached now
+            return executor, captured.graph.static_bytes + recorder.held_bytes()
+
+    def _made_executor(self, captured: Capture, plan: Plan) -> Executor:
+        offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
+        executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
+        if self.search.run.arena or plan.arena_bytes is not None:
+            executor.use_arena(self.slab)
+        elif isinstance(self.slab, SharedPool) and self.slab.pool is not None:  # of an earlier plan
+            self.slab.drop()
+            release_unused(executor.device)
+        return executor

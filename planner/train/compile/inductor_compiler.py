@@ -1,0 +1,103 @@
+"""The compiler of planned steps with Inductor's kernels: of several variants of a step, it keeps the fastest plan."""
+
+import warnings
+from dataclasses import dataclass, replace
+
+from graphs.errors import BudgetError, EagerWarning, LimitError, TraceError
+from graphs.ir import Graph
+from planner.capture.kernels.variants import CompileVariant
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import Batch
+from planner.plans.cache import SHARES_OF
+from planner.plans.plan import Plan
+from planner.plans.solving import eager_peak_bytes
+from planner.plans.summary import summarize
+from planner.settings.budgets import budget_in_bytes, is_share
+from planner.train.compile.compiler import Compiler
+from planner.train.compile.step import PlannedStep
+
+_WORTH_IT = 0.01  # of the step: cost of recomputation from which other variants are compiled
+
+
+@dataclass(frozen=True, slots=True)
+class InductorCompiler(Compiler):
+    """A ``Compiler`` whose reference is ``torch.compile`` in place of eager PyTorch."""
+
+    def capture(self, batch: Batch) -> Capture:
+        """Return the step on `batch` as ``torch.compile`` compiles it; nothing is executed."""
+        return self._captured(batch, CompileVariant.DEFAULT)
+
+    def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
+        """Return the step on `batch` with the variant that `plan` was made for; see ``Compiler``."""
+        variant = CompileVariant(str(plan.graph.provenance["variant"]))
+        of_plan = captured if variant is CompileVariant.DEFAULT else self._other(variant, captured, batch)
+        return Compiler.captured_for(self, plan, of_plan, batch)
+
+    def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+        """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned, profiled.
+
+        If the default variant of ``torch.compile`` fits without recomputation that costs time, it is returned. Otherwise other
+        variants are compiled and planned, and each that gives the same bits is timed against ``torch.compile``.
+
+        Raises:
+            InfeasibleError, LimitError, BudgetError: no variant fits; raised for the first one.
+        """
+        whole_bytes = summarize(captured.graph).keep_everything_peak_bytes
+        if is_share(budget):
+            # Shares refer to the peak of eager PyTorch, whose kernels are measured for that.
+            eager = replace(self, trace=replace(self.trace, options=(), measure_link=False)).profile(
+                self._captured(batch, None), batch
+            )
+            whole_bytes = eager_peak_bytes(eager.graph, captured.graph, self.search.settings.memory)
+            captured = _shares_of(whole_bytes, captured)
+        budget_bytes = budget_in_bytes(budget, whole_bytes)
+        steps: list[PlannedStep] = []
+        failure: BudgetError | LimitError | None = None
+        try:
+            steps.append(self.solve(captured, batch, budget_bytes))
+            if steps[0].plan.overhead <= _WORTH_IT:
+                return steps[0]
+        except (BudgetError, LimitError) as error:
+            failure = error
+        comparing = replace(self, compare_eager=True)
+        for variant in _others(captured.graph):
+            try:
+                other = _shares_of(whole_bytes, self.profile(self._other(variant, captured, batch), batch))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", EagerWarning)  # a variant that differs is rejected
+                    step = comparing.solve(other, batch, budget_bytes)
+            except (BudgetError, LimitError, TraceError):
+                continue
+            if step.plan.eager is not None and step.plan.eager.identical:
+                steps.append(step)
+        if not steps:
+            assert failure is not None
+            raise failure
+        return min(steps, key=_relative_time)
+
+    def _other(self, variant: CompileVariant, captured: Capture, batch: Batch) -> Capture:
+        """Return the step compiled as another variant; its reference is still ``torch.compile``'s own."""
+        return replace(self._captured(batch, variant), whole=captured.whole)
+
+
+def _shares_of(whole_bytes: int, captured: Capture) -> Capture:
+    """Return `captured` with the bytes that budgets given as shares refer to in its provenance."""
+    graph = captured.graph
+    provenance = {**graph.provenance, SHARES_OF: whole_bytes}
+    return replace(captured, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance))
+
+
+def _others(graph: Graph) -> list[CompileVariant]:
+    """Return the variants that may be faster than the default one with this `graph`."""
+    found = [CompileVariant.KEEP]
+    if not any(op.random for op in graph.ops):  # with a memory budget, PyTorch draws other numbers in the backward pass
+        found.insert(0, CompileVariant.BUDGET)
+    if any(not (op.recomputable or op.mutates or op.random) for op in graph.ops):
+        found.insert(0, CompileVariant.WHOLE)
+    return found
+
+
+def _relative_time(step: PlannedStep) -> float:
+    """Return the measured time of a step as a multiple of ``torch.compile``'s; the predicted seconds if it was not measured."""
+    eager = step.plan.eager
+    return step.plan.time_s if eager is None or eager.overhead is None else 1 + eager.overhead

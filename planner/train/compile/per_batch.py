@@ -1,0 +1,187 @@
+"""Plans inside another library's training loop: one for each kind of batch."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+
+from graphs.errors import BudgetError, LimitError, PlannerError
+from graphs.optimizers import MeasuredOptimizer
+from graphs.short_tracebacks import warn_caller
+from graphs.units import format_bytes
+from planner.capture.signature import Batch, leaves
+from planner.capture.step import LossFn, TrainingStep
+from planner.measure.optimizers import memory_of
+from planner.progress import OnProgress
+from planner.torch_private.core import pytree
+from planner.train.compile.auto_budget import with_auto_resolved
+from planner.train.compile.compile import compile  # noqa: A004
+from planner.train.compile.lru import LRUCache
+from planner.train.compile.sizes import Shapes, shapes_of
+from planner.train.compile.step import PlannedStep
+from planner.train.distributed.wrappers import Unwrapped
+
+_MOST_PLANS = 32
+_MANY_SIZES = 8  # sizes besides the first at which a warning is issued
+_SIDE_LIMIT_S = 5.0  # for the solve of a size other than the first
+Key = tuple[tuple[Hashable, ...], Shapes]  # all that a plan depends on except sizes; and the sizes
+_LIMIT_S = signature(compile).parameters["time_limit_s"].default
+_BUDGETS = {"budget", "max_overhead"}
+_OPTIONS = {p.name for p in signature(compile).parameters.values() if p.kind is Parameter.KEYWORD_ONLY} - _BUDGETS
+
+
+class BatchPlans:
+    """A cache of plans by the sizes of batches: a plan is made when a batch of new sizes arrives.
+
+    The first size gets the whole time limit. Others (a smaller last batch, other lengths) are solved for a few seconds and are
+    not compared with eager PyTorch. With ``dynamic=True`` among the options, one step handles all sizes itself.
+    """
+
+    def __init__(self, wrapper: Unwrapped, budget: str | int, options: Mapping[str, Any]) -> None:
+        """Set the model, the budget and the options that all plans share.
+
+        Args:
+            wrapper: the model with its wrapper for one or several processes.
+            budget: as in ``planner.compile``.
+            options: its other keyword arguments.
+        """
+        self._wrapper = wrapper
+        self._asked = self._budget = budget
+        self._options = dict(options)
+        self._steps: LRUCache[Key, PlannedStep] = LRUCache(self._options.get("max_plans", _MOST_PLANS))
+        self._memory: LRUCache[Hashable, str | MeasuredOptimizer] = LRUCache(1)  # of the optimizer, by the trained parameters
+        self._uses: Counter[Key] = Counter()
+        self._main: tuple[Key, PlannedStep] | None = None
+        self._side_sizes = 0
+        self._parameters = list(wrapper.module.parameters())
+
+    @property
+    def main(self) -> PlannedStep | None:
+        """The step for the most frequent size; None before the first batch."""
+        return None if self._main is None else self._main[1]
+
+    @property
+    def follow_numbers(self) -> bool:
+        """True if a step follows the numbers in its batch when they change."""
+        excluded = self._options.get("cuda_graph", False) or self._options.get("replan") is False
+        return type(self._wrapper) is Unwrapped and not excluded
+
+    def step(
+        self,
+        loss_fn: LossFn | None,
+        batch: Batch,
+        *,
+        optimizer: torch.optim.Optimizer,
+        accumulate: bool,
+        on_progress: OnProgress = None,
+    ) -> PlannedStep:
+        """Return the step for `batch`. If several processes train, all call this, with batches of the same sizes.
+
+        Args:
+            loss_fn, accumulate: as in ``planner.compile``, the same in every call.
+            optimizer: the optimizer, whose memory counts, unless the options name another.
+            on_progress: shows how the first size is planned, unless the options name another.
+
+        Raises:
+            PlannerError: its memory cannot be measured, or the processes' batches differ; or as in ``planner.compile``.
+        """
+        key = self._key(batch)
+        self._check_same(key, batch)
+        step = self._steps.use(
+            key, lambda: self._made(key, loss_fn, batch, optimizer, accumulate=accumulate, on_progress=on_progress)
+        )
+        self._uses[key] += 1
+        if self._main is None or self._uses[key] >= self._uses[self._main[0]] + (key != self._main[0]):
+            self._main = key, step
+        return step
+
+    def _key(self, batch: Batch) -> Key:
+        """Return the cache key of a plan: structure, dtypes, trained parameters, and sizes unless one plan serves all sizes."""
+        leaves, spec = pytree.tree_flatten(batch)
+        numbers = (int, float) if self.follow_numbers else ()
+
+        def kind(x: object) -> Hashable:
+            if isinstance(x, torch.Tensor):
+                return x.dtype, x.requires_grad, x.dim()
+            return str(type(x)) if type(x) in numbers else repr(x)
+
+        trained = tuple(p.requires_grad for p in self._parameters)
+        return (str(spec), *map(kind, leaves), trained), () if self._options.get("dynamic", False) else shapes_of(batch)
+
+    def _check_same(self, key: Key, batch: Batch) -> None:
+        """Raise if the processes have different batches: a process that plans alone would wait for the others forever."""
+        ranks = self._wrapper.ranks
+        if not ranks.same(key):
+            found = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(ranks.gather(_shapes(batch))))
+            raise PlannerError(
+                f"the batches of the processes differ ({found}), but one plan is for all of them: pad to one length, and drop "
+                "the last batch"
+            )
+
+    def _made(
+        self,
+        key: Key,
+        loss_fn: LossFn | None,
+        batch: Batch,
+        optimizer: torch.optim.Optimizer,
+        *,
+        accumulate: bool,
+        on_progress: OnProgress,
+    ) -> PlannedStep:
+        if self._main is not None and self._options.get("cuda_graph", False):
+            raise PlannerError(
+                f"a batch of {_shapes(batch)} needs a plan of its own, and CUDA graphs hold the memory of the first: pad "
+                "batches to one size and drop the last, or leave out cuda_graph=True"
+            )
+        options = {"accumulate": accumulate, "optimizer": optimizer, **self._options}
+        trained, step = key[0][-1], TrainingStep(self._wrapper.module, loss_fn)
+        options["optimizer"] = self._memory.use(trained, lambda: memory_of(options["optimizer"], step))
+        budget = with_auto_resolved(self._budget, self._wrapper, batch, optimizer)
+        make = partial(compile, self._wrapper, loss_fn, batch, budget=budget)
+        if any(kind == key[0] for kind, _ in self._uses):
+            return self._side_step(make, options, batch)
+        made = make(**{"on_progress": on_progress, **options})
+        self._budget = made.plan.budget_bytes  # a share refers to the first batch's peak
+        return made
+
+    def _side_step(self, make: Callable[..., PlannedStep], options: Mapping[str, Any], batch: Batch) -> PlannedStep:
+        """Return a step for another size than the first, solved for a shorter time."""
+        self._side_sizes += 1
+        if self._side_sizes == _MANY_SIZES:
+            dynamic = ", or plan with dynamic=True" if type(self._wrapper) is Unwrapped else ""
+            warn_caller(
+                f"batches have come in {_MANY_SIZES + 1} sizes so far, and each takes seconds to plan: pad them to few lengths "
+                f"(pad_to_multiple_of=64, say){dynamic}",
+            )
+        limit_s = options.get("time_limit_s", _LIMIT_S)
+        side = {**options, "time_limit_s": min(limit_s, _SIDE_LIMIT_S), "compare_eager": False}
+        try:
+            try:
+                return make(**side)
+            except LimitError:
+                return make(**{**side, "time_limit_s": limit_s})
+        except (BudgetError, LimitError) as error:
+            raise type(error)(f"for a batch of {_shapes(batch)}{self._share()}: {error}") from error
+
+    def _share(self) -> str:
+        """Return the part of a message on a budget that is a share."""
+        if self._asked == self._budget or not str(self._asked).strip().endswith("%"):
+            return ""
+        return f", whose budget is {self._asked} of the first batch's peak, {format_bytes(int(self._budget))}"
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise unless ``planner.compile`` has these keyword arguments, apart from the budget.
+
+    Raises:
+        PlannerError: an argument is unknown.
+    """
+    if unknown := options.keys() - _OPTIONS:
+        raise PlannerError(f"unknown option {min(unknown)!r} of planner.compile: choose from {', '.join(sorted(_OPTIONS))}")
+
+
+def _shapes(batch: Batch) -> str:
+    return ", ".join(str(list(leaf.shape)) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,229 @@
+"""From settings to a planned step: the settings are checked together, and one compiler makes the steps of a model."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from graphs.errors import PlannerError, UsageError
+from graphs.options.option import Feature
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import Batch, detach_batch
+from planner.capture.step import LossFn
+from planner.measure.kernel_settings import kernel_settings
+from planner.measure.steps import device_name
+from planner.plans.cache import PlanCache, warn_unusable
+from planner.plans.line import plan_line
+from planner.plans.plan_check import check_sizes
+from planner.plans.search import StepSearch
+from planner.progress import OnProgress, Stages, views_of
+from planner.runtime.cuda.cuda_graph import CudaGraphs
+from planner.runtime.cuda.device_arena import shared_slab
+from planner.runtime.executor import check_no_transform
+from planner.runtime.transfers.channels import HostChannels
+from planner.settings.budgets import allowed_overhead, cache_key
+from planner.settings.compatibility import check_compatible, find_conflict
+from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
+from planner.train.compile.auto_budget import with_auto_resolved
+from planner.train.compile.compiler import Compiler
+from planner.train.compile.dynamic import DynamicStep
+from planner.train.compile.replan import ReplannedStep
+from planner.train.compile.sizes import SizePlans
+from planner.train.compile.step import PlannedStep
+from planner.train.distributed.ranks import SingleProcess
+from planner.train.distributed.wrappers import Unwrapped
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """The settings of ``planner.compile`` for the steps of a model.
+
+    Attributes:
+        wrapper: the model with its wrapper for one or several processes.
+        loss_fn, on_progress: as in ``planner.compile``.
+        trace, solve, run: settings.
+
+    Raises:
+        UsageError: settings are incompatible with each other, or with how the model is trained.
+    """
+
+    wrapper: Unwrapped
+    loss_fn: LossFn | None
+    trace: TraceSettings
+    solve: SolveSettings
+    run: RunSettings
+    on_progress: OnProgress = None
+
+    def __post_init__(self) -> None:
+        check_compatible(self._features)
+        if ("placement" in self.solve.features) != bool(self.trace.other_devices):
+            raise UsageError("other_devices= and options=['placement'] go together: give both, or leave both out")
+
+    @property
+    def _features(self) -> set[str]:
+        """The features in these settings, and in how the model is trained, that may exclude others."""
+        shared = type(self.wrapper.ranks) is not SingleProcess
+        around = {
+            Feature.SEVERAL_PROCESSES: shared,
+            Feature.ON_CPU: any(parameter.device.type != "cuda" for parameter in self.wrapper.module.parameters()),
+            Feature.SHARED_GPU: shared and any(parameter.device.type == "cuda" for parameter in self.wrapper.module.parameters()),
+        }
+        found = {feature for feature, there in around.items() if there}
+        return self.solve.features | self.run.features | found
+
+    def step(self, batch: Batch, budget: str | int) -> PlannedStep:
+        """Return the planned step for batches like `batch`, as ``planner.compile`` does.
+
+        Args:
+            batch: inputs and targets.
+            budget: the budget, from ``budget_or_overhead``.
+        """
+        check_trains()
+        batch, run = detach_batch(batch), self.run
+        budget = with_auto_resolved(budget, self.wrapper, batch)
+        if allowed_overhead(budget) is not None:
+            check_compatible(run.features | {Feature.MAX_OVERHEAD})
+        channels, solve = self._channels()
+        compiler = self._compiler(channels, solve)
+        made_with = self._made_with(solve)
+
+        def plan_size(batch: Batch, budget: str | int, compiler: Compiler = compiler) -> PlannedStep:
+            with compiler.stages.restart() as stages:
+                return _planned(replace(compiler, stages=stages), batch, budget, made_with)
+
+        def make(batch: Batch, budget: str | int) -> PlannedStep:
+            first = plan_size(batch, budget)
+            others = replace(compiler, compare_eager=False, search=compiler.search if run.dynamic else compiler.search.at_once())
+            sizes = SizePlans(partial(plan_size, compiler=others), first.plan.budget_bytes, max_plans=run.max_plans)
+            if run.dynamic:
+                return DynamicStep(first, batch, sizes)
+            if not run.replan and find_conflict(self._features | {Feature.VARYING_SIZES}) is None:
+                first.take_smaller(sizes)
+            return first
+
+        return ReplannedStep(make, batch, budget, max_plans=run.max_plans) if run.replan else make(batch, budget)
+
+    def _channels(self) -> tuple[HostChannels | None, SolveSettings]:
+        """Return the channels to the host, and the settings with the host memory that all plans share; None without transfers."""
+        options = self.solve.options
+        if options.host_bytes is None:
+            return None, self.solve
+        channels = self.wrapper.channels(options.host_bytes)
+        host_bytes = int(channels.memory.capacity_bytes)  # the buffers of earlier plans count as free
+        return channels, replace(self.solve, options=replace(options, host_bytes=host_bytes))
+
+    def _compiler(self, channels: HostChannels | None, solve: SolveSettings) -> Compiler:
+        make = Compiler
+        if self.run.kernels == "inductor":
+            from planner.train.compile.inductor_compiler import InductorCompiler  # importing Inductor takes a second
+
+            make = InductorCompiler
+        refuses_arena = find_conflict(self._features | {Feature.ARENA}) is not None
+        run = replace(self.run, arena=False) if refuses_arena else self.run
+        first = self.wrapper.ranks.is_first  # of several processes, only the first one reports
+        return make(
+            self.wrapper,
+            self.loss_fn,
+            self.trace,
+            StepSearch(solve, run),
+            partial(CudaGraphs, next(self.wrapper.module.parameters()).device) if self.run.cuda_graph else None,
+            compare_eager=self.run.compare_eager,
+            channels=channels,
+            slab=shared_slab(next(self.wrapper.module.parameters()).device),
+            follows=self.run.replan is not False and find_conflict(self._features | {Feature.REPLAN}) is None,
+            stages=Stages(*views_of(self.on_progress)) if first else Stages(),
+        )
+
+    def _made_with(self, solve: SolveSettings) -> dict[str, object]:
+        """Return the settings that a cached plan depends on."""
+        options, params = self.solve.options, solve.params
+        made_with: dict[str, object] = {
+            "solver": solve.solver,
+            "tolerance": solve.tolerance.steps,
+            "time_limit_s": solve.time_limit_s,
+            "reorder": solve.reorder,
+            "memory": solve.memory,
+            "kernels": self.run.kernels,
+        }
+        if options.names:
+            made_with |= {"options": options.names, "exact": options.exact}
+        if options.offloads:
+            host_budget = options.host_budget if options.shares_host else options.host_bytes
+            made_with |= {"link": options.link_bytes_per_s, "host_budget": host_budget}
+        if self.trace.other_devices:
+            made_with["other_devices"] = list(self.trace.other_devices)
+        if self.run.arena is not None:
+            made_with["arena"] = self.run.arena
+        if params is not None:
+            made_with["params"] = asdict(params) if is_dataclass(params) and not isinstance(params, type) else repr(params)
+        return made_with
+
+
+def check_trains() -> None:
+    """Raise if no training is possible here.
+
+    Raises:
+        PlannerError: gradients are turned off, or a transform of torch.func is active.
+    """
+    if not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")
+    check_no_transform("planner.compile is called")
+
+
+def _planned(compiler: Compiler, batch: Batch, budget: str | int, made_with: Mapping[str, object]) -> PlannedStep:
+    """Return the step for batches like `batch`, from the cache if possible.
+
+    Args:
+        made_with: settings that plans depend on.
+    """
+    wrapper, cache = compiler.wrapper, compiler.search.run.cache
+    plans = wrapper.ranks.each(lambda: None if cache is None else PlanCache(cache))
+    with wrapper.opened():
+        captured = wrapper.ranks.each(lambda: compiler.capture(batch))
+
+        def make() -> PlannedStep:
+            return compiler.make(captured, batch, budget)
+
+        def find_or_make() -> PlannedStep:
+            step = find()
+            compiler.stages.finish(plan_line(step.plan))
+            return step
+
+        def find() -> PlannedStep:
+            if plans is None:
+                return make()
+            path = plans.path({"budget": cache_key(budget), **_made_for(captured, wrapper.module), **made_with})
+            kept = plans.load(path, budget)
+            if kept is not None:
+                try:
+                    planned = compiler.captured_for(kept, captured, batch)
+                    check_sizes(planned.graph, kept)
+                    return compiler.reuse(planned, batch, kept, None)
+                except PlannerError as error:
+                    warn_unusable(path, error)
+            step = make()
+            step.keep_with(lambda plan: plans.store(plan, path))
+            return step
+
+        return wrapper.ranks.first(
+            find_or_make,
+            share=lambda step: (step.plan, step.measured, step.improves),
+            adopt=lambda shared: compiler.reuse(
+                compiler.captured_for(shared[0], captured, batch), batch, *shared[:2], improves=shared[2]
+            ),
+        )
+
+
+def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:
+    """Return all that the schedule of a captured step depends on, except budget and options."""
+    device = next(model.parameters()).device
+    return {
+        "graph": captured.graph.fingerprint,
+        "static_bytes": captured.graph.static_bytes,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device_name(device),
+        "settings": kernel_settings(device),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,68 @@
+"""A planned step that replans when the model or a value that it read has changed."""
+
+from collections.abc import Callable
+from typing import Any
+
+from graphs.errors import MismatchError
+from graphs.short_tracebacks import short_traceback, warn_caller
+from planner.capture.signature import Batch, detach_batch
+from planner.plans.plan import Plan
+from planner.train.compile.step import PlannedStep
+
+
+class ReplannedStep(PlannedStep):
+    """A planned step that keeps earlier plans, because values may change back; the first plan that matches runs the call.
+
+    Attributes:
+        plan: the plan that was used last.
+    """
+
+    def __init__(
+        self, make: Callable[[Batch, str | int], PlannedStep], batch: Batch, budget: str | int, *, max_plans: int
+    ) -> None:
+        """Plan for `batch`.
+
+        Args:
+            make: a planned step for a batch and a budget.
+            batch, budget: as in ``planner.compile``. A share is of the first plan's peak.
+            max_plans: number of cached plans; the least recently used one is dropped first.
+        """
+        first = make(batch, budget)
+        super().__init__(first.plan, first._run, first.measured)
+        self._make, self._max_plans = make, max_plans
+        self._kept = [first]
+
+    @short_traceback
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Return the loss of a batch, as any planned step; plan first if no cached plan matches.
+
+        Raises:
+            TraceError, InfeasibleError, LimitError, BudgetError: as ``planner.compile``, when it plans again.
+        """
+        refused: list[str] = []
+        for step in self._kept:
+            try:
+                returned = step(*args, **kwargs)
+            except MismatchError as error:
+                refused.append(error.what)
+            else:
+                self._use(step)
+                return returned
+        warn_caller(f"planned again: {refused[0]}")
+        batch: Batch = kwargs or args
+        step = self._make(detach_batch(batch), self.plan.budget_bytes)
+        returned = step(*args, **kwargs)
+        self._use(step)
+        return returned
+
+    @short_traceback
+    def wait(self, seconds: float | None = None) -> Plan:
+        """Wait for a better plan than the last used one; see ``PlannedStep.wait``."""
+        self._kept[0].wait(seconds)
+        self._show(self._kept[0])
+        return self.plan
+
+    def _use(self, step: PlannedStep) -> None:
+        if self._kept[0] is not step:
+            self._kept = [step, *(other for other in self._kept if other is not step)][: self._max_plans]
+        self._show(step)

@@ -1,0 +1,57 @@
+"""Planned steps of one model for batches of several sizes, each made when its first batch comes."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from graphs.errors import InfeasibleError, LimitError
+from planner.capture.signature import Batch, detach_batch, leaves
+from planner.train.compile.lru import LRUCache
+
+if TYPE_CHECKING:
+    from planner.train.compile.step import PlannedStep
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class SizePlans:
+    """Planned steps by the shapes of their batches, all for one budget.
+
+    Args:
+        make: a planned step for a batch of another size and a budget in bytes.
+        max_plans: number of cached plans; the least recently used one is dropped first.
+    """
+
+    def __init__(self, make: "Callable[[Batch, int], PlannedStep]", budget_bytes: int, *, max_plans: int) -> None:
+        self._make, self._budget_bytes = make, budget_bytes
+        self._kept: LRUCache[Shapes, PlannedStep] = LRUCache(max_plans)
+
+    def steps(self) -> "tuple[PlannedStep, ...]":
+        """Return the cached steps, the most recently used last."""
+        return self._kept.values()
+
+    def add(self, batch: Batch, step: "PlannedStep") -> None:
+        """Use `step` for batches of the shapes of `batch`."""
+        self._kept.use(shapes_of(batch), lambda: step)
+
+    def step(self, batch: Batch) -> "PlannedStep":
+        """Return the step for `batch`; plan first if it has new sizes.
+
+        Raises:
+            InfeasibleError, LimitError: no schedule is found that fits.
+            BudgetError: the measured peak stays above the budget.
+        """
+        return self._kept.use(shapes_of(batch), lambda: self._made(detach_batch(batch)))
+
+    def _made(self, batch: Batch) -> "PlannedStep":
+        try:
+            return self._make(batch, self._budget_bytes)
+        except (InfeasibleError, LimitError) as error:
+            sizes = ", ".join(str(list(leaf.shape)) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+            raise type(error)(f"for a batch of {sizes}: {error}") from error
+
+
+def shapes_of(batch: Batch) -> Shapes:
+    """Return the shape of each leaf of `batch`; () for a leaf that is no tensor."""
+    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in leaves(batch))

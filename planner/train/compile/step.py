@@ -1,0 +1,301 @@
+"""The step that a training loop calls."""
+
+import os
+import time
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from graphs.errors import MismatchError, NumberMismatchError, PlannerError, SmallerBatchError
+from graphs.ir import Graph
+from graphs.short_tracebacks import short_traceback, warn_caller
+from planner.capture.signature import Batch, detach_batch
+from planner.plans.plan import Plan
+from planner.runtime.executor import Executor
+from planner.settings.option_settings import with_recorded
+from planner.show.facts.timeline import Timeline
+from planner.show.report.page import write_pages
+from planner.show.views.plan_views import html
+from planner.train.compile.improvement import Consultation, PlanSwap
+from planner.train.compile.sizes import SizePlans
+
+
+@dataclass(frozen=True, slots=True)
+class PlanUse:
+    """A plan, and when it came into use.
+
+    Attributes:
+        plan: the plan at that time.
+        step: number of the first step that ran by it, from 1.
+        seconds: seconds since the step was made.
+        reason: the reason for which it replaced the plan before.
+    """
+
+    plan: Plan
+    step: int
+    seconds: float
+    reason: str
+
+
+_MOST_NUMBERS = 8  # that a step keeps captures for, because they may come back
+# Makes a step for numbers that have changed: from what has changed, a batch, and the steps for earlier numbers.
+Follow = Callable[[str, Batch, "Sequence[PlannedStep]"], "PlannedStep"]
+
+
+class PlannedStep:
+    """A training step that runs by its plan: ``loss = step(*batch); loss.backward()``.
+
+    A step that was planned for a mapping is called as ``step(**batch)``. A batch that is smaller in its first dimension, such as
+    the last one of an epoch, gets a plan of its own within the same budget when it first comes. While it trains, a faster plan
+    with the same bits and budget may replace the current one between two steps.
+
+    Attributes:
+        plan: the plan in use: its schedule, what it was planned for, predicted and measured.
+        measured: the graph that was planned, with the times of its ops; None if the plan was loaded from a cache.
+        history: the plans that were in use, the present one last.
+
+    Examples:
+        >>> step = planner.compile(model, loss_fn, (x, y), budget="100%")
+        >>> step(x, y).backward()
+        >>> print(step.plan.status)
+        optimal
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        run: Callable[..., Any],
+        measured: Graph | None,
+        *,
+        refreshed: "Callable[[Batch], PlannedStep] | None" = None,
+        copying: "Callable[[Batch, Set[int]], PlannedStep] | None" = None,
+        executor: Executor | None = None,
+        improving: Consultation | None = None,
+    ) -> None:
+        """Run `plan` by calling `run`.
+
+        Args:
+            refreshed: makes a step after measuring sensitivity on a batch; None if nothing is lossy.
+            copying: makes a step that keeps copies of the given tensors; None if the step is not planned again.
+            executor: the executor that `run` calls; None if its plan stays.
+            improving: the search for better plans; None if the plan stays.
+        """
+        self.plan = plan
+        self.measured = measured
+        self._run = run
+        self._refreshed = refreshed
+        self._copying, self._executor = copying, executor
+        self._counted_copies = 0
+        self._improving = improving
+        self._followed: Follow | None = None
+        self._earlier: list[PlannedStep] = []  # for other numbers, which may come back
+        self._smaller: SizePlans | None = None
+        self._keep: Callable[[Plan], None] | None = None
+        self._began = time.monotonic()
+        self._steps = 0
+        self.history: tuple[PlanUse, ...] = (PlanUse(plan, 1, 0.0, "planned"),)
+
+    @short_traceback
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Return the loss of a batch, ready for ``backward()``, and the other outputs of the loss function, detached.
+
+        Under ``torch.no_grad()`` the step evaluates by eager PyTorch: a batch of any size, in train or eval mode.
+
+        Raises:
+            MismatchError: larger shapes, other dtypes or values than planned for, or the model's mode has changed.
+            InfeasibleError, LimitError, BudgetError: as ``planner.compile``, when it plans for a smaller batch.
+        """
+        if self._improving is not None and torch.is_grad_enabled():
+            self._steps += 1
+            self._take(self._improving.before_step())
+        if self._executor is not None and len(self._executor.changed_inputs.changed) > self._counted_copies:
+            self._count_copies(*args, **kwargs)
+        try:
+            return self._run(*args, **kwargs)
+        except SmallerBatchError:
+            if self._smaller is None:
+                raise
+            return self._smaller.step(kwargs or args)(*args, **kwargs)
+        except NumberMismatchError as error:
+            if self._followed is None:
+                raise
+            self._follow(error.what, self._followed, *args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> NoReturn:
+        raise PlannerError(
+            "a planned step is compiled for its model, and is neither copied nor pickled: copy the model, and call "
+            "planner.compile for it (cache= keeps the plan)"
+        )
+
+    def __repr__(self) -> str:
+        return f"PlannedStep({self.plan!r})"
+
+    def __str__(self) -> str:
+        uses = [f"plan {i} from step {use.step} on: {use.reason}" for i, use in enumerate(self.history, start=1)]
+        return "\n".join((str(self.plan), *(uses if len(uses) > 1 else ())))
+
+    def _repr_html_(self) -> str:
+        """Return the current plan as HTML, with the chart of its memory if the ops were measured."""
+        return html(self.plan, self.measured)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan in use, and the plans for smaller batches, the most recently used last."""
+        return (self.plan, *(() if self._smaller is None else (step.plan for step in self._smaller.steps())))
+
+    def scalars(self) -> dict[str, float]:
+        """Return numbers of the plan in use by name, for a log such as TensorBoard's; what is unknown is left out.
+
+        Budget and peaks in bytes, the predicted overhead over keeping everything, the measured one over eager PyTorch, the gap,
+        and how often a plan was replaced.
+        """
+        plan = self.plan
+        numbers = {
+            "budget_bytes": plan.budget_bytes,
+            "peak_bytes": plan.peak_bytes,
+            "measured_peak_bytes": plan.measured_peak_bytes,
+            "overhead": plan.overhead,
+            "overhead_over_eager": None if plan.eager is None else plan.eager.overhead,
+            "gap": plan.gap,
+            "swaps": len(self.history) - 1,
+        }
+        return {f"plan/{name}": float(number) for name, number in numbers.items() if number is not None}
+
+    @property
+    def improves(self) -> bool:
+        """True if better plans may replace the current one."""
+        return self._improving is not None
+
+    @short_traceback
+    def wait(self, seconds: float | None = None) -> Plan:
+        """Wait until the background solve has ended, at most `seconds`; return the plan of the next step.
+
+        If several processes train, all call this.
+        """
+        if self._improving is not None:
+            self._take(self._improving.wait(seconds))
+        return self.plan
+
+    def take_smaller(self, sizes: SizePlans) -> None:
+        """Run batches that are smaller in their first dimension by the steps of `sizes`."""
+        self._smaller = sizes
+
+    def follow_with(self, followed: Follow | None) -> "PlannedStep":
+        """Follow numbers that change by `followed`; None if that is an error. Return this step."""
+        self._followed = followed
+        return self
+
+    def keep_with(self, keep: Callable[[Plan], None]) -> None:
+        """Call `keep` with the current plan, and with each later plan once its peak has been measured."""
+        keep(self.plan)
+        self._keep = keep
+
+    def _take(self, swap: PlanSwap | None) -> None:
+        assert self._improving is not None
+        before, self.plan = self.plan, self._improving.plan
+        if self._keep is not None and swap is None and before.measured_peak_bytes is None is not self.plan.measured_peak_bytes:
+            self._keep(self.plan)
+        if self.measured is not None and self.plan is not before and self.plan.graph != before.graph:
+            self.measured = self._improving.improvement.graph
+        if swap is not None:
+            self.measured, self._run = swap.graph, self._improving.wrapped(swap.executor)
+            self._executor = swap.executor
+            self._earlier = [step for step in self._earlier if step.plan.schedule != before.schedule]
+            self._note_use(swap.reason)
+
+    def _note_use(self, reason: str) -> None:
+        self.history += (PlanUse(self.plan, max(1, self._steps), time.monotonic() - self._began, reason),)
+
+    def _count_copies(self, *args: object, **kwargs: object) -> None:
+        """Replan with copies of the tensors that were written between the passes, unless this batch is of another size."""
+        assert self._executor is not None
+        changed, names = set(self._executor.changed_inputs.changed), self._executor.changed_names
+        if self._copying is None:
+            warn_caller(f"{names} changed between forward and backward pass: copies are kept beside the plan")
+        else:
+            try:
+                self._executor.check(*args, **kwargs)
+            except MismatchError:
+                return
+            warn_caller(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies")
+            batch: Batch = kwargs or args
+            self._replace_by(self._copying(detach_batch(batch), changed))
+            self._note_use("it keeps copies of what changes between the passes")
+        self._counted_copies = len(changed)
+
+    def _follow(self, what: str, followed: Follow, *args: object, **kwargs: object) -> None:
+        """Run by the plan for the present numbers from now on: an earlier capture, another one, or another plan."""
+        batch: Batch = kwargs or args
+        before = PlannedStep(self.plan, self._run, self.measured, copying=self._copying, executor=self._executor)
+        steps = [before, *self._earlier]
+        step = next((step for step in self._earlier if step._takes(*args, **kwargs)), None)
+        step = step or followed(what, detach_batch(batch), steps)
+        self._earlier = [other for other in steps if other is not step][:_MOST_NUMBERS]
+        if step.plan.schedule != self.plan.schedule:
+            self._replace_by(step)
+            self._note_use(f"{what}, which chooses other ops")
+            return
+        assert step._executor is not None
+        self._run, self._executor, self._copying, self._counted_copies = step._run, step._executor, step._copying, 0
+        if self._improving is not None:
+            self._improving.improvement.follow(step._executor)
+
+    def _takes(self, *args: object, **kwargs: object) -> bool:
+        """Return True if the step was planned for such a batch, and for the present numbers."""
+        assert self._executor is not None
+        try:
+            self._executor.check(*args, **kwargs)
+        except MismatchError:
+            return False
+        return True
+
+    def _replace_by(self, step: "PlannedStep") -> None:
+        """Run by `step`, and search for better plans as it does."""
+        if self._improving is not None:
+            self._improving.improvement.stop()
+        self.plan, self.measured, self._run, self._keep = step.plan, step.measured, step._run, None
+        self._refreshed, self._improving = step._refreshed, step._improving
+        self._copying, self._executor = step._copying, step._executor
+
+    def _show(self, step: "PlannedStep") -> None:
+        """Take over the plan and the history of `step`."""
+        self.plan, self.measured, self.history, self._run = step.plan, step.measured, step.history, step._run
+
+    @short_traceback
+    def refresh_sensitivity(self, *args: object, **kwargs: object) -> None:
+        """Measure the sensitivity to compression again, on a batch and with the current parameters, and replan with that.
+
+        Times are not measured again. The batch is passed as in calls of the step.
+
+        Raises:
+            PlannerError: the step was planned without the option ``compress``, from a cache, on several processes, or with
+                ``replan=True``.
+            InfeasibleError, LimitError, BudgetError: as ``planner.compile``.
+        """
+        if self._refreshed is None:
+            raise PlannerError(
+                "nothing is known of how lossy this step is: only a step that planner.compile has made in this process with "
+                "options=['compress:4'], without replan=True, can be refreshed"
+            )
+        batch: Batch = kwargs or args
+        step = self._refreshed(detach_batch(batch))
+        self._replace_by(step)
+        self.history = step.history
+
+    @short_traceback
+    def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
+        """Write the report page of the plan to `path`, and its Chrome trace to `trace`: docs/report.md.
+
+        Raises:
+            OutputError: a file cannot be written.
+            PlannerError: the plan was loaded from a cache, so that op times are unknown.
+        """
+        if self.measured is None:
+            raise PlannerError(
+                "the plan was loaded from a cache, and its ops were not measured: there are no times to show; call "
+                "planner.compile without cache= for a report"
+            )
+        write_pages(Timeline(with_recorded(self.measured, self.plan.settings), self.plan), path, trace)

@@ -1,0 +1,43 @@
+"""A budget that is enough for a recorded step, found by replaying the step. No torch."""
+
+from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from planner.train.eager.step_log import StepGraph
+from solvers.baselines.common.online import OnlineFailedError, OnlineRun
+from solvers.bounds import least_budget_bound
+from solvers.online.heuristics import heuristic_of
+
+_HALVINGS = 5
+
+
+def enough_bytes(step: StepGraph, heuristic: str, max_recomputation: float) -> int:
+    """Return the least of a few budgets within which a replay of a step succeeds.
+
+    The first budget tried is a lower bound for every schedule of the recorded graph. From there to the peak without evictions,
+    budgets are tried by bisection.
+
+    Args:
+        step: the step.
+        heuristic: the name of the eviction heuristic.
+        max_recomputation: the most time of recomputation, as a multiple of the step's time.
+    """
+    graph = step.graph
+
+    def ends(budget_bytes: int) -> bool:
+        try:
+            OnlineRun(graph, budget_bytes, heuristic_of(heuristic), thrash_factor=1 + max_recomputation).run()
+        except OnlineFailedError:
+            return False
+        return True
+
+    low_bytes = least_budget_bound(graph).budget_bytes
+    if ends(low_bytes):
+        return low_bytes
+    enough = simulate(graph, keep_everything(graph)).peak_bytes
+    for _ in range(_HALVINGS):
+        middle_bytes = (low_bytes + enough) // 2
+        if ends(middle_bytes):
+            enough = middle_bytes
+        else:
+            low_bytes = middle_bytes
+    return enough

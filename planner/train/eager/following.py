@@ -1,0 +1,136 @@
+"""Connects the runtime with the plans of repeated steps: logs its ops, and makes the evictions of a plan."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+from planner.torch_private.core import current_autograd_node
+from planner.train.eager.memory import Memory
+from planner.train.eager.sizes import KnownOp
+from planner.train.eager.step_log import LoggedOp, StepGraph, StepLog, recorded_step
+from planner.train.eager.step_plans import StepPlans
+from planner.train.eager.storages import RecordedOp, TrackedStorage
+
+# If no step so far has evicted or taken more than this share of the budget, the next one is not logged.
+_FAR = 0.9
+
+
+class StepFollower:
+    """Logs each step, and evicts what the plan of a repeated step evicts.
+
+    A step begins when autograd saves a tensor and ends when it holds none: only tensors made in between can be evicted.
+
+    Args:
+        plans: the steps so far.
+        memory: the budgeted memory.
+
+    Attributes:
+        number: number of the current step.
+        log: log of the current step; None if no step runs, or it is not logged.
+    """
+
+    def __init__(self, plans: StepPlans, memory: Memory) -> None:
+        self.plans = plans
+        self.memory = memory
+        self.number = 0
+        self.log: StepLog | None = None
+        self._storages: list[weakref.ref[TrackedStorage]] = []  # by their number in the step
+        self._evictions = 0
+
+    @property
+    def is_far(self) -> bool:
+        """True if all steps so far stayed far below the budget, and there were any: then the next one is not logged.
+
+        Below it, the allocator of a CUDA device may run out of memory in pieces that are large enough.
+        """
+        memory = self.memory
+        return self.number > 0 and not memory.evictions and memory.peak_bytes <= _FAR * memory.budget_bytes
+
+    # Events of the runtime.
+
+    def begin(self, *, is_seen: bool = True) -> None:
+        """Begin a step, when autograd saves its first tensor; no op may have run since the last step ended.
+
+        Args:
+            is_seen: its ops will be passed to `after_op`.
+        """
+        self.end()
+        memory = self.memory
+        if is_seen and not self.is_far:
+            self.plans.begin(memory.live_bytes)
+            self.log = self.plans.log
+        self.number += 1
+        self._storages = []
+        self._evictions = memory.evictions
+
+    def evict_one(self) -> bool:
+        """Evict a storage that the plan has evicted by now, and return True; return False if there is none."""
+        if self.log is None:
+            return False
+        offered = self.plans.offered()
+        for number in tuple(offered):
+            storage = self._storages[number]() if number < len(self._storages) else None  # it was dropped, or is not used yet
+            if storage is None or not storage.owned():
+                del offered[number]
+            elif self.memory.evict(storage):
+                del offered[number]
+                self.plans.borrows = not self.plans.is_following
+                return True
+        return False
+
+    def after_op(self, op: RecordedOp, written: Sequence[TrackedStorage], known: KnownOp) -> None:
+        """Log an op that has run and written storages. The step must be logged."""
+        node = current_autograd_node()
+        made = op.made()
+        logged = LoggedOp(
+            op.operator.function,
+            self._numbers([ref.storage for ref in op.inputs if ref.storage is not None]),
+            self._numbers(made),
+            self._numbers(written),
+            op.seconds,
+            op.recordable,
+            op.operator.random,
+            node is not None,
+            -1 if node is None else node._sequence_nr(),
+            known.workspace_bytes,
+            op.module,
+        )
+        shapes = known.number or tuple([storage.size_bytes for storage in made])
+        self.plans.add_op(logged, id(op.operator), shapes)
+
+    def unpacked(self, storage: TrackedStorage) -> None:
+        """Log that autograd unpacks a storage. The step must be logged."""
+        assert self.log is not None
+        self.log.unpack(*self._numbers((storage,)))
+
+    def released(self, storage: TrackedStorage, *, only_saved: bool = False) -> None:
+        """Log that the program has released a storage, or autograd one that `only_saved` tensors held."""
+        if self.log is not None and storage.step == self.number:
+            self.log.release(storage.number, only_saved=only_saved)
+
+    def enough_bytes(self, enough_for: Callable[[StepGraph], int]) -> int:
+        """Return a budget for the current step, from that of the largest earlier step that began like it; 0 if there is none."""
+        if self.log is None or (earlier := self.plans.earlier) is None:
+            return 0
+        return enough_for(recorded_step(earlier)) + self.log.held_bytes - earlier.held_bytes
+
+    def end(self) -> None:
+        """End the step."""
+        if self.log is not None:
+            self.log.evictions = self.memory.evictions - self._evictions
+            self.plans.end()
+        self.log = None
+
+    def close(self) -> None:
+        """End the step, and stop the solve in progress."""
+        self.end()
+        self.plans.stop()
+
+    def _numbers(self, storages: Iterable[TrackedStorage]) -> tuple[int, ...]:
+        """Return the numbers of storages in this step, without duplicates."""
+        return tuple({(storage.number if storage.step == self.number else self._meet(storage)): None for storage in storages})
+
+    def _meet(self, storage: TrackedStorage) -> int:
+        assert self.log is not None
+        storage.step, storage.number = self.number, self.log.add_storage(storage.size_bytes)
+        self._storages.append(weakref.ref(storage))
+        return storage.number

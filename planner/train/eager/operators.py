@@ -1,0 +1,160 @@
+"""The effects of PyTorch's operators on memory and random generators, from their schemas and tags."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphs.errors import UsageError
+from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
+from planner.torch_private.core import OpOverload
+from planner.train.eager.size_rules import is_mask, names_of_outs
+
+_aten = torch.ops.aten
+
+# These give a tensor another storage, or resize its storage.
+_REBIND = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set_data"}
+# Operators that update running statistics: positions of the running mean, which the variance follows, and of the training flag
+# (None: always). Only some of their schemas declare these writes.
+_RUNNING_STATISTICS: dict[str, tuple[int, int | None]] = {
+    "aten::native_batch_norm": (3, 5),
+    "aten::cudnn_batch_norm": (3, 5),
+    "aten::miopen_batch_norm": (3, 5),
+    "aten::_native_batch_norm_legit": (3, 5),
+    "aten::_batch_norm_with_update": (3, None),
+    "aten::batch_norm_update_stats": (1, None),
+    "aten::batch_norm_gather_stats": (3, None),
+    "aten::batch_norm_gather_stats_with_counts": (3, None),
+}
+_PLAIN = {"Tensor", "List[Tensor]", "int", "float", "bool", "number", "List[int]", "List[float]", "List[bool]"}
+# The sizes of their outputs depend on data, although some of their overloads have no tag that says so.
+_SIZED_BY_DATA = {"aten::_pack_padded_sequence", "aten::_padded_dense_to_jagged_forward", "aten::index"}
+# With None as running statistics, these compute the same outputs without writing anything.
+_WITHOUT_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """The facts about one operator.
+
+    Attributes:
+        function: the operator.
+        name: its name, without the overload.
+        call: the function that executes it.
+        passes: it only makes views or reads sizes: neither memory nor contents change.
+        writes: it writes some of its arguments, or running statistics.
+        mutated: the arguments that it writes, by position and name, without running statistics.
+        returns_nothing_new: it returns only tensors that it has written.
+        allocates_first: it allocates before it writes: if the allocator fails, it has written nothing.
+        rebinds: it gives its argument another storage, or resizes it.
+        resizes_out: it resizes the tensors that are given for its results (``out=``).
+        has_plain_returns: it returns nothing but tensors, numbers and lists of them.
+        pointwise: the sizes of its outputs do not depend on numbers among its arguments.
+        random: it draws from a generator.
+        draws: the same, or it is a custom operator that may draw from one without saying so.
+        repeatable: executed again, it has the same outputs for the same inputs and the same random state.
+        sized_by_data: the sizes of its outputs may depend on the contents of its inputs.
+        reads_to_host: its result is a Python number, read from a tensor.
+        statistics: position of the running mean, which the running variance follows; None if it has none.
+        training: position of the flag that enables the update; None if it always updates them.
+        replay: the function that recomputes its outputs in training, with None for the statistics; None if there is none.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    call: Callable[..., Any]
+    passes: bool
+    writes: bool
+    mutated: tuple[tuple[int, str], ...]
+    returns_nothing_new: bool
+    allocates_first: bool
+    rebinds: bool
+    resizes_out: bool
+    has_plain_returns: bool
+    pointwise: bool
+    random: bool
+    draws: bool
+    repeatable: bool
+    sized_by_data: bool
+    reads_to_host: bool
+    statistics: int | None
+    training: int | None
+    replay: Callable[..., Any] | None
+
+    @classmethod
+    def of(cls, op: object) -> "Operator":
+        """Return the facts about `op`.
+
+        Raises:
+            UsageError: `op` is a higher-order operator, whose inner ops cannot be seen.
+        """
+        if not isinstance(op, OpOverload):
+            raise UsageError(
+                f"planner.rematerialize does not support the higher-order operator {op}: run that part of the model outside of "
+                "the block, or plan the step with planner.compile"
+            )
+        schema, tags = op._schema, op.tags
+        name = schema.name
+        rebinds, is_known = name in _REBIND, op.namespace in KNOWN_NAMESPACES
+        is_random = torch.Tag.nondeterministic_seeded in tags
+        mutated = tuple(
+            (i, argument.name)
+            for i, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        statistics, training = _RUNNING_STATISTICS.get(name, (None, None))
+        return cls(
+            function=op,
+            name=name,
+            call=op._op if type(op) is OpOverload else op,  # what an OpOverload calls
+            passes=(op.is_view or torch.Tag.inplace_view in tags or not _has_tensors(schema)) and not rebinds,
+            writes=bool(mutated) or statistics is not None,
+            mutated=() if statistics is not None else mutated,
+            returns_nothing_new=bool(mutated) and all(value.alias_info is not None for value in schema.returns),
+            # Batch norm allocates its outputs before it writes statistics, and pointwise ops are one kernel.
+            allocates_first=not mutated or statistics is not None or torch.Tag.pointwise in tags,
+            rebinds=rebinds,
+            resizes_out=bool(names_of_outs(op)),
+            has_plain_returns={str(value.type) for value in schema.returns} <= _PLAIN,
+            pointwise=torch.Tag.pointwise in tags,
+            random=is_random,
+            draws=is_random or (not is_known and torch.Tag.pt2_compliant_tag in tags),
+            repeatable=is_known or torch.Tag.pt2_compliant_tag in tags,
+            sized_by_data=torch.Tag.dynamic_output_shape in tags or name in _SIZED_BY_DATA,
+            reads_to_host=name == "aten::_local_scalar_dense",
+            statistics=statistics,
+            training=training,
+            replay=_replay(op, name),
+        )
+
+    def is_sized_by_data(self, args: Sequence[Any]) -> bool:
+        """Return True if the sizes of the outputs depend on the contents of these arguments: indices have sizes, masks do not."""
+        if not self.sized_by_data or self.name != "aten::index":
+            return self.sized_by_data
+        return any(index is not None and is_mask(index) for index in args[1])
+
+    def returned(self, outputs: Sequence[torch.Tensor | None]) -> Any:
+        """Return `outputs` in the form in which the operator returns them, with empty values for those that are not tensors."""
+        assert isinstance(self.function, OpOverload)
+        kinds = [str(value.type) for value in self.function._schema.returns]
+        if len(kinds) == 1 and kinds[0] == "List[Tensor]":
+            return list(outputs)
+        filled: tuple[Any, ...] = tuple(
+            output if output is not None or kind == "Tensor" else [] if kind.startswith("List") else 0
+            for output, kind in zip(outputs, kinds, strict=True)
+        )
+        return filled[0] if len(filled) == 1 else filled or None
+
+
+def _has_tensors(schema: Any) -> bool:
+    """Return True if an operator of this schema reads or returns tensors whose memory may matter."""
+    return any("Tensor" in str(value.type) for value in (*schema.returns, *schema.arguments))
+
+
+def _replay(op: OpOverload, name: str) -> Callable[..., Any] | None:
+    if name in _WITHOUT_STATISTICS:
+        return op
+    if name == "aten::_native_batch_norm_legit":
+        return lambda *args: _aten._native_batch_norm_legit.no_stats(*args[:3], *args[5:])
+    return None

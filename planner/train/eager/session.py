@@ -1,0 +1,349 @@
+"""``planner.rematerialize``: a block in which PyTorch code of any kind runs within a memory budget."""
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from graphs.errors import BudgetError, PlannerError, UsageError
+from graphs.io.formats import write_graph
+from graphs.short_tracebacks import short_traceback, shorten
+from graphs.units import format_bytes, format_enough, format_seconds
+from planner.memory.auto_budget import auto_budget_bytes
+from planner.memory.reserved import memory_on
+from planner.plans.solving import solve_graph
+from planner.runtime.allocator import capped_allocator, cuda_context_bytes
+from planner.settings.budgets import budget_in_bytes, is_auto, is_share, read_budget
+from planner.settings.counted_memory import CountedMemory
+from planner.settings.stages import SolveSettings
+from planner.show.facts.timeline import Timeline
+from planner.show.report.page import write_pages
+from planner.torch_private.core import (
+    is_functional_tensor,
+    is_functorch_wrapped,
+    storage_address,
+    transforms_disable_hooks,
+)
+from planner.train.eager.deferred_log import DeferredLog
+from planner.train.eager.device_costs import costs_of
+from planner.train.eager.enough import enough_bytes
+from planner.train.eager.following import StepFollower
+from planner.train.eager.log_reading import LogReader
+from planner.train.eager.memory import Memory
+from planner.train.eager.recompute import Recomputation
+from planner.train.eager.recording import Recorder
+from planner.train.eager.saved_tensors import unpack
+from planner.train.eager.shared_context import SharedContext
+from planner.train.eager.sizes import OutputSizes
+from planner.train.eager.step_log import StepGraph
+from planner.train.eager.step_plans import StepPlans
+from solvers.baselines.dtr import DtrParams
+from solvers.baselines.megengine import MegEngineParams
+from solvers.online.heuristics import MEGENGINE, NAMES
+from solvers.online.ledger import Ledger
+
+_ACTIVE = threading.local()
+# In threads with a block, transforms of torch.func keep what autograd saves inside of them, as without a block.
+_TRANSFORMS = SharedContext(lambda: transforms_disable_hooks(lambda: getattr(_ACTIVE, "session", None) is not None))
+_SHOWN = 5  # operators and modules in the report
+
+
+@short_traceback
+def rematerialize(
+    budget: str | int,
+    *,
+    heuristic: str = "dtr",
+    device: torch.device | str | None = None,
+    max_recomputation: float = 10.0,
+    memory: str | None = None,
+) -> "Rematerialization":
+    """Return a context manager in which tensors that autograd saves are evicted and recomputed to stay within `budget`.
+
+    Losses, gradients, parameters, buffers and random numbers are those of plain eager PyTorch, to the last bit. No trace and no
+    static graph is needed: use it for models that ``planner.compile`` refuses.
+
+        with planner.rematerialize(budget="8GB") as session:
+            for x, y in loader:
+                loss_fn(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        print(session)
+
+    Args:
+        budget: memory for all tensors on the device, parameters and optimizer state included: ``"8GB"``, bytes, or ``"auto"``.
+        heuristic: the name of the baseline that chooses the tensor to evict: ``planner solvers`` lists them.
+        device: the device whose memory is counted; by default the current CUDA device, or the CPU if there is none.
+        max_recomputation: the most ops that may be recomputed in a step, as a multiple of the ops of the step. Above
+            that the block raises an error that names a budget.
+        memory: kind of memory that the budget counts, as in ``planner.compile``: on CUDA what PyTorch's allocator reserves, and
+            the allocator is capped inside the block. With ``"device"`` CUDA's context is part of the budget; ``"allocated"``, the
+            default on the CPU, counts tensors and what kernels take while they run.
+
+    Raises:
+        BudgetError: the budget cannot be read, or is a share of a peak that is not known.
+        UsageError: the heuristic or the kind of memory does not exist, or `max_recomputation` is not above 0.
+
+    Examples:
+        >>> with planner.rematerialize(budget="1GB") as session:
+        ...     loss_fn(model(x), y).backward()
+    """
+    if not max_recomputation > 0:
+        raise UsageError(f"max_recomputation is {max_recomputation!r}: must be above 0, such as 10 for ten times the step's ops")
+    if heuristic not in NAMES:
+        raise UsageError(f"unknown heuristic {heuristic!r}: choose from {', '.join(NAMES)}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.empty(0, device=device).device  # with its index
+    counted = memory_on(device.type, CountedMemory.of(memory))
+    budget = read_budget(budget)
+    if not is_auto(budget):
+        if is_share(budget):
+            raise BudgetError(
+                f"budget {budget!r} is a share of the peak of plain eager PyTorch, which is not known before the model has run: "
+                "give an amount such as '8GB', or 'auto' for the free memory of the device"
+            )
+        budget = budget_in_bytes(budget, 0)
+    return Rematerialization(budget, heuristic=heuristic, device=device, max_recomputation=max_recomputation, counted=counted)
+
+
+class Rematerialization:
+    """A block within a memory budget, and its statistics; ``str`` returns them as text."""
+
+    def __init__(
+        self, budget: str | int, *, heuristic: str, device: torch.device, max_recomputation: float, counted: CountedMemory
+    ) -> None:
+        self._budget = budget
+        self._heuristic = heuristic
+        self._max_recomputation = max_recomputation
+        self._device = device
+        self._counted = counted
+        self._recorder: Recorder | None = None
+        self._reader: LogReader | None = None
+        self._block = ExitStack()
+
+    @short_traceback
+    def __enter__(self) -> Self:
+        """Start to record."""
+        if getattr(_ACTIVE, "session", None) is not None:
+            raise UsageError("planner.rematerialize is already active in this thread: blocks cannot be nested, use one of them")
+        gc.collect()
+        tensors = list(_tensors(self._device))
+        budget_bytes = self._budget
+        if isinstance(budget_bytes, str):
+            budget_bytes = auto_budget_bytes(self._device, tensors)
+        elif self._counted.counts_context:
+            budget_bytes -= cuda_context_bytes(self._device)
+        sizes = OutputSizes(self._device)
+        memory = Memory(budget_bytes, sizes, partial(Ledger, self._heuristic))
+        for tensor in tensors:
+            if memory.find(storage_address(tensor)) is None:
+                memory.add(tensor)
+        del tensors
+        costs = costs_of(self._device)
+        memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # including memory that Python does not know of
+        memory.make_room(0, "entering the block")
+        recomputation = Recomputation(memory, self._max_recomputation, costs)
+        follower = StepFollower(StepPlans(memory.budget_bytes), memory)
+        self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
+        self._reader = reader = LogReader(recorder, self._device) if DeferredLog.available() else None
+        memory.on_release = follower.released
+        memory.evict_planned = follower.evict_one
+        memory.forget_unneeded = recorder.forget_unneeded
+        with ExitStack() as block:
+            if self._counted is not CountedMemory.ALLOCATED:
+                block.enter_context(capped_allocator(self._device, memory.budget_bytes))
+            block.callback(recorder.close)
+            block.callback(follower.close)
+            block.enter_context(recorder.module)
+            block.enter_context(recorder if reader is None else reader.log.entered(recorder))
+            block.enter_context(_TRANSFORMS)
+            pack_and_unpack = (recorder.pack, unpack) if reader is None else reader.hooks()
+            block.enter_context(saved_tensors_hooks(*pack_and_unpack))
+            self._block = block.pop_all()
+        _ACTIVE.session = self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Stop recording. Saved tensors that are still evicted are recomputed when a backward pass reads them."""
+        _ACTIVE.session = None
+        if isinstance(error, BudgetError):
+            error.add_note(self._advice())
+        self._block.__exit__(kind, error, trace)
+        if isinstance(error, PlannerError):
+            shorten(error)
+        if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+            error.add_note(
+                "planner.rematerialize does not support higher-order operators: run that part of the model outside of the block, "
+                "or plan the step with planner.compile"
+            )
+
+    @property
+    def _entered(self) -> Recorder:
+        if self._recorder is None:
+            raise UsageError("the block has not been entered yet: use it as `with planner.rematerialize(...) as session:`")
+        if self._reader is not None:
+            self._reader.observe()
+        return self._recorder
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+        return self._entered.memory.budget_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak so far, in bytes, of all tensors that the runtime has seen."""
+        return self._entered.memory.peak_bytes
+
+    @property
+    def eager_peak_bytes(self) -> int:
+        """The approximate peak of plain eager PyTorch so far, in bytes."""
+        return self._entered.memory.eager_peak_bytes
+
+    @property
+    def evictions(self) -> int:
+        """The number of evictions so far."""
+        return self._entered.memory.evictions
+
+    @property
+    def ops(self) -> int:
+        """The number of ops of the loop so far, without views and recomputed ops."""
+        return self._entered.ops
+
+    @property
+    def recomputed_ops(self) -> int:
+        """The number of recomputed ops so far."""
+        return self._entered.recomputation.ops
+
+    @property
+    def recomputed_s(self) -> float:
+        """The time of recomputed ops so far, in seconds; on CUDA from the times of their first executions."""
+        return self._entered.recomputation.seconds
+
+    @property
+    def recomputed_by_module(self) -> dict[str, tuple[int, float]]:
+        """The number and the time of recomputed ops by the module in which they first ran; see ``planner.train.eager.modules``."""
+        return dict(self._entered.recomputation.by_module)
+
+    @property
+    def kept_ops(self) -> int:
+        """The number of ops whose outputs cannot be recomputed, and are kept."""
+        recorder = self._entered
+        return recorder.kept_ops + recorder.sources.pinned
+
+    @property
+    def host_reads(self) -> int:
+        """The number of values that Python has read from tensors, for example with ``.item()``."""
+        return self._entered.host_reads
+
+    @property
+    def plans(self) -> StepPlans:
+        """The steps that have ended so far, and the plans of those that repeat."""
+        return self._entered.follower.plans
+
+    def wait_for_plans(self, seconds: float | None = None) -> None:
+        """Wait at most `seconds` until the steps that repeat are solved; from then on they follow their plans."""
+        recorder = self._entered
+        if not recorder.sources.saved:
+            recorder.follower.end()
+        self.plans.wait(seconds)
+
+    def least_budget(self) -> int:
+        """Return a budget in bytes that is enough for the longest step so far: the least of a few with which it was replayed.
+
+        It includes what was in memory when the step began. That of a first step does not include the optimizer's state.
+
+        Raises:
+            UsageError: no step has ended.
+        """
+        return self._enough_bytes(self._longest_step())
+
+    def save_graph(self, path: str | os.PathLike[str]) -> None:
+        """Write the longest step so far as a graph, which ``planner solve`` and ``planner compare`` take.
+
+        Raises:
+            UsageError: no step has ended.
+        """
+        write_graph(self._longest_step().graph, path)
+
+    def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
+        """Write the report page of the longest step so far to `path`, and its Chrome trace to `trace`: docs/report.md.
+
+        It shows the plan of the step; if it has none, what the heuristic does, replayed on the recorded step.
+
+        Raises:
+            LimitError: the replay does not fit the budget.
+            OutputError: a file cannot be written.
+            UsageError: no step has ended.
+        """
+        found, step = self.plans.longest_plan, self._longest_step()
+        if found is not None:
+            plan, step = found.plan, found.step
+        else:
+            params = (MegEngineParams if self._heuristic == MEGENGINE else DtrParams)(thrash_factor=1 + self._max_recomputation)
+            settings = SolveSettings(solver=self._heuristic, params=params, memory=CountedMemory.ALLOCATED)
+            plan = solve_graph(step.graph, self.budget_bytes, settings)
+        write_pages(Timeline(step.graph, plan), path, trace)
+
+    def _enough_bytes(self, step: StepGraph) -> int:
+        return enough_bytes(step, self._heuristic, self._max_recomputation)
+
+    def _advice(self) -> str:
+        """Return advice on the budget of a step that ran out of memory."""
+        found_bytes = self._entered.follower.enough_bytes(self._enough_bytes)
+        if found_bytes > self.budget_bytes:  # else memory was short for what a replay does not see, as gaps in the allocator
+            return f"If this step continues like an earlier one, a budget of {format_enough(found_bytes)} is enough for all of it"
+        return (
+            "Later ops of the step may need more. How much is known only after a step has ended: run one with a larger budget, "
+            "and session.least_budget() returns a budget that is enough for it"
+        )
+
+    def _longest_step(self) -> StepGraph:
+        step = self.plans.longest_step
+        if step is None:
+            raise UsageError("no step has ended yet: run a forward and a backward pass inside the block first")
+        return step
+
+    def __str__(self) -> str:
+        recorder = self._entered
+        memory, again = recorder.memory, recorder.recomputation
+        first = format_seconds(memory.clock_s - again.seconds)
+        lines = [
+            f"budget           {format_bytes(memory.budget_bytes)}",
+            f"peak             {format_bytes(memory.peak_bytes)}, in eager PyTorch about {format_bytes(memory.eager_peak_bytes)}",
+            f"evictions        {memory.evictions}",
+            f"recomputed ops   {again.ops} in {format_seconds(again.seconds)}, in addition to {recorder.ops} in {first}",
+            f"kept             outputs of {self.kept_ops} ops that cannot be recomputed",
+            f"copied           {recorder.sources.copies} tensors before they were overwritten",
+            f"read by Python   {recorder.host_reads} values",
+        ]
+        if self.plans.plans:
+            lines.append(
+                f"planned          {self.plans.planned_steps} steps by their own plan, {self.plans.borrowed_steps} by a plan for "
+                f"other sizes; {len(self.plans.plans)} plans"
+            )
+        if memory.retries:
+            lines.append(f"out of memory    {memory.retries} times; the ops were run again after evictions")
+        for what, by in (("operator", again.by_operator), ("module", again.by_module)):
+            most = sorted(by.items(), key=lambda item: -item[1][1])[:_SHOWN]
+            lines += [f"recomputed most, by {what}"] if most else []
+            lines += [f"    {name}: {count} times, {format_seconds(seconds)}" for name, (count, seconds) in most]
+        return "\n".join(lines)
+
+
+def _tensors(device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield the tensors on `device` that Python knows of, and their gradients; none that wrap others, as captures leave some."""
+    for value in gc.get_objects():
+        if issubclass(type(value), torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
+            if is_functorch_wrapped(value) or is_functional_tensor(value):
+                continue
+            for tensor in (value, value.grad if value.is_leaf else None):
+                if tensor is not None and tensor.layout is torch.strided and tensor.device == device:
+                    yield tensor

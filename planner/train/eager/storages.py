@@ -1,0 +1,257 @@
+"""Tracked storages with their versions, and the recorded ops that made them."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from planner.runtime.random_state import RandomState
+from planner.torch_private.core import kernel_settings, make_subclass, neg_view
+from planner.train.eager.operators import Operator
+
+# Makes a reference from a tuple of its fields, in a third of the time of its constructor.
+new_reference = tuple.__new__
+
+
+class TrackedStorage:
+    """The storage of a tensor and its views, resident or not.
+
+    An in-place write makes another version of the contents. The chain has the op that made each version, so that the contents can
+    be recomputed: all versions from the first one on, in the same memory.
+
+    Attributes:
+        size_bytes: size; 0 on devices whose memory is not budgeted.
+        device: the device that it is on.
+        version: number of in-place writes since the first contents.
+        chain: the op that made each version.
+        pinned: the current contents cannot be recomputed, and are kept.
+        address: address of the resident storage; 0 if it is not resident.
+        watch: the weak reference that reports when the storage is freed.
+        barred: it is pinned in the ledger.
+        base: a tensor that keeps recomputed contents in memory.
+        aliases: for each saved tensor, by its number, an alias that keeps the storage in memory.
+        evicted_aliases: for each saved tensor whose alias was dropped, autograd's version counter at that time, and its geometry.
+        saved: number of saved tensors.
+        evicted: it is evicted, and saved tensors need it.
+        ledger_id: id in the ledger; None before it is entered.
+        touched_s: time of the last read, on the clock of ops.
+        last_read: the last version that a recorded op has read.
+        snapshots: earlier contents of a pinned storage, by version.
+        checked: ``Memory.overwrites`` when it was last checked that its contents can be recomputed.
+        step, number: the last step that has used it, and its number there.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "aliases",
+        "barred",
+        "base",
+        "chain",
+        "checked",
+        "device",
+        "evicted",
+        "evicted_aliases",
+        "last_read",
+        "ledger_id",
+        "number",
+        "pinned",
+        "saved",
+        "size_bytes",
+        "snapshots",
+        "step",
+        "touched_s",
+        "version",
+        "watch",
+    )
+
+    def __init__(self, size_bytes: int, device: torch.device, *, pinned: bool) -> None:
+        self.size_bytes = size_bytes
+        self.device = device
+        self.version = 0
+        self.chain: list[RecordedOp] = []
+        self.pinned = pinned
+        self.address = 0
+        self.watch: StorageWatch | None = None
+        self.barred = False
+        self.base: torch.Tensor | None = None
+        self.aliases: dict[int, torch.Tensor] = {}
+        self.evicted_aliases: dict[int, tuple[int, Reference]] | None = None
+        self.saved = 0
+        self.evicted = False
+        self.ledger_id: int | None = None
+        self.touched_s = 0.0
+        self.last_read = -1
+        self.snapshots: dict[int, torch.Tensor] | None = None
+        self.checked = 0
+        self.step = self.number = 0
+
+    def recomputable(self, version: int) -> bool:
+        """Return True if the contents of `version` can be recomputed by the chain."""
+        return version < len(self.chain)
+
+    def has_copy(self, version: int) -> bool:
+        """Return True if there is a copy of the contents of `version`."""
+        return self.snapshots is not None and version in self.snapshots
+
+    def held(self) -> torch.UntypedStorage | None:
+        """Return the storage in memory; None if it is not resident."""
+        return None if self.watch is None else self.watch()
+
+    def owned(self) -> bool:
+        """Return True if the runtime keeps it in memory, and may free it if nothing else holds it."""
+        return not self.pinned and (self.base is not None or bool(self.aliases))
+
+
+class StorageWatch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a resident storage, with facts that outlive it.
+
+    Attributes:
+        storage: weak reference to its `TrackedStorage`.
+        size_bytes: its size.
+        extra_bytes: the part of it that plain eager PyTorch does not have.
+    """
+
+    __slots__ = ("extra_bytes", "size_bytes", "storage")
+    storage: weakref.ref[TrackedStorage]
+    size_bytes: int
+    extra_bytes: int
+
+
+class LedgerWatch(weakref.ref[TrackedStorage]):
+    """A weak reference to a storage of the ledger, which reports when nothing needs the storage any more.
+
+    Attributes:
+        ledger_id: id in the ledger.
+    """
+
+    __slots__ = ("ledger_id",)
+    ledger_id: int
+
+
+class Reference(NamedTuple):
+    """A tensor as an argument of a recorded op: a storage, the version of its contents, and the geometry of the view.
+
+    The storage is None for a storage that the op itself writes in place: the one that is being rebuilt.
+    """
+
+    storage: TrackedStorage | None
+    version: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conjugated: bool
+    negated: bool
+
+    def view_of(self, source: torch.Tensor) -> torch.Tensor:
+        """Return the tensor on the storage of `source`."""
+        if source.dtype == self.dtype and not source.is_conj() and not source.is_neg():
+            view = source.as_strided(self.shape, self.stride, self.offset)
+        else:
+            view = torch.empty(0, dtype=self.dtype, device=source.device)
+            view.set_(source.untyped_storage(), self.offset, self.shape, self.stride)
+        if self.conjugated:
+            view = view.conj()
+        return neg_view(view) if self.negated else view
+
+
+def reference_to(storage: TrackedStorage | None, tensor: torch.Tensor) -> Reference:
+    """Return a reference to `tensor`, a view of the present contents of `storage`."""
+    dtype = tensor.dtype
+    return new_reference(
+        Reference,
+        (
+            storage,
+            0 if storage is None else storage.version,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            dtype,
+            dtype.is_complex and tensor.is_conj(),
+            tensor.is_neg(),
+        ),
+    )
+
+
+class RecordedOp:
+    """One execution of an operator, with everything that is needed to execute it again.
+
+    Attributes:
+        operator: the facts about the operator.
+        function: the function to call again: the operator, or one that computes the same outputs without side effects.
+        args: its arguments, with a ``Reference`` in place of each tensor.
+        kwargs: its keyword arguments, likewise.
+        inputs: the references among them.
+        kept: the storages of inputs that cannot be recomputed.
+        recordable: it can be executed again.
+        grad_enabled: gradient mode was enabled, on which some kernels decide what they keep for their backward pass.
+        settings: other settings with which it ran: ``kernel_settings``.
+        outputs: weak references to the storages that it made, with the position of the output; for an in-place op the storage
+            that it writes.
+        in_place: it writes a storage that existed before.
+        room_bytes: bytes of its outputs and of its workspace.
+        taken_bytes: bytes that it has allocated in total; 0 if that was not measured.
+        seconds: measured time.
+        draws: the generator and its state before the op; None if it draws no random numbers.
+        ledger_id: id in the ledger; None before it is entered.
+        module: name of the module that was running.
+        number: number of the op in its step if the step is logged, else among all recorded ops.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "draws",
+        "function",
+        "grad_enabled",
+        "in_place",
+        "inputs",
+        "kept",
+        "kwargs",
+        "ledger_id",
+        "module",
+        "number",
+        "operator",
+        "outputs",
+        "recordable",
+        "room_bytes",
+        "seconds",
+        "settings",
+        "taken_bytes",
+    )
+
+    def __init__(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Initialize with the arguments of the call."""
+        self.operator = operator
+        self.function = operator.function
+        self.args, self.kwargs = args, kwargs
+        self.inputs: list[Reference] = []
+        self.kept: list[torch.UntypedStorage] = []
+        self.recordable = operator.repeatable
+        self.grad_enabled = torch.is_grad_enabled()
+        self.settings = kernel_settings()
+        self.outputs: list[tuple[int, weakref.ref[TrackedStorage]]] = []
+        self.in_place = False
+        self.room_bytes = self.taken_bytes = 0
+        self.seconds = 0.0
+        self.draws: tuple[torch.Generator, RandomState] | None = None
+        self.ledger_id: int | None = None
+        self.module = ""
+        self.number = 0
+
+    def writes_only_pinned(self, written: Sequence[TrackedStorage]) -> bool:
+        """Return True if it need not be recorded: the storages that it has `written` are pinned and keep their sizes."""
+        operator = self.operator
+        is_plain_write = operator.returns_nothing_new and not operator.rebinds and not operator.resizes_out
+        return is_plain_write and all(storage.pinned for storage in written)
+
+    def made(self) -> list[TrackedStorage]:
+        """Return the storages that it made and that are still tracked."""
+        return [storage for _, weak in self.outputs if (storage := weak()) is not None]
+
+
+def make_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a detached alias of `tensor` that shares its version counter; no dispatch mode sees it."""
+    return make_subclass(torch.Tensor, tensor)

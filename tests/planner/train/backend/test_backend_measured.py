@@ -1,0 +1,270 @@
+"""Under ``torch.compile(model, backend="planner")`` the budget holds, measured: one graph, several, and a second model."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from graphs.errors import InfeasibleError
+from graphs.schedule import keep_everything
+from planner.measure import profile
+from planner.plans import search
+from planner.train.backend.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
+from planner.train.backend.step_memory import PassStorages, bytes_of_others, unread
+from tests.support.models.backend import (
+    Apart,
+    Masked,
+    Thirds,
+    batch_of,
+    compiled,
+    in_steps,
+    only_budget,
+    stack,
+    step_of,
+    tight,
+    wav2vec2,
+)
+
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore")]
+
+
+_SCALARS = 64  # the loss and its gradient are made outside of the model
+
+
+@pytest.mark.parametrize(
+    ("make", "graphs"),
+    [
+        (Masked, 1),
+        pytest.param(Apart, 3, marks=pytest.mark.slow),
+        pytest.param(Thirds, 3, marks=pytest.mark.slow),
+        pytest.param(wav2vec2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_measured_peak_is_within_the_budget(make: Callable[[], nn.Module], graphs: int) -> None:
+    torch.manual_seed(0)
+    model = make()
+    batch = batch_of(model)
+    in_steps(copy.deepcopy(model), batch, "100%")
+    assert len(only_budget()._known) == graphs  # as Dynamo captures it: none, and nothing here would be planned
+    twin, budget, peaks = tight(model, batch)
+    assert max(peaks) <= budget + _SCALARS
+    torch.manual_seed(1)
+    step_of(model, batch)()
+    for planned, eager in zip(twin.parameters(), model.parameters(), strict=True):
+        assert (planned.grad is None) == (eager.grad is None)
+        assert planned.grad is None or eager.grad is None or torch.equal(planned.grad, eager.grad)
+
+
+def first_step_said(model: nn.Module, batch: tuple[torch.Tensor, ...], budget: int) -> list[str]:
+    """What was said of the first step's peak, when the second began."""
+    step = step_of(compiled(model, budget), batch)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step()
+        step()
+    return [str(w.message) for w in said if "first step" in str(w.message)]
+
+
+@pytest.mark.slow
+def test_first_step_stays_within_budget_or_warns_of_later_graphs() -> None:
+    torch.manual_seed(0)
+    model = Thirds()
+    batch = batch_of(model)
+    _, budget, _ = tight(model, batch)
+    torch._dynamo.reset()
+    assert first_step_said(copy.deepcopy(model), batch, budget) == []
+    torch._dynamo.reset()
+    apart = Apart()  # here nothing says that more follows
+    (said,) = first_step_said(apart, batch, budget)
+    assert "more than its budget" in said
+
+
+def test_parameters_are_seen_before_their_graph_is_reached() -> None:
+    early, late = nn.Linear(3, 5), nn.Linear(7, 11)
+    runs = [PassStorages.of([torch.randn(2, 3), *early.parameters()])]
+    behind = unread([*early.parameters(), *late.parameters()], runs)
+    assert behind is not None
+    assert bytes_of_others([*runs, behind], 0, [0]) == 2 * 4 * (7 * 11 + 11)  # they, and their gradients
+    assert unread(early.parameters(), runs) is None
+
+
+def test_all_graphs_are_planned_together_after_the_first_step() -> None:
+    torch.manual_seed(0)
+    model = Thirds()
+    batch = batch_of(model)
+    step = step_of(compiled(model, "1MB"), batch)
+    kept, gradients = [], []
+    for _ in range(3):
+        model.zero_grad()
+        step()
+        runs = only_budget()._runs
+        kept.append([run.graph.kept_bytes for run in runs])
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    # At first, those that others follow keep little; with room for all, nothing is computed again.
+    assert kept[0][0] < kept[1][0] and kept[0][1] < kept[1][1]
+    assert kept[1] == kept[2] == [kept_bytes(run.graph.captured.graph, keep_everything(run.graph.captured.graph)) for run in runs]
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+
+
+def test_a_backward_pass_runs_by_the_plan_of_its_forward_pass() -> None:
+    torch.manual_seed(0)
+    model, x = stack(3), torch.randn(64, 32)
+    run = compiled(model, "1MB")
+    (wanted,) = torch.autograd.grad(run(x).sum(), model[0][0].weight)
+    (graph,) = only_budget()._known
+    lean = lean_schedule(graph.captured.graph, graph.tangents, 10**6, time_limit_s=5.0)
+    assert lean is not None
+    loss = run(x).sum()
+    before = graph.kept_bytes
+    graph.schedule = lean
+    assert graph.kept_bytes < before
+    for later in (loss, run(x).sum()):
+        assert torch.equal(torch.autograd.grad(later, model[0][0].weight)[0], wanted)
+
+
+def test_infeasible_budget_of_several_graphs_reports_what_each_keeps() -> None:
+    torch.manual_seed(0)
+    model = Thirds()
+    step = step_of(compiled(model, "1MB"), batch_of(model))
+    step()
+    only_budget().budget = "150kB"
+    with pytest.raises(InfeasibleError, match=r"150.00 kB is too small for the 3 graphs .* between the passes the graphs keep"):
+        step()
+
+
+def test_ops_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "_COSTS", {})
+    measured: list[object] = []
+    measure = profile._Profiler._execute_or_model
+    monkeypatch.setattr(
+        profile._Profiler, "_execute_or_model", lambda of, key, *rest: measured.append(key) or measure(of, key, *rest)
+    )
+    torch.manual_seed(0)
+    model, x = stack(3), torch.randn(64, 32)
+    compiled(model, "1MB")(x).sum().backward()
+    first = len(measured)
+    assert first == len(set(measured)) > 0  # three equal blocks, each op once
+    torch._dynamo.reset()
+    compiled(stack(3), "1MB")(x).sum().backward()
+    assert len(measured) == first
+    compiled(stack(3), "1MB", roofline="h100")(torch.randn(32, 32)).sum().backward()
+    assert len(measured) == first
+
+
+def test_measuring_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Dropout(0.3), nn.Linear(64, 3))
+    before = copy.deepcopy(model)
+    torch.manual_seed(5)
+    run = compiled(model, "100MB")
+    x = torch.randn(8, 16)
+    state = torch.get_rng_state()
+    with torch.random.fork_rng():
+        wanted = before(x)
+    torch.set_rng_state(state)
+    assert torch.equal(run(x), wanted)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.state_dict().values(), strict=True))
+
+
+def test_a_second_model_with_the_same_options_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    solve = search.solve_graph
+    monkeypatch.setattr(
+        search, "solve_graph", lambda graph, budget, *rest, **more: asked.append(budget) or solve(graph, budget, *rest, **more)
+    )
+    options = {"budget": "1MB", "time_limit_s": 10, "tolerance": 0.1}
+    x, losses = torch.randn(64, 32), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for model in (stack(2), stack(3)):
+            run = torch.compile(model, backend="planner", dynamic=False, options=options)
+            losses.append(run(x).sum())  # the first model's tensors are still there
+    assert asked == [10**6, 10**6]
+    for loss in losses:
+        loss.backward()
+
+
+def test_storages_beside_a_graph_are_counted_once() -> None:
+    x, weight, other = torch.randn(10), torch.randn(20, requires_grad=True), torch.randn(30, requires_grad=True)
+    hidden = torch.randn(40)
+    first, second = PassStorages.of([x, weight]), PassStorages.of([hidden, other, weight])
+    first.returned([hidden])
+    # Forward and backward of the first: the second's parameter, and gradients of both of its parameters.
+    assert bytes_of_others([first, second], 0, [1000, 1000]) == 4 * (30 + 30 + 20)
+    # Of the second: what the first keeps, in which `hidden` is, and its batch.
+    assert bytes_of_others([first, second], 1, [1000, 1000]) == 1000 - 4 * 40 + 4 * 10
+
+
+def test_tensors_saved_by_eager_ops_are_counted() -> None:
+    x = torch.randn(50, requires_grad=True)
+    between = x.exp().sin()  # holds what it is the sine of, and exp its result: the same tensor
+    assert sum(PassStorages.of([between]).held.values()) == 4 * 50
+
+
+def test_the_rest_of_the_step_needs_its_room() -> None:
+    model, x = stack(3), torch.randn(64, 32)
+    compiled(model, "1MB")(x).sum().backward()
+    (graph,) = only_budget()._known
+    captured = graph.captured.graph
+    roomy = with_rest(captured, graph.tangents, 10**6)
+    assert len(roomy.ops) == len(captured.ops) + 1
+    assert without_rest(captured, keep_everything(roomy)).computed == keep_everything(captured).computed
+    assert all(not roomy.tensors[t].static for t in graph.tangents)
+
+
+class FromLeaf(nn.Module):
+    """A piece that no gradient flows through, before a planned one: a copy of the input that gradients are computed of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = stack(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_(True)
+        hidden = self.inner(x)
+        (slope,) = torch.autograd.grad(hidden.sum(), x, create_graph=True)
+        return hidden + slope
+
+
+class WithTeacher(nn.Module):
+    """A piece without gradients that makes targets, before a planned one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.teacher = stack(2), stack(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.teacher(x)
+        torch._dynamo.graph_break()
+        found = self.inner(x[:, :32].clone())
+        return found - target
+
+
+class WithUnplannedHead(nn.Module):
+    """A piece without a plan that reads tensors and parameters of its own, after a planned one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = stack(2), nn.Linear(32, 256)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        torch._dynamo.graph_break()
+        found = self.head(hidden)
+        return torch.cond(y.sum() > 0, lambda f, y: f * y, lambda f, y: f - y, (found, y)).sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes"), [(FromLeaf, ((512, 32),)), (WithTeacher, ((512, 32),)), (WithUnplannedHead, ((64, 32), (64, 256)))]
+)
+def test_memory_of_graphs_without_a_plan_is_in_the_budget(
+    make: Callable[[], nn.Module], shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    _, budget, peaks = tight(model, tuple(torch.randn(shape) for shape in shapes))
+    assert max(peaks) <= budget + _SCALARS

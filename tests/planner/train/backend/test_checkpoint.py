@@ -1,0 +1,229 @@
+"""``planner.checkpoint``: loops that call the model themselves train within a budget, with eager PyTorch's bits."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import planner
+from graphs.errors import BudgetError, InfeasibleError, PlannerError
+from planner.train.backend import checkpoint
+from tests.support.distributed import on_two
+from tests.support.logs import lines_of
+from tests.support.models.backend import measured_bytes, stack, step_of
+
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]
+
+QUICK: dict[str, Any] = {"time_limit_s": 10.0, "tolerance": 0.05}
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 3))
+
+
+def train(
+    model: nn.Module, sizes: Sequence[int], wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> list[torch.Tensor]:
+    """All that a loop leaves behind: losses, evaluations, and parameters."""
+    torch.manual_seed(1)
+    called, optimizer, left = wrap(model), torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for size in sizes:
+        x, y = torch.randn(size, 8), torch.randint(3, (size,))
+        loss = F.cross_entropy(called(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            left += [loss.detach(), called(x[:1])]
+        model.train()
+    return [*left, *(p.detach() for p in model.parameters())]
+
+
+def assert_trains_as_eager(model: nn.Module, sizes: Sequence[int] = (32, 32)) -> None:
+    twin = copy.deepcopy(model)
+    assert twin._compiled_call_impl is None
+    assert all(map(torch.equal, train(model, sizes), train(twin, sizes)))
+
+
+def test_each_graph_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    model = planner.checkpoint(stack(2), budget="100%", **QUICK)
+    with lines_of("planner") as lines:
+        model(torch.randn(4, 32)).sum().backward()
+        model(torch.randn(6, 32)).sum().backward()
+    heads = ["measure: measuring ops", "measure: done", "solve: looking for a schedule", "solve: done", "planned: "] * 2
+    assert len(lines) == len(heads)
+    assert all(line.startswith(head) for line, head in zip(lines, heads, strict=True))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_loop_with_evaluation_and_a_smaller_last_batch(solves: list[int]) -> None:
+    model = small()
+    names = list(model.state_dict())
+    assert planner.checkpoint(model, budget="90%", **QUICK) is model
+    assert_trains_as_eager(model, (32, 32, 5, 32, 1))
+    assert list(model.state_dict()) == names
+    assert len(solves) == 3
+    assert len(set(solves)) == 1  # a share of the largest batch: what is smaller does not get less
+
+
+def test_a_step_stays_within_the_budget() -> None:
+    torch.manual_seed(0)
+    model, batch = stack(8), (torch.randn(512, 32),)
+    eager_bytes = measured_bytes(model, batch, step_of(model, batch))
+    budget = int(0.6 * eager_bytes)
+    step = step_of(planner.checkpoint(model, budget=budget, **QUICK), batch)
+    step()
+    assert measured_bytes(model, batch, step) <= budget
+
+
+@pytest.mark.slow
+def test_a_language_model_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    twin = copy.deepcopy(model)
+    planner.checkpoint(model, budget="90%", **QUICK)
+    ids = [torch.randint(97, (rows, 16)) for rows in (4, 4, 2)]
+    ends = []
+    for trained in (model, twin):
+        optimizer, losses = torch.optim.AdamW(trained.parameters(), lr=1e-2), []
+        for i, batch in enumerate(ids):
+            torch.manual_seed(i)
+            outputs = trained(input_ids=batch, labels=batch)
+            assert outputs.logits.shape == (*batch.shape, 97)
+            outputs.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(outputs.loss.detach())
+        ends.append([*losses, *trained.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_evaluation_is_not_planned(solves: list[int]) -> None:
+    model = planner.checkpoint(small(), budget="1GB").eval()
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(2, 8)), copy.deepcopy(model)(torch.ones(2, 8)))
+    assert solves == []
+
+
+def test_second_checkpoint_call_replaces_the_budget_and_none_removes_it(solves: list[int]) -> None:
+    model = small()
+    for budget in ("1MB", "2MB"):
+        assert_trains_as_eager(planner.checkpoint(model, budget=budget, **QUICK))
+    assert solves == [10**6, 2 * 10**6]
+    planner.checkpoint(model, budget=None)
+    train(model, (16,))
+    assert len(solves) == 2
+    planner.checkpoint(model, budget="1MB")
+    assert pickle.loads(pickle.dumps(model))._compiled_call_impl is None
+
+
+@pytest.mark.slow
+def test_each_of_many_models_has_its_budget(solves: list[int]) -> None:
+    models = [planner.checkpoint(small(), budget=10**6 + i, **QUICK) for i in range(12)]  # Dynamo's limit for one code is 8
+    for model in models:
+        assert_trains_as_eager(model)
+    assert solves == [10**6 + i for i in range(12)]
+
+
+class Broken(nn.Module):
+    """Two stacks of layers, with something between them that Dynamo cannot capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = small(), nn.Sequential(nn.Linear(3, 16), nn.GELU(), nn.Linear(16, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(hidden)
+
+
+def test_graph_breaks_share_the_budget(solves: list[int]) -> None:
+    torch.manual_seed(0)
+    model = planner.checkpoint(Broken(), budget="1MB", **QUICK)
+    with pytest.warns(UserWarning, match="several graphs: the second one gets"):
+        assert_trains_as_eager(model)
+    unseen_bytes = sum(p.nbytes for p in model.second.parameters())
+    assert solves[0] == 10**6 - 2 * unseen_bytes  # the second graph's parameters are seen before it, and their gradients
+
+
+def test_checkpointed_submodule_trains_inside_a_planned_model(solves: list[int]) -> None:
+    model = planner.checkpoint(small(), budget="1MB")
+    whole = nn.Sequential(model, nn.Linear(3, 3))
+    assert_trains_as_eager(planner.checkpoint(whole, budget="2MB", **QUICK))
+    assert solves == [2 * 10**6]
+    step = planner.compile(model, F.cross_entropy, (torch.randn(4, 8), torch.randint(3, (4,))), budget="3MB", passes=1)
+    assert step.plan.eager is not None and step.plan.eager.identical
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_models_prepared_by_accelerate_train_exactly(precision: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+    model = small()
+    twin, model = accelerator.prepare(copy.deepcopy(model)), accelerator.prepare(model)
+    planner.checkpoint(model, budget="1MB", **QUICK)
+    x = torch.randn(16, 8)
+    for trained in (model, twin):
+        torch.manual_seed(2)
+        output = trained(x)
+        assert output.dtype is torch.float32
+        accelerator.backward(output.square().sum())
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_wrong_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BudgetError, match="budget '10' has no unit"):
+        planner.checkpoint(small(), budget="10")
+    with pytest.raises(PlannerError, match="choose from eager, inductor"):
+        planner.checkpoint(small(), budget="1GB", kernels="gcc")
+    with pytest.raises(PlannerError, match="wrapped in DataParallel: call it with the model itself, before you wrap it"):
+        planner.checkpoint(nn.DataParallel(small()), budget="1GB")
+    compiled = small()
+    compiled.compile(backend="eager")
+    with pytest.raises(PlannerError, match=r"the model is already compiled: leave out model\.compile\(\)"):
+        planner.checkpoint(compiled, budget="1GB")
+    with pytest.raises(InfeasibleError, match="the least any schedule of this graph needs"):
+        planner.checkpoint(small(), budget="10 B")(torch.randn(3, 8))
+
+
+def test_no_size_runs_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_MOST_SIZES", 2)
+    model = planner.checkpoint(small(), budget="1MB", **QUICK)
+    for size in (3, 4):
+        model(torch.randn(size, 8))
+    with pytest.raises(PlannerError, match="inputs of more than 2 sizes, and each needs its own plan: pad inputs"):
+        model(torch.randn(5, 8))
+
+
+def check_ddp(rank: int) -> None:
+    ends = []
+    for budget in ("1MB", None):
+        model = planner.checkpoint(small(), budget=budget, **QUICK)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # of several graphs, say
+            ends.append(train(model, (32, 32, 5), lambda model: DistributedDataParallel(model, bucket_cap_mb=1)))
+    assert all(map(torch.equal, *ends))
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_ddp_around_a_checkpointed_model(tmp_path: Path) -> None:
+    on_two((check_ddp,), tmp_path)

@@ -1,0 +1,341 @@
+"""Whatever graph Dynamo hands over between two graph breaks is planned, with the bits of eager PyTorch."""
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import planner
+from planner.train.backend.planned_graph import PlannedGraph
+from planner.train.backend.shared_budget import SharedBudget
+from planner.train.backend.step_memory import PassStorages
+from tests.support.models.random_pieces import OPERATIONS, SIZE, Call, Pieces, random_pieces
+
+pytestmark = [pytest.mark.usefixtures("fresh_compiler"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+QUICK: dict[str, Any] = {"budget": "100%", "wait": 0.1, "time_limit_s": 10.0}
+
+
+def checkpointed(model: nn.Module) -> Callable[..., Any]:
+    return planner.checkpoint(model, **QUICK)
+
+
+def compiled(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend="planner", options=QUICK)
+
+
+def with_kernels(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend="planner", options={**QUICK, "kernels": "inductor"})
+
+
+def op_by_op(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend="aot_eager")
+
+
+def train(model: Pieces, wrap: Callable[[nn.Module], Callable[..., Any]] = lambda model: model) -> list[Tensor]:
+    """Return the outputs, gradients and buffers of two steps, of which the first needs no gradient of some outputs."""
+    torch.manual_seed(1)
+    called, left = wrap(model), []
+    for step in range(2):
+        outputs = called(torch.randn(SIZE, SIZE))
+        wanted = [o for i, o in enumerate(outputs) if o.requires_grad and (step or i % 2 == 0)]
+        left += [o.detach().clone() for o in outputs] + [torch.tensor([o.requires_grad for o in outputs])]
+        if wanted:
+            torch.stack([(o * (i + 1.0)).square().sum().float() for i, o in enumerate(wanted)]).sum().backward()
+        left += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [*left, *(b.clone() for b in model.buffers())]
+
+
+def assert_exact(pieces: Sequence[Sequence[Call]], wrap: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    torch.manual_seed(0)
+    model = Pieces(pieces)
+    wanted, found = train(copy.deepcopy(model)), train(copy.deepcopy(model), wrap)
+    differing = [i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if not torch.equal(a, b)]
+    if differing:  # AOTAutograd adds the gradients of a tensor that several pieces read in the order of the pieces
+        torch._dynamo.reset()
+        same_order = train(copy.deepcopy(model), op_by_op)
+        assert all(torch.equal(same_order[i], found[i]) and torch.allclose(wanted[i], found[i], rtol=1e-5) for i in differing)
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 120))])
+def test_random_pieces_train_as_eager(seed: int) -> None:
+    assert_exact(random_pieces(seed), checkpointed if seed % 2 else compiled)
+
+
+ALONE = ("add a number", "cat", "unbind", "split", "same", "detached beside")
+
+
+@pytest.mark.parametrize(
+    "name", [*ALONE, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(OPERATIONS) if name not in ALONE)]
+)
+def test_a_piece_of_one_operation_trains_as_eager(name: str) -> None:
+    before = [Call("linear", (0,), kept=True), Call("multiply", (0,), kept=False)]
+    assert_exact([before, [Call(name, (0, 1), kept=False)], [Call("linear", (1,), kept=True)]], compiled)
+
+
+def test_a_detached_alias_of_a_result_gets_no_gradient() -> None:
+    both = [Call("detached beside", (0,), kept=False), Call("tanh", (0,), kept=True), Call("nothing", (1,), kept=False)]
+    assert_exact([both, [Call("add", (1, 2), kept=True)], [Call("multiply two", (1, 2), kept=True)]], compiled)
+
+
+class Inverting(nn.Module):
+    """Functions of torch.linalg that check their results; the first checks a matrix that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.register_buffer("matrix", torch.eye(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x) + torch.linalg.cholesky(self.matrix)[0]
+        square = hidden.t() @ hidden + torch.eye(SIZE)
+        return self.outer(torch.linalg.solve(square, torch.linalg.inv(square)).tanh())
+
+
+@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+def test_checks_of_linear_algebra_run_once_and_are_planned(wrap: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    torch.manual_seed(0)
+    model = Inverting()
+    plain, x = copy.deepcopy(model), torch.randn(SIZE, SIZE)
+    planned = wrap(model)
+    for _ in range(2):
+        planned(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    model.matrix.neg_()
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+        planned(x)
+
+
+class Branching(nn.Module):
+    """Three graphs, of which no plan can hold the second; the third reads what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.middle, self.outer = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.rows = nn.Embedding(4, SIZE, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x).tanh()
+        torch._dynamo.graph_break()
+        hidden = self.in_branches(hidden).sin()
+        torch._dynamo.graph_break()
+        return self.outer(hidden).tanh()
+
+    def in_branches(self, hidden: Tensor) -> Tensor:
+        hidden = self.middle(hidden).relu()
+        return torch.cond(hidden.sum() > 0, lambda h: h.sin(), lambda h: h.cos(), (hidden,))
+
+
+class WithSparseGradients(Branching):
+    def in_branches(self, hidden: Tensor) -> Tensor:
+        return self.middle(hidden) + self.rows(torch.arange(SIZE) % 4)
+
+
+@pytest.mark.parametrize(
+    ("made", "why"), [(Branching, "the model uses 'true_graph_0'"), (WithSparseGradients, "the gradient of an input is sparse")]
+)
+@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+def test_a_graph_that_no_plan_can_hold_runs_as_eager_beside_planned_ones(
+    wrap: Callable[[nn.Module], Callable[..., Any]], made: type[Branching], why: str, graphs: list[PlannedGraph]
+) -> None:
+    torch.manual_seed(0)
+    model = made()
+    plain, x = copy.deepcopy(model), torch.randn(SIZE, SIZE)
+    planned = wrap(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            planned(x).square().sum().backward()
+            plain(x).square().sum().backward()
+    assert [str(w.message).count(why) for w in said if "runs without a plan" in str(w.message)] == [1]
+    assert len(graphs) == 2
+    for given, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (given.grad is None) == (wanted.grad is None)
+        assert given.grad is None or torch.equal(given.grad.to_dense(), wanted.grad.to_dense())
+
+
+def test_what_an_unplanned_graph_keeps_counts_for_the_graphs_that_follow(graphs: list[PlannedGraph]) -> None:
+    model, held = Branching(), list[int]()
+    begin = SharedBudget._begin
+
+    def noted(budget: SharedBudget, graph: PlannedGraph, args: Sequence[object]) -> Any:
+        held.append(sum(PassStorages.of(args).held.values()))
+        return begin(budget, graph, args)
+
+    with patch.object(SharedBudget, "_begin", noted):
+        compiled(model)(torch.randn(SIZE, SIZE)).sum().backward()
+    activation_bytes = SIZE * SIZE * 4
+    assert held[0] == 0
+    assert held[1] >= 2 * activation_bytes
+
+
+@pytest.mark.parametrize("made", [Branching, pytest.param(WithSparseGradients, marks=pytest.mark.slow)])
+def test_with_kernels_a_graph_that_no_plan_can_hold_runs_as_compiled(made: type[Branching], graphs: list[PlannedGraph]) -> None:
+    torch.manual_seed(0)
+    model = made()
+    plain, x = copy.deepcopy(model), torch.randn(SIZE, SIZE)
+    planned = with_kernels(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            planned(x).square().sum().backward()
+            plain(x).square().sum().backward()
+    assert sum("keeps what torch.compile keeps" in str(w.message) for w in said) == 1
+    assert len(graphs) == 2
+    for given, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (given.grad is None) == (wanted.grad is None)
+        assert given.grad is None or torch.allclose(given.grad.to_dense(), wanted.grad.to_dense(), rtol=1e-4, atol=1e-5)
+
+
+class Counted(nn.Module):
+    """Checks classes that it finds in activations or in its input, by an op that raises an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.register_buffer("codes", torch.randn(SIZE, SIZE))
+        self.register_buffer("ready", torch.ones((), dtype=torch.bool))
+
+    def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+        hidden = self.inner(x).tanh()
+        found = torch.cdist(hidden, self.codes).argmin(1)
+        torch._assert_async((found < SIZE).all())
+        chosen = F.one_hot(found, SIZE) + F.one_hot(classes, SIZE)
+        return self.outer(hidden + chosen.to(x.dtype) @ self.codes).square().mean()
+
+
+class CountedOnceReady(Counted):
+    """The same, behind a branch on data."""
+
+    def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+        return super().forward(x, classes) if self.ready else x.mean()
+
+
+def planned_whole(model: nn.Module) -> Callable[..., Any]:
+    return planner.compile(model, None, (torch.randn(SIZE, SIZE), torch.zeros(SIZE, dtype=torch.long)), budget="100%", wait=0.1)
+
+
+@pytest.mark.parametrize("made", [Counted, CountedOnceReady])
+@pytest.mark.parametrize("wrap", [planned_whole, checkpointed, compiled])
+def test_assertions_are_planned_and_raise_as_in_eager_mode(
+    wrap: Callable[[nn.Module], Callable[..., Any]], made: type[Counted]
+) -> None:
+    torch.manual_seed(0)
+    model = made()
+    plain, (x, classes) = copy.deepcopy(model), (torch.randn(SIZE, SIZE), torch.randint(SIZE, (SIZE,)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without a plan")
+        planned = wrap(model)
+        planned(x, classes).backward()
+    plain(x, classes).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="Class values must be non-negative"):
+        planned(x, classes - SIZE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["add a number", "unbind"])
+def test_a_piece_without_kernels_in_a_pass_runs_beside_those_with(name: str) -> None:
+    torch.manual_seed(0)
+    around = [Call("linear", (0,), kept=True)]
+    model = Pieces([around, [Call(name, (0,), kept=False)], around])
+    wanted, found = train(copy.deepcopy(model)), train(copy.deepcopy(model), with_kernels)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(wanted, found, strict=True))
+
+
+def test_a_step_whose_backward_pass_computes_nothing() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shift + x.sum()
+
+    model, x = Shifted(), torch.ones(3)
+    loss = planner.compile(model, None, (x,), budget="100%", wait=0.1)(x)
+    loss.backward()
+    assert loss == 3.0
+    assert model.shift.grad == 1.0
+
+
+class Aside(nn.Module):
+    """Returns several results in a dict, of which a loss may leave some unread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.main, self.aside = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.register_buffer("mean", torch.zeros(SIZE))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.inner(x).tanh()
+        with torch.no_grad():
+            self.mean.lerp_(hidden.mean(0), 0.1)
+        return {"main": self.main(hidden), "aside": self.aside(hidden), "hidden": hidden[:2]}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+def test_parameters_of_results_that_the_loss_does_not_read_get_no_gradient(
+    wrap: Callable[[nn.Module], Callable[..., Any]],
+    broken: bool,
+) -> None:
+    def train(wrap: Callable[[nn.Module], Callable[..., Any]]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(SIZE, SIZE), Cut(), Aside()) if broken else Aside()
+        called, optimizer = wrap(model), torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5)
+        for read in (("main",), ("main", "aside"), ("hidden",), ("aside",), ("main", "hidden")):
+            outputs = called(torch.randn(SIZE, SIZE))
+            torch.stack([outputs[name].square().sum() for name in read]).sum().backward()
+            missing.append([name for name, p in model.named_parameters() if p.grad is None])
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*model.parameters(), *model.buffers()]
+
+    missing: list[list[str]] = []
+    assert all(map(torch.equal, train(lambda model: model), train(wrap)))
+    assert missing[:5] == missing[5:]
+    assert missing[0]
+
+
+class Cut(nn.Module):
+    """A graph break."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+
+def test_hooks_of_parameters_of_an_unread_result_get_a_gradient() -> None:
+    model = Aside()
+    seen = list[bool]()
+    model.aside.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None and not p.grad.any()))
+    compiled(model)(torch.randn(SIZE, SIZE))["main"].sum().backward()
+    assert seen == [True]
+    assert model.aside.bias.grad is None
+
+
+@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+def test_a_check_in_the_backward_pass_is_planned(wrap: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(SIZE, SIZE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (torch.linalg.eigvals(self.matrix).abs() * x).sum()
+
+    torch.manual_seed(0)
+    model, x = Spectrum(), torch.randn(SIZE, SIZE)
+    plain = copy.deepcopy(model)
+    wrap(model)(x).backward()
+    plain(x).backward()
+    assert torch.equal(model.matrix.grad, plain.matrix.grad)

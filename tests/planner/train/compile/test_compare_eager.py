@@ -1,0 +1,220 @@
+"""What planner.compile finds beside plain eager PyTorch: bits, time and peak, in the plan, in words, and as a warning."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphs.errors import EagerWarning
+from graphs.schedule import keep_everything
+from planner.capture.program.program import call_of
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.capture.workload.models import Workload
+from planner.plans.document import write_plan
+from planner.plans.eager import DifferingOp, EagerComparison
+from planner.runtime.executor import Executor
+from planner.train.compile import compare_eager
+from planner.train.compile.compare_eager import compare_with_eager, warn_of_differences
+from tests.support.models.planned import DIFFERS, compiled, gpt2, plain
+from tests.support.models.steps import random_schedule
+
+
+def test_a_step_is_compared_with_eager() -> None:
+    workload = gpt2()
+    random_state = torch.get_rng_state()
+    step = compiled(workload)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    found = step.plan.eager
+    assert found is not None
+    assert found.identical and found.differences == () and found.first_op is None and found.failure == ""
+    assert found.time_s > 0 and found.planned_time_s > 0
+    assert found.overhead == found.planned_time_s / found.time_s - 1
+    assert step.plan.measured_peak_bytes is not None
+    assert found.peak_bytes == pytest.approx(step.plan.measured_peak_bytes, rel=0.25)
+    assert f"step time measured {found.slowdown} (predicted 0.0% slower than keeping everything)" in str(step.plan)
+    assert "identical to eager; eager takes" in str(step.plan)
+
+
+def test_eager_peak_equals_its_allocated_memory() -> None:
+    width, batch = 512, 256
+    model = nn.Sequential(nn.Linear(width, width), nn.Sigmoid(), nn.Linear(width, 1))
+    workload = Workload(model, F.mse_loss, (torch.randn(batch, width), torch.randn(batch, 1)))
+    found = compiled(workload).plan.eager
+    assert found is not None
+    parameters = 4 * sum(p.numel() for p in model.parameters())
+    kept = 4 * batch * width
+    assert 2 * parameters + 2 * kept <= found.peak_bytes <= 2 * parameters + 6 * kept
+
+
+def test_compare_eager_false_skips_the_comparison() -> None:
+    step = compiled(plain(), compare_eager=False)
+    assert step.plan.eager is None
+    assert "step time predicted 0.0% slower than keeping everything, optimal" in str(step.plan)
+    assert "eager" not in str(step.plan)
+
+
+class Wrong(nn.Module):
+    """Its two halves are alike; one op of the second is exchanged where a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.sin(self.second(torch.tanh(self.first(x)))))
+
+
+def wrong(target: torch._ops.OpOverload, instead: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Workload, EagerComparison]:
+    """What is found where the capture calls something else instead of `target`."""
+    torch.manual_seed(0)
+    workload = Workload(Wrong(), F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
+    captured = capture(*workload)
+    calls = captured.program.calls
+    assert any(each.call.target is target for each in calls)
+    others = (call_of(replace(each.call, target=instead), each.outputs) if each.call.target is target else each for each in calls)
+    captured = replace(captured, program=replace(captured.program, calls=tuple(others)))
+    executor = Executor(captured, random_schedule(captured.graph, 1), workload.model, workload.loss_fn)
+    step = TrainingStep(workload.model, workload.loss_fn)
+    return workload, compare_with_eager(captured, executor, step, workload.batch)
+
+
+def test_differences_are_named_with_the_first_differing_op() -> None:
+    workload, found = wrong(torch.ops.aten.sin.default, lambda x: torch.sin(x) * (1 + 1e-3))
+    assert not found.identical
+    assert found.eager_error is None
+    by_name = {difference.name: difference for difference in found.differences}
+    assert by_name.keys() == {"loss", *(f"gradient of {name}" for name, _ in workload.model.named_parameters())}
+    assert all(d.max_abs is not None and 0 < d.max_abs < 0.1 and 0 < (d.relative or 0) < 1 for d in found.differences)
+    assert found.first_op == DifferingOp("sin", "aten.sin.default", "")
+    assert all(p.grad is None for p in workload.model.parameters())
+
+
+def test_an_op_of_the_backward_pass_is_found_too() -> None:
+    _, found = wrong(torch.ops.aten.cos.default, lambda x: torch.cos(x) + 1e-3)
+    assert found.first_op is not None
+    assert found.first_op.target == "aten.cos.default"
+    assert {difference.name for difference in found.differences} == {
+        f"gradient of {module}.{kind}" for module in ("first", "second") for kind in ("weight", "bias")
+    }
+
+
+def test_nan_difference_has_no_magnitude() -> None:
+    _, found = wrong(torch.ops.aten.sin.default, lambda x: torch.sin(x) * float("nan"))
+    assert [(d.max_abs, d.relative) for d in found.differences if d.name == "loss"] == [(None, None)]
+    assert "differs from eager in loss; gradient of first.weight" in str(found)
+
+
+class Noisy(nn.Module):
+    """A step of eager PyTorch that does not repeat its bits, as where a kernel adds up in no particular order."""
+
+    calls = 0
+
+    def __init__(self, offset: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 3)
+        self.offset = offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            vars(Noisy)  # read, so that it is no constant
+            setattr(Noisy, "calls", Noisy.calls + 1)  # noqa: B010
+            x = x * (1 + self.offset + 1e-5 * (Noisy.calls % 2))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(("offset", "within"), [(0.0, True), pytest.param(0.01, False, marks=pytest.mark.slow)])
+def test_where_eager_does_not_repeat_its_bits_errors_are_compared(offset: float, within: bool) -> None:
+    workload = Workload(Noisy(offset), F.cross_entropy, (torch.randn(8, 16), torch.randint(3, (8,))))
+    captured = capture(*workload)
+    executor = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
+    Noisy.calls = 0  # the plan computes what the even calls do
+    found = compare_with_eager(captured, executor, TrainingStep(workload.model, workload.loss_fn), workload.batch)
+    assert not found.identical
+    assert found.first_op is None
+    assert found.eager_error is not None and 0 < found.eager_error < 1e-4
+    assert found.within_own_error == within
+    assert "eager run twice differs from itself by" in str(found)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", EagerWarning)
+        warn_of_differences(replace(compiled(plain(), compare_eager=False).plan, eager=found))
+    assert any("the planned step differs from eager" in str(warning.message) for warning in caught) != within
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "it needs more memory than there is"),
+        (ValueError("no\nway"), "ValueError: no"),
+    ],
+)
+def test_eager_that_fails_does_not_stop_the_plan(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = compare_eager.outcome
+
+    def fails(step: object, *args: object, **options: object) -> object:
+        if isinstance(step, TrainingStep):
+            raise error
+        return run(step, *args, **options)
+
+    monkeypatch.setattr(compare_eager, "outcome", fails)
+    workload = plain()
+    step = compiled(workload)
+    assert step.plan.eager == EagerComparison(failure=said)
+    assert step.plan.eager.overhead is None
+    assert not step.plan.eager.identical
+    assert f"eager: not run, {said}" in str(step.plan)
+    assert "step time predicted 0.0% slower than keeping everything" in str(step.plan)
+    step(*workload.batch).backward()
+
+
+def test_a_kept_plan_is_compared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compiled(plain(), cache=tmp_path)
+    again = compiled(plain(), cache=tmp_path)
+    assert again.plan == first.plan
+    (path,) = tmp_path.iterdir()
+    write_plan(replace(first.plan, eager=DIFFERS), path)
+    found = compiled(plain(), cache=tmp_path).plan.eager  # what another process found does not hold here
+    assert found is not None
+    assert found.identical
+    assert compiled(plain(), cache=tmp_path, compare_eager=False).plan.eager is None
+    assert len(list(tmp_path.iterdir())) == 1
+    found_names = iter((("loss",), ()))  # beside the plan, and beside another run of eager PyTorch
+    monkeypatch.setattr(compare_eager.StepOutcome, "differences", lambda *_: next(found_names))
+    write_plan(first.plan, path)
+    with pytest.warns(EagerWarning, match="differs from eager in loss"):
+        assert not compiled(plain(), cache=tmp_path).plan.eager.identical
+
+
+def test_of_varying_sizes_the_first_is_compared() -> None:
+    workload = plain()
+    step = compiled(workload, dynamic=True)
+    assert step.plan.eager is not None
+    assert step.plan.eager.identical
+    step(torch.randn(6, 16), torch.randint(3, (6,))).backward()
+    assert step.plan.eager is None
+    workload.model.zero_grad()
+    step(*workload.batch).backward()
+    assert step.plan.eager is not None
+
+
+def test_reentrant_checkpoints_are_compared_too() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 3)
+            self.inside = nn.Sequential(nn.Linear(16, 16), nn.GELU())  # reached by the nested backward pass only
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.utils.checkpoint.checkpoint(self.inside, self.first(x), use_reentrant=True)
+            return self.last(hidden)
+
+    workload = plain()._replace(model=Checkpointed())
+    found = compiled(workload).plan.eager
+    assert found is not None
+    assert found.identical
+    assert all(p.grad is None for p in workload.model.parameters())

@@ -1,0 +1,240 @@
+"""Steps as they are written to fine-tune models: frozen layers, moving averages, adapters."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from graphs.errors import TraceError
+from tests.planner.train.compile.test_supported_code import check_trains_as_eager
+
+
+def tokens(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(20, (16, 12), generator=generator), torch.randn(16, 12, 16, generator=generator)
+
+
+class OnFrozenEmbeddings(nn.Module):
+    """Trained layers on embeddings that are not, with a function that is called on the embeddings."""
+
+    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16).requires_grad_(requires_grad=False)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        self.call = call
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.call(self.embedding(ids)))
+
+
+def by_attribute(hidden: torch.Tensor) -> torch.Tensor:
+    hidden.requires_grad = True
+    return hidden
+
+
+def writing_what_is(hidden: torch.Tensor) -> torch.Tensor:
+    eye = torch.eye(16)
+    eye.requires_grad = False
+    return hidden @ eye
+
+
+@pytest.mark.parametrize(
+    "call",
+    [torch.Tensor.requires_grad_, by_attribute, lambda h: (2 * h).detach().requires_grad_().requires_grad_(), writing_what_is],
+)
+def test_hidden_states_that_are_told_to_require_grad_train_as_in_eager_mode(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    check_trains_as_eager(lambda: OnFrozenEmbeddings(call), F.mse_loss, tokens)
+
+
+def test_the_recipe_for_checkpointing_with_frozen_embeddings_trains_as_in_eager_mode() -> None:
+    def make() -> nn.Module:
+        model = OnFrozenEmbeddings(lambda hidden: hidden)
+        model.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_(True))
+        return model
+
+    check_trains_as_eager(make, F.mse_loss, tokens)
+
+
+class Asking(nn.Module):
+    """A layer that looks for weights of another library by the names of their classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        self.asked = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = type(self.asked.weight)
+        if kind.__module__.startswith("other.") or kind.__qualname__.lower() == "quantized":
+            return x
+        return self.asked(self.layers(x))
+
+
+def vectors(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(96, 16, generator=generator), torch.randn(96, 16, generator=generator)
+
+
+def test_names_of_classes_of_tensors_are_read() -> None:
+    check_trains_as_eager(Asking, F.mse_loss, vectors)
+
+
+class Averaged(nn.Module):
+    """A model with a moving average of its weights, which are written by ``.data =``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        self.averaged = copy.deepcopy(self.trained).requires_grad_(requires_grad=False)
+        self.register_buffer("center", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.trained(x)
+        with torch.no_grad():
+            for average, weight in zip(self.averaged.parameters(), self.trained.parameters(), strict=True):
+                average.data = 0.9 * average.data + 0.1 * weight.data
+            wanted = self.averaged(x)
+        loss = F.mse_loss(found, wanted - self.center)
+        self.center.data = 0.9 * self.center + 0.1 * found.mean(0)
+        return loss
+
+
+def test_data_of_weights_is_written_in_place() -> None:
+    check_trains_as_eager(Averaged, None, lambda number: vectors(number)[:1])
+
+
+@pytest.mark.parametrize("planned", [planner.checkpoint, lambda m, **o: torch.compile(m, backend="planner", options=o)])
+def test_data_of_weights_is_written_in_place_by_the_backend(planned: Callable[..., Any]) -> None:
+    trained = []
+    for wrap in (planned, lambda model, **_: model):
+        torch._dynamo.reset()
+        torch.manual_seed(2)
+        model = Averaged()
+        run = wrap(model, budget="100%")
+        losses = []
+        for number in range(3):
+            loss = run(vectors(number)[0])
+            loss.backward()
+            torch.optim.SGD(model.parameters(), 0.1).step()
+            model.zero_grad()
+            losses.append(loss.item())
+        trained.append((losses, model.state_dict()))
+    (losses, state), (wanted_losses, wanted_state) = trained
+    assert losses == wanted_losses
+    assert all(torch.equal(value, wanted_state[name]) for name, value in state.items())
+
+
+class Renewed(nn.Module):
+    """Gives its buffers other tensors in several ways, and reads old and new values after that."""
+
+    def __init__(self, renew: Callable[["Renewed", torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        self.register_buffer("center", torch.zeros(16))
+        self.register_buffer("last", torch.ones(16))
+        self.renew = renew
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layers(x)
+        with torch.no_grad():
+            new = 0.9 * self.center + 0.1 * found.mean(0)
+        return (found - self.renew(self, new) - self.last + self.center).square().mean()
+
+
+def write_data(model: Renewed, new: torch.Tensor) -> torch.Tensor:
+    old = model.center.data
+    model.center.data = new
+    return old
+
+
+def write_storage(model: Renewed, new: torch.Tensor) -> torch.Tensor:
+    old = model.center.detach()[2:]
+    model.center.set_(new)
+    new.mul_(2.0)
+    return old.sum()
+
+
+def write_twice(model: Renewed, new: torch.Tensor) -> torch.Tensor:
+    model.center.data = new
+    model.last.set_(model.center)
+    model.center.data = model.center + 1.0
+    return model.last
+
+
+def replace(model: Renewed, new: torch.Tensor) -> torch.Tensor:
+    old = model.center
+    model.center = new
+    new.mul_(2.0)
+    return old
+
+
+def shift(model: Renewed, new: torch.Tensor) -> torch.Tensor:
+    model.last, model.center = model.center, model.last
+    model.center = model.center * new
+    return new
+
+
+BUFFER_WRITES = [write_data, write_storage, write_twice, replace, shift]
+
+
+@pytest.mark.parametrize("renew", BUFFER_WRITES)
+def test_buffers_that_get_other_tensors_are_written_as_in_eager_mode(renew: Callable[..., torch.Tensor]) -> None:
+    check_trains_as_eager(lambda: Renewed(renew), None, lambda number: vectors(number)[:1])
+
+
+@pytest.mark.parametrize("renew", BUFFER_WRITES[:3])
+def test_the_backend_writes_buffers_that_get_other_tensors(renew: Callable[..., torch.Tensor]) -> None:
+    trained = []
+    for wrap in (lambda model: planner.checkpoint(model, budget="100%", wait=0.1), lambda model: model):
+        torch._dynamo.reset()
+        torch.manual_seed(2)
+        run = wrap(Renewed(renew))
+        losses = [run(vectors(number)[0]) for number in range(3)]
+        trained.append([*(loss.detach() for loss in losses), *run.state_dict().values()])
+    assert all(map(torch.equal, *trained))
+
+
+def test_a_trained_parameter_whose_old_data_is_read_after_it_is_replaced_is_refused() -> None:
+    class Decayed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            old = self.layer.weight.data
+            self.layer.weight.data = 0.9 * old
+            return (self.layer(x) - x @ old).square().mean()
+
+    with pytest.raises(TraceError, match=r"self\.layer\.weight\.data = .* replaces the data of a trained parameter.*clone"):
+        planner.compile(Decayed(), None, vectors(0)[:1], budget="100%")
+
+
+class Spread(nn.Module):
+    """A weight of few trained numbers at fixed places of a dense one, as adapters in another basis have it."""
+
+    def __init__(self, *, select: bool) -> None:
+        super().__init__()
+        self.select = select
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        self.spectrum = nn.ParameterDict({"default": nn.Parameter(torch.randn(20))})
+        places = torch.randperm(16 * 16, generator=torch.Generator().manual_seed(0))[:20]
+        self.indices = {"default": torch.stack([places // 16, places % 16])}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        indices = self.indices["default"].to(x.device)
+        dense, numbers = torch.zeros(16, 16), self.spectrum["default"].float()
+        if self.select:
+            inside = (indices[0, :] < 12) & (indices[1, :] < 14)
+            indices, numbers = indices[:, inside], numbers[inside]
+        dense[indices[0, :], indices[1, :]] = numbers
+        return self.layers(x) + F.linear(x, torch.fft.ifft2(dense).real)
+
+
+@pytest.mark.parametrize("select", [False, True])
+def test_trained_numbers_at_places_that_an_attribute_lists(select: bool) -> None:
+    check_trains_as_eager(lambda: Spread(select=select), F.mse_loss, vectors)

@@ -1,0 +1,217 @@
+"""Steps that compute gradients inside: penalties on them, differential equations, forces, inner loops, transforms."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import grad
+from torch.func import functional_call, hessian, jacrev, jvp, vjp, vmap
+
+import planner
+from graphs.errors import PlannerError, TraceError
+from planner.torch_private.capture import GRADIENT_SETTINGS
+from tests.planner.train.compile.test_supported_code import check_trains_as_eager
+
+pytestmark = pytest.mark.skipif(not GRADIENT_SETTINGS, reason="this release of PyTorch captures no gradients")
+
+
+def network(outputs: int = 1, activation: type[nn.Module] = nn.SiLU) -> nn.Sequential:
+    widths = (4, 32, 32, 32)
+    hidden = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), activation())]
+    return nn.Sequential(*hidden, nn.Linear(widths[-1], outputs))
+
+
+class Step(nn.Module):
+    """A network and the loss of a step."""
+
+    def __init__(self, loss: Callable[..., Tensor], net: nn.Module) -> None:
+        super().__init__()
+        self.loss, self.net = loss, net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.net, x)
+
+
+def points(number: int) -> tuple[Tensor]:
+    return (torch.randn(96, 4, generator=torch.Generator().manual_seed(number)),)
+
+
+def penalty(critic: nn.Module, x: Tensor) -> Tensor:
+    mixed = (x + x.flip(0)).requires_grad_(True)
+    scores = critic(mixed)
+    (slope,) = grad(scores, mixed, torch.ones_like(scores), create_graph=True, retain_graph=True, only_inputs=True)
+    return critic(x).mean() + 10 * (slope.norm(2, dim=1) - 1).square().mean()
+
+
+def equation(solution: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_(True)
+    u = solution(x)
+    (first,) = grad(u, x, torch.ones_like(u), create_graph=True)
+    (second,) = grad(first[:, 0].sum(), x, create_graph=True)
+    return (first[:, 1] + u[:, 0] * first[:, 0] - second[:, 0]).square().mean()
+
+
+def forces(energy: nn.Module, x: Tensor) -> Tensor:
+    places = x.clone().requires_grad_(True)
+    total = energy((-(places[:, None] - places).square()).exp().sum(1)).sum()
+    return grad(total, places, create_graph=True)[0].square().mean()
+
+
+def divergence(score: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_(True)
+    found = score(x)
+    traces = [grad(found[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(4)]
+    return (found.square().sum(1) / 2 + sum(traces)).mean()
+
+
+def curvature(net: nn.Module, x: Tensor) -> Tensor:
+    weights = list(net.parameters())
+    slopes = grad(net(x).square().mean(), weights, create_graph=True)
+    return grad(sum(slope.sum() for slope in slopes), weights[0], create_graph=True)[0].square().mean()
+
+
+def adversarial(net: nn.Module, x: Tensor) -> Tensor:
+    moved = x.clone().requires_grad_(True)
+    (slope,) = grad(net(moved).square().sum(), moved)
+    return net(x + 0.1 * slope.sign()).square().mean()
+
+
+def unused(net: nn.Module, x: Tensor) -> Tensor:
+    used, other = x.clone().requires_grad_(True), x.clone().requires_grad_(True)
+    slope, none = grad(net(used).sum(), (used, other), create_graph=True, allow_unused=True)
+    assert none is None
+    return slope.square().mean()
+
+
+def inner_loop(net: nn.Module, x: Tensor) -> Tensor:
+    weights = dict(net.named_parameters())
+    for _ in range(2):
+        loss = functional_call(net, weights, (x,)).square().mean()
+        slopes = grad(loss, list(weights.values()), create_graph=True)
+        weights = {name: w - 0.1 * slope for (name, w), slope in zip(weights.items(), slopes, strict=True)}
+    return F.softplus(functional_call(net, weights, (x,))).mean()
+
+
+LOSSES: list[tuple[Callable[..., Tensor], int]] = [
+    (penalty, 1),
+    (equation, 1),
+    (forces, 1),
+    (divergence, 4),
+    (curvature, 1),
+    (adversarial, 1),
+    (unused, 1),
+    (inner_loop, 1),
+]
+
+
+@pytest.mark.parametrize(("loss", "outputs"), LOSSES)
+def test_gradients_inside_the_step_train_as_in_eager_mode(loss: Callable[..., Tensor], outputs: int) -> None:
+    check_trains_as_eager(lambda: Step(loss, network(outputs)), None, points)
+
+
+TRANSFORMED: list[Callable[[nn.Module, Tensor], Tensor]] = [
+    lambda net, x: vmap(torch.func.grad(lambda row: net(row).sum()))(x).square().mean(),
+    lambda net, x: vmap(jacrev(net))(x).square().mean(),
+    lambda net, x: vmap(hessian(lambda row: net(row).sum()))(x).square().mean(),
+    lambda net, x: jvp(net, (x,), (x,))[1].square().mean(),
+    lambda net, x: vjp(net, x)[1](x[:, :1])[0].square().mean(),
+]
+
+
+@pytest.mark.parametrize("loss", TRANSFORMED)
+def test_transforms_inside_the_step_train_as_in_eager_mode(loss: Callable[..., Tensor]) -> None:
+    check_trains_as_eager(lambda: Step(loss, network(activation=nn.Tanh)), None, points)
+
+
+def by_backend(model: nn.Module, budget: str) -> Any:
+    return torch.compile(model, backend="planner", options={"budget": budget, "wait": 0})
+
+
+def by_checkpoint(model: nn.Module, budget: str) -> Any:
+    return planner.checkpoint(model, budget=budget, wait=0)
+
+
+@pytest.mark.parametrize("loss", [penalty, equation])
+@pytest.mark.parametrize("planned", [by_checkpoint, by_backend])
+def test_gradients_inside_the_model_train_as_in_eager_mode(
+    planned: Callable[[nn.Module, str], Any], loss: Callable[..., Tensor]
+) -> None:
+    trained = []
+    for wrap in (planned, lambda model, _: model):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Step(loss, network())
+        run = wrap(model, "80%")
+        found = []
+        for number in range(2):
+            run(*points(number)).backward()
+            found += [weight.grad for weight in model.parameters()]
+            torch.optim.SGD(model.parameters(), 0.1).step()
+            model.zero_grad()
+        trained.append(found)
+    assert all(gradient is not None and torch.equal(gradient, wanted) for gradient, wanted in zip(*trained, strict=True))
+
+
+@pytest.mark.parametrize("planned", [by_checkpoint, by_backend])
+def test_gradients_of_the_gradients_of_a_planned_model_raise(planned: Callable[[nn.Module, str], Any]) -> None:
+    torch._dynamo.reset()
+    critic = network()
+    run = planned(critic, "100%")
+    x = points(0)[0].requires_grad_(True)
+    (slope,) = grad(run(x).sum(), x, create_graph=True)
+    assert torch.equal(slope, grad(network_of(critic)(x).sum(), x)[0])
+    with pytest.raises(PlannerError, match=r"planner\.rematerialize"):
+        slope.square().mean().backward()
+
+
+def network_of(critic: nn.Module) -> nn.Module:
+    """Return an unplanned network with the same weights."""
+    copy = network()
+    copy.load_state_dict(critic.state_dict())
+    return copy
+
+
+class Critic(nn.Module):
+    """A model with a penalty on the gradient of its input, which `follow` makes require a gradient."""
+
+    def __init__(self, follow: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.follow = follow
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.follow(x)
+        score = self.layers(x)
+        (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return score + gradient.square().sum(1, keepdim=True)
+
+
+def by_attribute(x: Tensor) -> Tensor:
+    x.requires_grad = True
+    return x
+
+
+def own_tensor(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+@pytest.mark.parametrize("follow", [lambda x: x.requires_grad_(True), by_attribute])
+def test_requires_grad_of_the_batch_is_refused_with_ways_out(follow: Callable[[Tensor], Tensor]) -> None:
+    x, y, model = torch.randn(16, 8), torch.randn(16, 1), Critic(follow)
+    with pytest.raises(TraceError, match=r"changes requires_grad of a tensor of the batch.* x\.detach\(\)\.requires_grad_\(\)"):
+        planner.compile(model, F.mse_loss, (x, y), budget="100%")
+    assert not x.requires_grad
+    F.mse_loss(model(x), y).backward()  # eager PyTorch leaves a gradient in the batch
+    expected = [p.grad for p in model.parameters()]
+    for mended, batch in ((model, x.detach().clone().requires_grad_()), (Critic(own_tensor), x.detach())):
+        mended.load_state_dict(model.state_dict())
+        step = planner.compile(mended, F.mse_loss, (batch, y), budget="100%")
+        mended.zero_grad()
+        step(batch, y).backward()
+        assert all(map(torch.equal, expected, (p.grad for p in mended.parameters())))
+        assert batch.grad is None or torch.equal(batch.grad, x.grad)
+        assert batch.requires_grad is (batch.grad is not None)

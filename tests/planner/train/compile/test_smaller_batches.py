@@ -1,0 +1,165 @@
+"""A smaller last batch runs by a plan of its own, with eager PyTorch's bits and within the budget; larger ones are refused."""
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import planner
+from graphs.errors import MismatchError
+from planner.capture.step import TrainingStep
+from planner.measure.steps import measure_memory, outcome
+from planner.train.compile.dynamic import DynamicStep
+from tests.support.budgets import HALF_WAY
+
+pytestmark = pytest.mark.usefixtures("half_way")
+
+QUICK: dict[str, Any] = {"passes": 1, "time_limit_s": 5.0, "compare_eager": False}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))]
+    return nn.Sequential(*blocks, nn.BatchNorm1d(32), nn.Linear(32, 3))
+
+
+def rows(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 32), torch.randint(3, (n,))
+
+
+def check(step: Callable[..., Any], model: nn.Module, loss_fn: Callable[..., Any] | None, batch: Any) -> None:
+    """As eager PyTorch to the last bit, and within the budget."""
+    model.zero_grad()
+    found = outcome(step, model, batch, seed=1)
+    assert outcome(TrainingStep(model, loss_fn), model, batch, seed=1).differences(found) == ()
+    plan = step.plans[-1]
+    model.zero_grad()
+    again = measure_memory(step, batch, static_bytes=plan.graph.static_bytes - 4, device=torch.device("cpu"))
+    assert again.peak_bytes <= plan.budget_bytes == step.plan.budget_bytes
+
+
+def test_the_default_loader_trains_for_two_epochs_as_eager() -> None:
+    data = TensorDataset(*rows(70))
+
+    def train(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(2):
+            for x, y in DataLoader(data, batch_size=32):  # 32, 32 and 6 rows
+                loss = step(x, y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        return [*losses, *model.state_dict().values()]
+
+    model, plain = net(), net()
+    step = planner.compile(model, F.cross_entropy, rows(32), budget=HALF_WAY, optimizer="adamw", **QUICK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = train(model, step)
+    assert all(map(torch.equal, found, train(plain, lambda x, y: F.cross_entropy(plain(x), y))))
+    assert not isinstance(step, DynamicStep)
+    assert [plan.graph.provenance["inputs"][0] for plan in step.plans] == ["float32[32, 32]", "float32[6, 32]"]
+    assert step.plan is step.plans[0]  # that of the size it was planned for
+
+
+def test_smaller_batches_keep_the_budget_and_larger_ones_are_refused() -> None:
+    model = net()
+    step = planner.compile(model, F.cross_entropy, rows(64), budget=HALF_WAY, max_plans=2, **QUICK)
+    for n in (60, 2, 33, 60):
+        check(step, model, F.cross_entropy, rows(n))
+    assert len(step.plans) == 3  # two of smaller sizes
+    for batch in (rows(65), (torch.randn(64, 16), rows(64)[1]), (torch.randn(60, 32).double(), rows(60)[1])):
+        with pytest.raises(MismatchError):
+            step(*batch)
+    assert len(step.plans) == 3
+
+
+def test_a_smaller_batch_need_not_wait_for_a_good_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+    search = planner.plans.search.StepSearch.first_plan
+
+    def first_plan(self: Any, *args: Any) -> Any:
+        waits.append(self.run.wait.seconds)
+        return search(self, *args)
+
+    monkeypatch.setattr("planner.plans.search.StepSearch.first_plan", first_plan)
+    for options in ({}, {"wait": "1%"}, {"swap": "never"}):
+        step = planner.compile(net(), F.cross_entropy, rows(64), budget=HALF_WAY, **QUICK, **options)
+        step(*rows(7))
+        assert step.plans[1].gap is not None
+    assert waits == [3.0, 0.0, None, None, 3.0, 3.0]
+
+
+class Masked(nn.Module):
+    """Takes tensors with and without the dimension of the batch, and a number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(17, 16), nn.Linear(16, 17)
+
+    def forward(
+        self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, extra: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.embed(tokens) + positions) * mask[..., None]
+        losses = F.cross_entropy(self.head(hidden).flatten(0, 1), extra["labels"].flatten(), reduction="none")
+        return losses.sum() / (extra["items"] * tokens.shape[0]) * extra["scale"], losses
+
+
+def masked(n: int) -> dict[str, Any]:
+    extra = {"labels": torch.randint(17, (n, 9)), "items": 9 * n, "scale": torch.tensor(1.0 / n)}
+    return {"tokens": torch.randint(17, (n, 9)), "mask": torch.rand(n, 9) > 0.2, "positions": torch.randn(9, 16), "extra": extra}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_masks_dicts_and_numbers_that_depend_on_the_rows(*, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    step = planner.compile(model, None, masked(12), budget=HALF_WAY, dynamic=dynamic, **QUICK)
+    for n in (12, 5, 1, 5):
+        batch = masked(n)
+        found = outcome(step, model, batch, seed=1)
+        assert outcome(TrainingStep(model, None), model, batch, seed=1).differences(found) == ()
+    batch = masked(12)
+    batch["extra"]["items"] = 7
+    with pytest.warns(UserWarning, match=r"captured again: input 'extra'\['items'\] is 7, but the step was planned for 108"):
+        found = outcome(step, model, batch, seed=1)
+    assert outcome(TrainingStep(model, None), model, batch, seed=1).differences(found) == ()
+
+
+def test_gradients_accumulate_over_whole_and_smaller_batches() -> None:
+    model = net()
+    plain = copy.deepcopy(model)
+    step = planner.compile(model, F.cross_entropy, rows(32), budget=HALF_WAY, accumulate=True, **QUICK)
+    torch.manual_seed(1)
+    batches = [rows(32), rows(9), rows(32)]
+    for run in (step, lambda x, y: F.cross_entropy(plain(x), y)):
+        torch.manual_seed(2)
+        for batch in batches:
+            run(*batch).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("through", ["checkpoint", "backend"])
+def test_checkpoint_and_backend_plan_a_smaller_batch(through: str) -> None:
+    torch._dynamo.reset()
+    model, plain = net(), net()
+    options = {"budget": "80%", "time_limit_s": 5.0, "wait": 0}
+    if through == "checkpoint":
+        called = planner.checkpoint(model, **options)
+    else:
+        called = torch.compile(model, backend="planner", options=options)
+    for n in (32, 6, 32, 6):
+        x, y = rows(n)
+        for run in (called, plain):
+            torch.manual_seed(3)
+            F.cross_entropy(run(x), y).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

@@ -1,0 +1,112 @@
+"""Steps as they ran: hashes that tell steps apart, and the graphs that solvers take."""
+
+import pytest
+
+from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.ir import Kind, Phase
+from graphs.schedule import Compute, Free, keep_everything
+from graphs.simulate import simulate
+from planner.train.eager.step_log import LoggedOp, StepLog, recorded_step
+
+
+def add(log: StepLog, target: str, inputs: tuple[int, ...], made: tuple[int, ...] = (), **facts: object) -> int:
+    return log.add_op(LoggedOp(target, inputs, made, **facts), target, 0)  # type: ignore[arg-type]
+
+
+def small_step() -> StepLog:
+    """x, w -> h = mm(x, w); h <- relu_(h); y = mm(h, w); g = mm_backward(y, h), the gradient of w; then w <- sub_(w, g)."""
+    log = StepLog(held_bytes=100)
+    x, w = log.add_storage(20), log.add_storage(30)
+    h = log.add_storage(8)
+    add(log, "aten.mm.default", (x, w), (h,), time_s=3.0)
+    add(log, "aten.relu_.default", (h,), written=(h,), time_s=1.0)
+    y = log.add_storage(4)
+    add(log, "aten.mm.default", (h, w), (y,), time_s=2.0)
+    g = log.add_storage(30)
+    add(log, "aten.mm.default", (y, h), (g,), time_s=2.0, backward=True)
+    log.release(h)
+    add(log, "aten.sub_.Tensor", (w, g), written=(w,), time_s=1.0, recomputable=False)
+    log.release(y)
+    return log
+
+
+def test_a_step_becomes_a_graph() -> None:
+    step = recorded_step(small_step(), {"model": "small"})
+    graph = step.graph
+    assert [op.name for op in graph.ops] == ["mm", "relu_", "mm_1", "mm_2", "sub_"]
+    assert [t.name for t in graph.tensors] == ["held_0", "held_1", "mm", "relu_", "mm_1", "mm_2", "not read in the step"]
+    assert step.storages == (0, 1, 2, 2, 3, 4, -1)
+    assert [op.inputs for op in graph.ops] == [(0, 1), (2,), (3, 1), (4, 3), (1, 5, 4)]  # y is held until w is updated
+    assert [op.outputs for op in graph.ops] == [(2,), (3,), (4,), (5,), ()]
+    assert graph.ops[1].overwrites == ((3, 2),)
+    assert graph.ops[4].mutates == (1,)
+    assert [op.phase for op in graph.ops] == [Phase.FORWARD] * 3 + [Phase.BACKWARD] * 2
+    assert graph.kept == {5}
+    assert graph.static_bytes == 100
+    assert graph.tensors[6].kind is Kind.CONSTANT
+    assert graph_from_dict(graph_to_dict(graph)) == graph
+    assert simulate(graph, keep_everything(graph)).peak_bytes == 100 + 8 + 4 + 30
+
+
+def test_unpacked_tensors_are_inputs_of_all_ops_of_their_node() -> None:
+    log = StepLog(held_bytes=0)
+    a, b, loss, g, h, k = (log.add_storage(1) for _ in range(6))
+    add(log, "f", (), (a,))
+    add(log, "f", (a,), (b,))
+    add(log, "loss", (b,), (loss,))
+    log.unpack(b)
+    add(log, "g", (loss,), (g,), backward=True, node=7)
+    add(log, "g", (g, b), (h,), backward=True, node=7)
+    add(log, "g", (h,), (k,), backward=True, node=6)
+    graph = recorded_step(log).graph
+    assert [op.inputs for op in graph.ops] == [(), (a,), (b,), (b, loss), (b, g), (h,)]
+    assert [op.recomputable for op in graph.ops] == [True, True, False, False, False, False]
+
+
+def test_keep_everything_schedule_frees_released_storages() -> None:
+    graph = recorded_step(small_step()).graph
+    assert keep_everything(graph).steps == (
+        *(Compute(0), Compute(1), Free(2)),
+        *(Compute(2), Compute(3), Free(3)),
+        *(Compute(4), Free(4)),
+    )
+
+
+def test_hashes_depend_on_operators_shapes_and_connections_and_structures_not_on_shapes() -> None:
+    def step(targets: str = "ab", second_reads: int = 0, shapes: object = 1) -> StepLog:
+        log = StepLog(0)
+        for i, target in enumerate(targets):
+            storage = log.add_storage(1)
+            op = LoggedOp(target, (second_reads,) if i else (), (storage,), time_s=float(log.chain % 7))
+            log.add_op(op, target, shapes)
+        return log
+
+    assert step().chains == step().chains
+    assert step("abc").chains[:2] == step("ab").chains
+    assert step("ac").chains[0] == step("ab").chains[0]
+    others = [step("ac"), step(second_reads=1), step("abc")]
+    assert len({log.chain for log in (step(), step(shapes=2), *others)}) == 5
+    assert step(shapes=2).structures == step().structures
+    assert len({log.structures[-1] for log in (step(), *others)}) == 4
+
+
+@pytest.mark.parametrize("only_saved", [False, True])
+def test_only_storages_held_by_the_program_stay_until_released(only_saved: bool) -> None:
+    log = StepLog(held_bytes=0)
+    a, b, c = (log.add_storage(size) for size in (7, 5, 3))
+    add(log, "f", (), (a,))
+    add(log, "g", (a,), (b,))
+    add(log, "h", (b,), (c,))
+    log.release(a, only_saved=only_saved)
+    log.release(a, only_saved=not only_saved)  # it is gone already
+    graph = recorded_step(log).graph
+    assert graph.ops[2].inputs == ((1,) if only_saved else (1, 0))
+
+
+def test_made_bytes_are_counted_per_op() -> None:
+    log = StepLog(held_bytes=100)
+    held, a, b = (log.add_storage(size) for size in (50, 7, 5))
+    add(log, "f", (held,), (a,))
+    add(log, "f_", (a,), written=(a,))
+    add(log, "g", (a,), (b,))
+    assert log.made_bytes == [7, 7, 12]

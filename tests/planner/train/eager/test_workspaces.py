@@ -1,0 +1,99 @@
+"""What ops take while they run besides their outputs."""
+
+import pytest
+import torch
+
+from planner.runtime.allocator import cpu_allocations, memory_rise
+from planner.torch_private.core import profiler_enabled
+from planner.train.eager.deferred_log import DeferredLog
+from planner.train.eager.session import Rematerialization, rematerialize
+from planner.train.eager.sizes import KnownOp
+from tests.support.eager.device_costs import Costs, measure_by
+
+
+def test_first_measurement_replaces_a_guess_and_larger_ones_raise_it() -> None:
+    known = KnownOp(100, workspace_bytes=1000, guessed=True)
+    known.measured(30)
+    assert (known.workspace_bytes, known.guessed) == (30, False)
+    known.measured(40)
+    known.measured(20)
+    assert known.workspace_bytes == 40
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()) for _ in range(8)))
+
+
+def test_room_is_made_for_workspaces_once_they_are_known(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(512, 256)
+    output_bytes = 512 * 256 * 4
+    measure_by(Costs(3 * output_bytes), monkeypatch)
+    with rematerialize("1GB") as session:
+        (model(x).sum()).backward()
+        model.zero_grad()
+        (model(x).sum()).backward()
+        known = [op for op in session._entered.sizes._recent.values() if op.out_bytes == output_bytes]
+        assert known and all(op.workspace_bytes == 2 * output_bytes and op.seconds == 1.0 for op in known)
+        # The peak counts outputs and workspaces of the op that runs.
+        assert session.peak_bytes >= session._entered.memory.live_bytes + 3 * output_bytes
+
+
+def test_a_budget_holds_with_workspaces(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(512, 256)
+    output_bytes = 512 * 256 * 4
+    measure_by(Costs(3 * output_bytes), monkeypatch)
+    with rematerialize("1GB") as free:
+        for _ in range(2):
+            model(x).sum().backward()
+            model.zero_grad()
+    held = free.peak_bytes - 2 * output_bytes
+    with rematerialize(held) as session:
+        for _ in range(3):
+            model(x).sum().backward()
+            model.zero_grad()
+        assert session.evictions > 0 and session.peak_bytes <= held
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_what_kernels_on_the_cpu_take_is_in_the_budget(logged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions copy their inputs and outputs."""
+    if not logged:
+        monkeypatch.setattr(DeferredLog, "available", lambda: False)
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.Tanh()) for _ in range(6)]
+    model, x = torch.nn.Sequential(*layers), torch.randn(16, 8, 32, 32)
+
+    def train() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    def measured(budget: int) -> tuple[Rematerialization, int]:
+        model.zero_grad()
+        with rematerialize(budget) as session:
+            before = session.peak_bytes
+            for _ in range(2):  # the recorder and the log measure by themselves
+                train()
+            model.zero_grad()
+            return session, before + memory_rise(train, torch.device("cpu")).peak_bytes
+
+    free, free_bytes = measured(10**9)
+    assert free.peak_bytes >= free_bytes
+    budget = (free.peak_bytes + free.least_budget()) // 2
+    session, taken_bytes = measured(budget)
+    assert session.evictions > 0
+    assert taken_bytes <= session.peak_bytes <= budget
+
+
+def test_an_op_that_fails_while_it_is_measured_leaves_no_profiler() -> None:
+    with rematerialize("1GB"):
+        with pytest.raises(RuntimeError, match="shapes"):
+            torch.ones(2, 3) @ torch.ones(2, 3)
+        assert not profiler_enabled()
+
+
+def test_a_profiler_of_the_program_sees_its_allocations() -> None:
+    with rematerialize("1GB"):
+        sizes = [event.size_bytes for event in cpu_allocations(lambda _: torch.ones(1001).sin())]
+    assert sizes.count(4004) == 2

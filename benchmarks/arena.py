@@ -19,11 +19,11 @@ import torch
 import planner
 from benchmarks.command import Setting, benchmark, one_thread
 from graphs.units import format_bytes
-from planner import argument_types
 from planner.capture.options.traced import with_graph
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
+from planner.cli import argument_types
 from planner.measure.steps import Isolated, Step, outcome
 from planner.plans.plan import Plan
 from planner.runtime.allocator import memory_rise

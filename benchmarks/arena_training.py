@@ -23,8 +23,8 @@ from benchmarks.arena import given_bytes
 from benchmarks.command import Setting, benchmark, one_thread
 from benchmarks.process_memory import resident_bytes
 from graphs.units import format_bytes
-from planner import argument_types
 from planner.capture.workload.models import build
+from planner.cli import argument_types
 from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import idle_pages_stay
 from planner.runtime.executor import Executor

@@ -19,8 +19,8 @@ from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.compiled_case import ATEN, IN_ARENA, OURS, REFERENCE, CompiledRow, Settings, compare_compiled
 from benchmarks.models import huggingface_models as hf
 from graphs.units import format_bytes, format_seconds
-from planner import argument_types
 from planner.capture.workload.models import Workload, build
+from planner.cli import argument_types
 from planner.studies.experiment import Study
 from planner.studies.rows import listed
 from planner.studies.tables import Column, as_markdown, bullets, by, markdown

@@ -26,12 +26,12 @@ from graphs.options.compress import VARIANCE
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio
-from planner import argument_types
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.cli import argument_types
 from planner.measure import steps as measure
 from planner.measure import tracing
 from planner.measure.pool_memory import measured_peak

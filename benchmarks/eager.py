@@ -24,8 +24,8 @@ from benchmarks.command import add_names, carry_out, command_line, one_thread
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from graphs.units import format_seconds
-from planner import argument_types
 from planner.capture.workload.models import build
+from planner.cli import argument_types
 from planner.plans.attributes import attributes
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study

@@ -17,12 +17,12 @@ import torch
 from benchmarks.command import Setting, benchmark
 from graphs.schedule import keep_everything
 from graphs.units import format_seconds
-from planner import argument_types
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
+from planner.cli import argument_types
 from planner.measure.steps import Step, loss_of, ratio_in_turns, turn_times
 from planner.runtime.executor import Executor
 from planner.studies.baselines import own_code

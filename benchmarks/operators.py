@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import planner
 from benchmarks.command import Setting, benchmark
 from graphs.errors import first_line
-from planner import argument_types
+from planner.cli import argument_types
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import Column, markdown

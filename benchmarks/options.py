@@ -20,8 +20,8 @@ from benchmarks.solves import modelled, solved
 from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.simulate import simulate
-from planner import argument_types
 from planner.capture.options import OPTIONS, check_options, needs, restricted_to, traced_options
+from planner.cli import argument_types
 from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
 from planner.settings.budgets import budget_in_bytes

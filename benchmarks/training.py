@@ -23,10 +23,10 @@ from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.solves import least_bytes
 from benchmarks.training_loop import Loop, Recipe, batches
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner import argument_types
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
+from planner.cli import argument_types
 from planner.measure import tracing
 from planner.measure.steps import Step
 from planner.studies.experiment import Study

@@ -22,8 +22,8 @@ from benchmarks.runner import SEED, Runner, take_turns, whole_step
 from benchmarks.solves import least_bytes
 from graphs.errors import PlannerError, first_line, typed_line
 from graphs.units import format_bytes
-from planner import argument_types
 from planner.capture.workload.models import Workload
+from planner.cli import argument_types
 from planner.measure import tracing
 from planner.measure.machine import ROOT
 from planner.measure.steps import ratio_in_turns

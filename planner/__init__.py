@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.missing_packages import explain_missing_packages
+from planner.errors import explain_missing_packages
 
 if TYPE_CHECKING:
     __version__: str

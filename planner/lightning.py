@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 from graphs.short_tracebacks import short_traceback
-from planner.missing_packages import explain_missing_packages
+from planner.errors import explain_missing_packages
 
 with explain_missing_packages():
     import torch

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import BudgetError
 from graphs.units import format_bytes, format_ratio, format_seconds, parse_budget
-from planner import argument_types
+from planner.cli import argument_types
 from planner.cli.arguments import (
     DONE,
     INFEASIBLE,

@@ -14,8 +14,8 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from graphs.optimizers import OPTIMIZERS
-from planner import argument_types
 from planner.capture.options import OPTIONS, traced_options
+from planner.cli import argument_types
 from planner.plans.attributes import attributes
 from planner.progress.visible import visible, visible_lines
 from planner.settings.counted_memory import CountedMemory

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
-from planner import argument_types
+from planner.cli import argument_types
 from planner.cli.arguments import (
     DONE,
     INTERRUPTED,

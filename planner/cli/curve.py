@@ -4,7 +4,7 @@ import argparse
 import math
 from pathlib import Path
 
-from planner import argument_types
+from planner.cli import argument_types
 from planner.cli.arguments import (
     DONE,
     INFEASIBLE,

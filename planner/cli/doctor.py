@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict
 
-from planner import argument_types
+from planner.cli import argument_types
 from planner.cli.arguments import DONE, FAILED, MODEL_HELP, Commands, add_command, print_result
 
 
@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; return the exit code."""
-    from planner.doctor import facts
+    from planner.cli.installation import facts
     from planner.studies.tables import by
 
     found = list(facts(arguments.model))

@@ -2,7 +2,7 @@
 
 import argparse
 
-from planner import argument_types
+from planner.cli import argument_types
 from planner.cli.arguments import DONE, Commands, add_command, add_quiet, print_written
 
 

@@ -30,7 +30,7 @@ from planner.cli import (
     trace,
 )
 from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, USAGE, Command, Parser, complain
-from planner.missing_packages import how_to_install
+from planner.errors import how_to_install
 from planner.runtime.allocator_failure import allocator_failure
 
 # In the order of the help.

@@ -4,8 +4,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from graphs.errors import ModelError, UsageError
-from planner import argument_types
 from planner.capture.workload.workload import ModelSpec, parse_spec
+from planner.cli import argument_types
 from planner.cli.arguments import (
     DIFFERENT,
     DONE,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.errors import UsageError
-from planner import argument_types
+from planner.cli import argument_types
 from planner.cli.arguments import DONE, Commands, add_command, print_result
 
 if TYPE_CHECKING:

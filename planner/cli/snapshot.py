@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from planner import argument_types
+from planner.cli import argument_types
 from planner.cli.arguments import DONE, Commands, add_command, print_result
 
 if TYPE_CHECKING:

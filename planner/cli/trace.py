@@ -2,8 +2,8 @@
 
 import argparse
 
-from planner import argument_types
 from planner.capture.workload.models import ZOO
+from planner.cli import argument_types
 from planner.cli.arguments import (
     DONE,
     MODEL_HELP,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from graphs.errors import BudgetError
 from graphs.units import format_bytes, format_enough, format_ratio, format_seconds, parse_budget
-from planner import argument_types
+from planner.cli import argument_types
 
 PEAK_BYTES = 2 * 10**9
 

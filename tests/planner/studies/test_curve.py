@@ -19,7 +19,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
-from planner import argument_types
+from planner.cli import argument_types
 from planner.memory.reserved import counted_bytes, eager_bytes, reserved_at
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings

@@ -51,7 +51,7 @@ class KnownBudgets:
     """The least budget of a graph that is solved: its schedule is the result where it fits and the solve finds none.
 
     It is looked for once: before a solve for a tight budget, in the first seconds of one without a schedule, or at the end. It is
-    a function of the graph (``planner.memory.least_budget``), so that a solve for a budget that a message names has a schedule at once.
+    a function of the graph (``memory.least_budget``), so that a solve for a budget that a message names has a schedule at once.
 
     Attributes:
         traced: the graph with all options that it was traced with.

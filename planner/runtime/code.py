@@ -4,7 +4,7 @@ The passes contain the calls and the frees of the schedule in its order. The for
 last op. Tensors that are alive then and not returned, and transfers under way, are passed to the backward pass in a list. The
 backward pass empties the list first, so that only its own variables keep tensors in memory.
 
-On several devices each has its part of both passes (``planner.capture.program.writer``). ``planner.runtime.devices`` runs the parts
+On several devices each has its part of both passes (``planner.capture.program.writer``). ``runtime.devices`` runs the parts
 concurrently. A pass ends when all its parts have: no other device runs while the caller has the loss.
 """
 

@@ -1,7 +1,7 @@
 """Methods that offload saved tensors to the host by autograd's saved-tensor hooks, as PyTorch and torchtune do.
 
 On the CPU, device and host share one memory: ``torch.autograd.graph.save_on_cpu`` moves nothing there, and torchtune's class is
-for CUDA. Both are therefore implemented with hooks that copy by ``planner.runtime.transfers.channels``, as plans do: an offloaded tensor is
+for CUDA. Both are implemented with hooks that copy by ``runtime.transfers.channels``, as plans do: an offloaded tensor is
 copied into memory that PyTorch's allocator does not count, and reloaded into memory that it counts when it is read. Peaks of the
 device and the host thus mean the same as for a plan.
 """

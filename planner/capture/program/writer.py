@@ -1,7 +1,7 @@
 """Writing of the steps of a schedule into passes: for each device its part of them.
 
-The part of a device contains its ops, the frees of its memory, and its ends of transfers (``planner.runtime.transfers.transfers``). The
-host computes nothing: its memory, and its ends of transfers, belong to the part of the main device. On a single device without
+The part of a device contains its ops, the frees of its memory, and its ends of transfers (``runtime.transfers``). The host
+computes nothing: its memory, and its ends of transfers, belong to the part of the main device. On a single device without
 transfers that part is the whole pass.
 """
 

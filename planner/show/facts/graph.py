@@ -99,7 +99,7 @@ class GraphFacts:
     No schedule that first executes the ops in program order, or in the order that a solve finds (``solvers.order.reorder``),
     needs less than `least_budget_bytes`; `least_budget_op` sets the bound of single ops, and `least_budget_reason` explains it.
     In the second order, keeping everything needs `reordered_peak_bytes`. In any order, no schedule needs less than
-    `least_budget_any_order_bytes`. A schedule is known for `least_budget_found_bytes` (``planner.memory.least_budget``). With offloading
+    `least_budget_any_order_bytes`. A schedule is known for `least_budget_found_bytes` (``memory.least_budget``). With offloading
     the bounds are `least_budget_offload_bytes` and `least_budget_offload_found_bytes`, the latter with
     `least_budget_offload_host_bytes` on the host. All these are of allocated bytes; those called ``least_reserved`` are of the
     bytes that PyTorch's allocator reserves on CUDA. `eager_memory` is what allocators take for plain eager PyTorch. `traced` has

@@ -26,13 +26,14 @@ from planner.show.report.describe import capacity_text, spaced
 from planner.show.report.lanes import Bar, bars, lanes
 from planner.show.report.module_groups import grouped
 from planner.show.views.figures import size_unit, time_unit
-from planner.studies.curve import CurveRow
 
 if TYPE_CHECKING:
     from bokeh.document import Document
     from bokeh.model import Model
     from bokeh.models import Range1d
     from bokeh.plotting import figure
+
+    from planner.studies.curve import CurveRow
 
 _Model = TypeVar("_Model", bound="Model")
 _BINS = 900  # columns of the memory chart at any zoom
@@ -78,7 +79,7 @@ class Charts:
     addresses: tuple[str, ...]
 
 
-def charts(facts: StepFacts, curve: Sequence[CurveRow] = ()) -> Charts:
+def charts(facts: StepFacts, curve: Sequence["CurveRow"] = ()) -> Charts:
     """Return the figures of a step, with the trade-off `curve` if there is one.
 
     The roots of the document are named ``memory``, ``lanes``, ``pool0`` and so on, ``addresses0`` and so on, and ``curve``.
@@ -273,7 +274,7 @@ class _Drawing:
                 self._tag(boxes.glyph, line_color="page")
         self.boxes.append([plot, sources])
 
-    def draw_curve(self, curve: Sequence[CurveRow]) -> None:
+    def draw_curve(self, curve: Sequence["CurveRow"]) -> None:
         from bokeh.models import ColumnDataSource
         from bokeh.plotting import figure
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -23,7 +23,9 @@ from planner.show.report.chart import charts
 from planner.show.report.chrome_trace import chrome_trace
 from planner.show.report.describe import provenance_lines
 from planner.show.report.other_streams import other_streams, travels
-from planner.studies.curve import CurveRow
+
+if TYPE_CHECKING:
+    from planner.studies.curve import CurveRow
 
 _LISTED = 15
 
@@ -34,7 +36,7 @@ def write_pages(
     timeline: Timeline,
     path: str | os.PathLike[str] | None,
     trace: str | os.PathLike[str] | None = None,
-    curve: Sequence[CurveRow] = (),
+    curve: Sequence["CurveRow"] = (),
 ) -> None:
     """Write the page of `timeline` with the trade-off `curve` to `path`, and its Chrome trace to `trace`; None: not that one.
 
@@ -57,7 +59,7 @@ def write_pages(
         write_text(trace, chrome_trace(timeline, reserved))
 
 
-def page(facts: StepFacts, curve: Sequence[CurveRow] = ()) -> str:
+def page(facts: StepFacts, curve: Sequence["CurveRow"] = ()) -> str:
     """Return the whole page of a step, with the trade-off `curve` if there is one.
 
     Raises:

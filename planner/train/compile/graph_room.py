@@ -37,7 +37,7 @@ class GraphBudget:
 
     @staticmethod
     def of(graph: Graph, budget: str | int, memory: CountedMemory) -> "GraphBudget":
-        """Return a budget of reserved memory for `graph`, with its copies as static memory (``planner.runtime.cuda.graphed_step``).
+        """Return a budget of reserved memory for `graph`, with its copies as static memory (``runtime.cuda.graphed_step``).
 
         Raises:
             InfeasibleError: nothing is left for the pool.

@@ -229,7 +229,7 @@ class Rematerialization:
 
     @property
     def recomputed_by_module(self) -> dict[str, tuple[int, float]]:
-        """The number and the time of recomputed ops by the module in which they first ran; see ``planner.train.eager.modules``."""
+        """The number and the time of recomputed ops by the module in which they first ran; see ``train.eager.modules``."""
         return dict(self._entered.recomputation.by_module)
 
     @property

@@ -122,10 +122,10 @@ class Result:
     peak_bytes: int | None = None
 
     def __post_init__(self, graph: Graph | None) -> None:
-        if self.schedule is not None and graph is not None:
-            simulation = simulate(graph, self.schedule)
-            object.__setattr__(self, "time_s", simulation.time_s)
-            object.__setattr__(self, "peak_bytes", simulation.peak_bytes)
+        if graph is not None:
+            judged = None if self.schedule is None else simulate(graph, self.schedule)
+            object.__setattr__(self, "time_s", None if judged is None else judged.time_s)
+            object.__setattr__(self, "peak_bytes", None if judged is None else judged.peak_bytes)
         if (self.schedule is not None) != (self.time_s is not None and self.peak_bytes is not None):
             raise ValueError("a schedule and its time and peak come together: give the graph to judge it on")
         if self.peak_bytes is not None and self.peak_bytes > self.budget_bytes:

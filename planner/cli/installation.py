@@ -23,7 +23,7 @@ from planner.settings.stages import TraceSettings
 from planner.studies.workload_tracing import Tracing
 from planner.torch_private.capture import graph_breaks
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _OURS = ("planner", "solvers", "graphs")
 _NEEDED = ("remat-planner", "torch", "highspy", "PuLP", "scipy", "numpy", "pandas")
 _OPTIONAL = ("transformers", "accelerate", "lightning", "matplotlib", "bokeh", "dask")

@@ -44,12 +44,12 @@ NOT_COMPARED = run_report(
 
 def ran(report: RunReport, plan_file: Path, capsys: Any, monkeypatch: Any, *options: str) -> Said:
     """What ``planner run`` says where the run came to `report`."""
-    import planner
+    from planner import measure
 
     module = types.ModuleType("planner.measure.running")
     module.run = lambda *_, **__: report  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "planner.measure.running", module)
-    monkeypatch.setattr(planner, "running", module, raising=False)
+    monkeypatch.setattr(measure, "running", module, raising=False)
     return call(capsys, "run", plan_file, "--model", "zoo:mlp,batch=2,layers=1,width=4,classes=3", *options)
 
 

@@ -42,8 +42,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
     module.trace_workload, module.run = trace_workload, run  # type: ignore[attr-defined]
     for name in ("tracing", "running"):
-        monkeypatch.setitem(sys.modules, f"planner.{name}", module)
-        monkeypatch.setattr(planner, name, module, raising=False)
+        monkeypatch.setitem(sys.modules, f"planner.measure.{name}", module)
+        monkeypatch.setattr(planner.measure, name, module, raising=False)
     return module
 
 

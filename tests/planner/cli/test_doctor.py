@@ -58,7 +58,7 @@ def test_graph_breaks_are_listed_with_their_lines(models: Path, capsys: pytest.C
     assert said.code == 1
     (broken,) = (fact for fact in data["facts"] if fact["name"] == "graph break 1")
     assert f"{models}:13: " in broken["value"]
-    assert len(data["problems"]) == 1 and 'backend="planner"' in data["problems"][0]
+    assert len(data["problems"]) == 1 and "planner.checkpoint(" in data["problems"][0]
 
 
 def test_a_model_that_cannot_be_built_is_a_problem(models: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,9 @@ class Mutation:
         path.write_text(text.replace(self.before, self.after))
 
 
-_CHANNELS, _TRANSFERS, _GRAPH = (f"planner/runtime/{name}.py" for name in ("cuda_channels", "transfers", "cuda_graph"))
+_CHANNELS, _TRANSFERS, _GRAPH = (
+    f"planner/runtime/{name}.py" for name in ("transfers/cuda_channels", "transfers/transfers", "cuda/cuda_graph")
+)
 _ARENA = "planner/runtime/cuda/device_arena.py"
 _BITS = "test_cuda_channels.py -k in_any_order"
 _UNITS = "test_cuda_channels.py -k copies_wait"

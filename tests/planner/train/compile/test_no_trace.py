@@ -123,9 +123,9 @@ class Interrupted(BaseException):
 @pytest.mark.parametrize(
     ("where", "error"),
     [
-        ("search.solve_graph", Interrupted),
-        pytest.param("training.compiler.measured_peak", RuntimeError, marks=pytest.mark.slow),
-        pytest.param("training.compiler.profiled", Interrupted, marks=pytest.mark.slow),
+        ("plans.search.solve_graph", Interrupted),
+        pytest.param("train.compile.compiler.measured_peak", RuntimeError, marks=pytest.mark.slow),
+        pytest.param("train.compile.compiler.profiled", Interrupted, marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_on_the_way_leaves_nothing(where: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,9 @@ def assert_same(planned: nn.Module, eager: nn.Module) -> None:
 def check_ddp(rank: int) -> None:
     callback = compared(Loaded, strategy="ddp")
     plan = callback.planned.plan
-    assert plan.measured_peak_bytes <= plan.budget_bytes
+    measured = [use.plan.measured_peak_bytes for use in callback.planned.history]
+    assert measured[0] is not None  # of a better one that came with the last step it may not be known
+    assert all(peak_bytes is None or peak_bytes <= plan.budget_bytes for peak_bytes in measured)
     assert len(plan.schedule.computed) > plan.graph.ops
     assert "gradient_buckets" in {tensor.name for tensor in callback.planned.measured.tensors}
 

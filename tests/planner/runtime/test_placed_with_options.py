@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from graphs.errors import CopyError
+from graphs.ir import Graph
 from graphs.options.compress import gradient_error
 from graphs.options.passes import in_passes
 from graphs.options.selection import option_of
-from graphs.pools import COMPUTE
-from graphs.schedule import Compute
+from graphs.pools import COMPUTE, HOST
+from graphs.schedule import Compute, Schedule, boundary, live_after
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.replay import written_tensors
@@ -127,8 +128,17 @@ def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert sent_on == {"host", SECOND}
 
 
+def between_passes(graph: Graph, schedule: Schedule) -> set[int]:
+    """The tensors that are in some memory between the passes."""
+    return set(live_after(graph, schedule.steps[: boundary(graph, schedule)]))
+
+
 def test_host_memory_stays_within_the_host_budget() -> None:
-    offered, schedule, _ = step_with_everything("mutated", 0)
+    offered, schedule = next(
+        (offered, schedule)
+        for offered, schedule, _ in (step_with_everything("mutated", seed) for seed in range(20))
+        if any(offered.graph.tensors[t].pool == HOST for t in between_passes(offered.graph, schedule))
+    )
     most = simulate(offered.graph, schedule).pool_peaks_bytes[-1]
     workload = make("mutated")
     limited = with_everything("mutated", host_bytes=most)
@@ -179,7 +189,7 @@ def test_a_copy_to_the_host_or_back_that_fails(thread: str, monkeypatch: pytest.
 def test_forward_results_return_with_the_forward_pass_despite_offload() -> None:
     graph = with_everything("tied").graph
     moved = 0
-    for seed in range(6):
+    for seed in range(12):  # kernels that are worth a choice differ by machine and load, and schedules with them
         schedule = any_schedule(graph, seed)
         again = in_passes(graph, schedule)
         assert in_passes(graph, again) == again

@@ -34,7 +34,7 @@ class Embeds(nn.Module):
             r"writes to 'embedding.weight', to keep within max_norm=.*leave out max_norm=",
         ),
         (lambda: nn.EmbeddingBag(20, 16, max_norm=1.0), r"writes to 'embedding.weight', to keep within max_norm="),
-        (lambda: nn.Embedding(20, 16, max_norm=1.0, sparse=True), "is sparse"),
+        (lambda: nn.Embedding(20, 16, max_norm=1.0, sparse=True), "to keep within max_norm="),
     ],
 )
 def test_embeddings_that_cannot_be_planned_are_one_error(make: Callable[[], nn.Module], said: str) -> None:

@@ -11,6 +11,9 @@ from torch._dynamo import (
     config as dynamo_config,  # settings of the capture
 )
 from torch._dynamo import (
+    eval_frame as _eval_frame,  # whether functions are compiled at present
+)
+from torch._dynamo import (
     pgo as _pgo,  # the sizes that a frame was compiled for
 )
 from torch._dynamo import (
@@ -271,3 +274,14 @@ def graph_breaks(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         )
         for reason in found.break_reasons
     ]
+
+
+def count_captured_graphs() -> int:
+    """Return how many graphs Dynamo has captured in this process."""
+    return int(dynamo_utils.counters["stats"]["unique_graphs"])
+
+
+def is_compiling_forbidden() -> bool:
+    """Return True if compiled functions run as they are written at present: under ``set_stance``, or a mode that sees ops."""
+    modes = torch._C._len_torch_dispatch_stack()
+    return bool(dynamo_config.disable or _eval_frame._stance.stance != "default" or modes)

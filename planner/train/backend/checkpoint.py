@@ -9,14 +9,20 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from graphs.errors import PlannerError
-from graphs.short_tracebacks import short_traceback
+from graphs.short_tracebacks import short_traceback, warn_caller
 from planner.capture.frontend.joint import logging_methods
 from planner.capture.step import check_module
 from planner.progress import OnProgress
 from planner.settings.backend_settings import settings_of
 from planner.settings.budgets import budget_in_bytes, read_budget
 from planner.settings.stages import Wait
-from planner.torch_private.capture import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config
+from planner.torch_private.capture import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    count_captured_graphs,
+    dynamo_config,
+    is_compiling_forbidden,
+)
 from planner.train.backend import backend
 
 M = TypeVar("M", bound=nn.Module)
@@ -125,13 +131,17 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
         allow_rnn=True,
     )
 
+    is_first = True
+
     @short_traceback
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_first
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return model._call_impl(*args, **kwargs)
+        before = count_captured_graphs()
         try:
             with settings:
-                return planned(*args, **kwargs)
+                result = planned(*args, **kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, PlannerError):
                 raise error.inner_exception from None
@@ -141,6 +151,16 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
                 f"the model was called with inputs of more than {_MOST_SIZES} sizes, and each needs its own plan: pad "
                 "inputs to a few sizes"
             ) from None
+        was_first, is_first = is_first, False
+        # Where nothing may be compiled, Dynamo captures nothing of this function later either.
+        if was_first and count_captured_graphs() == before and not is_compiling_forbidden():
+            warn_caller(
+                f"planner.checkpoint found no graph in {type(model).__name__}, which runs without a plan: nothing keeps its "
+                "memory within the budget. Dynamo captures nothing of a forward() with a graph break in a loop "
+                "(TORCH_LOGS=graph_breaks names it): take the line out of the loop, or train in a block of "
+                "planner.rematerialize(budget=...), which needs no graph"
+            )
+        return result
 
     setattr(call, _MARK, True)
     return call

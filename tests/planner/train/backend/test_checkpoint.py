@@ -227,3 +227,36 @@ def check_ddp(rank: int) -> None:
 @pytest.mark.slow
 def test_ddp_around_a_checkpointed_model(tmp_path: Path) -> None:
     on_two((check_ddp,), tmp_path)
+
+
+class BreaksInALoop(nn.Module):
+    """Dynamo captures nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_a_model_without_a_graph_says_once_that_it_has_no_plan() -> None:
+    torch.manual_seed(0)
+    model, x = BreaksInALoop(), torch.randn(4, 8)
+    planner.checkpoint(model, budget="60%")
+    with torch.no_grad():
+        model(x)
+    with pytest.warns(UserWarning, match="found no graph in BreaksInALoop, which runs without a plan"):
+        model(x).sum().backward()
+    model(x).sum().backward()
+
+
+def test_a_part_of_a_planned_model_has_a_plan_there() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), planner.checkpoint(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), budget="100%"))
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    step = planner.compile(model, nn.functional.mse_loss, (x, y), budget="100%")
+    step(x, y).backward()

@@ -202,12 +202,8 @@ def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
     next. A capture that follows values takes longer than one without, and most models do without.
     """
     found = _attempts(step, batch)
-    if isinstance(found, tuple):
-        return *found, None
-    if isinstance(found, UnsettledError | CountingError):
-        raise found
-    if found and (message := own_message(found)):
-        raise TraceError(message) from found
+    if (traced := _take_whole(found)) is not None:
+        return traced
     branches = DataBranches(batch)
     return *_result(_attempt(step, batch, partial(_joint, values=branches), branches), step, batch, branches), branches
 
@@ -215,13 +211,25 @@ def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
 def _with_numbers(step: TrainingStep, batch: Batch, names: Collection[str], failed: TraceError | None = None) -> Traced:
     """Do as ``_with_branches``, without branches on data, but with numbers that stay inputs; `failed` is raised if none can."""
     found = _attempts(step, batch, names)
+    if (traced := _take_whole(found)) is not None:
+        return traced
+    assert not isinstance(found, tuple)
+    raise failed or TraceError(f"the step cannot be captured with {', '.join(sorted(names))} as inputs") from found
+
+
+def _take_whole(found: Made[JointWithDescriptors] | Exception | None) -> Traced | None:
+    """Return what was captured without branches on data; None if another way of capturing it may succeed.
+
+    Raises:
+        TraceError: no other way can, as the user's code or what it counts is the reason.
+    """
     if isinstance(found, tuple):
         return *found, None
     if isinstance(found, UnsettledError | CountingError):
         raise found
     if found and (message := own_message(found)):
         raise TraceError(message) from found
-    raise failed or TraceError(f"the step cannot be captured with {', '.join(sorted(names))} as inputs") from found
+    return None
 
 
 def _result(found: Made[T] | Exception | None, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Made[T]:

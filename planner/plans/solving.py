@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from graphs.checks import check_sums
 from graphs.errors import InfeasibleError, LimitError, PlannerError, SolverWarning, UsageError
 from graphs.ir import Graph, check_is_graph
 from graphs.options.compress import gradient_error
@@ -134,7 +135,8 @@ def solve(
     )
     with Stages(*views_of(on_progress), stages=(Stage.SOLVE,)) as stages:
         with stages.stage(Stage.SOLVE) as stage:
-            tell = stage.solving(base_s=summarize(graph).time_s)
+            check_sums(graph)
+            tell = stage.solving(base_s=graph.time_s)
             plan = solve_graph(graph, budget, settings, on_progress=tell, must_stop=should_stop, on_plan=on_plan)
         stages.finish()
     return plan

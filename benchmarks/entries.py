@@ -31,7 +31,6 @@ from planner.train.eager.session import Rematerialization
 COMPILE, CHECKPOINT, BACKEND, REMATERIALIZE = ENTRIES = ("compile", "checkpoint", "backend", "rematerialize")
 _LEAST_LIMIT_S = 5.0
 _SOLVE: dict[str, Any] = {"time_limit_s": 10.0, "tolerance": 0.01}
-_LIMIT_S = 300.0
 _ENOUGH_BYTES = 2**40
 
 T = TypeVar("T")
@@ -65,13 +64,13 @@ class EntryRow(Made):
         return self.way.partition(" at ")[0]
 
 
-def try_one(case: tuple[str, str], known: Sequence[EntryRow], *, entries: Sequence[str]) -> Iterator[EntryRow]:
+def try_one(case: tuple[str, str], known: Sequence[EntryRow], *, entries: Sequence[str], seconds: float) -> Iterator[EntryRow]:
     """Yield the rows of one model by those of `entries` that are not known."""
     source, model = case
     found = {row.entry for row in known if row.status != MISSING}
     left = [entry for entry in entries if entry not in found]
     blank = EntryRow(source=source, model=model, way=EAGER, status=RAN, **provenance(packages=PACKAGES))
-    return run_in_process(partial(try_entries, entries=left), blank, _LIMIT_S) if left else iter(())
+    return run_in_process(partial(try_entries, entries=left), blank, seconds) if left else iter(())
 
 
 def try_entries(make: Callable[[], Workload], row: EntryRow, *, entries: Sequence[str]) -> Iterator[EntryRow]:
@@ -245,8 +244,11 @@ def _describe(row: EntryRow) -> str:
 
 
 STUDY = Study(EntryRow, try_one, whole=False, pages={"table.md": table}, failures=failures)
-_SETTING = Setting(",".join(ENTRIES), "entry points, with commas", names_of("entry point", ENTRIES))
-main = trying(STUDY, __doc__, out="results/entries", say=_describe, entries=_SETTING)
+_SETTINGS = {
+    "entries": Setting(",".join(ENTRIES), "entry points, with commas", names_of("entry point", ENTRIES)),
+    "seconds": Setting(300.0, "after which a model is given up", float),
+}
+main = trying(STUDY, __doc__, out="results/entries", say=_describe, **_SETTINGS)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ import gc
 import os
 import signal
 import warnings
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +21,22 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # A suite in the background of a shell ignores Ctrl-C, and so would the processes that tests send it to.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write the seconds and the number of tests of each folder, where the slowest tests are asked for."""
+    if not terminalreporter.config.getoption("durations"):
+        return
+    seconds: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            folder = "/".join(PurePosixPath(report.nodeid.partition("::")[0]).parent.parts[:3])
+            seconds[folder] += report.duration
+            tests[folder] += report.when == "call"
+    terminalreporter.section("seconds per folder")
+    for folder, total_s in seconds.most_common():
+        terminalreporter.write_line(f"{total_s:8.1f} s {tests[folder]:6d} tests  {folder}")
 
 
 @pytest.fixture(scope="module", autouse=True)

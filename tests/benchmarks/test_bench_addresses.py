@@ -5,12 +5,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import addresses
-from benchmarks.addresses import PUBLIC, TABLE, AddressRow, address_row, main, solve_plans
-from planner.studies.rows import KeptRows
+from benchmarks.addresses import PUBLIC, TABLE, address_row, main, solve_plans
 from planner.studies.tables import markdown
 from tests.support.graphs.buffers import packed_buffers
-
-FOLDER = Path(__file__).parents[2] / "results" / "addresses"
 
 
 def test_a_row_is_between_the_live_bytes_and_best_fit() -> None:
@@ -33,11 +30,3 @@ def test_instances_that_are_not_here_are_left_out(
     monkeypatch.setattr(addresses, "INSTANCES", tmp_path / "none")
     main(["--models", PUBLIC, "--out", str(tmp_path)])
     assert "the public instances are not here" in capsys.readouterr().out
-
-
-def test_committed_arenas_are_between_their_bound_and_best_fit() -> None:
-    rows = list(KeptRows(FOLDER / "rows.csv", AddressRow))
-    assert {row.name for row in rows} >= set(addresses.MODELS) - {"tiny"}
-    for row in rows:
-        assert row.arena_bytes is not None and row.bound_bytes <= row.arena_bytes <= row.best_fit_bytes
-        assert (row.status == "optimal") == (row.bound_bytes == row.arena_bytes)

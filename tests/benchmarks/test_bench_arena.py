@@ -1,17 +1,12 @@
 """``make bench-arena``: what it measures of one model, and what its table says."""
 
-from pathlib import Path
-
 import pytest
 
 import planner
 from benchmarks import arena
-from benchmarks.arena import TABLE, ArenaRow
-from planner.studies.rows import KeptRows
+from benchmarks.arena import TABLE
 from planner.studies.tables import markdown
 from tests.support.models.steps import make
-
-FOLDER = Path(__file__).parents[2] / "results" / "arena"
 
 
 def test_a_plan_is_measured_with_and_without_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,9 +18,3 @@ def test_a_plan_is_measured_with_and_without_an_arena(monkeypatch: pytest.Monkey
     assert 0 <= row.counted_bytes - row.outside_bytes <= 4  # the gradient of the loss, which autograd makes
     assert min(row.eager_s, row.plan_ratio, row.arena_ratio) > 0
     assert "| unet | 90% | as it is |" in markdown([row], TABLE)
-
-
-def test_the_committed_rows_have_the_bits_and_no_page_faults() -> None:
-    rows = list(KeptRows(FOLDER / "rows.csv", ArenaRow))
-    assert {row.model for row in rows} == set(arena.MODELS)
-    assert all(row.identical and row.arena_faults == 0 for row in rows)

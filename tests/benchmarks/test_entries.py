@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from benchmarks.entries import (
     COMPILE,
     ENTRIES,
     REMATERIALIZE,
-    STUDY,
     EntryRow,
     failures,
     try_entries,
@@ -24,7 +22,7 @@ from benchmarks.entries import (
 )
 from benchmarks.models.parts import Residual
 from benchmarks.runner import Runner, whole_step
-from benchmarks.try_models import EAGER, FAILED, MISSING, RAN, REFUSED
+from benchmarks.try_models import EAGER, MISSING, RAN, REFUSED
 from planner.capture.workload.models import Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
@@ -112,22 +110,3 @@ def test_entry_points_with_rows_are_not_tried_again(monkeypatch: pytest.MonkeyPa
     for wanted in ((COMPILE, CHECKPOINT), (COMPILE,)):
         list(try_one(("tests", "tiny"), known, entries=wanted, seconds=60.0))
     assert asked == [(CHECKPOINT,)]
-
-
-def test_failures_report_differences_budgets_and_crashes() -> None:
-    ran = replace(BLANK, way="backend at 50%", different=0, budget_bytes=60, peak_bytes=60)
-    wrong = replace(ran, different=2, first_difference="loss of step 0")
-    assert list(failures([ran])) == []
-    assert list(failures([wrong])) == ["tests/tiny, backend at 50%: 2 results are not eager's: loss of step 0"]
-    assert list(failures([replace(BLANK, different=1), wrong])) == []
-    assert list(failures([replace(ran, peak_bytes=61)])) == ["tests/tiny, backend at 50%: took 61 B, over its budget of 60 B"]
-    assert list(failures([replace(ran, status=FAILED, message="SystemError: worse")])) == [
-        "tests/tiny, backend at 50%: SystemError: worse"
-    ]
-
-
-def test_unknown_entry_point_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        entries.main(["--entries", "compile,nothing", "--out", str(tmp_path)])
-    assert "there is no entry point 'nothing': choose from compile, checkpoint, backend, rematerialize" in capsys.readouterr().err
-    assert not STUDY.whole

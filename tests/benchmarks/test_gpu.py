@@ -2,7 +2,6 @@
 
 import csv
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -91,17 +90,6 @@ def test_an_error_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with cuda_device():
         assert plans.main(["--out", str(tmp_path / "plans"), "--shares", "50%"]) == 1
     assert (tmp_path / "plans" / "table.md").read_text().count("RuntimeError: out of luck |") == 4
-
-
-def test_failures_report_exceeded_budgets_and_different_bits() -> None:
-    row = plans.PlanRow(model="m", way="recompute", share="50%", budget_bytes=10, requested_bytes=11, bits=False)
-    assert list(plans.failures([row])) == [
-        "m recompute 50%: 11 B of tensors, 1 B over the budget",
-        "m recompute 50%: other bits than eager PyTorch, which repeats its own",
-    ]
-    assert list(plans.failures([replace(row, requested_bytes=10, eager_error=1e-7)])) == []
-    recorded = replace(row, way="cuda-graph", requested_bytes=5, reserved_bytes=9, library_bytes=2, bits=True)
-    assert list(plans.failures([recorded])) == ["m cuda-graph 50%: reserved 11 B, 1 B over the budget"]
 
 
 @pytest.fixture

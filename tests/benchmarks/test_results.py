@@ -27,9 +27,7 @@ def named(path: Path) -> str:
     return str(path.parent.relative_to(FOLDER))
 
 
-@pytest.fixture(params=FILES, ids=named)
-def file(request: pytest.FixtureRequest) -> Path:
-    return Path(request.param)
+ROWS = {path: read_rows(path, ComparisonRow) for path in FILES}
 
 
 def found(rows: list[ComparisonRow]) -> list[ComparisonRow]:
@@ -43,47 +41,46 @@ def test_committed_results_include_every_suite() -> None:
     assert any(name.startswith("exact/") for name in there)
 
 
-def test_no_method_is_below_the_bound(file: Path) -> None:
-    rows = read_rows(file, ComparisonRow)
-    checked = found(rows)
-    assert checked
-    for row in checked:
-        assert row.peak_bytes is not None and row.time_s is not None and row.budget_bytes is not None
-        assert row.peak_bytes <= row.budget_bytes
-        # What needs less memory than its budget is not below the bounds of smaller ones that it fits either.
-        assert row.time_s >= max(bound_of(rows, row.peak_bytes) or 0.0, row.base_s) * (1 - FLOATING), row.key
+def test_no_method_is_below_the_bound() -> None:
+    for path, rows in ROWS.items():
+        checked = found(rows)
+        assert checked, path
+        for row in checked:
+            assert row.peak_bytes is not None and row.time_s is not None and row.budget_bytes is not None
+            assert row.peak_bytes <= row.budget_bytes
+            # What needs less memory than its budget is not below the bounds of smaller ones that it fits either.
+            assert row.time_s >= max(bound_of(rows, row.peak_bytes) or 0.0, row.base_s) * (1 - FLOATING), (path, row.key)
 
 
-def test_the_optimum_is_above_no_other_exact_method_by_more_than_its_gap(file: Path) -> None:
-    rows = simulated(read_rows(file, ComparisonRow))
-    for optimum in [row for row in rows if row.method == OPTIMUM and row.time_s is not None]:
+def test_the_optimum_is_above_no_other_exact_method_by_more_than_its_gap() -> None:
+    simulations = [(path, simulated(rows)) for path, rows in ROWS.items()]
+    optima = [(path, rows, row) for path, rows in simulations for row in found(rows) if row.method == OPTIMUM]
+    for path, rows, optimum in optima:
         assert optimum.time_s is not None and optimum.bound_s is not None
         gap = optimum.time_s / optimum.bound_s - 1
         assert (gap <= optimum.tolerance + FLOATING) == (optimum.status == Status.OPTIMAL)
         for row in found(rows):
             if row.method in EXACT and row.budget_bytes == optimum.budget_bytes:
                 assert row.time_s is not None
-                assert optimum.time_s <= row.time_s * (1 + max(gap, optimum.tolerance) + FLOATING), row.key
+                assert optimum.time_s <= row.time_s * (1 + max(gap, optimum.tolerance) + FLOATING), (path, row.key)
 
 
 def test_exact_methods_are_compared_where_they_end() -> None:
-    rows = [row for path in FILES if path.parent.parent.name == "exact" for row in read_rows(path, ComparisonRow)]
+    rows = [row for path in FILES if path.parent.parent.name == "exact" for row in ROWS[path]]
     assert sum(row.method in EXACT and row.status == Status.OPTIMAL for row in rows) >= 8
 
 
-def test_why_a_cell_is_empty_is_in_its_row(file: Path) -> None:
-    rows = read_rows(file, ComparisonRow)
-    assert all((row.status == Status.LIMIT) == bool(row.reason) for row in rows if row.run_by != RunBy.TORCH)
-    # On a network of convolutions there is no attention to save.
-    if file.parent.name in ("resnet50", "unet", "mobilenet_v2"):
-        attention = [row for row in rows if row.method == "sac-attention"]
-        assert attention
-        assert {row.reason for row in attention} == {Reason.INAPPLICABLE}
+def test_why_a_cell_is_empty_is_in_its_row() -> None:
+    for path, rows in ROWS.items():
+        assert all((row.status == Status.LIMIT) == bool(row.reason) for row in rows if row.run_by != RunBy.TORCH), path
+        # On a network of convolutions there is no attention to save.
+        if path.parent.name in ("resnet50", "unet", "mobilenet_v2"):
+            assert {row.reason for row in rows if row.method == "sac-attention"} == {Reason.INAPPLICABLE}, path
 
 
 def test_every_method_was_tried_at_every_budget_and_given_time() -> None:
     for path in [path for path in FILES if path.parent.parent.name == "h200"]:
-        rows = read_rows(path, ComparisonRow)
+        rows = ROWS[path]
         there, budgets = {(row.method, row.budget) for row in rows}, {row.budget for row in rows}
         assert budgets >= set(BUDGETS)
         tried = {name for name, entry in SOLVERS.items() if not entry.only_transfers} - FOR_SMALL_GRAPHS
@@ -100,10 +97,10 @@ def test_a_unet_is_checkpointed_by_its_blocks() -> None:
     assert row.overhead < 0.3
 
 
-def test_committed_table_equals_the_table_of_its_rows(file: Path) -> None:
-    assert (file.parent / "table.md").read_text() == table_text(read_rows(file, ComparisonRow))
-    for name in ("overhead.png", "memory.png"):
-        assert 0 < (file.parent / name).stat().st_size < 100_000
+def test_committed_tables_equal_the_tables_of_their_rows() -> None:
+    assert [named(path) for path in FILES if (path.parent / "table.md").read_text() != table_text(ROWS[path])] == []
+    figures = [path.parent / name for path in FILES for name in ("overhead.png", "memory.png")]
+    assert [path for path in figures if not 0 < path.stat().st_size < 100_000] == []
 
 
 def test_committed_summary_equals_the_summary_of_its_rows() -> None:
@@ -112,7 +109,7 @@ def test_committed_summary_equals_the_summary_of_its_rows() -> None:
 
 def test_measured_rows_are_complete_and_equal_eager() -> None:
     for file in [path for path in FILES if path.parent.parent.name == "cpu"]:
-        rows = read_rows(file, ComparisonRow)
+        rows = ROWS[file]
         for row in [row for row in rows if row.run_by == RunBy.EXECUTOR and row.time_s is not None]:
             assert row.exactness in ("identical", "rounded"), (file, row.key)
             assert row.measured_s is not None and row.eager_s is not None and math.isfinite(row.measured_s / row.eager_s)

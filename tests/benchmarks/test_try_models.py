@@ -30,9 +30,7 @@ from benchmarks.try_models import (
     STUDY,
     Trial,
     TriedRow,
-    failures,
     rows_of_model,
-    table,
     try_one,
     trying,
 )
@@ -135,35 +133,6 @@ def test_storages_count_from_their_first_op_until_they_are_freed() -> None:
         (weight.exp().sin()).sum().backward()
         assert storages.live_bytes == 12000  # with the gradient
     assert storages.peak_bytes > 16000
-
-
-def rows() -> list[TriedRow]:
-    """One model that is planned, and one whose eager steps do not repeat themselves."""
-    about = {"source": "tests", "model": "one", "way": EAGER, "status": RAN}
-    eager = TriedRow(**about, storages_bytes=90, peak_bytes=100, different=0, ratio=1.0)  # type: ignore[arg-type]
-    planned = replace(eager, way=f"{PLANNED} at 50%", budget_bytes=60, storages_bytes=50, peak_bytes=60, ratio=1.2)
-    unsteady = [replace(row, model="other", different=3, first_difference="loss of step 1") for row in (eager, planned)]
-    return [eager, planned, *unsteady]
-
-
-def test_failures_report_differences_budgets_and_crashes() -> None:
-    eager, planned, *unsteady = rows()
-    assert list(failures([eager, planned, *unsteady])) == []
-    wrong = replace(planned, different=2, first_difference="loss of step 0")
-    assert list(failures([eager, wrong])) == ["tests/one, planned at 50%: 2 results are not eager's: loss of step 0"]
-    for over in (replace(planned, storages_bytes=61, peak_bytes=59), replace(planned, peak_bytes=61)):
-        assert list(failures([eager, over])) == ["tests/one, planned at 50%: took 61 B, over its budget of 60 B"]
-    crashed = replace(planned, status=FAILED, message="SystemError: worse", different=None)
-    assert list(failures([eager, crashed])) == ["tests/one, planned at 50%: SystemError: worse"]
-    refused = replace(planned, status=REFUSED, message="no", different=None)
-    assert list(failures([eager, refused])) == []
-
-
-def test_table_counts_models_and_runs() -> None:
-    text = table([*rows(), TriedRow(source="tests", model="last", way=PLANNED, status=REFUSED, message="it branches")])
-    assert "3 models were tried, and 2 of them planned at 2 budgets" in text and "Of these 2 runs 1 have eager PyTorch's" in text
-    assert "planned at 50% of the way from the least budget to the peak: 1.20 times eager's step in the median" in text
-    assert "- tests/last, planned: refused: it branches" in text
 
 
 def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

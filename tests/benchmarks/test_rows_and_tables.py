@@ -1,0 +1,206 @@
+"""Every benchmark's rows and tables: tables follow from rows, committed rows keep their promises, bad rows are named."""
+
+import csv
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from planner.studies.experiment import Study
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="some benchmarks measure memory as on Linux")
+
+RESULTS = Path(__file__).parents[2] / "results"
+NAMES = (
+    *("addresses", "arena", "arena_models", "arena_training", "compiled", "compression", "eager", "entries", "executor"),
+    *("first_step", "offload", "operators", "options", "placement", "predicted_peaks", "reserved", "resident", "solve"),
+)
+# Benchmarks by their folders of results, with further arguments.
+FOLDERS: dict[str, tuple[str, ...]] = {
+    **{name: (name,) for name in NAMES},
+    "gpu/arena": ("gpu.plans",),
+    "gpu/eager": ("eager",),
+    "gpu/plans": ("gpu.plans",),
+    "gpu/ways": ("gpu.plans",),
+    "models": ("try_models",),
+    "offload/max_batch": ("offload_sizes",),
+    "training": ("training", "--device", "cpu"),
+}
+WITH_FAILURES = ("entries", "gpu/plans", "gpu/ways")  # budgets that cannot be met, and graphs that took more than theirs
+
+
+def make_tables(folder: str, out: Path) -> int:
+    """Make the tables and figures of the rows in `out` by the benchmark of `folder`; return its exit code."""
+    module, *words = FOLDERS[folder]
+    main = import_module(f"benchmarks.{module}").main
+    return int(main([*words, "--tables-only", "--out", str(out)]))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_committed_tables_follow_from_committed_rows(folder: str, tmp_path: Path) -> None:
+    out = shutil.copytree(RESULTS / folder.removesuffix("/max_batch"), tmp_path / "results")
+    pages = {page: page.read_text() for page in out.rglob("*.md")}
+    assert pages
+    assert make_tables(folder, out) == (folder in WITH_FAILURES)
+    assert {page: page.read_text() for page in pages} == pages
+
+
+WITHIN, NO_BETTER = "peak_bytes <= budget_bytes", "bound_s <= time_s * (1 + 1e-9)"
+OURS = "not method.str.startswith('planner inductor')"
+# What holds for every committed row in which the columns are known, as expressions of pandas.
+PROMISES = {
+    "addresses": ("bound_bytes <= arena_bytes <= best_fit_bytes", "(status == 'optimal') == (bound_bytes == arena_bytes)"),
+    "arena": ("identical", "arena_faults == 0"),
+    "compiled": (
+        f"{OURS} or measured_peak_bytes <= budget_bytes",
+        f"{OURS} or abs(predicted_peak_bytes / measured_peak_bytes - 1) <= 0.01",
+        f"{OURS} or bits == 'identical'",
+    ),
+    "eager": (WITHIN, "exact == True"),
+    "offload": (WITHIN, NO_BETTER),
+    "options": (WITHIN, NO_BETTER),
+    "placement": (
+        *(WITHIN, NO_BETTER, "executed_peak_bytes <= budget_bytes", "executed_other_bytes == predicted_other_bytes"),
+        "method in ('overlapped', 'windows') or time_s <= serial_s * (1 + 1e-9)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("folder", "promise"), [(folder, promise) for folder, own in PROMISES.items() for promise in own])
+def test_committed_rows_keep_their_promises(folder: str, promise: str) -> None:
+    rows = pd.read_csv(RESULTS / folder / "rows.csv")
+    known = rows.dropna(subset=[name for name in rows.columns if name in promise])
+    assert len(known)
+    assert known[~known.eval(promise)].to_dict("records") == []
+
+
+# Where benchmarks list their cases: all have committed rows.
+CASES = {
+    "arena": "arena.MODELS",
+    "compression": "compression.CASES",
+    "first_step": "first_step_cases.CASES",
+    "offload": "offload.MODELS",
+    "placement": "placement.MODELS",
+    "training/cpu": "training.RECIPES",
+}
+
+
+@pytest.mark.parametrize("folder", CASES)
+def test_every_case_has_committed_rows(folder: str) -> None:
+    module, name = CASES[folder].split(".")
+    cases = getattr(import_module(f"benchmarks.{module}"), name)
+    assert set(pd.read_csv(RESULTS / folder / "rows.csv")["model"]) == set(cases.get("cpu", cases))
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A committed row that is changed, and the line that then appears in the output.
+
+    Attributes:
+        folder: of the results.
+        row: cells that the row is known by.
+        cells: that are changed: new texts, or what is added to the number that is in another column.
+        line: a part of the output, which is not there before the change.
+    """
+
+    folder: str
+    row: Mapping[str, str]
+    cells: Mapping[str, str | tuple[str, float]]
+    line: str
+
+
+ARENA = {"model": "mlp", "way": "in an arena"}
+ADAMW = {"model": "vit", "optimizer": "adamw"}
+AT_ALL, AT_HALF = ({"model": "gpt2", "method": "planner inductor", "budget": budget} for budget in ("100%", "50%"))
+AT_PEER = AT_HALF | {"budget": "peak of memory-budget 0.50 inductor"}
+PEER = {"model": "gpt2", "method": "memory-budget 0.50 inductor"}
+IN_ARENA = AT_HALF | {"method": "planner inductor in an arena"}
+CURVE = {"model": "gpt2", "bits": "8", "step": "0"}
+PLANNED, TRIED = {"model": "gpt2", "way": "planned"}, {"model": "mlp", "way": "planned at 50%"}
+ON_GPU = {"model": "resnet50", "way": "recompute", "share": "70%"}
+LOOP = {"model": "gpt2", "loop": "planned", "step": "1"}
+REFERENCE = {"graph": "random-1-10", "solver": "checkmate", "run": "1"}
+
+BAD_ROWS = (
+    BadRow("arena_models", ARENA, {"arena_bytes": ("budget_bytes", 1)}, "by hand/mlp, in an arena: took "),
+    BadRow("arena_models", ARENA, {"different": "3"}, "by hand/mlp, in an arena: 3 results are not eager's"),
+    BadRow("arena_models", ARENA, {"status": "failed", "message": "no"}, "by hand/mlp, in an arena: no"),
+    BadRow("arena_training", ADAMW, {"identical": "False"}, "vit, adamw: other bits than eager PyTorch's"),
+    BadRow("arena_training", ADAMW, {"predicted_bytes": ("predicted_bytes", 32)}, " were planned"),
+    BadRow("arena_training", ADAMW, {"resident_bytes": ("budget_bytes", 1)}, " bytes while a batch is evaluated between steps"),
+    BadRow("compiled", AT_HALF, {"measured_peak_bytes": ("budget_bytes", 1)}, " 1 take more than their budget (gpt2 50%)"),
+    BadRow("compiled", AT_HALF, {"predicted_peak_bytes": "1"}, " to the byte (gpt2 50%)"),
+    BadRow("compiled", AT_HALF, {"bits": "rounded"}, " to the last bit (gpt2 50%)"),
+    BadRow("compiled", AT_ALL, {"ratio": "1.03"}, " worst 1.030x of its time (gpt2 100%)"),
+    BadRow("compiled", AT_PEER, {"peer_ratio": "9.5"}, " worst 9.500x of its time ("),
+    BadRow("compiled", AT_PEER, {"measured_peak_bytes": "", "peer_ratio": ""}, "1 without a plan (gpt2 peak of "),
+    BadRow("compiled", PEER, {"bits": "wrong"}, "compute other gradients (gpt2 memory-budget 0.50 inductor)"),
+    BadRow("compiled", PEER, {"ratio": "", "error": "RuntimeError: no"}, "| gpt2 | 0.50 | RuntimeError: no |"),
+    BadRow("compiled", IN_ARENA, {"bits": "rounded"}, " have the bits of torch.compile (gpt2 50%)"),
+    BadRow("compiled", AT_HALF, {"ratio": "", "least_bytes": "21577736"}, "infeasible, needs 100.0%"),
+    BadRow("compression", CURVE, {"loss": ("loss", 1)}, "gpt2, 8 bits: the loss of the first step is "),
+    BadRow("compression", CURVE | {"step": "1"}, {"loss": "inf"}, "gpt2, 8 bits: the loss of step 1 is "),
+    BadRow("entries", {"model": "pinn", "way": "backend at 50%"}, {"different": "2"}, "pinn, backend at 50%: 2 results are not"),
+    BadRow("entries", {"model": "pinn", "way": "backend at 50%"}, {"status": "failed", "message": "no"}, "backend at 50%: no"),
+    BadRow("first_step", PLANNED, {"digest": "e"}, "gpt2: losses, parameters, buffers or random state are not those of eager"),
+    BadRow("first_step", PLANNED, {"status": "out of memory", "message": "no"}, "gpt2: planned: out of memory: no"),
+    BadRow("first_step", PLANNED, {"training_rss_bytes": "1000"}, " | 1.00 kB | 2.13 GB | met |"),
+    BadRow("first_step", PLANNED, {"first_step_s": "46"}, " | 46 s | 36 s (3) | missed by "),
+    BadRow("first_step", PLANNED | {"way": "uncapped"}, {"status": "failed"}, "gpt2: eager PyTorch without a cap: failed"),
+    BadRow("gpu/plans", ON_GPU, {"requested_bytes": ("budget_bytes", 1)}, " B of tensors, 1 B over the budget"),
+    BadRow("gpu/plans", ON_GPU, {"bits": "False"}, "resnet50 recompute 70%: other bits than eager PyTorch"),
+    BadRow(
+        "gpu/plans", ON_GPU | {"way": "reserved"}, {"reserved_bytes": ("budget_bytes", 1)}, "resnet50 reserved 70%: reserved "
+    ),
+    BadRow("models", TRIED, {"different": "2"}, "by hand/mlp, planned at 50%: 2 results are not eager's"),
+    BadRow("models", TRIED, {"peak_bytes": ("budget_bytes", 1)}, "by hand/mlp, planned at 50%: took "),
+    BadRow("models", TRIED, {"storages_bytes": ("budget_bytes", 1)}, "by hand/mlp, planned at 50%: took "),
+    BadRow("models", TRIED, {"status": "failed", "message": "no"}, "by hand/mlp, planned at 50%: no"),
+    BadRow("resident", {"model": "gpt2", "way": "arena"}, {"highest_bytes": ("highest_bytes", 10**9)}, " too much"),
+    BadRow("solve", REFERENCE, {"time_s": ("time_s", 1)}, "costs agree in 6 of 7"),
+    BadRow("solve", REFERENCE, {"status": "limit"}, "The reference solved 6 of 7 within its limit"),
+    BadRow("training", LOOP, {"peak_bytes": ("budget_bytes", 1)}, "gpt2: step 1 took "),
+    BadRow("training", LOOP, {"peak_bytes": ("budget_bytes", 1)}, "| 1 of 50 | 50 of 50 | yes |"),
+    BadRow("training", LOOP, {"loss": "1e-9"}, "gpt2: the losses of 1 of 50 steps are not eager's"),
+    BadRow("training", LOOP, {"loss_again": "nan"}, "gpt2: the losses of 1 of 50 steps are not eager's"),
+    BadRow("training", LOOP | {"loop": "eager"}, {"loss_again": "2"}, "but eager PyTorch does not repeat itself either"),
+    BadRow("training", LOOP | {"step": "49"}, {"state": "e"}, "gpt2: parameters, buffers or random state are not eager's"),
+)
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS, ids=lambda bad: f"{bad.folder}-{','.join(bad.cells)}")
+def test_bad_rows_are_named(
+    bad: BadRow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Study, "draw_figures", lambda *_: None)
+    folder = "training/cpu" if bad.folder == "training" else bad.folder
+    with (RESULTS / folder / "rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    row = next(row for row in rows if bad.row.items() <= row.items())
+    alike = [other for other in rows if other.get("model") == row.get("model")]
+    out = tmp_path if folder == bad.folder else tmp_path / "cpu"
+    out.mkdir(exist_ok=True)
+
+    def print_tables() -> str:
+        pd.DataFrame(alike).to_csv(out / "rows.csv", index=False)
+        make_tables(bad.folder, tmp_path)
+        printed = capsys.readouterr()
+        return str(printed.out + printed.err)
+
+    assert bad.line not in print_tables()
+    row.update({name: change_cell(row, change) for name, change in bad.cells.items()})
+    assert bad.line in print_tables()
+
+
+def change_cell(row: Mapping[str, Any], change: str | tuple[str, float]) -> str:
+    if isinstance(change, str):
+        return change
+    column, difference = change
+    number = float(row[column]) + difference
+    return str(number if "." in row[column] else int(number))

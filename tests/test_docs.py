@@ -16,26 +16,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import planner
 from graphs import errors
-
-ROOT = Path(__file__).parents[1]
-Names = dict[str, Any]
-
-
-def pages() -> list[Path]:
-    """Return all pages that people read."""
-    of_repository = (ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"))
-    return sorted([*of_repository, *(ROOT / "docs").rglob("*.md")])
-
-
-def name_of(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
+from tests.support.pages import PAGES, ROOT, Names, name_of, small
 
 
 def blocks(page: Path) -> list[str]:
@@ -61,28 +46,6 @@ class Surroundings:
     names: Callable[[Path], Names]
     then: Callable[[Names], object] = lambda _: None
     apart: bool = False
-
-
-def small(folder: Path) -> Names:
-    """A network, its loss, and a loader of two batches."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 5))
-    loader = DataLoader(TensorDataset(torch.randn(16, 16), torch.randint(5, (16,))), batch_size=8)
-    batch = tuple(next(iter(loader)))
-    return {
-        "F": F,
-        "batch": batch,
-        "folder": folder,
-        "loader": loader,
-        "loss_fn": F.cross_entropy,
-        "mask": torch.ones(8, dtype=torch.bool),
-        "model": model,
-        "nn": nn,
-        "optimizer": torch.optim.AdamW(model.parameters()),
-        "torch": torch,
-        "x": batch[0],
-        "y": batch[1],
-    }
 
 
 def with_accelerate(folder: Path) -> Names:
@@ -188,7 +151,6 @@ def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-PAGES = pages()
 WITH_BLOCKS = [page for page in PAGES if blocks(page)]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 

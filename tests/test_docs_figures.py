@@ -10,7 +10,7 @@ import pytest
 from graphs.errors import PlannerError
 from graphs.units import format_bytes
 from planner.cli.main import build_parser, main
-from tests.test_docs import PAGES, ROOT, name_of
+from tests.support.pages import PAGES, ROOT, name_of
 
 Rows = list[dict[str, str]]
 Table = list[list[str]]
@@ -128,7 +128,7 @@ def sides(diff: str) -> tuple[str, str]:
 def test_both_sides_of_the_diff_on_the_front_page_train_alike(tmp_path: Path) -> None:
     import torch
 
-    from tests.test_docs import small
+    from tests.support.pages import small
 
     (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     trained = []

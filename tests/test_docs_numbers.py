@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.test_docs import PAGES, ROOT, name_of
+from tests.support.pages import PAGES, ROOT, name_of
 
 HELD = ("docs/benchmarks.md",)
 _COMMENT = re.compile(r"<!-- numbers of (\S+)\n(.*?)-->", re.DOTALL)

@@ -3,23 +3,14 @@
 import shutil
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
 
 from benchmarks import arena_models
 from benchmarks.arena_models import EAGER, IN_ARENA, PLANNED, ArenaModelRow, compare_plans, failures
-from benchmarks.models.parts import Residual
 from benchmarks.try_models import RAN, REFUSED
 from graphs.errors import PlannerError
-from planner.capture.workload.models import Workload
+from tests.support.models.residual_blocks import blocks
 
 BLANK = ArenaModelRow(source="tests", model="tiny", way=EAGER, status=RAN, different=0)
-
-
-def blocks() -> Workload:
-    layers = [Residual(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)) for _ in range(3)]
-    return Workload(nn.Sequential(*layers), F.mse_loss, (torch.randn(64, 16), torch.randn(64, 16)))
 
 
 @pytest.mark.slow

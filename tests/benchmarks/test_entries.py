@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import entries
@@ -20,10 +19,10 @@ from benchmarks.entries import (
     try_entries,
     try_one,
 )
-from benchmarks.models.parts import Residual
 from benchmarks.runner import Runner, whole_step
 from benchmarks.try_models import EAGER, MISSING, RAN, REFUSED
 from planner.capture.workload.models import Workload
+from tests.support.models.residual_blocks import blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 BLANK = EntryRow(source="tests", model="tiny", way=EAGER, status=RAN)
@@ -33,11 +32,6 @@ BLANK = EntryRow(source="tests", model="tiny", way=EAGER, status=RAN)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries, "_LEAST_LIMIT_S", 1.0)
     monkeypatch.setattr(entries, "_SOLVE", {"time_limit_s": 60.0, "tolerance": 0.5})
-
-
-def blocks() -> Workload:
-    layers = [Residual(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)) for _ in range(3)]
-    return Workload(nn.Sequential(*layers), F.mse_loss, (torch.randn(64, 16), torch.randn(64, 16)))
 
 
 class Centred(nn.Module):

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import try_models
 from benchmarks.models import handwritten
-from benchmarks.models.parts import Residual
 from benchmarks.runner import whole_step
 from benchmarks.storages import LiveStorages
 from benchmarks.try_models import (
@@ -36,6 +34,7 @@ from benchmarks.try_models import (
 )
 from planner.capture.workload.models import Workload
 from planner.measure.steps import loss_of
+from tests.support.models.residual_blocks import blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
@@ -51,11 +50,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def tried(make: Callable[[], Workload]) -> dict[str, TriedRow]:
     row = TriedRow(source="tests", model="tiny", way=EAGER, status=RAN)
     return {row.way: row for row in Trial(make, row, repeats=1).run()}
-
-
-def blocks() -> Workload:
-    layers = [Residual(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)) for _ in range(3)]
-    return Workload(nn.Sequential(*layers), F.mse_loss, (torch.randn(64, 16), torch.randn(64, 16)))
 
 
 class Branching(nn.Module):

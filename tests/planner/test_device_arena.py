@@ -19,7 +19,7 @@ from planner.settings.counted_memory import CountedMemory
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Ending, Result, Status
-from tests.planner.memory.test_reserved import of_four_sizes
+from tests.support.graphs.small_graphs import of_four_sizes
 from tests.support.solvers.brute_force import fastest
 
 MIB = 2**20

@@ -12,7 +12,7 @@ import planner
 from graphs.errors import TraceError
 from graphs.ir import Kind
 from planner.torch_private.core import pytree
-from tests.planner.train.compile.test_supported_code import check_trains_as_eager
+from tests.support.models.as_eager import check_trains_as_eager
 
 
 class Quantized(torch.Tensor):

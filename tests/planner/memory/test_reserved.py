@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from itertools import pairwise
-from random import Random
 
 import pytest
 
@@ -13,7 +12,6 @@ from graphs.allocators.training import least_capacity_bytes, usage_of
 from graphs.errors import FormatError, InfeasibleError, LimitError, MismatchError, UsageError
 from graphs.ir import Graph, Kind
 from graphs.schedule import keep_everything
-from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_enough
@@ -30,6 +28,7 @@ from planner.settings.stages import SolveSettings
 from planner.show.facts.graph import graph_facts
 from planner.show.report.graph_text import graph_text
 from planner.studies.budget_analysis import advise_graph
+from tests.support.graphs.small_graphs import of_four_sizes
 
 MIB = 2**20
 
@@ -74,14 +73,6 @@ def test_a_tight_plan_is_solved_for_fewer_allocated_bytes() -> None:
     assert less.reserved_bytes == 20 * MIB and less.peak_bytes == 18 * MIB
     assert less.time_s > plan.time_s >= less.bound_s  # type: ignore[operator]
     assert less.settings["allocated_budget_bytes"] < 39 * MIB  # type: ignore[operator]
-
-
-def of_four_sizes(seed: int, ops: int) -> Graph:
-    """A step whose tensors are from segments of 20 MiB and of their own, which do not serve each other's sizes."""
-    plain, sizes = random_training_step(seed, ops), Random(seed)
-    tensors = tuple(replace(t, size_bytes=sizes.choice((2, 11, 24, 36)) * MIB) for t in plain.tensors)
-    without = tuple(replace(op, workspace_bytes=0) for op in plain.ops)
-    return replace(plain, tensors=tensors, ops=without, provenance={"device": "h200"})
 
 
 @pytest.mark.slow

@@ -28,8 +28,8 @@ from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab, idle_pages_stay
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
-from tests.planner.runtime.test_optimizer_steps import Wrapping
 from tests.support.logs import lines_of
+from tests.support.models.optimizers import Wrapping
 from tests.support.models.outcomes import peak_bytes
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 

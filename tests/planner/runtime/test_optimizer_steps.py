@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Optimizer
 
 from planner.runtime import optimizer_steps
+from tests.support.models.optimizers import Wrapping
 
 WHOLE, BROKEN = "whole", "broken"
 BEGUN_AND_ENDED = ["SGD", WHOLE]
@@ -47,17 +48,6 @@ class Derived(SGD):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         return super().step(closure)
-
-
-class Wrapping(Optimizer):
-    """Has another optimizer step."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        self.inner.step()
 
 
 @pytest.fixture

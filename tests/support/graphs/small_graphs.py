@@ -2,10 +2,11 @@
 
 import random
 from dataclasses import replace
+from random import Random
 
 from graphs.ir import Graph
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph, with_overwriting
+from graphs.synthetic.random_graphs import random_graph, random_training_step, with_overwriting
 
 
 def diamond() -> Graph:
@@ -57,3 +58,11 @@ def random_overwriting(seed: int, ops: int) -> Graph:
     return replace(
         with_overwriting(random_graph(draw.randint(0, 10**9), ops), draw), provenance={"made": "synthetic", "seed": seed}
     )
+
+
+def of_four_sizes(seed: int, ops: int) -> Graph:
+    """A step whose tensors are from segments of 20 MiB and of their own, which do not serve each other's sizes."""
+    plain, sizes = random_training_step(seed, ops), Random(seed)
+    tensors = tuple(replace(t, size_bytes=sizes.choice((2, 11, 24, 36)) * 2**20) for t in plain.tensors)
+    without = tuple(replace(op, workspace_bytes=0) for op in plain.ops)
+    return replace(plain, tensors=tensors, ops=without, provenance={"device": "h200"})

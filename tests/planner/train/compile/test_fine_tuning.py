@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from graphs.errors import TraceError
-from tests.planner.train.compile.test_supported_code import check_trains_as_eager
+from tests.support.models.as_eager import check_trains_as_eager
 
 
 def tokens(number: int) -> tuple[torch.Tensor, torch.Tensor]:

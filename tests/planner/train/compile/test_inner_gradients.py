@@ -14,7 +14,7 @@ from torch.func import functional_call, hessian, jacrev, jvp, vjp, vmap
 import planner
 from graphs.errors import PlannerError, TraceError
 from planner.torch_private.capture import GRADIENT_SETTINGS
-from tests.planner.train.compile.test_supported_code import check_trains_as_eager
+from tests.support.models.as_eager import check_trains_as_eager
 
 pytestmark = pytest.mark.skipif(not GRADIENT_SETTINGS, reason="this release of PyTorch captures no gradients")
 

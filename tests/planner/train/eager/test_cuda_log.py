@@ -12,7 +12,7 @@ from planner.capture.workload.models import build
 from planner.runtime.libraries import warm_up_libraries
 from planner.train.eager.deferred_log import DeferredLog
 from planner.train.eager.session import Rematerialization, rematerialize
-from tests.planner.train.eager.test_deferred_log import is_open
+from tests.support.eager.chains import is_open
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 

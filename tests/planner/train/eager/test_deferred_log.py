@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,69 +23,30 @@ from planner.train.eager.saved_tensors import SavedTensor
 from planner.train.eager.session import Rematerialization, rematerialize
 from planner.train.eager.size_rules import tensors_in
 from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage
-from tests.planner.train.eager.test_exactness import existing, other_bytes
-from tests.planner.train.eager.test_session import (
+from tests.support.eager.chains import (
+    RUNS,
     Failing,
     FailingWrites,
+    Run,
     chain,
     checkpointed,
-    custom_functions,
-    in_slices,
-    of_complex_numbers,
+    is_open,
     penalized,
-    with_buffers_that_change,
-    written_in_steps,
-)
-from tests.support.eager.models import LOOPS, Loop
-
-pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no C++ compiler")
-
-Run = Callable[[nn.Module, Tensor], Tensor]
-aten = torch.ops.aten
-
-
-def with_dropout(model: nn.Module, x: Tensor) -> Tensor:
-    for layer in model:
-        x = nn.functional.dropout(layer(x), 0.3) + torch.rand(64)
-    return x.square().mean()
-
-
-def with_statistics(model: nn.Module, x: Tensor) -> Tensor:
-    for layer in model:
-        layer.counts = getattr(layer, "counts", None) or nn.BatchNorm1d(64)
-        x = layer.counts(layer(x)).relu_()
-        x = torch.cat([x[:, :32].cos().add_(1.0), x[:, 32:]], 1)
-    return x.square().mean()
-
-
-def with_choices(model: nn.Module, x: Tensor) -> Tensor:
-    """Sizes that depend on data, and numbers that Python reads."""
-    for i, layer in enumerate(model):
-        chosen = (x.mean(1) > 0.1 * x.detach().mean().item()).nonzero().flatten()
-        x = x.index_put((chosen,), layer(x[chosen]))
-        x = x[x.abs().sum(1) >= 0].roll(i, 0)
-    return x.square().mean()
-
-
-_HELD = (checkpointed, with_choices)  # they need most of their peak
-
-RUNS = (
-    checkpointed,
-    custom_functions,
-    in_slices,
-    of_complex_numbers,
-    penalized,
+    train_on,
     with_buffers_that_change,
     with_choices,
     with_dropout,
-    with_statistics,
     written_in_steps,
 )
+from tests.support.eager.models import LOOPS, Loop
+from tests.support.eager.tensors import existing, other_bytes
+
+pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no C++ compiler")
+
+aten = torch.ops.aten
 
 
-def is_open(session: Rematerialization) -> bool:
-    reader = session._reader
-    return reader is not None and bool(reader.log.shared.open)
+_HELD = (checkpointed, with_choices)  # they need most of their peak
 
 
 def opened(session: Rematerialization, run: Run, model: nn.Module, x: Tensor) -> None:
@@ -162,22 +123,6 @@ def forward(run: Run, *, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> lis
 @pytest.mark.parametrize("run", RUNS)
 def test_deferred_log_equals_direct_recording(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward(run, deferred=True, monkeypatch=monkeypatch) == forward(run, deferred=False, monkeypatch=monkeypatch)
-
-
-def train_on(run: Run, batches: Sequence[int], session: Rematerialization | None = None) -> list[np.ndarray]:
-    """Train with some numbers of rows, and return all results; before the last, the log of `session` must be open."""
-    model, results = chain(), []
-    torch.manual_seed(1)
-    for i, rows in enumerate(batches):
-        x = torch.randn(rows, 64)
-        if i == len(batches) - 1 and session is not None and run is not penalized:
-            torch.ones(1).add(1)
-            assert is_open(session)
-        loss = run(model, x)
-        loss.backward()
-        results += [t.detach().numpy().copy() for t in (loss, *(p.grad for p in model.parameters()), torch.get_rng_state())]
-        model.zero_grad()
-    return results
 
 
 @pytest.mark.parametrize("run", RUNS)

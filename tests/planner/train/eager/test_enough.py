@@ -4,7 +4,7 @@ import pytest
 
 from planner.train.eager.enough import enough_bytes
 from planner.train.eager.step_log import recorded_step
-from tests.planner.train.eager.test_step_plans import LENGTH, SIZE, log_of, ops_of_chain
+from tests.support.eager.step_logs import LENGTH, SIZE, log_of, ops_of_chain
 
 
 @pytest.mark.parametrize("heuristic", ["dtr", "lru", "dtr-random"])

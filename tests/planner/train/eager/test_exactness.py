@@ -14,6 +14,7 @@ from graphs.errors import BudgetError
 from planner.train.eager import memory
 from planner.train.eager.session import Rematerialization, rematerialize
 from tests.support.eager.models import LOOPS, TRANSFORMERS, Loop
+from tests.support.eager.tensors import existing, other_bytes
 
 _STEPS = 3
 
@@ -30,17 +31,6 @@ def train(
         for index in range(_STEPS):
             results += loop.step(index)
     return [*results, *loop.state()], live.peak_bytes
-
-
-def existing() -> list[torch.Tensor]:
-    """Return the tensors that are there."""
-    gc.collect()
-    return [value for value in gc.get_objects() if type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_cpu]
-
-
-def other_bytes() -> int:
-    """Return the bytes of tensors that were there before; the runtime counts them as well."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in existing()}.values())
 
 
 def check(build: Callable[[], Loop], share: float) -> Rematerialization:

@@ -17,10 +17,9 @@ from planner.train.eager.deferred_log import DeferredLog, OpExchange, UnreadOp
 from planner.train.eager.log_reading import LogReader
 from planner.train.eager.session import Rematerialization, rematerialize
 from planner.train.eager.storages import RecordedOp
-from tests.planner.train.eager.test_deferred_log import RUNS, Run, is_open, train_on, with_dropout
-from tests.planner.train.eager.test_exactness import existing, other_bytes
-from tests.planner.train.eager.test_session import chain
+from tests.support.eager.chains import RUNS, Run, chain, is_open, train_on, with_dropout
 from tests.support.eager.device_costs import Costs, measure_by
+from tests.support.eager.tensors import existing, other_bytes
 
 pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no C++ compiler")
 

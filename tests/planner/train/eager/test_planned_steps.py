@@ -27,7 +27,7 @@ from planner.train.eager.session import Rematerialization, rematerialize
 from planner.train.eager.storages import TrackedStorage
 from solvers.baselines.common.online import OnlineRun
 from solvers.online.heuristics import heuristic_of
-from tests.planner.train.eager.test_exactness import existing, other_bytes
+from tests.support.eager.tensors import existing, other_bytes
 
 ROOM = 560_000  # beside parameters and input; a step of 8 layers takes about twice as much
 _PATIENCE_S = 600.0

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -24,16 +24,23 @@ from planner.train.eager.deferred_log import DeferredLog
 from planner.train.eager.session import Rematerialization, rematerialize
 from planner.train.eager.sizes import takes_free_memory
 from solvers.online.heuristics import MEGENGINE, NAMES
-from tests.planner.train.eager.test_exactness import existing, other_bytes
+from tests.support.eager.chains import (
+    Failing,
+    FailingWrites,
+    chain,
+    checkpointed,
+    custom_functions,
+    in_slices,
+    of_complex_numbers,
+    penalized,
+    with_buffers_that_change,
+    written_in_steps,
+)
 from tests.support.eager.device_costs import Costs
+from tests.support.eager.tensors import existing, other_bytes
 
 MB = 2**20
 _TIGHT = 550_000  # half of what a chain takes, besides its parameters and input
-
-
-def chain(layers: int = 10, width: int = 64) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
 
 
 def gradients(run: Callable[[nn.Module, Tensor], Tensor], budget: int | None, rows: int = 256) -> list[Tensor]:
@@ -61,11 +68,6 @@ def backward_under_autocast(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
-    half = len(model) // 2
-    return checkpoint(model[half:], model[:half](x), use_reentrant=False).square().mean()
-
-
 def reentrant(model: nn.Module, x: Tensor) -> Tensor:
     half = len(model) // 2
     return checkpoint(model[half:], model[:half](x), use_reentrant=True).square().mean()
@@ -75,49 +77,6 @@ def twice(model: nn.Module, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
     loss.backward(retain_graph=True)
     return loss
-
-
-def penalized(model: nn.Module, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    return loss + sum(slope.square().sum() for slope in slopes)
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        ctx.square = x * x
-        return x * ctx.square
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return gradient * (2 * x * x + ctx.square)
-
-
-def custom_functions(model: nn.Module, x: Tensor) -> Tensor:
-    for layer in model:
-        x = x + Cube.apply(layer(x)) * 0.5
-    return x.mean()
-
-
-def in_slices(model: nn.Module, x: Tensor) -> Tensor:
-    """Writes to views, reads what was there before, and writes again."""
-    out = torch.zeros_like(x)
-    for layer in model:
-        x = layer(x + out)
-        out = out.clone()
-        out[:, :32] = x[:, 32:]
-        out[:, 32:].mul_(0.5).add_(x[:, :32].sin())
-    return (out * x).square().mean()
-
-
-def of_complex_numbers(model: nn.Module, x: Tensor) -> Tensor:
-    for layer in model:
-        spectrum = torch.fft.fft(layer(x))
-        x = (spectrum * spectrum.conj()).real.sqrt() + torch.view_as_real(spectrum).sum(-1)
-    return x.square().mean()
 
 
 def of_conjugates(model: nn.Module, x: Tensor) -> Tensor:
@@ -133,15 +92,6 @@ def with_lstm(model: nn.Module, x: Tensor) -> Tensor:
     """The CPU's kernel keeps what its backward pass reads only while gradients are recorded."""
     x, _ = nn.LSTM(64, 64)(model[0](x).view(8, 32, 64))
     return model(x).square().mean()
-
-
-def with_buffers_that_change(model: nn.Module, x: Tensor) -> Tensor:
-    """What is computed from a constant must not be recomputed from what is written to it later."""
-    scale = torch.linspace(1, 2, 64)
-    for layer in model:
-        x = layer(x) * (scale * 1.0)
-        scale.mul_(0.9)
-    return x.square().mean()
 
 
 class Scale(Tensor):
@@ -836,33 +786,6 @@ def test_an_automatic_budget_is_the_free_memory() -> None:
     assert session.budget_bytes > 100 * MB
 
 
-class Failing:
-    """While entered, an allocator that fails at one call of a kernel, or several from it on."""
-
-    def __init__(self, operator: torch._ops.OpOverload, call: int, times: int = 1) -> None:
-        self.operator, self.call, self.times = operator, call, times
-        self.calls = 0
-        self._library = torch.library.Library("aten", "IMPL")
-
-    def __enter__(self) -> Self:
-        kernel = torch.library.get_kernel(self.operator, "CPU")
-
-        def execute(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            if 0 <= self.calls - self.call < self.times:
-                self.fail(args)
-            return kernel.call_boxed(keys, *args, **kwargs)
-
-        self._library.impl(self.operator, execute, "CPU", with_keyset=True, allow_override=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._library._destroy()
-
-    def fail(self, args: tuple[Any, ...]) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 KiB")
-
-
 def test_out_of_memory_inside_an_op_evicts_and_tries_again() -> None:
     expected = gradients(lambda model, x: model(x).square().mean(), None)[:-1]
     model, x = chain(), torch.randn(256, 64)
@@ -902,26 +825,6 @@ def test_out_of_memory_inside_batch_norm_changes_no_statistics() -> None:
         found = train(session := rematerialize("1GB"))
     assert failing.calls > 1 and "out of memory    1 times" in str(session)
     assert all(map(torch.equal, found, expected))
-
-
-class FailingWrites(Failing):
-    """An allocator that fails at one call of a kernel, when it has changed a part of what it writes."""
-
-    def fail(self, args: tuple[Any, ...]) -> None:
-        args[0].flatten()[::2].mul_(7.0)
-        super().fail(args)
-
-
-def written_in_steps(model: nn.Module, x: Tensor) -> Tensor:
-    """Writes to activations by an operator that may have begun to write when the allocator fails."""
-    zeros = torch.zeros(len(x) + 64, 64)
-    for layer in model:
-        x = layer(x).contiguous()
-        y = x * 2.0
-        y.addmm_(zeros[64:], zeros[:64], beta=0.5)
-        y.mul_(3.0)
-        x = y.sin() + x
-    return x.square().mean()
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -8,44 +8,7 @@ from graphs.simulate import simulate
 from planner.train.eager import step_plans
 from planner.train.eager.step_log import LoggedOp, StepLog, recorded_step
 from planner.train.eager.step_plans import Action, StepPlan, StepPlans, actions
-
-SIZE, LENGTH = 10, 6
-
-
-Event = tuple[LoggedOp, tuple[int, ...], tuple[int, ...]]  # an op, the sizes of what it makes, and what is released after it
-
-
-def ops_of_chain(length: int = LENGTH, target: str = "f", size: int = SIZE) -> list[Event]:
-    """A chain f0, f1, ... and its gradients."""
-    found = []
-    for i in range(length):
-        op = LoggedOp(target, (i - 1,) if i else (), (i,), time_s=1.0)
-        found.append((op, (size,), ()))
-    for i in reversed(range(length)):
-        before = length + (length - 1 - i) - 1
-        reads = (i,) if i == length - 1 else (i, before)
-        op = LoggedOp("b", reads, (before + 1,), time_s=1.0, backward=True)
-        found.append((op, (size,), reads))
-    return found
-
-
-def add(event: Event, log: StepLog, plans: StepPlans | None = None) -> None:
-    """Add an op to the log of a step, or of the current step of `plans`."""
-    op, sizes, released = event
-    if op.backward:
-        log.unpack(op.inputs[0])
-    for size in sizes:
-        log.add_storage(size)
-    (plans or log).add_op(op, op.target, sizes)
-    for storage in released:
-        log.release(storage)
-
-
-def log_of(ops: list[Event]) -> StepLog:
-    log = StepLog(0)
-    for event in ops:
-        add(event, log)
-    return log
+from tests.support.eager.step_logs import LENGTH, SIZE, Event, add, log_of, ops_of_chain
 
 
 def take_offered(plans: StepPlans) -> list[Action | int]:

@@ -91,7 +91,9 @@ def test_predicted_peaks_are_the_measured_ones() -> None:
 
 
 def test_time_on_gpus_is_said_once() -> None:
-    saying = [page for page in PAGES if re.search(r"(\d+ minutes|hour)\b[^.]{0,30} on (a GPU|an? H\d00|H\d00s)", page.read_text())]
+    saying = [
+        page for page in PAGES if re.search(r"(\d+ minutes|hour)\b[^.]{0,30} on (a GPU|an? H\d00|H\d00s)", page.read_text())
+    ]
     assert [name_of(page) for page in saying] == ["docs/gpu.md"]
 
 

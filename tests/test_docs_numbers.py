@@ -10,13 +10,14 @@ After a paragraph, a list or a table, a comment names a source and holds numbers
 The source is a folder of results, a module of the repository, or another file, such as a log or a test. A line has words of the
 text, then an expression or a quotation. An expression is of pandas with ``rows`` of the folder's rows.csv, of the names of the
 module, or of the file's ``text``: its values, rounded as written, are the numbers in the words. What is quoted is in the file, or
-in the folder's table.md or summary.md, and has the numbers. Inline code is left out: what users type and programs print is written so. On all pages but
-``FREE`` each other number is held by such a line.
+in the folder's table.md or summary.md, and has the numbers. Inline code is left out: what users type and programs print is
+written so. On all pages but ``FREE`` each other number is held by such a line.
 """
 
 import importlib
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from tests.support.pages import PAGES, ROOT, name_of
 
 FREE = {
     "CHANGELOG.md": "what was measured of a version, with code and results that have changed since",
-    "docs/formulation.md": "its numbers are of the rows of programs, which tests/solvers/windows/test_formulation.py compares",
+    "docs/formulation.md": "mathematics: values of variables, and numbers of rows, which test_formulation.py compares",
 }
 _COMMENT = re.compile(r"<!-- numbers of (\S+)\n(.*?)-->", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w.-]*[a-zA-Z_/])(?:(?=[%\s),;:.|]|$))")
@@ -45,6 +46,7 @@ class Line:
     source: str
 
 
+@cache
 def lines() -> list[Line]:
     found = []
     for page in PAGES:
@@ -81,10 +83,10 @@ def test_numbers_are_those_of_the_results(line: Line) -> None:
     else:
         if place.is_dir():
             names: dict[str, Any] = {"rows": pd.read_csv(place / "rows.csv"), "pd": pd, "folder": place}
-        elif place.suffix == ".py":
-            names = dict(vars(importlib.import_module(line.place.removesuffix(".py").replace("/", "."))))
         else:
-            names = {"text": place.read_text()}
+            module = line.place.removesuffix(".py")
+            names = vars(importlib.import_module(module.replace("/", "."))) if module != line.place else {}
+            names = {"text": place.read_text(), "re": re} | names
         values = list(np.atleast_1d(eval(line.source, names)))
         assert [written(value, number) for value, number in zip(values, said, strict=True)] == said
 

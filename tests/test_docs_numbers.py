@@ -26,10 +26,7 @@ import pytest
 
 from tests.support.pages import PAGES, ROOT, name_of
 
-FREE = {
-    "CHANGELOG.md": "what was measured of a version, with code and results that have changed since",
-    "docs/formulation.md": "mathematics: values of variables, and numbers of rows, which test_formulation.py compares",
-}
+FREE = {"docs/formulation.md": "mathematics: values of variables, and numbers of rows, which test_formulation.py compares"}
 _COMMENT = re.compile(r"<!-- numbers of (\S+)\n(.*?)-->", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w.-]*[a-zA-Z_/])(?:(?=[%\s),;:.|]|$))")
 _NAME = re.compile(r"(?:[Tt]orch|Python|HiGHS|torch-kitsune|commit) \S+|\b(?:ICLR|H|A|RTX|RFC) ?\d+|(?<=\d)x\b|\b20\d\d(?=[),])")

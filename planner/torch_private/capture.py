@@ -197,7 +197,12 @@ def capture_gradients_where(wanted: Callable[[InstructionTranslatorBase], bool])
 def backward_nodes(outputs: object) -> set[Any]:
     """Return the node of autograd that runs the backward pass of AOTAutograd's function with these `outputs`; or none."""
     found = (output.grad_fn for output in pytree.tree_leaves(outputs) if isinstance(output, torch.Tensor))
-    return {node for node in found if hasattr(getattr(node, "_forward_cls", None), "_double_backward")}
+    return {node for node in found if is_backward_node(node)}
+
+
+def is_backward_node(node: Any) -> bool:
+    """Return True if a node of autograd runs the backward pass of a function of AOTAutograd."""
+    return hasattr(getattr(node, "_forward_cls", None), "_double_backward")
 
 
 def refuse_double_backward(compiled: Callable[..., T], message: str) -> Callable[..., T]:

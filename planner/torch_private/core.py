@@ -58,6 +58,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._sympy.interp import sympy_interp  # evaluates a condition on other numbers
 from torch.utils._sympy.reference import PythonReferenceAnalysis  # in Python's arithmetic
+from torch.utils.hooks import RemovableHandle
 
 _ARE_LOGGED = ContextVar("_ARE_LOGGED", default=True)  # in this thread
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda _: _ARE_LOGGED.get())
@@ -69,6 +70,9 @@ is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 is_functional_tensor = torch._is_functional_tensor
 # The node that runs in a backward pass, which has autograd's saved tensors.
 current_autograd_node = torch._C._current_autograd_node
+# The backward pass that runs, and what is called at its end.
+current_backward_pass = torch._C._current_graph_task_id
+at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 # True if the backward pass may run again, so that its saved tensors must not be overwritten.
 backward_retains_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # Lets a replacement of a kernel call the op itself, without recursion.
@@ -192,9 +196,19 @@ def has_meta_kernel(op: object) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta"))
 
 
-def has_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` has hooks that autograd calls with its gradient, or after it is accumulated."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+def hooks_with_gradient(tensor: torch.Tensor) -> dict[int, Callable[..., Any]]:
+    """Return the hooks that autograd calls with the gradient of `tensor`, by key."""
+    return tensor._backward_hooks or {}
+
+
+def hooks_after_gradient(leaf: torch.Tensor) -> dict[int, Callable[..., Any]]:
+    """Return the hooks that autograd calls after it has accumulated the gradient of `leaf`, by key."""
+    return leaf._post_accumulate_grad_hooks or {}
+
+
+def hooks_of_handle(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
+    """Return the hooks beside the one that `handle` removes, with it, by key."""
+    return handle.hooks_dict_ref() or {}
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from planner.torch_private.capture import (
     ParamAOTInput,
     PlainAOTInput,
     aot_autograd,
-    backward_nodes,
     capture_gradients_where,
     default_partition,
     fix_sizes_where,
@@ -43,9 +41,10 @@ from planner.torch_private.capture import (
     innermost_backend,
     refuse_double_backward,
 )
-from planner.torch_private.core import has_hooks, kept_in_graphs, pytree
+from planner.torch_private.core import kept_in_graphs, pytree
 from planner.train.backend import polyfills as polyfills  # registers them with Dynamo
 from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
+from planner.train.backend.missing_gradients import leave_out_unread
 from planner.train.backend.planned_graph import PlannedGraph, device_of
 from planner.train.backend.shared_budget import SharedBudget
 from planner.train.backend.unplanned_graph import UnplannedGraph
@@ -186,18 +185,14 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
 def _as_autograd(compiled: Callable[..., Any], planned: Sequence[PlannedGraph]) -> Callable[..., Any]:
     """Return `compiled` with missing gradients as autograd has them.
 
-    Inputs that get no gradient are passed detached: autograd would call their hooks. Gradients that lead only to results which
-    the loss does not read are left out, except of inputs with hooks, which autograd would call with None; AOTAutograd computes
-    them from zeros.
+    Inputs that get no gradient are passed detached: autograd would call their hooks.
     """
     (graph,) = planned
     without = set(graph.without_gradient)
 
     def run(*args: Any) -> Any:
-        hooked = frozenset(i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and has_hooks(arg))
         outputs = compiled(*(arg.detach() if i in without else arg for i, arg in enumerate(args)))
-        for node in backward_nodes(outputs):
-            node.register_hook(partial(graph.drop_unread, hooked))
+        leave_out_unread(graph, outputs, args)
         return outputs
 
     return run

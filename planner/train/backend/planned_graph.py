@@ -6,7 +6,7 @@ own forward pass, even if that plan was replaced meanwhile.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,13 +314,10 @@ class PlannedGraph:
             if t in self.input_names and value is not None and tuple(value.shape) == self.captured.graph.tensors[t].shape:
                 yield self.input_names[t], value
 
-    def drop_unread(
-        self, hooked: Collection[int], gradients: Sequence[object], incoming: Sequence[object]
-    ) -> tuple[object, ...] | None:
+    def drop_unread(self, gradients: Sequence[object], incoming: Sequence[object]) -> tuple[object, ...] | None:
         """Return `gradients` without those that lead only to results which have no gradient themselves, as autograd would.
 
         Args:
-            hooked: inputs whose gradients stay.
             gradients: those that the backward pass has computed, in the order of its outputs; AOTAutograd makes zeros of missing
                 ones before.
             incoming: the gradients of the results; None where the loss does not read a result.
@@ -331,8 +328,8 @@ class PlannedGraph:
         if (len(gradients), len(incoming)) != (len(self._leading), self.outputs) or all(g is not None for g in incoming):
             return None
         return tuple(
-            None if i not in hooked and leading and all(incoming[j] is None for j in leading) else gradient
-            for i, (gradient, leading) in enumerate(zip(gradients, self._leading, strict=True))
+            None if leading and all(incoming[j] is None for j in leading) else gradient
+            for gradient, leading in zip(gradients, self._leading, strict=True)
         )
 
     def _memory(self, number: int) -> PlannedMemory:

@@ -80,6 +80,68 @@ def test_hooks_run_for_parameters_with_a_gradient_only(entry: Entry) -> None:
     assert called_hooks(entry) == wanted
 
 
+class TwoHeads(nn.Module):
+    """A model of which a loss may read only one of two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.main, self.aside = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x).tanh()
+        return self.main(hidden), self.aside(hidden) * extra
+
+
+def hooks_of_heads(wrap: Callable[[nn.Module], Callable[..., Any]]) -> list[object]:
+    """Return the hooks that three backward passes call, of which the second also reads the result aside, and the gradients."""
+    torch.manual_seed(0)
+    model, scale, called, alive = TwoHeads(), torch.ones(3, requires_grad=True), [], []
+    for name, leaf in {**dict(model.named_parameters()), "scale": scale}.items():
+        leaf.register_hook(lambda gradient, name=name: called.append(("tensor", name, gradient.shape)))
+        leaf.register_post_accumulate_grad_hook(lambda p, name=name: called.append(("after", name, p.grad.shape)))
+        alive.append(leaf.view_as(leaf).grad_fn.next_functions[0][0])
+        alive[-1].register_prehook(lambda gradients, name=name: called.append(("before node", name, gradients[0].shape)))
+        alive[-1].register_hook(lambda _, gradients, name=name: called.append(("after node", name, gradients[0].shape)))
+    run, seen = wrap(model), list[object]()
+    for aside in (0.0, 0.5, 0.0):
+        extra = scale * 2.0  # between the graph and a leaf
+        extra.register_hook(lambda gradient: called.append(("tensor", "extra", gradient.shape)))
+        main, other = run(torch.randn(16, 4), extra)
+        (main.square().sum() + other.sum() * aside if aside else main.square().sum()).backward()
+        seen += [sorted(called), *(None if leaf.grad is None else leaf.grad.tolist() for leaf in (*model.parameters(), scale))]
+        called.clear()
+    return seen
+
+
+@pytest.mark.parametrize("options", [{}, {"kernels": "inductor"}])
+def test_hooks_of_a_result_that_the_loss_does_not_read_are_not_called(options: dict[str, object]) -> None:
+    wanted = hooks_of_heads(lambda model: model)
+    found = hooks_of_heads(lambda model: torch.compile(model, backend="planner", options={**QUICK, **options}))
+    if options:  # other kernels have other bits
+        wanted, found = wanted[::8], found[::8]
+    assert found == wanted
+    assert wanted[0] != wanted[len(wanted) // 3]
+
+
+def test_a_backward_pass_that_fails_leaves_the_hooks_of_the_next() -> None:
+    torch.manual_seed(0)
+    model, called = TwoHeads(), list[bool]()
+    model.aside.weight.register_post_accumulate_grad_hook(lambda p: called.append(p.grad is not None))
+    planned = planner.checkpoint(model, **QUICK)
+    x, extra = torch.randn(16, 4, requires_grad=True), torch.ones(3)
+
+    def fail(_: Tensor) -> None:
+        raise FloatingPointError
+
+    failing = x * 2.0
+    failing.register_hook(fail)
+    with pytest.raises(FloatingPointError):
+        planned(failing, extra)[0].sum().backward()
+    planned(x, extra)[1].sum().backward()
+    planned(x, extra)[0].sum().backward()
+    assert called == [True]
+
+
 @pytest.mark.parametrize("entry", [compiled, checkpointed, as_backend])
 def test_an_optimizer_in_the_backward_pass_trains_as_eager(entry: Entry) -> None:
     def train(entry: Entry) -> list[Tensor]:

@@ -20,12 +20,19 @@ from torch import fx, nn
 
 from graphs.errors import TraceError
 from planner.capture.frontend.source_lines import branch_refusal, current_line, traced_line
+from planner.capture.guards.assertions import assert_length, is_as_long_as_told, passing_side, write_assertion
 from planner.capture.guards.concrete_values import ConcreteValues
 from planner.capture.guards.data_guards import DataGuards, GuardWriter, number
 from planner.capture.guards.next_steps import check_next_steps
 from planner.capture.rewrites.outputs import ASSERTIONS, tensors_in
 from planner.capture.signature import Batch, leaves
-from planner.torch_private.capture import InstructionTranslatorBase, TensorVariable, dynamo_config, dynamo_utils
+from planner.torch_private.capture import (
+    InstructionTranslatorBase,
+    TensorVariable,
+    VariableTracker,
+    dynamo_config,
+    dynamo_utils,
+)
 from planner.torch_private.core import (
     FakeTensor,
     OpOverload,
@@ -98,10 +105,11 @@ class DataBranches:
                 self._node = outer
 
         def stepped(translator: InstructionTranslatorBase) -> bool:
-            asked = _ask_for_number(translator)
+            tensor = _jumps_on(translator)
+            asked = None if tensor is None else self._ask_for_outcome(translator, tensor)
             more = step(translator)
-            if asked and translator.stack and translator.stack[-1] is asked[0]:  # `a or b` is the tensor itself
-                translator.stack[-1] = asked[1]
+            if tensor is not None and translator.stack and translator.stack[-1] is asked:  # `a or b` is the tensor itself
+                translator.stack[-1] = tensor
             return more
 
         def decided(env: ShapeEnv, expression: sympy.Basic, outcome: sympy.Basic) -> None:
@@ -116,7 +124,7 @@ class DataBranches:
             stack.enter_context(patch.object(InstructionTranslatorBase, "step", stepped))
             stack.enter_context(patch.object(ShapeEnv, "_log_real_tensor_propagation", decided))
             stack.enter_context(patch.object(ShapeEnv, "_make_data_dependent_error", undecided))
-            # An assertion is a branch too: its condition is checked before the step.
+            # An assertion is a branch too: its condition is checked before the step, or by an op if that is not possible.
             stack.enter_context(dynamo_config.patch(rewrite_assert_with_torch_assert=False))
             stack.enter_context(self._values.propagate(lambda: self._node is not None and self._node.target == "item"))
             yield
@@ -178,6 +186,8 @@ class DataBranches:
                 continue  # others are executed
             if torch.Tag.data_dependent_output in node.target.tags:
                 writer.expect_number(node)
+            elif node.target is aten.bincount.default and is_as_long_as_told(node):
+                assert_length(node)
             elif torch.Tag.dynamic_output_shape in node.target.tags:
                 writer.expect_sizes(node)
             if not node.users and torch.Tag.dynamic_output_shape not in node.target.tags and _only_asks(node.target):
@@ -196,6 +206,18 @@ class DataBranches:
         guards = guards.confirmed(step, batch)
         check_next_steps(guards, graph, step, batch)
         return guards
+
+    def _ask_for_outcome(self, translator: InstructionTranslatorBase, tensor: TensorVariable) -> VariableTracker:
+        """Replace `tensor` on the stack by its number before a jump on it, or by the outcome that it must have; return that."""
+        is_known = self._values.get(tensor.as_proxy().node.meta["example_value"]) is not None
+        passing = None if is_known else passing_side(translator)
+        if passing is None:
+            outcome = tensor.call_method(translator, "item", [], {})
+        else:
+            write_assertion(translator, tensor, passing)
+            outcome = VariableTracker.build(translator, passing)
+        translator.stack[-1] = outcome
+        return outcome
 
     def _number(self, writer: GuardWriter, node: fx.Node, values: dict[sympy.Symbol, tuple[int, FrameSummary | None]]) -> None:
         """Add the marked tensor to the `values` of symbols, if a decision needs it."""
@@ -264,20 +286,13 @@ def asks_for_values(graph: fx.Graph) -> bool:
     return False
 
 
-def _ask_for_number(translator: InstructionTranslatorBase) -> tuple[Any, Any] | None:
-    """Replace a tensor on the stack by its number, before a jump on it.
-
-    Returns:
-        The number and the tensor; None before other instructions.
-    """
+def _jumps_on(translator: InstructionTranslatorBase) -> TensorVariable | None:
+    """Return the tensor that the next instruction jumps on; None before other instructions."""
     position = translator.instruction_pointer
     if position is None or not _JUMP.search(translator.instructions[position].opname) or not translator.stack:
         return None
     tensor = translator.stack[-1].realize()
-    if not isinstance(tensor, TensorVariable):
-        return None
-    translator.stack[-1] = tensor.call_method(translator, "item", [], {})
-    return translator.stack[-1], tensor
+    return tensor if isinstance(tensor, TensorVariable) else None
 
 
 def _only_asks(func: OpOverload) -> bool:

@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
+from graphs.errors import TraceError
+from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, current_line, location
 from planner.torch_private.core import (
     FakeTensor,
     FakeTensorMode,
@@ -260,6 +262,17 @@ class ConcreteValues:
                 longest = _largest(lengths)
             with mode:
                 return args[0].new_empty((batch,)), args[0].new_empty((batch, steps, 2 * longest + 1))
+        if func is aten.bincount.default:
+            _, weights, length = (*args, None, 0)[:3]
+            if not length:
+                raise TraceError(
+                    f"{location(current_line())} counts numbers that depend on parameters or activations, and as many as the "
+                    f"largest of them: give minlength= above all numbers, or {GRAPH_BREAK_ADVICE}"
+                )
+            # As long as told, which an op checks (guards.assertions).
+            dtype = torch.int64 if weights is None else torch.float32 if weights.dtype is torch.float32 else torch.float64
+            with mode:
+                return args[0].new_empty((length,), dtype=dtype)
         return None
 
     def _like(self, mode: FakeTensorMode, real: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,8 @@ def check_batch(batch: Batch) -> None:
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
             raise TraceError(
                 f"{name} is a sparse tensor, which no step takes: give a matrix that does not change to the model "
-                "(register_buffer), and pass others as dense tensors"
+                "(register_buffer), pass others as dense tensors, or train with planner.checkpoint(model, budget=...), which "
+                "plans the parts of the model around them"
             )
 
 

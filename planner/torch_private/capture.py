@@ -194,6 +194,22 @@ def capture_gradients_where(wanted: Callable[[InstructionTranslatorBase], bool])
     InstructionTranslator.run = run_or_capture  # type: ignore[assignment, method-assign]
 
 
+def carry_sparse_tensors_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None:
+    """Make Dynamo carry sparse tensors along in the frames that are `wanted`, and break the graph where they are used.
+
+    It breaks the graph where it meets them, otherwise, and then cannot go on in the frame.
+    """
+    wrap = VariableBuilder.wrap_tensor
+
+    def wrap_or_carry(builder: Any, value: torch.Tensor) -> Any:
+        if value.layout is torch.strided or not wanted(builder.tx):
+            return wrap(builder, value)
+        builder.install_guards(GuardBuilder.TYPE_MATCH)
+        return UserDefinedObjectVariable(value, source=builder.source)
+
+    VariableBuilder.wrap_tensor = wrap_or_carry  # type: ignore[assignment, method-assign]
+
+
 def backward_nodes(outputs: object) -> set[Any]:
     """Return the node of autograd that runs the backward pass of AOTAutograd's function with these `outputs`; or none."""
     found = (output.grad_fn for output in pytree.tree_leaves(outputs) if isinstance(output, torch.Tensor))

@@ -24,16 +24,26 @@ from planner.torch_private.capture import (
     wrap_fx_proxy,
 )
 
-_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-}
+_MULTIPLIED = (torch.sparse_coo, torch.sparse_csr)  # the layouts that products are captured of
 _PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm)
 
 
 def is_sparse(value: Tensor) -> bool:
     """Return True if `value` consists of other tensors, without a storage of its own."""
     return value.layout is not torch.strided
+
+
+def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the strided tensors that hold the data of `tensor`: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 @torch.library.custom_op("planner::sparse_mm", mutates_args=())
@@ -86,7 +96,7 @@ def part_addresses(matrix: Tensor) -> tuple[int, ...]:
 
 def _parts(matrix: Tensor) -> list[Tensor]:
     """Return the parts of `matrix`, as tensors that are no views of it."""
-    views = [getattr(matrix, name)() for name in _PARTS[matrix.layout]]
+    views = strided_parts(matrix)
     return [view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride()) for view in views]
 
 
@@ -115,7 +125,7 @@ def decompose_sparse_matrices() -> Iterator[SparseMatrices]:
     wraps = VariableBuilder._type_dispatch()  # by types; Dynamo caches it
 
     def wrap(self: Any, value: Tensor) -> Any:
-        if value.layout not in _PARTS or value.dim() != 2 or value.requires_grad:
+        if value.layout not in _MULTIPLIED or value.dim() != 2 or value.requires_grad:
             return wraps[Tensor](self, value)
         return UserDefinedObjectVariable(value, source=self.get_source())
 

@@ -34,6 +34,7 @@ from planner.torch_private.capture import (
     PlainAOTInput,
     aot_autograd,
     capture_gradients_where,
+    carry_sparse_tensors_where,
     default_partition,
     fix_sizes_where,
     forget_saved_values,
@@ -282,6 +283,7 @@ dynamo_as_eager_where(_runs_as_eager, ExitStack())
 fix_sizes_where(_is_planned)
 write_data_in_place_where(_is_planned, ExitStack())
 capture_gradients_where(_is_planned)
+carry_sparse_tensors_where(_is_planned)
 
 
 def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:

@@ -11,6 +11,7 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.rewrites.sparse_products import strided_parts
 from planner.torch_private.core import disable_current_modes
 from planner.train.backend.planned_graph import is_plan
 from planner.train.backend.rest_of_step import kept_bytes
@@ -194,4 +195,4 @@ def _saved(node: Any) -> Iterator[torch.Tensor]:
             except RuntimeError:
                 continue  # freed by a backward pass
             values = value if isinstance(value, list | tuple) else (value,)
-            yield from (v for v in values if isinstance(v, torch.Tensor))
+            yield from (part for v in values if isinstance(v, torch.Tensor) for part in strided_parts(v))

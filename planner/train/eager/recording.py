@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphs.errors import BudgetError
+from planner.capture.rewrites.sparse_products import strided_parts
 from planner.runtime.allocator_failure import allocator_failure
 from planner.torch_private.core import TorchDispatchMode, storage_address
 from planner.train.eager.device_costs import OpCosts
@@ -20,7 +21,7 @@ from planner.train.eager.operators import Operator
 from planner.train.eager.recompute import Recomputation
 from planner.train.eager.saved_tensors import SavedTensor
 from planner.train.eager.size_rules import tensors_in
-from planner.train.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes, strided_parts
+from planner.train.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes
 from planner.train.eager.sources import Sources
 from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 

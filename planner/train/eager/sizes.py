@@ -255,16 +255,3 @@ def _most_bytes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
             return first.numel() * item_bytes + 8 * max(first.shape[:2])
     indices = sum(value is True for value in args[_INVERSE_AT[name] :]) if name in _INVERSE_AT else 2
     return first.numel() * (item_bytes + 8 * indices)
-
-
-def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the strided tensors that hold the data of `tensor`: itself, or the indices and values of a sparse one."""
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return ()

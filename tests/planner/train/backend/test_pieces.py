@@ -338,3 +338,29 @@ def test_a_check_in_the_backward_pass_is_planned(wrap: Callable[[nn.Module], Cal
     wrap(model)(x).backward()
     plain(x).backward()
     assert torch.equal(model.matrix.grad, plain.matrix.grad)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+def test_the_parts_around_products_with_a_sparse_input_are_planned(
+    wrap: Callable[[nn.Module], Callable[..., Any]], layout: torch.layout, graphs: list[PlannedGraph]
+) -> None:
+    class Convolving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            hidden = torch.sparse.mm(edges, self.inner(x).tanh() * edges.shape[0]).relu()
+            return self.outer(torch.sparse.mm(edges.to(x.dtype), hidden) + hidden).square().mean()
+
+    torch.manual_seed(0)
+    model = Convolving()
+    plain, planned = copy.deepcopy(model), wrap(model)
+    for rows in (SIZE, SIZE, SIZE + 2):
+        edges = torch.randn(rows, rows).relu().to_sparse(layout=layout)
+        x = torch.randn(rows, SIZE)
+        planned(x, edges).backward()
+        plain(x, edges).backward()
+    assert len(graphs) > 2
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

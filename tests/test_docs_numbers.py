@@ -1,19 +1,24 @@
-"""Numbers in the prose of pages are those of committed results: comments in the pages say where each is from.
+"""Numbers in the prose of pages are those of results or of the code: comments in the pages say where each is from.
 
-After a paragraph, a list or a table, a comment names the folder of results and holds numbers of the text above it:
+After a paragraph, a list or a table, a comment names a source and holds numbers of the text above it:
 
     <!-- numbers of results/models
     85 models: rows.model.nunique()
     0.50 to 0.85, 0.66: "took 0.50 to 0.85 of checkpointing's time, 0.66 in the median"
     -->
 
-A line has words of the text, then an expression or a quotation. The expression is of pandas, with ``rows`` of the folder's
-rows.csv: its values, rounded as written, are the numbers in the words. What is quoted is in the folder's table.md or summary.md,
-and has the numbers. On the pages in ``HELD`` each number of the prose is held by such a line.
+The source is a folder of results, a module of the repository, or another file, such as a log or a test. A line has words of the
+text, then an expression or a quotation. An expression is of pandas with ``rows`` of the folder's rows.csv, of the names of the
+module, or of the file's ``text``: its values, rounded as written, are the numbers in the words. What is quoted is in the file, or
+in the folder's table.md or summary.md, and has the numbers. Inline code is left out: what users type and programs print is
+written so. On all pages but ``FREE`` each other number is held by such a line.
 """
 
+import importlib
 import re
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,10 +26,10 @@ import pytest
 
 from tests.support.pages import PAGES, ROOT, name_of
 
-HELD = ("docs/benchmarks.md",)
+FREE = {"docs/formulation.md": "mathematics: values of variables, and numbers of rows, which test_formulation.py compares"}
 _COMMENT = re.compile(r"<!-- numbers of (\S+)\n(.*?)-->", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?![\w.-]*[a-zA-Z_/])(?:(?=[%\s),;:.|]|$))")
-_NAME = re.compile(r"(?:torch|HiGHS|torch-kitsune|commit) \S+|\b(?:ICLR|H|A|RTX) ?\d+|(?<=\d)x\b")
+_NAME = re.compile(r"(?:[Tt]orch|Python|HiGHS|torch-kitsune|commit) \S+|\b(?:ICLR|H|A|RTX|RFC) ?\d+|(?<=\d)x\b|\b20\d\d(?=[),])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +38,21 @@ class Line:
 
     page: str
     above: str
-    folder: str
+    place: str
     said: str
     source: str
 
 
+@cache
 def lines() -> list[Line]:
     found = []
     for page in PAGES:
-        text, begin = page.read_text(), 0
+        text, begin, above = page.read_text(), 0, ""
         for comment in _COMMENT.finditer(text):
+            above = text[begin : comment.start()].strip() or above  # one comment behind another is of the same text
             for line in comment[2].splitlines():
                 said, _, source = line.partition(": ")
-                found.append(Line(name_of(page), text[begin : comment.start()], comment[1], said, source))
+                found.append(Line(name_of(page), above, comment[1], said, source))
             begin = comment.end()
     return found
 
@@ -62,24 +69,29 @@ def written(value: float, like: str) -> str:
 @pytest.mark.parametrize("line", lines(), ids=lambda line: f"{line.page}: {line.said}")
 def test_numbers_are_those_of_the_results(line: Line) -> None:
     assert line.said in line.above, "the text above does not say so"
-    said, folder = numbers(line.said), ROOT / line.folder
+    said, place = numbers(line.said), ROOT / line.place
     assert said
     if line.source.startswith('"'):
-        known = " ".join(path.read_text() for path in folder.glob("*.md"))
+        known = " ".join(path.read_text() for path in (place.glob("*.md") if place.is_dir() else (place,)))
         quotes = line.source.strip('"').split('", "')
         assert [quote for quote in quotes if quote not in known] == []
         values = [float(number) for quote in quotes for number in numbers(quote)]
         assert [number for number in said if all(written(value, number) != number for value in values)] == []
     else:
-        names = {"rows": pd.read_csv(folder / "rows.csv"), "pd": pd, "folder": folder}
+        if place.is_dir():
+            names: dict[str, Any] = {"rows": pd.read_csv(place / "rows.csv"), "pd": pd, "folder": place}
+        else:
+            module = line.place.removesuffix(".py")
+            names = vars(importlib.import_module(module.replace("/", "."))) if module != line.place else {}
+            names = {"text": place.read_text(), "re": re} | names
         values = list(np.atleast_1d(eval(line.source, names)))
         assert [written(value, number) for value, number in zip(values, said, strict=True)] == said
 
 
-@pytest.mark.parametrize("page", HELD)
+@pytest.mark.parametrize("page", [name for name in map(name_of, PAGES) if name not in FREE])
 def test_each_number_of_the_prose_is_held(page: str) -> None:
-    for above in _COMMENT.sub("\0", (ROOT / page).read_text()).split("\0"):
-        text = above
+    for piece in _COMMENT.sub("\0", (ROOT / page).read_text()).split("\0"):
+        text = above = piece.strip()
         for line in lines():
             if (line.page, line.above) == (page, above):
                 text = text.replace(line.said, "")
@@ -87,7 +99,10 @@ def test_each_number_of_the_prose_is_held(page: str) -> None:
 
 
 def _prose(text: str) -> str:
-    """Return `text` without code, links' targets, headings, images and tables, whose cells other tests compare."""
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^(?:#|\||!\[).*$", "", text, flags=re.MULTILINE)
-    return re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+    """Return `text` without code, formulas, links' targets, headings, numbers of items, images, and tables.
+
+    Other tests compare the cells of tables.
+    """
+    text = re.sub(r"^ *```(?s:.*?)^ *```|^:::.*(?:\n    .*)*", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *(?:#|\||!\[).*$|^ *\d+\. ", "", text, flags=re.MULTILINE)
+    return re.sub(r"`[^`]*`|\$[^$]*\$|\]\([^)]*\)", "", text)

@@ -142,8 +142,8 @@ def test_exit_codes_are_documented(capsys: Any) -> None:
     assert "5 measured peak over its budget" in helped
     assert "6 loss, gradients, buffers or random state different" in helped
     documented = (ROOT / "docs/command-line.md").read_text()
-    assert "5 over its budget" in documented
-    assert "6 different" in documented
+    assert "`5` over its budget" in documented
+    assert "`6` different" in documented
     assert "130 interrupted" in " ".join(call(capsys, "compare", "--help").out.split())
 
 

@@ -128,7 +128,7 @@ def moccasin(published: Path) -> Iterator[Instance]:
         shares = (0.9, 0.8) if file.stem.startswith("random") else (0.9, 0.8, 0.7, 0.6, 0.5)
         budgets = tuple(map(of_peak, shares))
         if not file.stem.startswith("random"):
-            budgets += (Budget("half way to least", partial(_half_way, shares=shares)),)
+            budgets += (Budget("half way to least", partial(find_half_way, shares=shares)),)
         yield Instance("moccasin", file.stem, partial(import_graph, file), budgets)
 
 
@@ -153,7 +153,7 @@ def between(share: float) -> Budget:
     return Budget(f"least + {share}", partial(_between, share=share))
 
 
-def _half_way(at: Landmarks, *, shares: tuple[float, ...]) -> int:
+def find_half_way(at: Landmarks, *, shares: tuple[float, ...]) -> int:
     """Return the budget half way from the lowest feasible one of `shares` of the peak to the least budget."""
     lowest = min(budget for share in (1.0, *shares) if (budget := int(share * at.peak_bytes)) >= at.least_bytes)
     return (at.least_bytes + lowest) // 2

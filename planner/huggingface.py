@@ -66,13 +66,13 @@ class PlannedTrainerMixin:
         self._budget, self._options = budget_or_overhead(budget, max_overhead), plan_options or {}
         self._log_plan = log_plan
         self._planned_model: nn.Module | None = None
-        self._plans: BatchPlans | None = None
+        self.batch_plans: BatchPlans | None = None
         super().__init__(*args, **kwargs)
 
     @property
     def planned(self) -> PlannedStep | None:
         """The step for the most frequent size, with its plan; None before the first batch."""
-        return None if self._plans is None else self._plans.main
+        return None if self.batch_plans is None else self.batch_plans.main
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as the trainer does; with a loss also the numbers of the plan, if `log_plan` was set."""
@@ -137,18 +137,18 @@ class PlannedTrainerMixin:
 
     def _loss(self, model: nn.Module, loss_fn: Callable[..., Any] | None, batch: dict[str, Any]) -> Any:
         this: Any = self
-        if self._plans is None or model is not self._planned_model:  # each run of the trainer has another model
-            self._plans = None
+        if self.batch_plans is None or model is not self._planned_model:  # each run of the trainer has another model
+            self.batch_plans = None
             wrapper = unwrap(model)
             if isinstance(wrapper, Sharded):
                 raise PlannerError(
                     "FSDP is not planned in the trainer: leave out fsdp, so that it trains under DDP, or use planner.compile "
                     "with fully_shard in a loop of your own"
                 )
-            self._planned_model, self._plans = model, BatchPlans(wrapper, self._budget, self._options)
+            self._planned_model, self.batch_plans = model, BatchPlans(wrapper, self._budget, self._options)
         accumulate = this.args.gradient_accumulation_steps > 1
         shown: OnProgress = _TrainerView(this) if self.planned is None else False
-        return self._plans.step(loss_fn, batch, optimizer=this.optimizer, accumulate=accumulate, on_progress=shown)(**batch)
+        return self.batch_plans.step(loss_fn, batch, optimizer=this.optimizer, accumulate=accumulate, on_progress=shown)(**batch)
 
 
 class PlannedTrainer(PlannedTrainerMixin, Trainer):

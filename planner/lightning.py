@@ -62,12 +62,12 @@ class PlannedTraining(pl.Callback):
         check_options(options)
         self._budget, self._options = budget_or_overhead(budget, max_overhead), options
         self._log_plan = log_plan
-        self._plans: BatchPlans | None = None
+        self.batch_plans: BatchPlans | None = None
 
     @property
     def planned(self) -> PlannedStep | None:
         """The step for the most frequent size, with its plan; None before the first batch."""
-        return None if self._plans is None else self._plans.main
+        return None if self.batch_plans is None else self.batch_plans.main
 
     @short_traceback
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -88,8 +88,8 @@ class PlannedTraining(pl.Callback):
                 f"strategy {type(trainer.strategy).__name__} is not planned: use a single device or strategy='ddp', or "
                 "planner.compile with fully_shard in a loop of your own"
             )
-        self._plans = BatchPlans(wrapper, self._budget, self._options)
-        vars(pl_module)["training_step"] = _planned(step, self._plans, trainer)
+        self.batch_plans = BatchPlans(wrapper, self._budget, self._options)
+        vars(pl_module)["training_step"] = _planned(step, self.batch_plans, trainer)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int

@@ -32,7 +32,7 @@ class ChildProcess:
             raise OSError("there is no interpreter that could be started")
         here, there = socket.socketpair()
         with here, there:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [
                     os.fsdecode(program),
                     "-c",
@@ -45,7 +45,7 @@ class ChildProcess:
                 # Ctrl-C is for the parent; but priorities hold among the processes of one session.
                 process_group=0,
             )
-            self._connection = Connection(here.detach())
+            self.connection = Connection(here.detach())
 
     def __enter__(self) -> Self:
         return self
@@ -56,18 +56,18 @@ class ChildProcess:
     @property
     def is_running(self) -> bool:
         """True until the process has ended."""
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     def end(self) -> None:
         """Kill the process; do nothing if it has ended."""
-        self._process.kill()
-        self._connection.close()
-        self._process.wait()
+        self.process.kill()
+        self.connection.close()
+        self.process.wait()
 
     def send(self, what: object) -> None:
         """Send an object; do nothing if the process has died."""
         with suppress(OSError):  # the death is noticed by ``receive``
-            self._connection.send(what)
+            self.connection.send(what)
 
     def receive(self, most_s: float) -> Any:
         """Return the next object that it has sent, waiting up to `most_s` seconds; None if there is none.
@@ -76,7 +76,7 @@ class ChildProcess:
             EOFError: the process has died, and everything that it sent was received.
         """
         try:
-            return self._connection.recv() if self._connection.poll(most_s) else None
+            return self.connection.recv() if self.connection.poll(most_s) else None
         except OSError as error:
             raise EOFError from error
 

@@ -77,7 +77,7 @@ def fresh_compiler() -> Iterator[None]:
     from planner.train.backend import backend
 
     torch._dynamo.reset()
-    backend._BUDGETS.clear()
+    backend.BUDGETS.clear()
     yield
     torch._dynamo.reset()
 

@@ -117,7 +117,7 @@ class Arena:
         optimizer_steps.install()
         self.missed = self.optimizer_missed = Missed()
         self.budget_bytes = 0
-        self._shared = shared
+        self.shared = shared
         self._runs: WeakSet[_Run] = WeakSet()
         self._recorded: RecordedStep | None = None  # a whole step
         self._alone: SlabAddresses | None = None  # addresses for it
@@ -133,7 +133,7 @@ class Arena:
     @property
     def slab(self) -> Slab | None:
         """The slab; None where there is none at present."""
-        return self._shared.present
+        return self.shared.present
 
     @property
     def size_bytes(self) -> int | None:
@@ -179,7 +179,7 @@ class Arena:
     def begin_optimizer(self, optimizer: Optimizer) -> None:
         """Serve the step of `optimizer` behind the last step from here on; record it if it is not known."""
         self._held = ()  # autograd has copied them
-        known, slab, planned = self._shared.optimizers.get(optimizer), self.slab, self._ended
+        known, slab, planned = self.shared.optimizers.get(optimizer), self.slab, self._ended
         is_final = known is not None and known.is_final
         if slab is not None and planned is not None and is_final and optimizer in planned.optimizers:
             self._optimizing = _Started(planned, slab)
@@ -196,20 +196,20 @@ class Arena:
             return
         self.optimizer_missed = arena_allocator.stop()
         if isinstance(run, Recording):
-            self._shared.add_optimizer(optimizer, run.requests(), is_whole=is_whole)
+            self.shared.add_optimizer(optimizer, run.requests(), is_whole=is_whole)
         elif self.optimizer_missed.unmatched_bytes:
-            self._shared.optimizers[optimizer].differs = True
+            self.shared.optimizers[optimizer].differs = True
 
     def _plan_alone(self) -> SlabAddresses | None:
         """Return the addresses for the recorded step, which are planned when they are first needed."""
         if self._alone is None and self._recorded is not None:
             self._alone = slab_addresses(self._recorded)
-            self._shared.add(self._alone.addresses)
+            self.shared.add(self._alone.addresses)
         return self._alone
 
     def _plan(self) -> SlabAddresses | None:
         """Return the addresses for the recorded step and behind it those of optimizers, planned likewise."""
-        optimizers, version = self._shared.optimizers, self._shared.optimizer_recordings
+        optimizers, version = self.shared.optimizers, self.shared.optimizer_recordings
         if self._recorded is None or not optimizers:
             return self._plan_alone()
         if self._planned is None or self._planned.version != version:
@@ -217,7 +217,7 @@ class Arena:
             self._planned = slab_addresses(
                 self._recorded, optimizers, gradients_stay=not self._accumulate, version=version, alone=alone
             )
-            self._shared.add(self._planned.addresses)
+            self.shared.add(self._planned.addresses)
             self._warn_of_optimizers(self._planned.step_bytes)
         return self._planned
 
@@ -245,9 +245,9 @@ class Arena:
         self._given.clear()
         planned = self._plan()
         if planned is None:
-            self._shared.drop()  # there is not room for both
+            self.shared.drop()  # there is not room for both
             return RecordedStep(Recording())
-        return _Started(planned, self._shared.holding(planned.addresses, self.budget_bytes - planned.outside_bytes))
+        return _Started(planned, self.shared.holding(planned.addresses, self.budget_bytes - planned.outside_bytes))
 
     def run_backward(self, run_pass: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
         """Run a backward pass, where its forward pass was."""

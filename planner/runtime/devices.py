@@ -46,7 +46,7 @@ class Devices:
         self.pools = devices_of(graph)
         self._named = {pool.owner: parse_device(pool.name) for pool in self.pools[1:]}
         self.places = {pool.name: place_of(self._named[pool.owner]) if pool.owner in self._named else main for pool in self.pools}
-        self._workers = {
+        self.workers = {
             stream: Worker(device.name, f"ops on {device.name}", DeviceError, device.threads)
             for stream, device in self._named.items()
         }
@@ -86,7 +86,7 @@ class Devices:
             with self._issuing:  # passes started by several threads have the same order in each worker
                 for stream, part in parts.items():
                     job = ThreadedCall(partial(self._compute, stream, part, running))
-                    self._workers[stream].issue(job)
+                    self.workers[stream].issue(job)
                     jobs.append(job)
             result = main(running.transfers)
             for job in jobs:

@@ -81,8 +81,8 @@ class Executor:
         self.program = capture.program
         self.signature = capture.signature
         self.schedule = schedule
-        self._step = TrainingStep(model, loss_fn)
-        self.device = device = next(self._step.parameters()).device
+        self.training_step = TrainingStep(model, loss_fn)
+        self.device = device = next(self.training_step.parameters()).device
         if uses_libraries(self.graph):
             library_users.add(self)
             warm_up_libraries(device)  # before the first step, as predictions of reserved memory say
@@ -122,7 +122,9 @@ class Executor:
         self.memory = self._memory_of(self.launched)
 
     def _memory_of(self, code: Code) -> PlannedMemory:
-        return PlannedMemory(self.graph, code.lines, self.devices.places.__getitem__, StateNotMade(self.graph, self._step))
+        return PlannedMemory(
+            self.graph, code.lines, self.devices.places.__getitem__, StateNotMade(self.graph, self.training_step)
+        )
 
     def start_training(self, budget_bytes: int, *, check_writes: bool) -> None:
         """Enable the checks for a training loop, and the counting in it; measurements before are of the step alone."""
@@ -205,7 +207,7 @@ class Executor:
 
     def evaluate(self, *args: object, **kwargs: object) -> Any:
         """Return the step's result by eager PyTorch, without saved tensors."""
-        return join_returned(*self._step(*args, **kwargs))
+        return join_returned(*self.training_step(*args, **kwargs))
 
     def run(self, leaves: Sequence[object]) -> Any:
         """Run one forward pass on the leaves of a batch that was checked, and the numbers of the program.
@@ -213,7 +215,7 @@ class Executor:
         Raises:
             BudgetError: gradients of an earlier step would take it over the budget; so may ``backward()``.
         """
-        static = self.program.gather(self._step, leaves)
+        static = self.program.gather(self.training_step, leaves)
         numbers = leaves[len(leaves) - self.program.numbers :]
         static += numbers
         check_earlier_gradients = self._check_earlier_gradients(static)
@@ -222,7 +224,7 @@ class Executor:
                 static[i] = static[i].detach()
         results: tuple[torch.Tensor, ...] = _Step.apply(self, check_earlier_gradients, *static)  # type: ignore[no-untyped-call]
         if self._trains and self._guards is not None:
-            self._guards.count(self._step, numbers)
+            self._guards.count(self.training_step, numbers)
         return self.signature.unflatten(results)
 
     def check(self, *args: object, **kwargs: object) -> list[object]:
@@ -235,14 +237,14 @@ class Executor:
         check_no_transform("a planned step is called")
         leaves = self.signature.flatten(*args, **kwargs)
         self._check(leaves)
-        numbers = () if self._guards is None else self._guards.check(self._step, args, kwargs)
+        numbers = () if self._guards is None else self._guards.check(self.training_step, args, kwargs)
         if self._conditions:
-            self._conditions.check(self._step, leaves)
+            self._conditions.check(self.training_step, leaves)
         return [*leaves, *numbers]
 
     def changed_numbers(self, batch: Batch) -> set[str]:
         """Return the names of the numbers that differ from those that the step was planned for, as Dynamo writes them."""
-        return set() if self._guards is None else self._guards.changed_numbers(self._step, *arguments(batch))
+        return set() if self._guards is None else self._guards.changed_numbers(self.training_step, *arguments(batch))
 
     @property
     def free_numbers(self) -> frozenset[str]:

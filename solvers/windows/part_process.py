@@ -78,23 +78,23 @@ class PartProcess:
         Raises:
             OSError: it cannot be started.
         """
-        self._process = ChildProcess(__name__)
+        self.process = ChildProcess(__name__)
         self.send(task)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.end()
+        self.process.end()
 
     def send(self, what: PartTask | float | Trial | Order | None) -> None:
         """Send the task, the best time of the whole search, an order, or None at the end of the orders."""
-        self._process.send(what)
+        self.process.send(what)
 
     def receive(self, most: float) -> Trial | SearchEnd | None:
         """Return the next schedule found, waiting up to `most` seconds, or a ``SearchEnd`` if the process has ended."""
         try:
-            found: Trial | SearchEnd | None = self._process.receive(most)
+            found: Trial | SearchEnd | None = self.process.receive(most)
         except EOFError:
             return SearchEnd(died=True)
         return found

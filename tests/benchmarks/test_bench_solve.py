@@ -30,8 +30,9 @@ def test_half_way_starts_where_a_schedule_is_known() -> None:
     assert least < peak
     assert between(0.5).bytes_at(marks) == int(least + 0.5 * (peak - least))
     assert of_peak(0.9).bytes_at(marks) == int(0.9 * peak)
-    assert solve_suites._half_way(marks, shares=(0.1,)) == (least + peak) // 2
-    assert solve_suites._half_way(marks, shares=(least / peak + 0.01, 0.1)) == (least + int((least / peak + 0.01) * peak)) // 2
+    assert solve_suites.find_half_way(marks, shares=(0.1,)) == (least + peak) // 2
+    share = least / peak + 0.01
+    assert solve_suites.find_half_way(marks, shares=(share, 0.1)) == (least + int(share * peak)) // 2
 
 
 def test_a_tiny_suite_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def test_the_numbers_of_the_plan_are_reported_with_each_loss(tmp_path: Path) -> 
 def test_the_first_plan_is_logged_once(tmp_path: Path) -> None:
     with lines_of("transformers.planner") as lines:
         planned = trained(PlannedTrainer, tmp_path, sentences(10), options=planned_options(), max_steps=3)
-    assert len(planned._plans._steps.values()) == 2
+    assert len(planned.batch_plans.steps.values()) == 2
     assert lines[0] == "planning: capturing the training step"
     assert lines[1].startswith(plan_line(planned.planned.history[0].plan))
     assert len(lines) == 2
@@ -101,7 +101,7 @@ def test_the_first_plan_is_shown_once_behind_the_bar(tmp_path: Path, capfd: pyte
     more = {"max_steps": 3, "disable_tqdm": False}
     with lines_of("transformers", level=None) as lines:
         planned = trained(PlannedTrainer, tmp_path, sentences(10), options=planned_options(), **more)
-    assert len(planned._plans._steps.values()) == 2
+    assert len(planned.batch_plans.steps.values()) == 2
     assert "0/3 [00:00<?, ?it/s, capturing the training step]" in (text := capfd.readouterr().err)
     assert "planned: " not in text
     assert [line.startswith(plan_line(planned.planned.history[0].plan)) for line in lines] == [False, True]
@@ -123,7 +123,7 @@ def test_a_smaller_last_batch_is_planned_for(tmp_path: Path) -> None:
         planned = trained(PlannedTrainer, tmp_path, data, options=planned_options(), max_steps=3)  # the third batch has 2 rows
     assert_same(planned, eager)
     assert planned.planned.plan.graph.provenance["inputs"][0] == "int64[4, 16]"
-    assert len(planned._plans._steps.values()) == 2
+    assert len(planned.batch_plans.steps.values()) == 2
 
 
 @pytest.mark.slow
@@ -134,8 +134,8 @@ def test_tensors_may_go_to_the_host(tmp_path: Path) -> None:
     planned = trained(PlannedTrainer, tmp_path, data, options=options)  # the last batch is smaller
     assert_same(planned, eager)
     assert planned.planned.plan.settings["options"] == ["offload"]
-    first, last = planned._plans._steps.values()
-    assert first.plan.copied and first._run.devices.host is last._run.devices.host is not None
+    first, last = planned.batch_plans.steps.values()
+    assert first.plan.copied and first.debug.devices.host is last.debug.devices.host is not None
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def check_smoothed_labels(rank: int) -> None:
 
 def check_other_sizes(rank: int) -> None:
     planned = compared([*SHORT, *LONG, *LONG], "1MB", options={"compute_loss_func": summed})
-    assert len(planned._plans._steps.values()) == 2
+    assert len(planned.batch_plans.steps.values()) == 2
     assert planned.planned.plan.graph.provenance["inputs"][0] == "int64[4, 16]"  # of each as many came: the first
 
 

@@ -106,7 +106,7 @@ class DeviceArena:
         """
         self.steering = steering
         self.missed = self.lost = 0
-        self._shared = shared
+        self.shared = shared
         self._accumulate = accumulate
         self._held: Sequence[Any] = ()  # gradients that others hold too are copied by autograd
         self._running: _Begun | None = None
@@ -145,14 +145,14 @@ class DeviceArena:
     def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
         """Run the forward pass, in the slab if there is room."""
         self._held = ()
-        begun = self._shared.begin(self.steering.slab_bytes)
+        begun = self.shared.begin(self.steering.slab_bytes)
         if begun is None:
             self._note_missed()
         elif self.steering.grows:
-            self._shared.drop()
+            self.shared.drop()
         loss, extras, alive = self._run(begun, lambda: run(static))
         if begun is not None:
-            self._shared.left += _placed((loss, *extras))
+            self.shared.left += _placed((loss, *extras))
         alive.append(begun)
         return loss, extras, alive
 
@@ -167,7 +167,7 @@ class DeviceArena:
         if begun is not None:
             begun.end()
             begun.is_over = True
-            self._shared.left += _placed(gradients)
+            self.shared.left += _placed(gradients)
             if self._outside_bytes is None or begun.is_lost or self._was_lost:
                 self._outside_bytes, self._was_lost = begun.outside_bytes, begun.is_lost
             if begun.is_lost:
@@ -239,7 +239,7 @@ class _Begun:
 
     def __init__(self, shared: SharedPool, pool: torch.cuda.MemPool, slab_bytes: int) -> None:
         self.is_over = self.is_lost = self.is_retained = False
-        self._shared, self._pool, self._device = shared, pool, shared.device
+        self.shared, self._pool, self._device = shared, pool, shared.device
         self._slab_bytes, self._slab_address = shared.slab_bytes, shared.slab_address
         self._stream = torch.cuda.current_stream(shared.device)
         self._holds: list[int] = []
@@ -272,7 +272,7 @@ class _Begun:
                 if action.offset is not None and address != self._slab_address + action.offset:
                     self.is_lost = True
                     self.end()
-                    self._shared.drop()  # also if no backward pass follows
+                    self.shared.drop()  # also if no backward pass follows
                     return
             else:
                 address = self._holds[action.number]

@@ -18,11 +18,11 @@ class ThreadChannel:
     def __init__(self, name: str, target: PoolMemory) -> None:
         """Initialize the channel called `name`, as in ``device to host``, to the memory `target`."""
         self._name, self._target = name, target
-        self._worker = Worker(name, f"copies from {name}", CopyError)
+        self.worker = Worker(name, f"copies from {name}", CopyError)
 
     def transfer(self, look: Callable[[], object] = lambda: None) -> "ThreadTransfer":
         """Return a transfer that is not started; long waits for it call `look`, which may raise."""
-        return ThreadTransfer(self._name, self._target, look, self._worker)
+        return ThreadTransfer(self._name, self._target, look, self.worker)
 
 
 class ThreadTransfer(Transfer):
@@ -31,7 +31,7 @@ class ThreadTransfer(Transfer):
     def __init__(self, name: str, target: PoolMemory, look: Callable[[], object], worker: Worker) -> None:
         """Initialize a transfer by `worker`; see ``Transfer``."""
         super().__init__(name, target, look)
-        self._worker: Worker | None = worker
+        self.worker: Worker | None = worker
 
     def make(self) -> None:
         """Execute the copy in the channel's thread."""
@@ -58,10 +58,10 @@ class ThreadTransfer(Transfer):
         return self
 
     def _start(self, after: Sequence[Copy], behind: Sequence[Copy]) -> Copy:
-        assert self._worker is not None
+        assert self.worker is not None
         self._after, self._behind = after, behind
-        self._worker.issue(self)
-        self._worker = None  # which host memory would hold by its copies
+        self.worker.issue(self)
+        self.worker = None  # which host memory would hold by its copies
         return self
 
     def _copy(self) -> None:

@@ -83,7 +83,7 @@ class Worker:
             threads: number of operator threads (``torch.set_num_threads``, per thread); None for the default of new threads.
         """
         self._name, self._does, self._fails, self._threads = name, does, fails, threads
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self._starting = threading.Lock()
 
@@ -94,9 +94,9 @@ class Worker:
             PlannerError: no thread can be started.
         """
         with self._starting:
-            if self._thread is None or not self._thread.is_alive():
+            if self.thread is None or not self.thread.is_alive():
                 self._start()
-            job.thread = self._thread
+            job.thread = self.thread
             self._jobs.put(job)
 
     def _start(self) -> None:
@@ -108,7 +108,7 @@ class Worker:
             raise self._fails(f"no thread can be started for {self._does}: {error}") from error
         if self._end is not None:
             self._end.detach()
-        self._thread, self._end = thread, weakref.finalize(self, self._jobs.put, None)
+        self.thread, self._end = thread, weakref.finalize(self, self._jobs.put, None)
         if (threads := self._threads) is not None:
             counted = ThreadedCall(lambda: _set_threads(threads))
             self._jobs.put(counted)

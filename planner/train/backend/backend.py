@@ -59,7 +59,7 @@ _NOT_PLANNED = (
     "a graph of the model runs without a plan, and keeps what {} keeps: {}. The planned graphs of the step leave room "
     "for its tensors"
 )
-_BUDGETS: dict[int, SharedBudget] = {}  # by the id of a torch.compile call's backend object, as long as that exists
+BUDGETS: dict[int, SharedBudget] = {}  # by the id of a torch.compile call's backend object, as long as that exists
 
 
 @short_traceback
@@ -252,10 +252,10 @@ def _trains(module: fx.GraphModule) -> bool:
 def _budget(settings: BackendSettings) -> SharedBudget:
     """Return the budget shared by the graphs of the ``torch.compile`` call that is being compiled."""
     made_by = _made_by(InstructionTranslator.current_tx())
-    if id(made_by) not in _BUDGETS:
-        _BUDGETS[id(made_by)] = SharedBudget(settings)
-        weakref.finalize(made_by, _BUDGETS.pop, id(made_by), None)
-    return _BUDGETS[id(made_by)]
+    if id(made_by) not in BUDGETS:
+        BUDGETS[id(made_by)] = SharedBudget(settings)
+        weakref.finalize(made_by, BUDGETS.pop, id(made_by), None)
+    return BUDGETS[id(made_by)]
 
 
 def _made_by(translator: InstructionTranslatorBase) -> Callable[..., Any]:

@@ -100,11 +100,11 @@ class SharedBudget:
         self.settings, self.budget, self.memory = settings, settings.budget, CountedMemory.ALLOCATED
         self._options = options = settings.solve.options
         self._shared_channels = None if options.host_bytes is None else SharedChannels(options.host_bytes)
-        self._runs: list[_ForwardRun] = []
+        self.forward_runs: list[_ForwardRun] = []
         self._planned: dict[tuple[PlannedGraph, ...], _StepBudget] = {}  # steps whose graphs are planned together
         self._learning, self._warned = True, False
         self._largest_bytes = 0  # peak of a step without recomputation
-        self._known: dict[PlannedGraph, PassStorages] = {}
+        self.known_graphs: dict[PlannedGraph, PassStorages] = {}
         self._before: dict[UnplannedGraph, PassStorages] = {}  # the last pass of each, before planned graphs
         self._slab = SharedSlab() if settings.run.arena else None
         is_first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
@@ -129,7 +129,7 @@ class SharedBudget:
         """Return the arena of a new graph: that of graphs whose backward pass has not run, else a new one in the slab."""
         if self._slab is None:
             return None
-        waiting = next((run for run in self._runs if run.alive), None)
+        waiting = next((run for run in self.forward_runs if run.alive), None)
         return Arena(self._slab) if waiting is None else waiting.graph.arena
 
     @property
@@ -155,14 +155,14 @@ class SharedBudget:
         self._learning = True
         if is_auto(self.budget):
             self.budget = _auto_bytes(inputs, model := list(model))
-        self._runs = [run for run in self._runs if run.alive]
+        self.forward_runs = [run for run in self.forward_runs if run.alive]
         graph.watch = lambda args: self._begin(graph, args)
-        runs = [*(run.seen for run in self._runs), self._storages(inputs)]
-        kept = [run.graph.kept_bytes for run in self._runs]
+        runs = [*(run.seen for run in self.forward_runs), self._storages(inputs)]
+        kept = [run.graph.kept_bytes for run in self.forward_runs]
         others = bytes_of_others(runs, len(runs) - 1, kept)
-        order = [*(run.graph for run in self._runs), graph]
+        order = [*(run.graph for run in self.forward_runs), graph]
         whole = self.whole(order, runs)
-        if self._runs:
+        if self.forward_runs:
             self._warn_of_several(whole - others, whole)
         elif others >= whole:
             raise InfeasibleError(
@@ -170,7 +170,7 @@ class SharedBudget:
                 f"{format_bytes(whole)}: autograd holds it for ops that are not compiled. Raise the budget, or remove the graph "
                 "breaks (TORCH_LOGS=graph_breaks shows them)"
             )
-        whole = self._given(order, whole, alone=not self._runs and not more)
+        whole = self._given(order, whole, alone=not self.forward_runs and not more)
         room = max(1, whole - others)
         behind = unread(model, runs) if more else None
         if behind is None:
@@ -194,28 +194,30 @@ class SharedBudget:
     def _first_plan(self, graph: PlannedGraph, room: int, *, more: bool) -> None:
         """Plan `graph` within `room` bytes, before the graphs that follow are known."""
         captured = graph.captured.graph
-        order = [*(run.graph for run in self._runs), graph]
-        there = host_room(order, graph, {run.graph: run.graph.on_host for run in self._runs}, self._host_bytes)
+        order = [*(run.graph for run in self.forward_runs), graph]
+        there = host_room(order, graph, {run.graph: run.graph.on_host for run in self.forward_runs}, self._host_bytes)
         if more:
             if is_share(self.budget):
                 room = summarize(captured).keep_everything_peak_bytes
             graph.lean = lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
         try:
             if graph.lean is None:
-                memory = CountedMemory.ALLOCATED if self._runs else self.memory
+                memory = CountedMemory.ALLOCATED if self.forward_runs else self.memory
                 graph.schedule = self._solve(with_host_bytes(captured, there), room, memory)
             else:
                 rest_bytes = room - captured.static_bytes - kept_bytes(captured, graph.lean)
                 graph.schedule = self.leaving(graph, room, max(0, rest_bytes), graph.lean, there)
         except InfeasibleError as error:
-            if not self._runs:
+            if not self.forward_runs:
                 raise
-            if any(run.graph.lean is None for run in self._runs):  # was assumed to be the last graph; keeps less from now on
+            if any(
+                run.graph.lean is None for run in self.forward_runs
+            ):  # was assumed to be the last graph; keeps less from now on
                 peak_bytes = summarize(captured).keep_everything_peak_bytes
                 graph.lean = lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
                 graph.schedule = graph.lean or keeping_all(captured)
                 return
-            kept = ", ".join(format_bytes(run.graph.kept_bytes) for run in self._runs)
+            kept = ", ".join(format_bytes(run.graph.kept_bytes) for run in self.forward_runs)
             raise InfeasibleError(
                 f"{error} The model is captured as several graphs, and this is not the first: those before it keep {kept} until "
                 "the backward pass. Removing graph breaks saves memory (TORCH_LOGS=graph_breaks shows them)"
@@ -256,7 +258,7 @@ class SharedBudget:
 
     def summary_of_only(self, graph: PlannedGraph) -> str:
         """Return the plan of a graph in one line; "" if the step has other graphs, with which it is planned again."""
-        return "" if self._runs or graph.lean is not None else self._summary([graph], [PassStorages({}, {}, {})])
+        return "" if self.forward_runs or graph.lean is not None else self._summary([graph], [PassStorages({}, {}, {})])
 
     def _summary(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> str:
         """Return the plans of the graphs of a step in one line."""
@@ -275,19 +277,19 @@ class SharedBudget:
 
     def _begin(self, graph: PlannedGraph, args: Sequence[object]) -> Callable[[list[Any], torch.Tensor], None]:
         """Record the start of a forward pass; if a step has ended, plan the graphs of that step together."""
-        if self._runs and not any(run.alive for run in self._runs):
+        if self.forward_runs and not any(run.alive for run in self.forward_runs):
             self._end_step()
         if graph.changed:
             self._count_copies(graph)
         if self._learning:
-            self._known[graph] = self._storages(args)
-        run = _ForwardRun(graph, self._known[graph])
+            self.known_graphs[graph] = self._storages(args)
+        run = _ForwardRun(graph, self.known_graphs[graph])
 
         def end(returned: list[Any], plan: torch.Tensor) -> None:
             if self._learning:
                 run.seen.returned(returned)
             run.plan = StorageWeakRef(plan.untyped_storage())
-            self._runs.append(run)
+            self.forward_runs.append(run)
 
         return end
 
@@ -299,8 +301,8 @@ class SharedBudget:
             if self._learning:
                 seen = PassStorages.of(args, graph)
                 seen.returned(returned)
-                if any(run.alive for run in self._runs):
-                    self._runs[-1].seen.followed_by.append(seen)
+                if any(run.alive for run in self.forward_runs):
+                    self.forward_runs[-1].seen.followed_by.append(seen)
                 else:
                     self._before[graph] = seen
             return returned
@@ -319,7 +321,7 @@ class SharedBudget:
         names, peak_bytes = graph.names_of(graph.changed), simulate(graph.captured.graph, graph.schedule).peak_bytes
         graph.count_copies()
         captured, old = graph.captured.graph, graph.schedule
-        if graph.lean is None and not self._runs:
+        if graph.lean is None and not self.forward_runs:
             graph.schedule = self._solve(captured, peak_bytes)
         else:
             rest_bytes = max(0, peak_bytes - captured.static_bytes - kept_bytes(captured, old))
@@ -327,7 +329,7 @@ class SharedBudget:
         warn_caller(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies")
 
     def _end_step(self) -> None:
-        runs, self._runs = self._runs, []
+        runs, self.forward_runs = self.forward_runs, []
         step = tuple(run.graph for run in runs)
         if step in self._planned:
             self._learning = False

@@ -51,7 +51,7 @@ class BatchPlans:
         self._wrapper = wrapper
         self._asked = self._budget = budget
         self._options = dict(options)
-        self._steps: LRUCache[Key, PlannedStep] = LRUCache(self._options.get("max_plans", _MOST_PLANS))
+        self.steps: LRUCache[Key, PlannedStep] = LRUCache(self._options.get("max_plans", _MOST_PLANS))
         self._memory: LRUCache[Hashable, str | MeasuredOptimizer] = LRUCache(1)  # of the optimizer, by the trained parameters
         self._uses: Counter[Key] = Counter()
         self._main: tuple[Key, PlannedStep] | None = None
@@ -90,7 +90,7 @@ class BatchPlans:
         """
         key = self._key(batch)
         self._check_same(key, batch)
-        step = self._steps.use(
+        step = self.steps.use(
             key, lambda: self._made(key, loss_fn, batch, optimizer, accumulate=accumulate, on_progress=on_progress)
         )
         self._uses[key] += 1

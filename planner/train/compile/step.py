@@ -124,6 +124,11 @@ class PlannedStep:
             self._follow(error.what, self._followed, *args, **kwargs)
         return self._run(*args, **kwargs)
 
+    @property
+    def debug(self) -> Callable[..., Any]:
+        """What runs the plan, an executor unless the step is compiled; for tests and debugging, and may change."""
+        return self._run
+
     def __reduce__(self) -> NoReturn:
         raise PlannerError(
             "a planned step is compiled for its model, and is neither copied nor pickled: copy the model, and call "

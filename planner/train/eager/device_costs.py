@@ -20,14 +20,14 @@ from planner.train.eager.deferred_log import note_failure
 from planner.train.eager.sizes import KnownOp
 
 # By thread and device: bytes of the allocator's last failed request, until it is checked.
-_unserved: dict[tuple[int, int | None], int] = {}
+unserved: dict[tuple[int, int | None], int] = {}
 MEASUREMENTS = 2  # of each signature: in the first, kernels are loaded and libraries choose algorithms
 
 
 @cache
 def _note_unserved() -> None:
     def note(index: int, asked_bytes: int) -> None:
-        _unserved[get_ident(), index] = asked_bytes
+        unserved[get_ident(), index] = asked_bytes
         note_failure(index)
 
     on_out_of_memory(note)
@@ -148,8 +148,8 @@ class DeviceCosts(OpCosts):
 
     def forget_failures(self) -> None:
         """Forget failed requests to the allocator before an op."""
-        if _unserved:
-            _unserved.pop((get_ident(), self._device.index), None)
+        if unserved:
+            unserved.pop((get_ident(), self._device.index), None)
 
     def missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
         """Return the error of the allocator if it has no free block of `size_bytes`, else None."""
@@ -166,8 +166,8 @@ class DeviceCosts(OpCosts):
         Raises:
             BudgetError: the library has used another algorithm.
         """
-        if _unserved:
-            size_bytes = _unserved.pop((get_ident(), self._device.index), None)
+        if unserved:
+            size_bytes = unserved.pop((get_ident(), self._device.index), None)
             if size_bytes is not None:
                 raise BudgetError(
                     f"{function} had no memory for a workspace of {format_bytes(size_bytes)}, so its library used another "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -113,6 +113,13 @@ def rematerialize(
     return Rematerialization(budget, heuristic=heuristic, device=device, max_recomputation=max_recomputation, counted=counted)
 
 
+class SessionDebug(NamedTuple):
+    """The parts that run a block: the recorder, and the reader of the log in C++ if there is one."""
+
+    recorder: Recorder
+    reader: LogReader | None
+
+
 class Rematerialization:
     """A block within a memory budget, and its statistics; ``str`` returns them as text."""
 
@@ -191,6 +198,11 @@ class Rematerialization:
         if self._reader is not None:
             self._reader.observe()
         return self._recorder
+
+    @property
+    def debug(self) -> SessionDebug:
+        """What runs the block; for tests and debugging, and may change."""
+        return SessionDebug(self._entered, self._reader)
 
     @property
     def budget_bytes(self) -> int:

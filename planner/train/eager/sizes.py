@@ -70,18 +70,18 @@ class OutputSizes:
     def __init__(self, device: torch.device, generation: int = 2**14) -> None:
         self._device = device
         self._generation = generation
-        self._recent: dict[Signature, KnownOp] = {}
-        self._older: dict[Signature, KnownOp] = {}
+        self.recent: dict[Signature, KnownOp] = {}
+        self.older: dict[Signature, KnownOp] = {}
         self._fake: FakeTensorMode | None = None
-        self.known = self._recent.get
+        self.known = self.recent.get
 
     def learn(self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> KnownOp:
         """Return the facts about an op whose signature was not used in this generation."""
-        known = self._older.pop(signature, None) or self._described(signature, function, args, kwargs)
-        if len(self._recent) == self._generation:
-            self._older, self._recent = self._recent, {}
-            self.known = self._recent.get
-        self._recent[signature] = known
+        known = self.older.pop(signature, None) or self._described(signature, function, args, kwargs)
+        if len(self.recent) == self._generation:
+            self.older, self.recent = self.recent, {}
+            self.known = self.recent.get
+        self.recent[signature] = known
         return known
 
     def _described(

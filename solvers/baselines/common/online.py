@@ -133,7 +133,7 @@ class OnlineRun:
         for op in self.graph.ops:
             self.now = op.id
             if op.id not in of_references:
-                self._execute(op.id)
+                self.execute(op.id)
                 self.ledger.touch(self._storages(op.outputs), self.clock_s)
             for t in self.dies.get(op.id, ()):
                 self._release(t)
@@ -157,7 +157,7 @@ class OnlineRun:
 
     # Executing.
 
-    def _execute(self, op_id: int) -> None:
+    def execute(self, op_id: int) -> None:
         """Execute op `op_id` after recomputing its missing inputs; without recursion, since chains may be long."""
         stack = [(op_id, -1, self._begin(op_id))]
         while stack:
@@ -255,7 +255,7 @@ class OnlineRun:
             victim = self.ledger.victim(self.clock_s)
             if victim is None:
                 raise OnlineFailedError.out_of_memory(self.graph.ops[op_id], wanted_bytes, self.memory_bytes)
-            self._free(self.tensor[victim])
+            self.free(self.tensor[victim])
             self._go_on()  # an op may need hundreds of evictions, each as long as its execution
 
     # Tensors.
@@ -270,7 +270,8 @@ class OnlineRun:
         for storage in self._storages((t,)):
             self.ledger.unpinned(storage)
 
-    def _free(self, t: int) -> None:
+    def free(self, t: int) -> None:
+        """Free tensor `t`, which may be recomputed."""
         self._leave(t)
         self.ledger.evicted(self.storage[t])
 
@@ -296,7 +297,7 @@ class OnlineRun:
     def _release(self, t: int) -> None:
         self.released[t] = True
         if self.deallocation is Deallocation.EAGER and self.live[t]:
-            self._free(t)
+            self.free(t)
         if self.deallocation is Deallocation.BANISH:
             self._try_to_banish(t)
 

@@ -55,7 +55,7 @@ def in_arena(name: str, seed: int | None = None, *, accumulate: bool = False) ->
     schedule = keep_everything(captured.graph) if seed is None else random_schedule(captured.graph, seed)
     executor = Executor(captured, schedule, workload.model, workload.loss_fn)
     executor.use_arena(SharedSlab())
-    with preserve_training_state(executor._step, workload.batch):
+    with preserve_training_state(executor.training_step, workload.batch):
         Isolated(executor, workload.model, workload.batch).run()
     return executor, workload
 
@@ -147,7 +147,7 @@ def test_two_forward_passes_before_a_backward_pass() -> None:
         first, second = step(*workload.batch), step(*other)
         first.backward()
         second.backward()
-    wanted = gradients_of(plain._step.model)
+    wanted = gradients_of(plain.training_step.model)
     assert all(torch.equal(wanted[name], gradient) for name, gradient in gradients_of(workload.model).items())
     workload.model.zero_grad()
     executor(*workload.batch).backward()
@@ -386,7 +386,7 @@ def test_backward_continues_in_the_slab_of_its_forward_pass() -> None:
     def replaced_between(*batch: object) -> object:
         returned = executor(*batch)
         assert executor.arena is not None
-        executor.arena._shared.drop()
+        executor.arena.shared.drop()
         return returned
 
     assert not eager.differences(outcome(replaced_between, workload.model, workload.batch, seed=3))

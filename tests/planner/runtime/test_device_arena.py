@@ -58,7 +58,7 @@ def in_arena(workload: Workload, seed: int, shared: SharedPool | None = None) ->
 
 def large_segments(cuda: Machine, arena: DeviceArena) -> list[int]:
     """Sizes of the large segments of the pool."""
-    pool = arena._shared.pool
+    pool = arena.shared.pool
     assert pool is not None
     return [segment.size_bytes for segment in cuda.memories[0].allocator if segment.pool == pool.id and not segment.small]
 
@@ -80,7 +80,7 @@ def test_a_step_on_another_device_than_the_current_one_is_in_its_arena() -> None
         executor, arena = in_arena(step, 0)
         assert torch.cuda.current_device() == 0
         loss_of(executor(*step.batch)).backward()
-        pool = arena._shared.pool
+        pool = arena.shared.pool
         assert pool is not None and torch.cuda.current_device() == 0
         large = [segment for segment in cuda.memories[1].allocator if segment.pool == pool.id and not segment.small]
         assert [segment.size_bytes for segment in large] == [arena.size_bytes]
@@ -138,18 +138,18 @@ def test_plan_leaves_memory_beyond_its_own_slab_unused(more: int, monkeypatch: p
         step = on_device(workload())
         executor, arena = in_arena(step, 0)
         larger = replace(arena.steering, slab_bytes=arena.size_bytes + more * 2**20)
-        larger_arena = DeviceArena(arena._shared, larger)
+        larger_arena = DeviceArena(arena.shared, larger)
         memory, make, ends = cuda.memories[0], DeviceArena.make_holes, []
 
         def noting(self: DeviceArena, number: int) -> None:
             used = [held.block for address, held in memory.held.items() if address not in memory.raw]
-            pool = arena._shared.pool
+            pool = arena.shared.pool
             assert pool is not None
             ends.extend(b.offset + b.size_bytes for b in used if b.segment.pool == pool.id and not b.segment.small)
             make(self, number)
 
         monkeypatch.setattr(DeviceArena, "make_holes", noting)
-        executor.use_arena(arena._shared)
+        executor.use_arena(arena.shared)
         loss_of(executor(*step.batch)).backward()
         assert large_segments(cuda, larger_arena) == [larger.slab_bytes]
         assert max(ends) <= arena.size_bytes
@@ -169,7 +169,7 @@ def test_a_step_that_fails_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) 
             make(self, number)
 
         monkeypatch.setattr(DeviceArena, "make_holes", failing)
-        executor.use_arena(arena._shared)
+        executor.use_arena(arena.shared)
         with pytest.raises(RuntimeError, match="failed"):
             loss_of(executor(*step.batch)).backward()
         assert not cuda.memories[0].raw
@@ -189,7 +189,7 @@ def asking_once(executor: Executor, arena: DeviceArena, patch: pytest.MonkeyPatc
 
     patched: list[bool] = []
     patch.setattr(DeviceArena, "make_holes", asking)
-    executor.use_arena(arena._shared)
+    executor.use_arena(arena.shared)
     assert isinstance(executor.arena, DeviceArena)
     return executor.arena, unexpected
 
@@ -244,7 +244,7 @@ def test_a_step_that_takes_further_large_segments_has_a_new_pool() -> None:
         assert steering.grows and not arena.steering.grows
         monkeypatch = pytest.MonkeyPatch()
         monkeypatch.setattr("planner.runtime.executor.arena_of", lambda *_: steering)
-        executor.use_arena(arena._shared)
+        executor.use_arena(arena.shared)
         monkeypatch.undo()
         arena = executor.arena  # type: ignore[assignment]
         assert_as_eager(step, executor, 3)
@@ -309,7 +309,7 @@ def test_a_step_on_a_gpu_takes_its_large_memory_from_the_slab_alone() -> None:
     step = Workload(step.model.cuda(), step.loss_fn, tuple(tensor.cuda() for tensor in step.batch))
     executor, arena = in_arena(step, 0)
     assert_as_eager(step, executor, 3)
-    pool = arena._shared.pool
+    pool = arena.shared.pool
     assert pool is not None and arena.missed == 0
     segments = torch.cuda.memory_snapshot(pool.id)
     assert [segment["total_size"] for segment in segments if segment["segment_type"] == "large"] == [arena.size_bytes]

@@ -150,22 +150,22 @@ def test_two_forwards_before_one_backward() -> None:
 def test_gradients_accumulate() -> None:
     step, batch = executor("frozen")
     step(*batch).backward()
-    once = [None if p.grad is None else p.grad.clone() for p in step._step.parameters()]
+    once = [None if p.grad is None else p.grad.clone() for p in step.training_step.parameters()]
     step(*batch).backward()
-    for before, parameter in zip(once, step._step.parameters(), strict=True):
+    for before, parameter in zip(once, step.training_step.parameters(), strict=True):
         assert (before is None and parameter.grad is None) or torch.equal(2 * before, parameter.grad)
 
 
 def test_nothing_is_left_in_memory() -> None:
     step, batch = executor("mutated")
     step(*batch).backward()
-    for parameter in step._step.parameters():
+    for parameter in step.training_step.parameters():
         parameter.grad = None
 
     def run(_: object) -> None:
         for _ in range(3):
             step(*batch).backward()
-            for parameter in step._step.parameters():
+            for parameter in step.training_step.parameters():
                 parameter.grad = None
 
     events = cpu_allocations(run)

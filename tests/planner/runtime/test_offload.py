@@ -129,11 +129,11 @@ def test_two_forwards_before_one_backward() -> None:
     workload = make("resnet18")
     both = step(*workload.batch) + 2 * step(*workload.batch)
     both.backward()
-    planned = [p.grad for p in step._step.parameters()]
+    planned = [p.grad for p in step.training_step.parameters()]
     first, second = (workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1]) for _ in range(2))
     (first + 2 * second).backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(planned, workload.model.parameters(), strict=True))
-    assert all(map(torch.equal, step._step.buffers(), workload.model.buffers()))
+    assert all(map(torch.equal, step.training_step.buffers(), workload.model.buffers()))
 
 
 def test_a_loss_that_is_dropped_leaves_nothing() -> None:
@@ -165,7 +165,7 @@ def test_several_threads_may_step_one_plan() -> None:
 def test_threads_end_with_the_step() -> None:
     _, _, step = copying_step("tied", 3)
     step(*make("tied").batch).backward()
-    threads = [channel._worker._thread for channel in step.devices.channels.values()]  # type: ignore[attr-defined]
+    threads = [channel.worker.thread for channel in step.devices.channels.values()]  # type: ignore[attr-defined]
     assert all(thread.is_alive() for thread in threads)
     del step
     for thread in threads:

@@ -40,7 +40,7 @@ class Failing:
 
 
 def state(step: Executor) -> dict[str, torch.Tensor]:
-    model = step._step
+    model = step.training_step
     found = {name: value.detach().clone() for name, value in model.state_dict().items()}
     found |= {f"gradient of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return found
@@ -63,14 +63,14 @@ def train(step: Callable[..., Any], workload: Workload) -> torch.Tensor:
 
 def assert_as_eager(step: Executor, workload: Workload) -> None:
     """One more step, beside eager PyTorch from the same state."""
-    workload.model.load_state_dict(step._step.model.state_dict())
-    for p, q in zip(workload.model.parameters(), step._step.parameters(), strict=True):
+    workload.model.load_state_dict(step.training_step.model.state_dict())
+    for p, q in zip(workload.model.parameters(), step.training_step.parameters(), strict=True):
         p.grad = None if q.grad is None else q.grad.clone()
     loss = train(lambda x, y: workload.loss_fn(workload.model(x), y), workload)
     assert torch.equal(loss, train(step, workload))
-    planned = {name.removeprefix("model."): value for name, value in step._step.state_dict().items()}
+    planned = {name.removeprefix("model."): value for name, value in step.training_step.state_dict().items()}
     assert same(dict(workload.model.state_dict()), planned)
-    for p, q in zip(workload.model.parameters(), step._step.parameters(), strict=True):
+    for p, q in zip(workload.model.parameters(), step.training_step.parameters(), strict=True):
         assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
 
 
@@ -129,8 +129,8 @@ def test_dead_copy_thread_raises_and_restores_the_step(stream: str, monkeypatch:
     train(step, workload)
     before = state(step)
     monkeypatch.setattr(transfers, "LOOK_S", 0.01)
-    channel = step.devices.channels[stream]._worker  # type: ignore[attr-defined]
-    thread = channel._thread
+    channel = step.devices.channels[stream].worker  # type: ignore[attr-defined]
+    thread = channel.thread
 
     def dies(copies: Any) -> None:
         copies.get()
@@ -142,8 +142,8 @@ def test_dead_copy_thread_raises_and_restores_the_step(stream: str, monkeypatch:
         step(*workload.batch).backward()
     assert same(before, state(step))
     monkeypatch.undo()
-    channel._thread.join(_SLOW_S)
-    assert not channel._thread.is_alive()
+    channel.thread.join(_SLOW_S)
+    assert not channel.thread.is_alive()
     assert_as_eager(step, workload)
     assert step.devices.host.used_bytes == 0  # type: ignore[union-attr]
 
@@ -188,7 +188,7 @@ def test_writes_since_the_step_survive_the_rollback(monkeypatch: pytest.MonkeyPa
     _, _, step = copying_step("mutated", 1)
     loss = step(*workload.batch)
     with torch.no_grad():
-        step._step.model.calls.fill_(41)
+        step.training_step.model.calls.fill_(41)
     written = state(step)
     failing = Failing(np.copyto, _LINK_DOWN)
     failing.fails_at = 1

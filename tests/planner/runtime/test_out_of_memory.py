@@ -107,7 +107,7 @@ def test_an_op_that_runs_out_on_cuda(target: str, seed: int | None, monkeypatch:
     assert text.endswith("(CUDA out of memory. Tried to allocate 2.00 GiB)")  # as PyTorch's users and libraries know it
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
     assert torch.equal(generator, torch.get_rng_state())
-    assert all(p.grad is None for p in step._step.parameters())
+    assert all(p.grad is None for p in step.training_step.parameters())
     failing.fails = False
     assert_undone_and_right_again(step, before, generator)
 

@@ -122,7 +122,7 @@ def test_forward_results_return_with_the_forward_pass() -> None:
 def test_two_forwards_before_one_backward_and_several_threads() -> None:
     _, _, step = placed_step("tied", 3)
     batch = make("tied").batch
-    parameters = list(step._step.parameters())
+    parameters = list(step.training_step.parameters())
     expected = torch.autograd.grad(step(*batch), parameters)
     both = torch.autograd.grad(step(*batch) + 2 * step(*batch), parameters)
     assert all(torch.equal(3 * a, b) or torch.allclose(3 * a, b) for a, b in zip(expected, both, strict=True))
@@ -219,8 +219,8 @@ def test_threads_end_with_the_step_and_have_their_own_number_of_threads() -> Non
     counted.start()
     counted.join()
     assert found == [2, 2, torch.get_num_threads()]
-    threads = [worker._thread for worker in step.devices._workers.values()]
-    threads += [channel._worker._thread for channel in step.devices.channels.values()]  # type: ignore[attr-defined]
+    threads = [worker.thread for worker in step.devices.workers.values()]
+    threads += [channel.worker.thread for channel in step.devices.channels.values()]  # type: ignore[attr-defined]
     assert len(threads) == 3
     del step
     gc.collect()

@@ -67,9 +67,9 @@ def scores_at_the_end(heuristic: Interpreter | StaticRule, ends_with: int) -> di
     run = OnlineRun(graph, 100 * MiB, heuristic)
     for op in range(3):
         run.now = op
-        run._execute(op)
+        run.execute(op)
     if ends_with:
-        run._free(b)
+        run.free(b)
     run.now = 3
     candidates = [t for t in (a, b, c) if run.live[t]]
     scores = heuristic.scores(np.array([run.storage[t] for t in candidates]), run.clock_s)

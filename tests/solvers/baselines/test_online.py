@@ -94,9 +94,9 @@ def test_view_is_evicted_with_its_base_and_recomputed_when_read(tmp_path: Path) 
     assert run.ledger.own_s[run.storage[1]] == pytest.approx(2e-6)
     run = OnlineRun(graph, 45, heuristic_of(DtrRule.LRU))
     for op in range(4):
-        run._execute(op)
-    run._free(1)
-    run._execute(4)
+        run.execute(op)
+    run.free(1)
+    run.execute(4)
     assert run.steps[4:] == [Free(2), Free(1), Compute(0), Compute(1), Compute(4)]
 
 

@@ -161,7 +161,7 @@ RUNS = (
 
 
 def is_open(session: Rematerialization) -> bool:
-    reader = session._reader
+    reader = session.debug.reader
     return reader is not None and bool(reader.log.shared.open)
 
 

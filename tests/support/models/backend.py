@@ -106,7 +106,7 @@ def compiled(model: nn.Module, budget: int | str, **options: object) -> Any:
 
 
 def only_budget() -> SharedBudget:
-    (budget,) = backend._BUDGETS.values()
+    (budget,) = backend.BUDGETS.values()
     return budget
 
 

@@ -94,7 +94,7 @@ def may_differ(capture: Capture, op: Op) -> set[str]:
 
 def assert_alike_in_threads(executor: Executor, batch: Sequence[Any], *, rounds: int) -> None:
     """Three threads that step at once compute the gradients that one does, `rounds` times."""
-    parameters = list(executor._step.parameters())
+    parameters = list(executor.training_step.parameters())
     expected = torch.autograd.grad(executor(*batch), parameters)
     wrong = []
 

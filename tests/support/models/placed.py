@@ -100,7 +100,7 @@ def placed_at_random(graph: Graph, seed: int) -> Schedule:
 
 
 def state(step: Executor) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in step._step.state_dict().items()}
+    return {name: value.detach().clone() for name, value in step.training_step.state_dict().items()}
 
 
 def assert_undone_and_right_again(step: Executor, before: dict[str, torch.Tensor], generator: torch.Tensor) -> None:
@@ -108,7 +108,7 @@ def assert_undone_and_right_again(step: Executor, before: dict[str, torch.Tensor
     assert all(torch.equal(before[name], after[name]) for name in before)
     workload = make("mutated")
     torch.set_rng_state(generator)
-    parameters, planned = list(workload.model.parameters()), list(step._step.parameters())
+    parameters, planned = list(workload.model.parameters()), list(step.training_step.parameters())
     eager = workload.loss_fn(workload.model(workload.batch[0]), workload.batch[1])
     wanted = torch.autograd.grad(eager, parameters)
     torch.set_rng_state(generator)

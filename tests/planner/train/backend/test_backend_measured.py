@@ -48,7 +48,7 @@ def test_measured_peak_is_within_the_budget(make: Callable[[], nn.Module], graph
     model = make()
     batch = batch_of(model)
     in_steps(copy.deepcopy(model), batch, "100%")
-    assert len(only_budget()._known) == graphs  # as Dynamo captures it: none, and nothing here would be planned
+    assert len(only_budget().known_graphs) == graphs  # as Dynamo captures it: none, and nothing here would be planned
     twin, budget, peaks = tight(model, batch)
     assert max(peaks) <= budget + _SCALARS
     torch.manual_seed(1)
@@ -100,7 +100,7 @@ def test_all_graphs_are_planned_together_after_the_first_step() -> None:
     for _ in range(3):
         model.zero_grad()
         step()
-        runs = only_budget()._runs
+        runs = only_budget().forward_runs
         kept.append([run.graph.kept_bytes for run in runs])
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     # At first, those that others follow keep little; with room for all, nothing is computed again.
@@ -115,7 +115,7 @@ def test_a_backward_pass_runs_by_the_plan_of_its_forward_pass() -> None:
     model, x = stack(3), torch.randn(64, 32)
     run = compiled(model, "1MB")
     (wanted,) = torch.autograd.grad(run(x).sum(), model[0][0].weight)
-    (graph,) = only_budget()._known
+    (graph,) = only_budget().known_graphs
     lean = lean_schedule(graph.captured.graph, graph.tangents, 10**6, time_limit_s=5.0)
     assert lean is not None
     loss = run(x).sum()
@@ -207,7 +207,7 @@ def test_tensors_saved_by_eager_ops_are_counted() -> None:
 def test_the_rest_of_the_step_needs_its_room() -> None:
     model, x = stack(3), torch.randn(64, 32)
     compiled(model, "1MB")(x).sum().backward()
-    (graph,) = only_budget()._known
+    (graph,) = only_budget().known_graphs
     captured = graph.captured.graph
     roomy = with_rest(captured, graph.tangents, 10**6)
     assert len(roomy.ops) == len(captured.ops) + 1

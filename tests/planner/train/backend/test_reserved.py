@@ -52,7 +52,7 @@ def trained(model: nn.Module, x: torch.Tensor, budget: int | str, **options: obj
 def reserved_together(graphs: list[PlannedGraph]) -> int:
     """What the graphs of the last step reserve by the model, as the backend has it."""
     budget = only_budget()
-    order, seen = [run.graph for run in budget._runs], [run.seen for run in budget._runs]
+    order, seen = [run.graph for run in budget.forward_runs], [run.seen for run in budget.forward_runs]
     assert order == graphs
     return budget._reserved(order, seen, [(graph.captured.graph, graph.schedule) for graph in graphs])
 

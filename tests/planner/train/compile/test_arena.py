@@ -83,10 +83,10 @@ def taken_bytes(step: PlannedStep, workload: Workload, batch: Batch) -> int:
 
 
 def slab_of(step: PlannedStep) -> Slab:
-    assert isinstance(step._run, Executor)
-    assert step._run.arena is not None
-    assert step._run.arena.slab is not None
-    return step._run.arena.slab
+    assert isinstance(step.debug, Executor)
+    assert step.debug.arena is not None
+    assert step.debug.arena.slab is not None
+    return step.debug.arena.slab
 
 
 def tokens(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

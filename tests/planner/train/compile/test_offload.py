@@ -28,8 +28,8 @@ _FAST: dict[str, Any] = {"options": ["offload"], "link": 1e12}
 
 
 def executor(step: planner.PlannedStep) -> Executor:
-    assert isinstance(step._run, Executor)
-    return step._run
+    assert isinstance(step.debug, Executor)
+    return step.debug
 
 
 def compiled(workload: Workload, **options: Any) -> planner.PlannedStep:

@@ -60,7 +60,7 @@ def opened(session: Rematerialization, run: Run, model: nn.Module, x: Tensor) ->
 
 def read(session: Rematerialization) -> None:
     """Have the recorder read the log at the next op."""
-    session._reader.log.shared.must_close = 1
+    session.debug.reader.log.shared.must_close = 1
     torch.ones(1)
     assert not is_open(session)
 
@@ -114,8 +114,8 @@ def forward(run: Run, *, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> lis
             if deferred:
                 assert is_open(session) or run is with_buffers_that_change or run is penalized
                 read(session) if is_open(session) else None
-            session._recorder.memory.settle()
-            state = recorded(session._recorder)
+            session.debug.recorder.memory.settle()
+            state = recorded(session.debug.recorder)
             del loss
     return state
 
@@ -239,7 +239,7 @@ def test_resized_outputs_of_logged_ops_are_counted() -> None:
         opened(session, with_dropout, chain(), torch.randn(32, 64))
         torch.add(x, x, out=out)
         read(session)
-        assert abs(session._recorder.memory.live_bytes - other_bytes()) < 1000
+        assert abs(session.debug.recorder.memory.live_bytes - other_bytes()) < 1000
 
 
 def test_a_step_without_end_closes_the_log() -> None:
@@ -258,7 +258,7 @@ def test_a_step_without_end_closes_the_log() -> None:
 def test_ops_logged_between_steps_are_forgotten() -> None:
     with rematerialize("1GB") as session:
         opened(session, with_dropout, chain(), torch.randn(32, 64))
-        reader = session._reader
+        reader = session.debug.reader
         model = chain(2)
         for _ in range(2000):
             with torch.no_grad():
@@ -280,8 +280,8 @@ class Shrinking(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if self.ops == self.last:
             assert is_open(self.session)
-            self.session._reader.log.shared.must_close = 1
-            self.session._recorder.memory.budget_bytes = self.budget_bytes
+            self.session.debug.reader.log.shared.must_close = 1
+            self.session.debug.recorder.memory.budget_bytes = self.budget_bytes
         self.ops += 1
         return function(*args, **(kwargs or {}))
 
@@ -337,7 +337,7 @@ def test_saved_tensors_are_freed_with_their_graph() -> None:
     """An output that is saved does not keep itself, nor an input its storage."""
     with rematerialize("1GB") as session:
         opened(session, with_dropout, chain(), torch.randn(32, 64))
-        log = session._reader.log
+        log = session.debug.reader.log
         gc.collect()
         gc.disable()
         try:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no
 @pytest.fixture
 def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
     yield measure_by(Costs(), monkeypatch)
-    device_costs._unserved.clear()
+    device_costs.unserved.clear()
 
 
 def convolutions() -> nn.Module:
@@ -43,7 +43,7 @@ def read_log(session: Rematerialization) -> None:
         with recorder.lock:
             reader._read()
 
-    recorder, reader = session._entered, session._reader
+    recorder, reader = session.debug.recorder, session.debug.reader
     assert reader is not None
     thread = threading.Thread(target=read)
     thread.start()
@@ -74,9 +74,9 @@ def test_each_signature_is_measured_twice_and_then_counts_as_long(costs: Costs) 
             measured.append(costs.measured)
         assert is_open(session)
         assert measured[0] < measured[2] <= measured[3] == measured[4] == measured[5]
-        ops_before, seconds_before = session._entered.ops, session._entered.memory.clock_s
+        ops_before, seconds_before = session.debug.recorder.ops, session.debug.recorder.memory.clock_s
         model(x).square().mean().backward()
-        recorder = session._entered
+        recorder = session.debug.recorder
         assert recorder.memory.clock_s - seconds_before >= recorder.ops - ops_before
 
 
@@ -96,7 +96,7 @@ def test_sizes_that_are_new_in_each_step(budget: str, costs: Costs) -> None:
         peak_bytes = max(step(rows) and session.peak_bytes for rows in range(50, 70))
     with rematerialize(10**9 if budget == "far" else int(1.12 * peak_bytes)) as session:
         measured = [step(rows) for rows in range(50, 70)]
-        ops, seconds = session.ops, session._entered.memory.clock_s
+        ops, seconds = session.ops, session.debug.recorder.memory.clock_s
         assert is_open(session)
     assert session.peak_bytes == peak_bytes
     assert 0.8 * ops < seconds < 1.2 * ops
@@ -112,7 +112,7 @@ def test_log_reserves_room_for_workspaces(costs: Costs) -> None:
             model(x).square().mean().backward()
             model.zero_grad()
         assert is_open(session) and session.peak_bytes > 2**20
-        log = session._reader.log
+        log = session.debug.reader.log
         live_bytes = session.peak_bytes - 2**20
         assert log.fits(10**9 - 2 * live_bytes) and not log.fits(10**9)
 
@@ -185,7 +185,7 @@ def test_an_op_that_went_on_without_memory_ends_the_block(costs: Costs, *, in_th
     library = torch.library.Library("aten", "IMPL")
 
     def fail() -> None:
-        device_costs._unserved[threading.get_ident(), 0] = 12345
+        device_costs.unserved[threading.get_ident(), 0] = 12345
         log_library.deferred_failed(-1)
 
     def tanh(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
@@ -230,9 +230,9 @@ def test_the_log_closes_between_ops_of_another_thread() -> None:
     def close() -> None:
         while not done.wait(0.0005):
             if is_open(session):
-                with session._recorder.lock:
+                with session.debug.recorder.lock:
                     if is_open(session):
-                        session._reader._read()
+                        session.debug.reader._read()
                         closed.append(1)
 
     with rematerialize("1GB") as alone:
@@ -344,10 +344,10 @@ def test_ops_that_data_sizes_count_as_long_as_they_were_measured(costs: Costs) -
         model(x).sum().backward()
         torch.ones(1).sin()
         assert is_open(session)
-        before, measured = session._entered.memory.clock_s, costs.measured
+        before, measured = session.debug.recorder.memory.clock_s, costs.measured
         for _ in range(4):
             x.nonzero()
-        assert session._entered.memory.clock_s >= before + 4
+        assert session.debug.recorder.memory.clock_s >= before + 4
         assert costs.measured == measured + 4
 
 

@@ -224,7 +224,7 @@ def test_constants_of_which_parts_are_saved_are_copied_as_a_whole() -> None:
             y = torch.cat((weight, weight)) * torch.cat((constant, constant)).exp()  # is recomputed from all of it
             constant.data.fill_(3.0)
             if session is not None:
-                assert session._recorder.memory.evict_one()
+                assert session.debug.recorder.memory.evict_one()
             return torch.autograd.grad(y.sum() + part.detach().sum(), weight)[0]
 
     expected = slope(torch.ones(10, 8), nullcontext())
@@ -243,7 +243,7 @@ def test_sparse_gradients_are_eager_pytorchs_and_count() -> None:
                 model(embedding(torch.arange(256) % 90)).square().mean().backward()
                 gradient = embedding.weight.grad.coalesce()
                 if session is not None:
-                    memory = session._recorder.memory
+                    memory = session.debug.recorder.memory
                     assert memory.find(gradient.values().untyped_storage()._cdata).size_bytes == 256 * 64 * 4
                 optimizer.step()
                 optimizer.zero_grad()
@@ -265,9 +265,9 @@ def test_saved_tensors_are_pinned_instead_of_many_copies(evict: bool) -> None:
         expected, loss = y.detach().numpy().copy(), y.sum()
         del y
         constants[0].fill_(5.0)
-        assert not evict or session._recorder.memory.evict_one()
+        assert not evict or session.debug.recorder.memory.evict_one()
         constants[1].fill_(5.0)
-        while session._recorder.memory.evict_one():
+        while session.debug.recorder.memory.evict_one():
             pass
         recomputed = session.recomputed_ops
         (found,) = torch.autograd.grad(loss, x)
@@ -284,7 +284,7 @@ def test_tensors_from_before_a_constant_was_overwritten_are_kept() -> None:
         y = (before + x).exp()
         expected, loss = y.detach().numpy().copy(), y.sum()
         del before, y
-        assert session._recorder.memory.evict_one()
+        assert session.debug.recorder.memory.evict_one()
         (found,) = torch.autograd.grad(loss, x)
     assert torch.equal(found, torch.from_numpy(expected))
 
@@ -298,7 +298,7 @@ def test_writes_by_data_to_saved_tensors_are_recomputed_from_contents_before() -
         scale.fill_(7.0)
         expected, loss = y.detach().numpy().copy(), y.sum()
         del y, z
-        session._recorder.memory.evict_one()
+        session.debug.recorder.memory.evict_one()
         (found,) = torch.autograd.grad(loss, x)
     assert torch.equal(found, torch.from_numpy(expected))
 
@@ -308,7 +308,7 @@ def test_loaded_tensors_are_counted_and_let_go_of(capfd: pytest.CaptureFixture[s
     saved = io.BytesIO()
     torch.save(torch.arange(4096.0), saved)
     with rematerialize("1GB") as session:
-        memory = session._recorder.memory
+        memory = session.debug.recorder.memory
         before_bytes = memory.live_bytes
         for _ in range(3):
             saved.seek(0)
@@ -346,7 +346,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
         not torch._C._autograd._saved_tensors_hooks_is_enabled()
         or torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     )
-    recorder = weakref.ref(session._recorder)
+    recorder = weakref.ref(session.debug.recorder)
     session = None
     gc.collect()
     assert recorder() is None
@@ -927,7 +927,7 @@ def test_convolutions_have_memory_in_one_piece_before_they_run() -> None:
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
     with rematerialize("1GB") as session:
-        recorder = session._recorder
+        recorder = session.debug.recorder
         learn = recorder.sizes.learn
 
         def learn_as_on_cuda(*args: Any) -> Any:
@@ -949,7 +949,7 @@ def test_convolutions_have_memory_in_one_piece_before_they_run() -> None:
 def test_ops_whose_library_has_no_workspace_end_the_block() -> None:
     model, x = convolutions(), torch.randn(8, 4, 32, 32)
     with rematerialize("1GB") as session:
-        session._recorder.costs = FullDevice(unserved_at=3)
+        session.debug.recorder.costs = FullDevice(unserved_at=3)
         with pytest.raises(BudgetError, match="no memory for a workspace"):
             model(x)
 
@@ -967,7 +967,7 @@ def test_workspace_of_an_lstm_stays_within_the_budget_from_the_start(monkeypatch
 
     with rematerialize("1GB") as session:
         expected = step()
-    known = session._recorder.sizes._recent.values()
+    known = session.debug.recorder.sizes.recent.values()
     kept, taken = max(op.out_bytes for op in known), max(op.out_bytes + op.workspace_bytes for op in known)
     model.zero_grad()
     monkeypatch.setattr(sizes, "lstm_workspace_bytes", lambda *_: kept)  # it differs between machines
@@ -989,7 +989,7 @@ def test_memory_stays_flat_over_a_thousand_steps() -> None:
             optimizer.zero_grad()
             if step in (300, 999):
                 gc.collect()
-                memory = session._recorder.memory
+                memory = session.debug.recorder.memory
                 sizes.append((len(memory.resident), len(gc.get_objects()), memory.live_bytes))
     assert session.evictions > 0
     (storages, objects, live), (last_storages, last_objects, last_live) = sizes

@@ -32,7 +32,7 @@ def test_no_more_than_two_generations_are_kept() -> None:
     sizes = OutputSizes(torch.device("cpu"), generation=4)
     for rows in range(1, 30):
         sizes.learn((rows,), _exp, (torch.zeros(rows, 2),), {})
-        assert len(sizes._recent) <= 4 and len(sizes._older) <= 4
+        assert len(sizes.recent) <= 4 and len(sizes.older) <= 4
 
 
 @pytest.mark.parametrize("sizes", [(8, 32, 64, 64), (16, 64, 128, 64), (5, 3, 7, 9), (100, 1, 10, 200), (7, 30, 300, 77)])

@@ -34,10 +34,10 @@ def test_room_is_made_for_workspaces_once_they_are_known(model: torch.nn.Module,
         (model(x).sum()).backward()
         model.zero_grad()
         (model(x).sum()).backward()
-        known = [op for op in session._entered.sizes._recent.values() if op.out_bytes == output_bytes]
+        known = [op for op in session.debug.recorder.sizes.recent.values() if op.out_bytes == output_bytes]
         assert known and all(op.workspace_bytes == 2 * output_bytes and op.seconds == 1.0 for op in known)
         # The peak counts outputs and workspaces of the op that runs.
-        assert session.peak_bytes >= session._entered.memory.live_bytes + 3 * output_bytes
+        assert session.peak_bytes >= session.debug.recorder.memory.live_bytes + 3 * output_bytes
 
 
 def test_a_budget_holds_with_workspaces(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

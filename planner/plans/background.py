@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph
@@ -15,6 +16,7 @@ from planner.plans.solving import solve_graph
 from planner.settings.stages import SolveSettings
 from solvers.child_process import ChildProcess, connection_to_parent, description
 from solvers.request import Start
+from solvers.result import SolveProgress
 
 _NICE = 10  # steps of lower priority than the training process
 
@@ -94,17 +96,25 @@ class BackgroundSolve:
             self._end()
 
 
-def solve_here(job: SolveJob, most_s: float) -> Ended:
-    """Return the end of a solve in this process, which is stopped after `most_s` seconds with the best schedule so far."""
-    until_s = time.monotonic() + most_s
-    return _solve(job, must_stop=lambda: time.monotonic() > until_s)
+def solve_here(job: SolveJob, is_enough: Callable[[float, float | None], bool]) -> Ended:
+    """Return the end of a solve in this process.
+
+    Args:
+        is_enough: polled with the seconds so far and the gap; when it returns True, the solve ends with the best schedule so far.
+    """
+    began_s, gap = time.monotonic(), None
+
+    def note(progress: SolveProgress) -> None:
+        nonlocal gap
+        gap = progress.gap
+
+    return _solve(job, on_progress=note, must_stop=lambda: is_enough(time.monotonic() - began_s, gap))
 
 
-def _solve(job: SolveJob, *, on_plan: Callable[[Plan], None] | None = None, must_stop: Callable[[], bool] | None = None) -> Ended:
+def _solve(job: SolveJob, **callbacks: Any) -> Ended:
+    """Return the end of a solve with these callbacks of ``solve_graph``."""
     try:
-        return Ended(
-            solve_graph(job.graph, job.budget_bytes, job.settings, must_stop=must_stop, on_plan=on_plan, start=job.start)
-        )
+        return Ended(solve_graph(job.graph, job.budget_bytes, job.settings, start=job.start, **callbacks))
     except PlannerError as error:
         return Ended(failure=str(error))
     except Exception as error:  # noqa: BLE001  # who has started it goes on with the plan that there is

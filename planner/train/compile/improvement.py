@@ -2,10 +2,10 @@
 
 The first steps are timed op by op, and the program is solved again for these times, from the schedule and the windows that are
 there. A plan keeps the times, the bound and the gap that were proved together until that solve has proved as much for the new
-ones: with new times alone, its time could only be compared with keeping everything. If the plan was found in less time than a
-process takes to start, the new solve is made between two steps; otherwise in a process, also if there is little to gain, unless
-the run is a short trial. The first step of a plan without measured
-peak is observed; a plan over the budget is taken back. Bits do not depend on which plan runs.
+ones: with new times alone, its time could only be compared with keeping everything. If the plan was found in a moment, the new
+solve begins between two steps, until it has proved as much, because a short run ends before a process has started. What is left
+is solved in a process, also if there is little to gain, unless the run is a short trial. The first step of a plan without
+measured peak is observed; a plan over the budget is taken back. Bits do not depend on which plan runs.
 """
 
 import math
@@ -35,7 +35,8 @@ from solvers.result import OPTIMAL_GAP, SOLVED
 
 _TIMED_STEPS = 3
 _GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end
-_START_S = 0.5  # cost of the start of a process
+_START_S = 0.5  # cost of the start of a process; a solve between two steps has as much time to improve what it has proved
+_HERE_S = 2.0  # a plan that took longer is not solved again between two steps; one that did not, for no longer than it took
 # A process is started at once if a step loses this much to suboptimality, proved or possible; otherwise once the total loss
 # is as large as the cost of the start, or after as many steps, for the proof.
 _LOST_AT_ONCE_S, _TRIAL_STEPS = 0.005, 10
@@ -94,7 +95,9 @@ class Improvement:
         self._solve: BackgroundSolve | None = None
         self._candidate: Plan | None = None
         self._time_s, self._bound_s = plan.time_s, plan.bound_s  # of the current plan, at the latest costs
-        self._is_solved = self._is_settled = plan.status in SOLVED  # at the latest costs; once, so that the order of ops stays
+        self._is_solved = plan.status in SOLVED  # at the latest costs
+        # The order of ops stays if it was preferred to program order, or a solve had its time.
+        self._is_settled = self._is_solved or bool(plan.settings.get("reordered"))
         self._timer: OpTimer | None = None
         self._before: PlanSwap | None = None  # the plan to return to
         if finds and not executor.devices.channels:  # otherwise op times would include waits for copies
@@ -212,14 +215,20 @@ class Improvement:
             self._is_solved = True
 
     def _solve_here(self) -> None:
-        """Solve again between two steps; if the time does not suffice, a process solves later."""
-        found = solve_here(self._job(), _START_S).plan
+        """Solve again between two steps until as much is proved as before; a process goes on if that is above the tolerance."""
+        known = math.inf if self.plan.gap is None else self.plan.gap
+        most_s = max(_START_S, self.plan.seconds)
+
+        def is_enough(seconds: float, gap: float | None) -> bool:
+            return seconds > (_START_S if gap is not None and gap <= known else most_s)
+
+        found = solve_here(self._job(), is_enough).plan
         if found is not None:
             self._candidate, self._is_solved = found, found.status in SOLVED
             self._is_settled |= self._is_solved
 
     def _job(self) -> SolveJob:
-        """Return the next solve, in the order of the current plan if that order was chosen by a solve that had its time."""
+        """Return the next solve, in the order of the current plan if that is settled."""
         keeps_order = self._is_settled and (self._offered.plain or not self.plan.settings.get("reordered"))
         return self._search.job(self._captured.graph, self._solved_bytes, self.plan, keeps_order=keeps_order)
 
@@ -311,7 +320,7 @@ class Improvement:
         now = replace(judged_on(self._offered, self.plan), bound_s=self._bound_s)
         if self._is_shown(now):
             self.plan = now
-        if not self._is_solved and self.plan.seconds <= _START_S:
+        if not self._is_solved and self.plan.seconds <= _HERE_S:
             self._solve_here()
 
 

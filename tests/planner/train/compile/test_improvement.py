@@ -31,7 +31,7 @@ from planner.train.compile import compare_eager, compiler, improvement
 from planner.train.compile.improvement import rounds_alike, with_times
 from solvers.clock import WorkClock
 from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.result import relative_gap
+from solvers.result import SolveProgress, relative_gap
 from solvers.tolerance import Tolerance
 from tests.support.budgets import between
 from tests.support.models.alternatives import in_chunks, make, schedule_with
@@ -86,7 +86,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> type[Solved]:
 def in_processes(monkeypatch: pytest.MonkeyPatch, process: type[Solved]) -> None:
     """Let `process` stand for the process of each solve; no solve between two steps finds a plan."""
     monkeypatch.setattr(improvement, "BackgroundSolve", process)
-    monkeypatch.setattr(improvement, "solve_here", lambda job, most_s: Ended(failure="there was no time"))
+    monkeypatch.setattr(improvement, "solve_here", lambda job, is_enough: Ended(failure="there was no time"))
     process.jobs = []
 
 
@@ -223,6 +223,7 @@ def nothing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no time that is lost be worth a process."""
     monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", math.inf)
     monkeypatch.setattr(improvement, "_START_S", math.inf)
+    monkeypatch.setattr(improvement, "_HERE_S", math.inf)
 
 
 def test_a_short_run_of_short_steps_has_a_proof_for_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,17 +256,76 @@ def test_a_run_that_is_no_trial_is_solved_again_whatever_it_loses(monkeypatch: p
     assert jobs == [0] * 9 + [1] * 3
 
 
-def test_a_solve_here_is_stopped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    stops: list[bool] = []
+def test_a_solve_here_asks_with_its_time_and_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, float | None]] = []
 
-    def solve_graph(*_: object, must_stop: Callable[[], bool], **__: object) -> Plan:
-        stops.append(must_stop())
+    def solve_graph(
+        *_: object, on_progress: Callable[[SolveProgress], None], must_stop: Callable[[], bool], **__: object
+    ) -> Plan:
+        assert not must_stop()
+        on_progress(SolveProgress(0.0, "", 1.25, 1.0))
+        assert must_stop()
         raise InfeasibleError("too little")
 
+    def is_enough(seconds: float, gap: float | None) -> bool:
+        asked.append((0 <= seconds < 60, gap))
+        return gap is not None
+
     monkeypatch.setattr(background, "solve_graph", solve_graph)
-    job = SolveJob(chain(2), 1, SolveSettings())
-    assert [solve_here(job, most_s).failure for most_s in (60.0, -1.0)] == ["too little", "too little"]
-    assert stops == [False, True]
+    assert solve_here(SolveJob(chain(2), 1, SolveSettings()), is_enough).failure == "too little"
+    assert asked == [(True, None), (True, relative_gap(1.25, 1.0))]
+
+
+def first_plan_with(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
+    """Let the first plan be one of a short solve with these `changes`, without a proof."""
+
+    def first_plan(search: StepSearch, graph: Graph, budget: str | int, stage: StageReport) -> Plan:
+        plan = solve_graph(graph, budget, replace(search.settings, work_limit=2.0))
+        return replace(plan, **{"bound_s": graph.time_s, **changes})
+
+    monkeypatch.setattr(StepSearch, "first_plan", first_plan)
+
+
+@pytest.mark.parametrize(("seconds", "most_s"), [(0.1, 0.5), (1.5, 1.5), (2.5, None)])
+def test_a_solve_here_ends_soon_after_as_much_is_proved(
+    seconds: float, most_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_processes(monkeypatch, Scripted)
+    times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
+    first_plan_with(monkeypatch, seconds=seconds)
+    rules: list[Callable[[float, float | None], bool]] = []
+
+    def solve(job: SolveJob, is_enough: Callable[[float, float | None], bool]) -> Ended:
+        rules.append(is_enough)
+        return Ended(failure="there was no time")
+
+    monkeypatch.setattr(improvement, "solve_here", solve)
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    known = step.plan.gap
+    assert known is not None and known > 0
+    for seed in range(4):
+        assert_trains_as_eager(step, model, batch, seed)
+    if most_s is None:
+        assert rules == []
+        return
+    (is_enough,) = rules
+    worse = 2 * known
+    assert [is_enough(most_s, gap) for gap in (None, worse)] == [False, False]
+    assert [is_enough(most_s + 0.01, gap) for gap in (None, worse)] == [True, True]
+    assert not is_enough(0.49, known) and is_enough(0.51, known)
+
+
+@pytest.mark.parametrize("reordered", [True, False])
+def test_an_order_that_was_preferred_to_program_order_stays(*, reordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_processes(monkeypatch, Scripted)
+    nothing_pays(monkeypatch)
+    times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
+    first_plan_with(monkeypatch, settings={"reordered": reordered})
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    step.wait(0.0)
+    assert Scripted.jobs[-1].settings.reorder is (False if reordered else None)
 
 
 @pytest.mark.slow

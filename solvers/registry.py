@@ -61,7 +61,8 @@ def _offloading(module: str, description: str, *, params: str = "", large_progra
 
 def _xengine(description: str, rule: str = "") -> Entry:
     baseline = _baseline("xengine", description, rule, params="XEngineParams", large_programs=True)
-    return replace(baseline, devices=True, only_devices=True)
+    time = f"solvers.baselines.xengine:{'overlapped_' if rule else ''}program_time_s"
+    return replace(baseline, devices=True, only_devices=True, program_time=time)
 
 
 SOLVERS: dict[str, Entry] = {

@@ -47,6 +47,7 @@ The makespan is at least each clock. So that its bound is not just that of the b
 for an op p that produces an input of t: if p and t are executed once, on d and e, there is a copy between them.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -62,6 +63,7 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
 from solvers.baselines.common.answers import Verdict, judged, result_of
+from solvers.baselines.common.program_size import find_refusal
 from solvers.clock import Clock, left
 from solvers.highs.builder import ONE, Term, TermProgram, Weighted
 from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
@@ -69,6 +71,9 @@ from solvers.request import Request
 from solvers.result import Reason, Result, Status
 
 MOST_COLUMNS = 40_000
+MOST_DECISIONS = 24_000  # of R and S: with A they are 40,000
+# Seconds to write the program and solve its relaxation once: half of what 800 to 3,600 variables R and S took on a core.
+_LEAST_S, _LEAST_POWER = 5e-7, 1.75
 BEGIN = -1  # the turn before all ops of a stage
 _MEMORY_RANGE = 1e4  # the capacity of a pool in the program's unit of its memory
 _TIME_RANGE = 1e3  # the step on the main device in its unit of time
@@ -125,6 +130,24 @@ class XEngineProgram(TermProgram):
         self.arriving: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # by device, stage, turn: (tensor, column)
         self.leaving: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # by device, stage, tensor: (turn, column)
         self.seconds: dict[int, float] = {}  # of columns R and A
+
+    def count(self) -> int:
+        """Return the number of variables R and S; nothing is built."""
+        latest = self.last_run if self.schedules.again else range(self.ops)
+        executed = sum(1 + max(0, latest[i] - i) for runs in self.placement.runs for i in range(self.ops) if runs[i] is not None)
+        handed = sum(
+            max(0, self._until(d, x) - max(self.made_at[x], 0))
+            for d in self.devices
+            for x, place in enumerate(self.placement.places[d])
+            if place is not None and self._can_stay(d, x)
+        )
+        return executed + handed
+
+    def find_refusal(self, limit_s: float) -> tuple[str, Reason] | None:
+        """Return why the program is not begun, with `limit_s` for it; None if it is."""
+        count = self.count()
+        what = f"XEngine's program for {self.ops:,} ops on {len(self.devices)} devices has {count:,} variables R and S"
+        return find_refusal(what, count, MOST_DECISIONS, least_time_s(count), limit_s)
 
     def build(self) -> bool:
         """Add columns and rows; return False if the program would be too large."""
@@ -590,6 +613,24 @@ def _executed(program: XEngineProgram, values: Floats) -> Iterator[tuple[int, in
                 yield t, turn, run
 
 
+def least_time_s(count: int) -> float:
+    """Return about the least seconds after which a program of `count` variables R and S can have a solution."""
+    return _LEAST_S * math.pow(count, _LEAST_POWER)
+
+
+def program_time_s(graph: Graph, budget_bytes: int) -> float:
+    """Return ``least_time_s`` of the program of a graph; 0 if there is none, or it is refused in any time."""
+    placement = placement_of(graph)
+    program = XEngineProgram(placement, budget_bytes)
+    refused = len(placement.pools) == 1 or program.find_refusal(math.inf)
+    return 0.0 if refused else least_time_s(program.count())
+
+
+def overlapped_program_time_s(graph: Graph, budget_bytes: int) -> float:
+    """Return the same for the makespan, whose search has a share of its time for that program."""
+    return program_time_s(graph, budget_bytes) / _SERIAL_SHARE
+
+
 class XEngineRule(StrEnum):
     """The objective, by the name in the registry."""
 
@@ -650,10 +691,12 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
         why = "the graph has one device: give it the option placement, or use the solver checkmate"
         return ended(Verdict(Status.LIMIT, message=why, reason=Reason.INAPPLICABLE))
     program = XEngineProgram(placement, request.budget_bytes, ScheduleClass(stay=params.stay, again=params.again))
+    clock = request.clock.part(_SERIAL_SHARE * left(request.clock)) if overlapped else request.clock
+    if (refusal := program.find_refusal(clock.limit)) is not None:
+        return ended(Verdict(Status.LIMIT, None, None, *refusal))
     if not program.build():
         return ended(_too_large(placement))
     program.count_seconds()
-    clock = request.clock.part(_SERIAL_SHARE * left(request.clock)) if overlapped else request.clock
     request.tell("solving XEngine's program", None, None)
     answer = _solved(program.milp(), request, clock, program.unit_s, request.tolerance.first)
     if answer.values is None:
@@ -741,7 +784,7 @@ def _too_large(placement: Placement) -> Verdict:
     ops, devices = len(placement.program.ops), len(placement.pools)
     why = (
         f"XEngine's program for {ops:,} ops on {devices} devices has more than {MOST_COLUMNS:,} variables, which this solver "
-        "takes on: give it a smaller graph"
+        "supports: use the solver windows"
     )
     return Verdict(Status.LIMIT, message=why, reason=Reason.SIZE)
 

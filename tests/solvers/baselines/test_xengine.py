@@ -16,7 +16,7 @@ from graphs.synthetic.small import training_chain
 from solvers import highs
 from solvers.baselines.xengine import ScheduleClass, XEngineParams, XEngineProgram, add_clocks, lazy_schedule
 from solvers.clock import WallClock
-from solvers.registry import get_solver
+from solvers.registry import get_solver, program_time_s
 from solvers.result import Reason, Result, Status
 from tests.support.graphs.options import check_by_both_judges, names, on_devices, random_placement, with_trips
 from tests.support.graphs.small_graphs import diamond
@@ -200,7 +200,7 @@ def test_unsupported_graphs_are_refused_with_a_reason() -> None:
     large = training_chain(60)
     offered = on_devices(large, OtherDevice("second", tuple(op.time_s for op in large.ops), 1.0))
     result = solved(offered, 1000)
-    assert result.reason is Reason.SIZE and "40,000 variables" in result.message
+    assert result.reason is Reason.SIZE and "more than 24,000" in result.message
     tight = solved(two_branches(), 1)
     assert (tight.status, tight.reason) == (Status.LIMIT, Reason.MEMORY) and "raise the budget" in tight.message
 
@@ -209,3 +209,38 @@ def test_unsupported_graphs_are_refused_with_a_reason() -> None:
 def test_without_time_nothing_is_found(name: str) -> None:
     result = get_solver(name)(ask(two_branches(), 100, time_limit_s=1e-9))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.TIME) and "time limit" in result.message
+
+
+def on_two_devices(graph: Graph) -> tuple[Graph, int]:
+    """`graph` with a slower device whose memory is tight, and a tight budget."""
+    budget_bytes = simulate(graph, keep_everything(graph)).peak_bytes // 2
+    other = OtherDevice("second", tuple(2 * op.time_s for op in graph.program), budget_bytes / graph.time_s, budget_bytes)
+    return on_devices(graph, other), budget_bytes
+
+
+@pytest.mark.parametrize("schedules", [ScheduleClass(), ScheduleClass(again=False), ScheduleClass(stay=True)])
+def test_variables_are_counted_without_a_program(schedules: ScheduleClass) -> None:
+    for seed in range(20):
+        graph, budget_bytes = random_placement(seed, 2 + seed % 2)
+        program = XEngineProgram(placement_of(graph), budget_bytes, schedules)
+        counted = program.count()
+        assert program.build() and counted == len(program.R) + len(program.S), seed
+
+
+@pytest.mark.parametrize("name", ["xengine", "xengine-overlapped"])
+def test_a_limit_in_which_there_is_no_solution_is_refused_at_once(name: str) -> None:
+    graph, budget_bytes = on_two_devices(training_chain(20))
+    least_s = program_time_s(name, graph, budget_bytes)
+    refused = get_solver(name)(ask(graph, budget_bytes, time_limit_s=0.9 * least_s))
+    assert (refused.status, refused.reason) == (Status.LIMIT, Reason.TIME)
+    assert "to write it and solve its relaxation once takes about" in refused.message
+    assert program_time_s(name, training_chain(20), budget_bytes) == 0.0  # on one device
+
+
+def test_hundreds_of_ops_are_refused_before_a_program_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, budget_bytes = on_two_devices(training_chain(150))
+    monkeypatch.setattr(XEngineProgram, "build", None)
+    for name in ("xengine", "xengine-overlapped"):
+        refused = get_solver(name)(ask(graph, budget_bytes, time_limit_s=1e9))
+        assert refused.reason is Reason.SIZE and "more than 24,000, the most that this solver supports" in refused.message
+        assert program_time_s(name, graph, budget_bytes) == 0.0

@@ -91,6 +91,11 @@ class Compiler:
     numbers: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
 
+    def at_once(self) -> "Compiler":
+        """Return a compiler of steps that run soon: if a better plan may replace it, by the first that fits, timed once."""
+        passes = 1 if self.search.run.goes_on else self.trace.passes
+        return replace(self, compare_eager=False, search=self.search.at_once(), trace=replace(self.trace, passes=passes))
+
     def capture(self, batch: Batch) -> Capture:
         """Return the step on `batch` with the sizes of its shapes; nothing is executed."""
         return self._captured(batch, None)
@@ -259,7 +264,7 @@ class Compiler:
 
         def copying(batch: Batch, changed: Set[int]) -> PlannedStep:
             with self.stages.restart() as stages:
-                compiler = replace(self, stages=stages, compare_eager=False, search=self.search.at_once())
+                compiler = replace(self.at_once(), stages=stages)
                 plan = compiler.solve if measured else compiler.make
                 step = plan(keep_copies(captured, changed), batch, budget_bytes)
                 stages.finish(plan_line(step.plan))

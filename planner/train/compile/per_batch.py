@@ -16,6 +16,7 @@ from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn, TrainingStep
 from planner.measure.optimizers import memory_of
 from planner.progress import OnProgress
+from planner.settings.stages import RunSettings, Wait
 from planner.torch_private.core import pytree
 from planner.train.compile.auto_budget import with_auto_resolved
 from planner.train.compile.compile import compile  # noqa: A004
@@ -36,8 +37,9 @@ _OPTIONS = {p.name for p in signature(compile).parameters.values() if p.kind is 
 class BatchPlans:
     """A cache of plans by the sizes of batches: a plan is made when a batch of new sizes arrives.
 
-    The first size gets the whole time limit. Others (a smaller last batch, other lengths) are solved for a few seconds and are
-    not compared with eager PyTorch. With ``dynamic=True`` among the options, one step handles all sizes itself.
+    The first size gets the whole time limit. Others (a smaller last batch, other lengths) run by the first schedule that fits, if
+    it may be replaced, are solved for a few seconds, and are not compared with eager PyTorch. With ``dynamic=True`` among the
+    options, one step handles all sizes itself.
     """
 
     def __init__(self, wrapper: Unwrapped, budget: str | int, options: Mapping[str, Any]) -> None:
@@ -158,6 +160,8 @@ class BatchPlans:
             )
         limit_s = options.get("time_limit_s", _LIMIT_S)
         side = {**options, "time_limit_s": min(limit_s, _SIDE_LIMIT_S), "compare_eager": False}
+        if RunSettings(wait=Wait.of(options.get("wait")), swap=options.get("swap", "exact")).goes_on:
+            side |= {"wait": 0, "passes": 1}  # a better plan may replace it, for times that are measured in steps
         try:
             try:
                 return make(**side)

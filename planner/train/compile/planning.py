@@ -95,7 +95,7 @@ class Planning:
 
         def make(batch: Batch, budget: str | int) -> PlannedStep:
             first = plan_size(batch, budget)
-            others = replace(compiler, compare_eager=False, search=compiler.search if run.dynamic else compiler.search.at_once())
+            others = replace(compiler, compare_eager=False) if run.dynamic else compiler.at_once()
             sizes = SizePlans(partial(plan_size, compiler=others), first.plan.budget_bytes, max_plans=run.max_plans)
             if run.dynamic:
                 return DynamicStep(first, batch, sizes)

@@ -94,6 +94,16 @@ def test_another_size_gets_all_the_time_where_less_finds_nothing(monkeypatch: py
     assert [options["time_limit_s"] for options in seen] == [9.0, 5.0, 9.0]
 
 
+def test_another_size_need_not_wait_for_a_good_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = noted(monkeypatch)
+    for options in ({}, {"wait": "1%"}, {"swap": "never"}):
+        loop = Loop(passes=3, **options)
+        loop.step(8), loop.step(3)
+    assert [(options.get("wait"), options["passes"]) for options in seen] == [
+        (None, 3), (0, 1), ("1%", 3), ("1%", 3), (None, 3), (None, 3),
+    ]  # fmt: skip
+
+
 def test_many_sizes_are_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(per_batch, "_MANY_SIZES", 2)
     loop = Loop()

@@ -15,6 +15,7 @@ import planner
 from graphs.errors import MismatchError
 from planner.capture.step import TrainingStep
 from planner.measure.steps import measure_memory, outcome
+from planner.train.compile.compiler import Compiler
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.budgets import HALF_WAY
 
@@ -84,19 +85,25 @@ def test_smaller_batches_keep_the_budget_and_larger_ones_are_refused() -> None:
 
 
 def test_a_smaller_batch_need_not_wait_for_a_good_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = []
-    search = planner.plans.search.StepSearch.first_plan
+    waits, passes = [], []
+    search, profile = planner.plans.search.StepSearch.first_plan, Compiler.profile
 
     def first_plan(self: Any, *args: Any) -> Any:
         waits.append(self.run.wait.seconds)
         return search(self, *args)
 
+    def profiled(self: Any, *args: Any) -> Any:
+        passes.append(self.trace.passes)
+        return profile(self, *args)
+
     monkeypatch.setattr("planner.plans.search.StepSearch.first_plan", first_plan)
+    monkeypatch.setattr(Compiler, "profile", profiled)
     for options in ({}, {"wait": "1%"}, {"swap": "never"}):
-        step = planner.compile(net(), F.cross_entropy, rows(64), budget=HALF_WAY, **QUICK, **options)
+        step = planner.compile(net(), F.cross_entropy, rows(64), budget=HALF_WAY, **{**QUICK, "passes": 3}, **options)
         step(*rows(7))
         assert step.plans[1].gap is not None
     assert waits == [3.0, 0.0, None, None, 3.0, 3.0]
+    assert passes == [3, 1, 3, 3, 3, 3]
 
 
 class Masked(nn.Module):

@@ -1,7 +1,7 @@
 """Private names of Dynamo and AOTAutograd: capture of a step, and changes to it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -304,5 +304,15 @@ def count_captured_graphs() -> int:
 
 def is_compiling_forbidden() -> bool:
     """Return True if compiled functions run as they are written at present: under ``set_stance``, or a mode that sees ops."""
-    modes = torch._C._len_torch_dispatch_stack()
-    return bool(dynamo_config.disable or _eval_frame._stance.stance != "default" or modes)
+    return _would_skip() or _eval_frame._stance.stance != "default"
+
+
+def _would_skip() -> bool:
+    """Return True if Dynamo would not capture a function that is called now, nor ever again."""
+    return bool(dynamo_config.disable or torch._C._len_torch_dispatch_stack())
+
+
+def capture_later() -> AbstractContextManager[object]:
+    """Return a context for a call of a compiled function: captured code runs, but what cannot be captured now may be later."""
+    is_free = _eval_frame._stance.stance == "default"
+    return torch.compiler.set_stance("eager_on_recompile") if is_free and _would_skip() else nullcontext()

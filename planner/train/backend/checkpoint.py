@@ -19,6 +19,7 @@ from planner.settings.stages import Wait
 from planner.torch_private.capture import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
+    capture_later,
     count_captured_graphs,
     dynamo_config,
     is_compiling_forbidden,
@@ -140,7 +141,7 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
             return model._call_impl(*args, **kwargs)
         before = count_captured_graphs()
         try:
-            with settings:
+            with settings, capture_later():
                 result = planned(*args, **kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, PlannerError):
@@ -151,9 +152,8 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
                 f"the model was called with inputs of more than {_MOST_SIZES} sizes, and each needs its own plan: pad "
                 "inputs to a few sizes"
             ) from None
-        was_first, is_first = is_first, False
-        # Where nothing may be compiled, Dynamo captures nothing of this function later either.
-        if was_first and count_captured_graphs() == before and not is_compiling_forbidden():
+        was_first, is_first = is_first, is_first and is_compiling_forbidden()
+        if was_first and not is_first and count_captured_graphs() == before:
             warn_caller(
                 f"planner.checkpoint found no graph in {type(model).__name__}, which runs without a plan: nothing keeps its "
                 "memory within the budget. Dynamo captures nothing of a forward() with a graph break in a loop "

@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 import planner
 from graphs.errors import BudgetError, InfeasibleError, PlannerError
@@ -260,3 +262,26 @@ def test_a_part_of_a_planned_model_has_a_plan_there() -> None:
     x, y = torch.randn(4, 8), torch.randn(4, 8)
     step = planner.compile(model, nn.functional.mse_loss, (x, y), budget="100%")
     step(x, y).backward()
+
+
+@pytest.mark.parametrize("watching", [lambda: FlopCounterMode(display=False), lambda: torch._dynamo.config.patch(disable=True)])
+def test_a_model_that_first_runs_where_nothing_is_captured_is_planned_later(
+    watching: Callable[[], AbstractContextManager[object]], solves: list[int]
+) -> None:
+    torch.manual_seed(0)
+    plain = stack(2)
+    model = planner.checkpoint(copy.deepcopy(plain), budget="100%", **QUICK)
+
+    def gradients(called: nn.Module, size: int) -> list[torch.Tensor | None]:
+        called.zero_grad()
+        called(torch.ones(size, 32)).sum().backward()
+        return [p.grad for p in called.parameters()]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size, is_watched, planned in ((4, True, 0), (4, False, 1), (4, True, 1), (6, True, 1), (6, False, 2), (4, False, 2)):
+            with watching() if is_watched else nullcontext():
+                found = gradients(model, size)
+            assert all(map(torch.equal, found, gradients(plain, size)))
+            assert len(solves) == planned
+    assert torch._dynamo.eval_frame._stance.stance == "default"

@@ -166,6 +166,12 @@ def is_handled_by_a_caller(error: BaseException) -> bool:
     return frame is not None
 
 
+def quote(value: object) -> str:
+    """Return `value` as a message shows it: in one line of at most 80 characters, or by its type if it takes more lines."""
+    text = repr(value)
+    return f"a {type(value).__name__}" if "\n" in text else text[:80]
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if the message is empty: PyTorch's messages may be pages long."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from graphs.checks import check_graph
-from graphs.errors import UsageError
+from graphs.errors import UsageError, quote
 from graphs.pools import COMPUTE, DEVICE, TRANSFER, Pool
 from graphs.requests import MemoryRequest
 from graphs.text import graph_html, graph_text
@@ -331,6 +331,6 @@ def check_is_graph(value: object) -> None:
     """
     if not isinstance(value, Graph):
         raise UsageError(
-            f"the graph is {repr(value)[:80]}: must be one that planner.trace returns, or graphs.io.formats.read_graph reads "
+            f"the graph is {quote(value)}: must be one that planner.trace returns, or graphs.io.formats.read_graph reads "
             "from a file"
         )

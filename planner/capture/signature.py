@@ -20,11 +20,11 @@ def arguments(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the positional and keyword arguments of the step.
 
     Raises:
-        TraceError: `batch` is neither a sequence nor a mapping.
+        TraceError: `batch` is neither a sequence nor a mapping, as a loader of batches.
     """
     if isinstance(batch, Mapping):
         return (), dict(batch)
-    if isinstance(batch, torch.Tensor | str) or not isinstance(batch, Iterable):
+    if isinstance(batch, torch.Tensor | str) or not (isinstance(batch, Iterable) and hasattr(batch, "__getitem__")):
         given = "None" if batch is None else f"a {type(batch).__name__}"
         raise TraceError(
             f"the batch is {given}: give what the step is called with, as in (inputs, targets), or by name in a dict"

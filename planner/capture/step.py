@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from graphs.errors import TraceError
+from graphs.errors import TraceError, quote
 from planner.capture.signature import Batch, arguments, split_returned, target_names
 from planner.torch_private.core import pytree
 
@@ -20,6 +20,16 @@ def check_module(model: object) -> None:
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         given = "None" if model is None else kind
         raise TraceError(f"the model is {given}, and must be a torch.nn.Module: give an object of such a class")
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Raise a TraceError unless `loss_fn` is a function that can be called with outputs and targets, or None."""
+    if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
+        given = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else quote(loss_fn)
+        raise TraceError(
+            f"the loss function is {given}: give a function or an object, as torch.nn.functional.mse_loss or torch.nn.MSELoss(), "
+            "or None if the model returns the loss"
+        )
 
 
 def check_tensors(model: nn.Module) -> None:
@@ -47,6 +57,7 @@ class TrainingStep(nn.Module):
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
         super().__init__()
+        check_loss_fn(loss_fn)
         self.model = model
         self.loss_fn = loss_fn
         self._target_names = target_names(loss_fn)
@@ -95,7 +106,7 @@ def _wrong_call(what: str, function: Callable[..., object], positional: Sequence
     except TypeError as error:
         plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
         takes = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
-        given = " and ".join([*positional, *(f"{name}=" for name in by_name)]) or "nothing"
+        given = " and ".join([*positional, *(f"{name}=" for name in by_name)]) or "nothing, as the batch is empty"
         return (
             f"{what} takes {takes}, and is given {given} ({error}): a batch is (*inputs, target), for loss_fn(model(*inputs), "
             "target), or a dict of what model and loss_fn take by name; without a loss_fn the model gets all of it"

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from graphs.errors import PlannerError, UsageError
+from graphs.errors import PlannerError, UsageError, quote
 from graphs.optimizers import OPTIMIZERS, MeasuredOptimizer
 from planner.capture.step import TrainingStep
 from planner.torch_private.core import FakeTensorMode, StorageWeakRef, TorchDispatchMode, names_of_parts, pytree
@@ -39,7 +39,7 @@ def memory_of(optimizer: str | MeasuredOptimizer | torch.optim.Optimizer, step: 
         return optimizer
     if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
         raise UsageError(
-            f"optimizer is {repr(optimizer)[:80]}: must be the optimizer itself, made from the model's parameters, or one of "
+            f"optimizer is {quote(optimizer)}: must be the optimizer itself, made from the model's parameters, or one of "
             f"{', '.join(OPTIMIZERS)}"
         )
     return measure_optimizer(optimizer, step.parameters())

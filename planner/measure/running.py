@@ -6,7 +6,7 @@ from statistics import median
 
 from torch import nn
 
-from graphs.errors import UsageError
+from graphs.errors import UsageError, quote
 from graphs.optimizers import optimizer_of
 from graphs.options import without_options
 from graphs.options.option import Feature
@@ -161,7 +161,7 @@ def run(
     """
     if not isinstance(plan, Plan):
         raise UsageError(
-            f"the plan is {repr(plan)[:80]}: must be one that planner.solve returns, or planner.Plan.load reads from a file"
+            f"the plan is {quote(plan)}: must be one that planner.solve returns, or planner.Plan.load reads from a file"
         )
     if arena:
         check_compatible({Feature.ARENA, *(name for name, _ in map(parsed, recorded_options(plan.settings)))})

@@ -121,6 +121,9 @@ def solve(
         graphs.errors.InfeasibleError: budget 1.00 kB is below ...
     """
     check_is_graph(graph)
+    for name, function in {"should_stop": should_stop, "on_plan": on_plan}.items():
+        if not (function is None or callable(function)):
+            raise UsageError(f"{name} is {function!r}: must be a function, or None")
     budget = budget_or_overhead(budget, max_overhead)
     settings = SolveSettings(
         solver=solver,

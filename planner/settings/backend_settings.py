@@ -14,6 +14,7 @@ from planner.progress import OnProgress, views_of
 from planner.settings.budgets import read_budget
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
+from planner.settings.devices import get_device
 from planner.settings.option_settings import option_settings
 from planner.settings.stages import RunSettings, SolveSettings, Wait
 from solvers.tolerance import WIDENING, Tolerance
@@ -47,6 +48,8 @@ class BackendSettings:
             Feature.SEVERAL_PROCESSES: dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1,
         }
         views_of(self.on_progress)  # raises if it is no view
+        if self.roofline is not None:
+            get_device(self.roofline)
         check_compatible(self.solve.features | self.run.features | {feature for feature, there in around.items() if there})
 
 

@@ -106,6 +106,7 @@ class TraceSettings:
 
     def __post_init__(self) -> None:
         check_traced(self.options)
+        check_flags(accumulate=self.accumulate, measure_link=self.measure_link)
         if not isinstance(self.passes, int) or self.passes < 1:
             raise UsageError(f"passes is {self.passes!r}: must be at least 1")
         if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
@@ -120,6 +121,18 @@ class TraceSettings:
             Feature.OTHER_DEVICES: bool(self.other_devices),
         }
         check_compatible([feature for feature, asked in given.items() if asked])
+
+
+def check_flags(*others: object, **flags: object) -> None:
+    """Raise unless each of `flags` is True or False, or one of `others`: any text would count as True.
+
+    Raises:
+        UsageError: one is neither.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool) and value not in others:
+            allowed = ", ".join(map(repr, (True, False, *others)))
+            raise UsageError(f"{name} is {value!r}: must be one of {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +214,13 @@ class RunSettings:
         for name, value, known in (("kernels", self.kernels, KERNELS), ("swap", self.swap, SWAPS)):
             if value not in known:
                 raise UsageError(f"{name} is {value!r}: choose from {', '.join(known)}")
-        if self.max_plans < 1:
-            raise UsageError(f"max_plans is {self.max_plans}: at least one plan must be kept")
+        flags = ("cuda_graph", "dynamic", "compare_eager", "check_writes")
+        check_flags(**{name: getattr(self, name) for name in flags})
+        check_flags(None, arena=self.arena, replan=self.replan)
+        if not isinstance(self.cache, str | os.PathLike | None):
+            raise UsageError(f"cache is {self.cache!r}: must be the name of a folder")
+        if not isinstance(self.max_plans, int) or self.max_plans < 1:
+            raise UsageError(f"max_plans is {self.max_plans!r}: at least one plan must be kept")
         check_compatible(self.features)
 
     @property

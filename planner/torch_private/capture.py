@@ -28,7 +28,10 @@ from torch._dynamo.convert_frame import (
     get_traced_fn,  # the captured function, which guards belong to
 )
 from torch._dynamo.decorators import substitute_in_graph  # replaces a function in the capture
-from torch._dynamo.eval_frame import innermost_backend  # the call of torch.compile that a graph belongs to
+from torch._dynamo.eval_frame import (
+    OptimizedModule,  # the module that torch.compile(model) returns
+    innermost_backend,  # the call of torch.compile that a graph belongs to
+)
 from torch._dynamo.exc import (
     BackendCompilerFailed,  # wraps errors of a backend
     FailOnRecompileLimitHit,  # inputs of too many sizes

@@ -19,6 +19,7 @@ from planner.settings.stages import Wait
 from planner.torch_private.capture import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
+    OptimizedModule,
     capture_later,
     count_captured_graphs,
     dynamo_config,
@@ -85,8 +86,10 @@ def checkpoint(
             "wrap it"
         )
     there = model._compiled_call_impl
-    if there is not None and not hasattr(there, _MARK):
-        raise PlannerError("the model is already compiled: leave out model.compile(), or use torch.compile(backend='planner')")
+    if isinstance(model, OptimizedModule) or (there is not None and not hasattr(there, _MARK)):
+        raise PlannerError(
+            "the model is already compiled: leave out model.compile() and torch.compile, or use torch.compile(backend='planner')"
+        )
     if budget is None:
         model._compiled_call_impl = None
         return model

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphs.errors import MismatchError, NumberMismatchError, PlannerError, SmallerBatchError
+from graphs.errors import MismatchError, NumberMismatchError, PlannerError, SmallerBatchError, UsageError
 from graphs.ir import Graph
 from graphs.short_tracebacks import short_traceback, warn_caller
 from planner.capture.signature import Batch, detach_batch
@@ -180,6 +180,8 @@ class PlannedStep:
 
         If several processes train, all call this.
         """
+        if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
+            raise UsageError(f"seconds is {seconds!r}: must be a number, 0 or more, or None to wait for the end")
         if self._improving is not None:
             self._take(self._improving.wait(seconds))
         return self.plan

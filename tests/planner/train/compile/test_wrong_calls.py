@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 import planner
 from graphs.errors import InfeasibleError, PlannerError
@@ -47,6 +48,23 @@ def test_batch_that_is_not_a_sequence_or_mapping_raises(call: Callable[[Any, Any
 
 
 @pytest.mark.parametrize("call", [compiled, traced])
+def test_a_loader_and_an_empty_batch_are_no_batch(call: Callable[[Any, Any], object]) -> None:
+    for many, said in ((DataLoader([(X[0], Y[0])]), "a DataLoader"), (iter([X, Y]), "a list_iterator"), ({X, Y}, "a set")):
+        with pytest.raises(PlannerError, match=f"the batch is {said}: give what the step is called with"):
+            call(model(), many)
+    for batch in ((), {}):
+        with pytest.raises(PlannerError, match=r"the model takes \(input\), and is given nothing, as the batch is empty"):
+            call(model(), batch)
+
+
+@pytest.mark.parametrize(("given", "said"), [(nn.MSELoss, "the class MSELoss"), ("mse", "'mse'"), (0.5, "0.5")])
+def test_loss_that_is_not_a_function_raises(given: Any, said: str) -> None:
+    for call in (planner.trace, lambda *args: planner.compile(*args, budget="100%"), planner.advise):
+        with pytest.raises(PlannerError, match=f"the loss function is {said}: give a function or an object"):
+            call(model(), given, (X, Y))
+
+
+@pytest.mark.parametrize("call", [compiled, traced])
 @pytest.mark.parametrize("passes", [0, -1])
 def test_an_op_is_measured_at_least_once(call: Callable[..., object], passes: int) -> None:
     with pytest.raises(PlannerError, match=f"passes is {passes}: must be at least 1"):
@@ -56,6 +74,7 @@ def test_an_op_is_measured_at_least_once(call: Callable[..., object], passes: in
 def test_arguments_of_a_wrong_type_raise(tmp_path: Path) -> None:
     graph = planner.trace(model(), F.mse_loss, (X, Y), passes=1)
     plan = planner.solve(graph, "100%")
+    step = compiled(model())
     wrong: dict[str, Callable[[], object]] = {
         "time limit is '10s': must be seconds, above 0": lambda: compiled(model(), time_limit_s="10s"),
         "time limit is True: must be seconds": lambda: planner.solve(graph, "100%", time_limit_s=True),
@@ -68,6 +87,20 @@ def test_arguments_of_a_wrong_type_raise(tmp_path: Path) -> None:
         "the graph is 'model.json': must be one": lambda: planner.solve("model.json", "100%"),  # type: ignore[arg-type]
         "the graph is Plan": lambda: planner.curve(plan, 3),  # type: ignore[arg-type]
         "the plan is 'plan.json': must be one": lambda: planner.run("plan.json", model(), F.mse_loss, (X, Y)),  # type: ignore[arg-type]
+        "the graph is a Sequential: must be one": lambda: planner.solve(model(), "100%"),  # type: ignore[arg-type]
+        "the plan is a Sequential: must be one": lambda: planner.run(model(), model(), F.mse_loss, (X, Y)),  # type: ignore[arg-type]
+        "should_stop is True: must be a function": lambda: planner.solve(graph, "100%", should_stop=True),  # type: ignore[arg-type]
+        "on_plan is 'plan.json': must be a function": lambda: planner.solve(graph, "100%", on_plan="plan.json"),  # type: ignore[arg-type]
+        "dynamic is 'no': must be one of True, False": lambda: compiled(model(), dynamic="no"),
+        "accumulate is 'no': must be one of True, False": lambda: traced(model(), accumulate="no"),
+        "replan is 'never': must be one of True, False, None": lambda: compiled(model(), replan="never"),
+        "cache is True: must be the name of a folder": lambda: compiled(model(), cache=True),
+        "max_plans is '2': at least one plan": lambda: compiled(model(), max_plans="2"),
+        "seconds is '5': must be a number, 0 or more": lambda: step.wait("5"),  # type: ignore[arg-type]
+        "seconds is -1: must be a number, 0 or more": lambda: step.wait(-1),
+        "seconds is nan: must be a number, 0 or more": lambda: step.wait(float("nan")),
+        "unknown device 'h900': choose from": lambda: planner.checkpoint(model(), budget="1MB", roofline="h900"),
+        "the model is already compiled": lambda: planner.checkpoint(torch.compile(model()), budget="1MB"),  # type: ignore[type-var]
         "budgets is '80%': must be how many": lambda: planner.curve(graph, "80%"),
         "the page is HTML: name a file that ends with .html": lambda: compiled(model()).report(tmp_path / "page.pdf"),
     }

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import planner
+from examples import demo
 from graphs.errors import PlannerError
 from graphs.units import format_bytes
 from planner.cli.main import build_parser, main
-from tests.support.pages import PAGES, ROOT, name_of
+from planner.show.views.text import table as text_table
+from tests.support.pages import PAGES, ROOT, name_of, small
 
 Rows = list[dict[str, str]]
 Table = list[list[str]]
@@ -130,8 +133,6 @@ def sides(diff: str) -> tuple[str, str]:
 def test_both_sides_of_the_diff_on_the_front_page_train_alike(tmp_path: Path) -> None:
     import torch
 
-    from tests.support.pages import small
-
     (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     trained = []
     for side in sides(diff):
@@ -151,3 +152,28 @@ def test_the_commands_of_kernels_print_what_the_table_beside_them_says(
         assert main(shlex.split(command)[1:]) == 0
     (line,) = [line for line in table(page, "| budget | published") if line[0] == "10.01 GB"]
     assert f"overhead             {line[-1]}," in capsys.readouterr().out
+
+
+def shape(line: str) -> str:
+    """Return a line of output without its numbers, units and spaces between columns."""
+    return " ".join(re.sub(r"[+-]?\d[\d.,]*(%|x| [kMG]?B\b| m?s\b|)", "0", line).split())
+
+
+def block(page: str, first: str) -> list[str]:
+    """Return the lines of the block of `page` that begins with `first`."""
+    (found,) = re.findall(rf"^```\n({re.escape(first)}.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    return str(found).splitlines()
+
+
+def test_the_table_of_the_demo_has_the_form_that_the_demo_prints(tmp_path: Path) -> None:
+    workload = [small(tmp_path)[name] for name in ("model", "loss_fn", "batch")]
+    plan = planner.solve(planner.trace(*workload, passes=1), "100%")
+    printed = text_table(demo.COLUMNS, [demo.row(plan, planner.run(plan, *workload, repeats=1))], numbers=len(demo.COLUMNS))
+    assert {shape(line) for line in block("docs/benchmarks.md", "  budget")} == {shape(line) for line in printed.splitlines()}
+
+
+@pytest.mark.slow
+def test_the_advice_of_the_page_has_the_form_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    command, *shown = block("docs/budget.md", "$ planner advise")
+    assert main(shlex.split(command.removeprefix("$ planner "))) == 0
+    assert {shape(line) for line in shown} - {shape(line) for line in capsys.readouterr().out.splitlines()} == set()

@@ -218,6 +218,32 @@ class Averaged:
             self.state[p]["average"] = p.detach().clone()
 
 
+class Ahead(Averaged):
+    """A wrapper with modes whose state is there before that of its optimizer, and changes places with the parameters."""
+
+    training = False
+
+    def train(self) -> "Ahead":
+        self.training = True
+        return self
+
+    @torch.no_grad()
+    def step(self) -> None:
+        assert self.training
+        parameters = self.param_groups[0]["params"]
+        for p in parameters:
+            self.state[p].setdefault("ahead", p.clone())
+            self._exchange(p)
+        self.base.step()
+        for p in parameters:
+            self._exchange(p)
+
+    def _exchange(self, p: torch.Tensor) -> None:
+        one, other = p.view(torch.uint8), self.state[p]["ahead"].view(torch.uint8)
+        for written, read in ((one, other), (other, one), (one, other)):
+            written.bitwise_xor_(read)
+
+
 class Beside(optim.Optimizer):
     """An optimizer with another one, each with state of its own."""
 
@@ -233,7 +259,15 @@ class Beside(optim.Optimizer):
             self.state[p]["old"] = p.clone()
 
 
-@pytest.mark.parametrize(("make", "copies"), [(lambda p: OfNorms(p, {}), 1), (lambda p: Averaged(optim.Adam(p)), 3), (Beside, 3)])
+@pytest.mark.parametrize(
+    ("make", "copies"),
+    [
+        (lambda p: OfNorms(p, {}), 1),
+        (lambda p: Averaged(optim.Adam(p)), 3),
+        (lambda p: Ahead(optim.SGD(p, lr=0.1, momentum=0.9)).train(), 2),
+        (Beside, 3),
+    ],
+)
 def test_optimizers_of_other_libraries_are_measured(make: Any, copies: int) -> None:
     model = network()
     optimizer = make(model.parameters())

@@ -24,8 +24,8 @@ from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, provenance, value
 from planner.studies.solves import result_of
 from planner.studies.tables import Column, markdown, share_column
-from solvers.addresses.greedy import ORDERS, constructed
-from solvers.addresses.instance import instances_of
+from solvers.addresses.greedy import ORDERS, construct_offsets
+from solvers.addresses.instance import split_into_instances
 from solvers.addresses.solve import solve
 from solvers.clock import WallClock
 
@@ -57,8 +57,8 @@ class AddressRow(Made):
 def best_fit_bytes(buffers: Sequence[Buffer]) -> int:
     """Return the smallest arena of best fit in decreasing order of size, lifetime and area, and by start."""
     heights = [
-        [instance.height_bytes(offsets) for offsets in islice(constructed(instance, WallClock()), len(ORDERS))]
-        for instance in instances_of(buffers)
+        [instance.compute_height_bytes(offsets) for offsets in islice(construct_offsets(instance, WallClock()), len(ORDERS))]
+        for instance in split_into_instances(buffers)
     ]
     return min(map(max, zip(*heights, strict=True)), default=0)
 
@@ -80,7 +80,7 @@ def address_row(
         seed=seed,
         buffers=len(buffers),
         capacity_bytes=capacity_bytes,
-        live_bytes=max(instance.bound_bytes for instance in instances_of(buffers)),
+        live_bytes=max(instance.bound_bytes for instance in split_into_instances(buffers)),
         best_fit_bytes=best_fit_bytes(buffers),
         arena_bytes=result.height_bytes,
         **attributes(result, "bound_bytes", "status", "seconds"),

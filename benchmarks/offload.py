@@ -24,7 +24,7 @@ from planner.studies.experiment import Study
 from planner.studies.rows import column, key, listed, missing_keys, provenance, text, value
 from planner.studies.tables import Column, bullets, by, markdown, side_by_side
 from solvers.clock import WallClock
-from solvers.least import least_budget
+from solvers.least import bracket_least_budget
 from solvers.registry import SOLVERS
 
 MODELS: Mapping[str, str] = {
@@ -106,7 +106,7 @@ def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow
     offered = case.options.apply(graph)
     graphs = {RECOMPUTE: graph, OFFLOAD: once_each(offered)}
     between = any(budget.startswith(_ABOVE_LEAST) for budget, _ in wanted)
-    least_bytes = least_budget(graph, clock=WallClock(LEAST_S)).found_bytes if between else None
+    least_bytes = bracket_least_budget(graph, clock=WallClock(LEAST_S)).found_bytes if between else None
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     for budget, method in wanted:
         blank = OffloadRow(

@@ -30,8 +30,8 @@ from planner.settings.stages import SolveSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import missing_keys, provenance
 from solvers.clock import Clock
-from solvers.least import least_budget
-from solvers.order.reorder import reordered
+from solvers.least import bracket_least_budget
+from solvers.order.reorder import find_order
 from solvers.result import Status
 
 MODELS: Mapping[str, str] = {
@@ -64,7 +64,7 @@ class TracedStep:
     @cached_property
     def ordered(self) -> Graph:
         """The step in the common order of all sets of options: a bound for one set also bounds its subsets."""
-        return reordered(restricted_to(self.traced, traced_options(self.names))).graph
+        return find_order(restricted_to(self.traced, traced_options(self.names))).graph
 
     def offered(self, some: Sequence[str]) -> Graph:
         """Return the step with a set of options."""
@@ -106,14 +106,14 @@ def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -
         budget_bytes=None if budget == LEAST else budget_in_bytes(budget, peak_bytes),
         base_s=traced.time_s,
         base_peak_bytes=peak_bytes,
-        limit=clock.amount(clock.limit),
+        limit=clock.format_amount(clock.limit),
         link=str(settings.link(traced.provenance)) if settings.offloads else "",
         **provenance(),
     )
     if budget != LEAST:
         return solved(row, graph, case.clock())[0]
     begin = time.monotonic()
-    bracket = least_budget(graph, clock=case.clock())
+    bracket = bracket_least_budget(graph, clock=case.clock())
     seconds = time.monotonic() - begin
     judged = attributes(simulate(graph, bracket.schedule), "time_s", "peak_bytes")
     found = {"budget_bytes": bracket.found_bytes, "proved_bytes": bracket.proved_bytes}

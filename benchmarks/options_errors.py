@@ -30,8 +30,8 @@ from planner.studies.rows import Made, column, key, listed, provenance, text, va
 from planner.studies.solves import result_of
 from planner.studies.tables import Column, by, markdown, share_column
 from solvers.clock import Clock
-from solvers.least import least_budget
-from solvers.order.reorder import Reordering, reordered
+from solvers.least import bracket_least_budget
+from solvers.order.reorder import Reordering, find_order
 
 # At sizes at which a step takes 10 to 100 ms on one thread; logits have the same relative size as in real models.
 MEASURED: Mapping[str, Callable[[], Workload]] = {
@@ -112,8 +112,8 @@ class _Step:
     def of(cls, captured: Capture, workload: Workload, option: str, clock: Callable[[], Clock]) -> "_Step":
         program = without_options(captured.graph)
         keeping = Executor(replace(captured, graph=program), keep_everything(program), workload.model, workload.loss_fn)
-        order = reordered(with_options(captured.graph, (option,)))
-        least_bytes = least_budget(order.graph, clock=clock()).found_bytes
+        order = find_order(with_options(captured.graph, (option,)))
+        least_bytes = bracket_least_budget(order.graph, clock=clock()).found_bytes
         return cls(captured, workload, keeping, _outcome(keeping, workload), order, least_bytes)
 
     def row(self, blank: ErrorRow, clock: Callable[[], Clock]) -> ErrorRow:
@@ -122,7 +122,7 @@ class _Step:
         row = replace(blank, budget_bytes=budget_bytes_of(blank.budget, self.least_bytes, blank.base_peak_bytes))
         assert row.budget_bytes is not None
         solved = result_of(self.order.graph, row.budget_bytes, clock(), tolerance=_TOLERANCE)
-        result = self.order.result_of_source(solved)
+        result = self.order.map_result_back(solved)
         if result.schedule is None or result.time_s is None:
             return replace(row, error=" ".join(result.message.split()))
         graph = self.captured.graph

@@ -47,7 +47,7 @@ from planner.studies.solves import result_of
 from planner.studies.tables import ALL, Column, by, markdown, side_by_side
 from solvers.baselines.xengine import XEngineParams
 from solvers.clock import WallClock
-from solvers.result import SOLVED, Result, status_of
+from solvers.result import SOLVED, Result, decide_status
 
 # No product: an integrated GPU of 1 TFLOP/s, which has the memory bus of the CPU of ``planner.settings.devices`` to itself.
 INTEGRATED = DeviceSpec("integrated", 32 * 10**9, 51.2e9, 2e12, 1e12, 1e12, 10e-6, 0.70, 0.50, 0.40, 0.80)
@@ -225,7 +225,7 @@ def _status(result: Result) -> str:
     """Return the status; the serial optimum is one of the sum, which is no bound on its makespan."""
     serial_s, bound_s = result.settings.get("serial_s"), result.settings.get("serial_bound_s")
     if result.bound_s is None and isinstance(serial_s, float) and isinstance(bound_s, float):
-        return status_of(serial_s, bound_s, TOLERANCE)
+        return decide_status(serial_s, bound_s, TOLERANCE)
     return result.status
 
 

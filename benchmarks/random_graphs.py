@@ -27,7 +27,7 @@ from planner.plans.attributes import attributes
 from planner.studies.experiment import Study
 from planner.studies.rows import Key, column, key, read_rows, value
 from planner.studies.solves import result_of
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
 
 KINDS = ("plain", "offload", "options", "devices")
@@ -70,7 +70,7 @@ def graph_of(kind: str, seed: int) -> tuple[Graph, int, float]:
         graph = random_training_step(draw.randrange(10**6), draw.randint(10, 60 if kind == "plain" else 25))
     peak_bytes = simulate(graph, schedule_of(graph, range(len(graph.program)))).peak_bytes
     rate = sum(t.size_bytes for t in graph.tensors) / max(graph.time_s, 1e-9)
-    least_bytes = min(peak_bytes, least_budget_bound(graph).budget_bytes)
+    least_bytes = min(peak_bytes, bound_least_budget(graph).budget_bytes)
     budget_bytes = least_bytes + int(draw.random() ** 1.5 * (peak_bytes - least_bytes))
     link = Link.even(rate * draw.choice((0.2, 0.5, 1.0, 2.0)))
     room = draw.choice((None, None, int(peak_bytes * draw.uniform(0.3, 0.8))))

@@ -14,7 +14,7 @@ from planner.measure.machine import commit, machine
 from planner.plans.attributes import attributes
 from planner.studies.rows import column, key, text, value
 from solvers.clock import WallClock
-from solvers.problem import problem_of
+from solvers.problem import build_problem
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import SolveProgress
@@ -94,7 +94,7 @@ def writing_seconds(graph: Graph, budget_bytes: int) -> float:
     from solvers.baselines.common.checkmate_program import CheckmateModel
 
     began = time.perf_counter()
-    CheckmateModel(problem_of(graph, budget_bytes)).build()
+    CheckmateModel(build_problem(graph, budget_bytes)).build()
     return time.perf_counter() - began
 
 

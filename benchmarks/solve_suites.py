@@ -12,7 +12,7 @@ from graphs.ir import Graph
 from graphs.synthetic.random_graphs import random_training_step
 from planner.plans.summary import summarize
 from solvers.clock import WallClock
-from solvers.least import least_budget
+from solvers.least import bracket_least_budget
 
 PUBLISHED = ("checkmate-24h", "moccasin")  # suites that are other people's graphs alone
 REFERENCE_LIMIT_S = 600.0
@@ -57,7 +57,7 @@ class Landmarks:
     @cached_property
     def least_bytes(self) -> int:
         """The least that a schedule was found for in some seconds."""
-        return least_budget(self._graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
+        return bracket_least_budget(self._graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
 
 
 @dataclass(frozen=True, slots=True)

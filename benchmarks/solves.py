@@ -14,8 +14,8 @@ from planner.studies.rows import Made, column, text, value
 from planner.studies.solves import result_of
 from planner.studies.workload_tracing import Tracing
 from solvers.clock import Clock, WallClock
-from solvers.least import least_budget
-from solvers.result import Result, Status, relative_gap
+from solvers.least import bracket_least_budget
+from solvers.result import Result, Status, compute_gap
 
 TOLERANCE = 1e-3
 
@@ -37,7 +37,7 @@ def least_bytes(graph: Graph, limit_s: float) -> int:
     Args:
         limit_s: seconds of the search for schedules.
     """
-    return least_budget(order_for(graph, "windows", reorder=None).graph, clock=WallClock(limit_s)).found_bytes
+    return bracket_least_budget(order_for(graph, "windows", reorder=None).graph, clock=WallClock(limit_s)).found_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Solved(Made):
     @property
     def gap(self) -> float | None:
         """The gap of the time over the bound."""
-        return relative_gap(self.time_s, self.bound_s)
+        return compute_gap(self.time_s, self.bound_s)
 
     @property
     def overhead_text(self) -> str:

@@ -40,26 +40,44 @@ GENERAL_WORDS = {
 MOST_LINES, MOST_PARAMETERS = 60, 7
 # The first words of names that say what a function does. Words that are nouns as often (plan, record, time) are among them.
 _VERBS = """
-abandon accept add adjust admit advance advise allocate allow answer append apply ask assign await begin bind block bound
-branch break bring build call capture carry change check choose clear close collect combine come commit compare compile
-compose compress compute connect continue convert copy count cover create cut decide decode decompose define delete describe
-detect determine discard disconnect divide download draw drop encode end enter estimate evaluate evict exclude execute
+abandon accept add adjust admit advance advise allocate allot allow answer append apply ask assign assume attach await
+bar begin bind block bound bracket branch break bring build calculate call capture carry change check checkpoint choose
+clear close collect combine come commit compare compile complete compose compress compute connect construct continue
+convert copy count cover create cut decide decode decompose define delete derive describe detect determine discard
+disconnect divide download draw drop enable encode end enforce enlarge enter estimate evaluate evict exclude execute
 expand expect explain export extend extract fail feed fetch fill filter find finish fit fix flatten follow forbid forget
-form format forward free freeze gather generate get give go grow guess hand handle hash hide hold identify ignore import
-improve increase index insert install interrupt invert issue iterate join judge keep learn leave let lift limit link list
-listen live load lock log look lower make map mark match measure merge mock model monitor move mutate name need normalize
-note notice number observe offer offload open order pack pad parse partition pass patch pick pin place plan play plot poll
-pop prepare preserve prevent print profile propagate prove provide prune publish push put raise reach read rebuild recall
-receive recompute record reduce refine refuse register release relax reload remove rename render renumber repair repeat
-replace replay report request require reserve reset resolve restart restore restrict return reuse rewrite round run save
-scale schedule search see select send separate serve set settle share shorten show sift simulate solve sort specify spend
-split start step stop store stretch strip submit substitute sum summarize swap take tell test tie time touch trace track
-train transfer transform translate traverse trim try turn unlock unpack unwrap update use validate verify view visit wait
-walk warm warn watch weigh win wrap write yield
+form format forward free freeze gather generate get give go group grow guess halt halve hand handle hash hide hold
+identify ignore import improve increase index insert install interrupt invert issue iterate join judge keep learn leave
+let lift limit link list listen live load lock log look lower make map mark match measure merge mock model monitor move
+mutate name narrow need normalize note notice number observe occur offer offload open order pack pad pair parse
+partition pass patch permute pick pin place plan play plot poll pop prepare preserve prevent print profile propagate
+prove provide prune publish push put raise rank reach read readmit rebuild recall receive recompute record reduce refine
+refuse refute register relax release reload remember remove rename render renumber reorder repair repeat replace replay
+report request require reserve reset resolve restart restore restrict resume return reuse rewrite round run sample save
+scale schedule score search see select send separate serve set settle share shift shorten show sift simplify simulate
+solve sort spare specify spend split start stay step stop store stretch strip submit substitute sum summarize swap take
+tell test tie time touch trace track train transfer transform translate traverse trim try turn unite unlock unpack unpin
+unwrap update use validate vary verify view visit wait walk warm warn watch weigh win wrap write yield
 """
 VERBS = frozenset(_VERBS.split())
 YES_OR_NO = frozenset(
-    {"is", "has", "can", "may", "must", "needs", "fits", "applies", "accepts"}
+    {
+        "is",
+        "has",
+        "was",
+        "can",
+        "may",
+        "must",
+        "should",
+        "would",
+        "does",
+        "needs",
+        "fits",
+        "applies",
+        "accepts",
+        "carries",
+        "goes",
+    }
 )  # of names that answer a question
 
 
@@ -124,15 +142,35 @@ def functions(module: Module) -> Iterator[tuple[str, int, int]]:
 def functions_without_verb(module: Module) -> tuple[list[str], int]:
     """Return the names of functions that begin with no verb and ask no question, and the number of all that are looked at.
 
-    Properties, dunder methods and constructors called ``of`` are left out: the former read as attributes.
+    Properties and dunder methods are left out, as they read as attributes and operators; so are constructors (``of``, and class
+    methods that return their class), and ``main``, which starts a program. A function that returns a truth value may begin with
+    the third person, as in ``pattern.occurs_in(course)``.
     """
-    names = []
+    names, count = [], 0
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not (node.name == "of" or node.name.startswith("__")):
-            decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
-            if decorators.isdisjoint({"property", "cached_property", "setter", "overload"}):
-                names.append(node.name)
-    return [name for name in names if name.strip("_").partition("_")[0] not in VERBS | YES_OR_NO], len(names)
+        if (
+            not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            or node.name in ("of", "main")
+            or node.name.startswith("__")
+        ):
+            continue
+        decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+        returns = "" if node.returns is None else ast.unparse(node.returns).strip("'")
+        constructs = "classmethod" in decorators and (returns == "Self" or returns in _class_names(module))
+        if constructs or not decorators.isdisjoint({"property", "cached_property", "setter", "overload"}):
+            continue
+        count += 1
+        first = re.split("_|(?<=[a-z])(?=[A-Z])", node.name.strip("_"))[0]
+        asks = first in YES_OR_NO or (
+            returns == "bool" and not VERBS.isdisjoint({first.removesuffix("s"), first.removesuffix("es")})
+        )
+        if first not in VERBS and not asks:
+            names.append(node.name)
+    return names, count
+
+
+def _class_names(module: Module) -> set[str]:
+    return {node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)}
 
 
 def nested_functions(module: Module) -> int:

@@ -16,7 +16,7 @@ from planner.plans.summary import summarize
 from planner.show.report.plots import plot_memory
 from planner.show.views.text import table
 from solvers.clock import WallClock
-from solvers.least import least_budget
+from solvers.least import bracket_least_budget
 
 OPTIONS = {"layers": 4, "width": 192, "heads": 6, "vocab": 2000, "seq": 192, "batch": 4}
 COLUMNS = (
@@ -59,7 +59,7 @@ def main() -> int:
     peak = summary.keep_everything_peak_bytes
     print(f"GPT-2 with dropout, {', '.join(f'{k} {v}' for k, v in OPTIONS.items())}: {summary.ops} ops, ", end="")
     print(f"{format_bytes(peak)} without recomputation, of it {format_bytes(summary.static_bytes)} throughout")
-    least = least_budget(graph, clock=WallClock(15.0))
+    least = bracket_least_budget(graph, clock=WallClock(15.0))
     print(f"least budget: a schedule meets {format_bytes(least.found_bytes)}, none less than {format_bytes(least.proved_bytes)}")
 
     rows, reports = [], []

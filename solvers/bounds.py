@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from graphs.ir import Graph, Op
 from graphs.options.offload import NO_OFFLOADS, Offloads
 from graphs.units import format_bytes, format_enough
-from solvers.streams import sizes_in, workspace_bytes_in
+from solvers.streams import get_workspace_bytes, list_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class LeastBudget:
     need: MemoryNeed
 
 
-def least_budget_bound(graph: Graph, offloads: Offloads = NO_OFFLOADS) -> LeastBudget:
+def bound_least_budget(graph: Graph, offloads: Offloads = NO_OFFLOADS) -> LeastBudget:
     """Return the least budget that single ops do not refute if first executions are in program order.
 
     The first execution of op v has in memory its inputs, outputs and workspace; the kept tensors produced before it; and every
@@ -81,10 +81,10 @@ def need_at(graph: Graph, budget_bytes: int | None, offloads: Offloads = NO_OFFL
     """Return the largest need of an op if no op that needs more than `budget_bytes` (None: no limit) is executed again.
 
     Of alternatives, the one with the least need counts; a place that may be left out has no need. `offloads` as in
-    ``least_budget_bound``.
+    ``bound_least_budget``.
     """
-    sizes = sizes_in(graph, graph.pools[0])
-    held, stays, away = _held_bytes(graph, sizes, budget_bytes, offloads)
+    sizes = list_sizes(graph, graph.pools[0])
+    held, stays, away = _compute_held_bytes(graph, sizes, budget_bytes, offloads)
     instead: dict[int, list[Op]] = {}
     left_out: set[int] = set()
     for op in graph.ops[len(graph.program) :]:
@@ -118,12 +118,12 @@ def _need_of(graph: Graph, sizes: Sequence[int], op: Op, held_bytes: int, stays:
     """Return the need of `op` beside `held_bytes`; an output may take the memory of an input that need not stay."""
     over = {o for o, t in op.overwrites if t not in stays or not stays[t][0] <= op.id < stays[t][1]}
     inputs, outputs = sum(sizes[t] for t in op.inputs), sum(sizes[t] for t in op.outputs if t not in over)
-    workspace = workspace_bytes_in(graph.pools[0], op)
+    workspace = get_workspace_bytes(graph.pools[0], op)
     total = graph.static_bytes + inputs + outputs + workspace + held_bytes
     return MemoryNeed(op.id, total, graph.static_bytes, inputs, outputs, workspace, held_bytes)
 
 
-def _held_bytes(
+def _compute_held_bytes(
     graph: Graph, sizes: Sequence[int], budget_bytes: int | None, offloads: Offloads
 ) -> tuple[list[int], _Stays, _Stays]:
     """Return for each op of the program the bytes, outside its inputs and outputs, that must be in memory at its first execution.
@@ -170,14 +170,14 @@ def _add(change: list[int], size: int, begin: int, end: int, readers: Iterable[i
             change[reader + 1] += size
 
 
-def any_order_need(graph: Graph) -> MemoryNeed:
+def find_any_order_need(graph: Graph) -> MemoryNeed:
     """Return the largest need of a single op that holds in every order of the ops of a plain graph.
 
     When op v is executed, its ancestors have been executed. So its inputs, outputs and workspace are in memory, and the kept
     tensors that its ancestors produce. ``need_at`` counts all tensors before v in one order: its bound is at least as high, but
     valid for that order only.
     """
-    sizes = sizes_in(graph, graph.pools[0])
+    sizes = list_sizes(graph, graph.pools[0])
     kept = {t: bit for bit, t in enumerate(sorted(graph.kept))}
     kept_bytes = np.array([sizes[t] for t in kept], dtype=np.int64)
     made: list[int] = []  # for each op a bit for each kept tensor that it produces or depends on
@@ -219,24 +219,24 @@ def describe_need(graph: Graph, need: MemoryNeed) -> str:
 WAY_OUT = "Raise the budget, or lower the batch size."
 
 
-def too_small_message(graph: Graph, budget_bytes: int, least: LeastBudget) -> str:
+def describe_too_small(graph: Graph, budget_bytes: int, least: LeastBudget) -> str:
     """Return the message that `budget_bytes` is below `least`, with the reason and the way out."""
-    anyway = None if len(graph.ops) > len(graph.program) else any_order_need(graph)
+    anyway = None if len(graph.ops) > len(graph.program) else find_any_order_need(graph)
     if anyway is None or budget_bytes >= anyway.total_bytes:
         return (
-            f"budget {_below(budget_bytes, least.budget_bytes)}, the least any schedule of this graph needs that first executes "
-            f"the ops in the order that was tried: {describe_need(graph, least.need)}. {WAY_OUT}"
+            f"budget {_describe_below(budget_bytes, least.budget_bytes)}, the least any schedule of this graph needs that first "
+            f"executes the ops in the order that was tried: {describe_need(graph, least.need)}. {WAY_OUT}"
         )
     more = ""
     if least.budget_bytes > anyway.total_bytes:
         more = f"In the order of the ops that was tried it is {format_enough(least.budget_bytes)}. "
     return (
-        f"budget {_below(budget_bytes, anyway.total_bytes)}, the least any schedule of this graph needs: "
+        f"budget {_describe_below(budget_bytes, anyway.total_bytes)}, the least any schedule of this graph needs: "
         f"{describe_need(graph, anyway)}. {more}{WAY_OUT}"
     )
 
 
-def _below(small_bytes: int, large_bytes: int) -> str:
+def _describe_below(small_bytes: int, large_bytes: int) -> str:
     """Return the text that one size is below another, in bytes if they would look the same."""
     small, large = format_bytes(small_bytes), format_enough(large_bytes)
     return f"{small} is below {large}" if small != large else f"{small_bytes} B is below {large_bytes} B"

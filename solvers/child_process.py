@@ -81,12 +81,12 @@ class ChildProcess:
             raise EOFError from error
 
 
-def connection_to_parent() -> Connection:
+def connect_to_parent() -> Connection:
     """Return the connection to the process that started this one."""
     return Connection(os.dup(0))
 
 
-def description(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return the message of an error and the place where it was raised."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"

@@ -38,17 +38,17 @@ class WallClock:
 
     def wait(self, duration: float) -> None:
         """Sleep for `duration` seconds, or until the limit."""
-        time.sleep(max(0.0, min(duration, left(self))))
+        time.sleep(max(0.0, min(duration, measure_rest(self))))
 
-    def part(self, limit: float) -> "WallClock":
+    def start_part(self, limit: float) -> "WallClock":
         """Return a clock that starts now, with `limit` or the rest of this clock's limit, whichever is less."""
-        return WallClock(min(limit, left(self)))
+        return WallClock(min(limit, measure_rest(self)))
 
     def start(self, function: Callable[[], None]) -> "_Thread":
         """Call `function` in a background thread."""
         return _Thread(function)
 
-    def amount(self, spent: float) -> str:
+    def format_amount(self, spent: float) -> str:
         """Return `spent` with a unit of time."""
         return format_seconds(spent)
 
@@ -88,13 +88,13 @@ class WorkClock:
     def __init__(self, limit: float = 3600.0, *, of: "WorkClock | None" = None) -> None:
         self.limit = limit
         self._turns: _Turns = of._turns if of is not None else _Turns()
-        self._since = self._turns.done() if of is not None else 0.0
+        self._since = self._turns.get_work() if of is not None else 0.0
         self._began = time.monotonic()
 
     @property
     def now(self) -> float:
         """Work of the calling thread since the clock was created."""
-        return self._turns.done() - self._since
+        return self._turns.get_work() - self._since
 
     @property
     def seconds(self) -> float:
@@ -109,15 +109,15 @@ class WorkClock:
         """Count `duration` as work."""
         self.spend(duration)
 
-    def part(self, limit: float) -> "WorkClock":
+    def start_part(self, limit: float) -> "WorkClock":
         """Return a clock that starts now, with `limit` or the rest of this clock's limit, whichever is less."""
-        return WorkClock(min(limit, left(self)), of=self)
+        return WorkClock(min(limit, measure_rest(self)), of=self)
 
     def start(self, function: Callable[[], None]) -> "_Turn":
         """Call `function` in a background thread, whose first turn comes when this thread has done more."""
         return _Turn(self._turns, function)
 
-    def amount(self, spent: float) -> str:
+    def format_amount(self, spent: float) -> str:
         """Return `spent` in units of work."""
         return f"{spent:.4g} units of work"
 
@@ -132,12 +132,12 @@ class _Turns:
         self._owner = self._turn = threading.get_ident()
         self._waiting: dict[int, tuple[int, float]] = {}  # by awaited thread: the waiting thread and its work
 
-    def done(self) -> float:
+    def get_work(self) -> float:
         """Return the work of the calling thread."""
-        return self._done[self._me()]
+        return self._done[self._get_thread()]
 
     def spend(self, work: float) -> None:
-        me = self._me()
+        me = self._get_thread()
         self._done[me] += work
         if len(self._done) > 1 and self._done[me] > min(self._done.values()) + _AHEAD:
             with self._changed:
@@ -166,12 +166,12 @@ class _Turns:
     def wait_for(self, other: int) -> None:
         """Suspend the calling thread until thread `other` has left."""
         with self._changed:
-            me = self._me()
+            me = self._get_thread()
             self._waiting[other] = me, self._done.pop(me)
             self._hand_on()
             self._await(me)
 
-    def _me(self) -> int:
+    def _get_thread(self) -> int:
         """Return the calling thread, or the owner if it does not take part."""
         me = threading.get_ident()
         return me if me in self._done else self._owner
@@ -194,7 +194,7 @@ class _Turn:
         self._function = function
         self._joined = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="background of a solve")
-        self._began_with = turns.done()
+        self._began_with = turns.get_work()
         self.running = True
         self._thread.start()
         self._joined.wait()
@@ -224,6 +224,6 @@ Clock = WallClock | WorkClock
 BackgroundThread = _Thread | _Turn
 
 
-def left(clock: Clock) -> float:
+def measure_rest(clock: Clock) -> float:
     """Return the amount left until the limit."""
     return clock.limit - clock.now

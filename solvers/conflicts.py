@@ -70,19 +70,19 @@ class Pattern:
         reached = 1  # bit p: the first p moments have been
         for op, there, fresh in zip(course.computed, course.during, course.fresh, strict=True):
             live = there & ~fresh
-            reached = self.following(self.intact(reached, live), op, live, there)
+            reached = self.advance(self.keep_intact(reached, live), op, live, there)
             if self.is_complete(reached):
                 return True
         return False
 
-    def intact(self, reached: int, live: Tensors) -> int:
+    def keep_intact(self, reached: int, live: Tensors) -> int:
         """Return the bits of `reached` whose tensors are still in memory, where those that are `live` are."""
         for p, moment in enumerate(self.moments, 1):
             if reached >> p & 1 and moment.on & ~live:
                 reached ^= 1 << p
         return reached
 
-    def following(self, reached: int, op: int, live: Tensors, there: Tensors) -> int:
+    def advance(self, reached: int, op: int, live: Tensors, there: Tensors) -> int:
         """Return the bits after an execution of `op`, with the tensors `there` in memory, of which some were `live` before."""
         found = reached
         for p, moment in enumerate(self.moments):
@@ -151,7 +151,7 @@ def occurs(conflicts: Sequence[Conflict], graph: Graph, schedule: Schedule) -> b
     return any(conflict.occurs_in(course) for conflict in conflicts)
 
 
-def ends_of(conflicts: Sequence[Conflict], graph: Graph, schedule: Schedule) -> set[int]:
+def find_ends(conflicts: Sequence[Conflict], graph: Graph, schedule: Schedule) -> set[int]:
     """Return the first and last ops of the stays of those `conflicts` that occur in `schedule`."""
     if not conflicts:
         return set()

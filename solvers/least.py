@@ -10,19 +10,19 @@ from graphs.options.placement import without_placement
 from graphs.options.selection import PartOf, without_computed
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
-from solvers.bounds import least_budget_bound
-from solvers.clock import Clock, WallClock, left
-from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.pass_ends import with_pass_ends
-from solvers.problem import problem_of
+from solvers.bounds import bound_least_budget
+from solvers.clock import Clock, WallClock, measure_rest
+from solvers.eviction.least_peak import find_least_evicting_schedule
+from solvers.pass_ends import add_pass_ends
+from solvers.problem import build_problem
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.decoding.decode import NOWHERE_BYTES, Trial, try_out
 from solvers.windows.driver import run
 from solvers.windows.search import Search
-from solvers.windows.strategies.offloaded_orders import least_offloaded
+from solvers.windows.strategies.offloaded_orders import find_least_offloaded
 from solvers.windows.strategies.placement import Placements
-from solvers.windows.strategies.substitution import least_instead
+from solvers.windows.strategies.substitution import find_least_substitution
 
 # Position of the next solve in the bracket: nearer to the feasible end.
 _NEXT = 0.6
@@ -52,7 +52,7 @@ class LeastBudgetBracket:
         return self.proved_bytes == self.found_bytes
 
 
-def least_budget(
+def bracket_least_budget(
     graph: Graph,
     *,
     clock: Clock | None = None,
@@ -68,30 +68,30 @@ def least_budget(
         should_stop: polled; once True, the bracket so far is returned.
     """
     clock = clock or WallClock(30.0)
-    whole = with_pass_ends(graph)
-    known = least_known(whole.graph, clock.part(_SLICE * clock.limit), should_stop=should_stop)
-    found = narrowed(whole.graph, known, clock, precision=precision, should_stop=should_stop)
-    return replace(found, schedule=whole.schedule_of_source(found.schedule))
+    whole = add_pass_ends(graph)
+    known = find_least_known(whole.graph, clock.start_part(_SLICE * clock.limit), should_stop=should_stop)
+    found = narrow_bracket(whole.graph, known, clock, precision=precision, should_stop=should_stop)
+    return replace(found, schedule=whole.map_back(found.schedule))
 
 
-def narrowed(
+def narrow_bracket(
     graph: Graph, known: Schedule, clock: Clock, *, precision: float, should_stop: Callable[[], bool] | None = None
 ) -> LeastBudgetBracket:
     """Bracket the least feasible budget of a graph with its pass ends, from a schedule of it, by solves for less.
 
     Args:
-        graph, clock, precision, should_stop: as in ``least_budget``.
+        graph, clock, precision, should_stop: as in ``bracket_least_budget``.
         known: the schedule to begin with.
     """
     should_stop = should_stop or (lambda: False)
-    proved = least_budget_bound(*without_offload(graph)).budget_bytes
+    proved = bound_least_budget(*without_offload(graph)).budget_bytes
     best, found = known, simulate(graph, known).peak_bytes
     refused = proved  # nothing was found at this budget, though nothing was proved
-    while found - proved > precision * found and left(clock) > 0 and not should_stop():
+    while found - proved > precision * found and measure_rest(clock) > 0 and not should_stop():
         if found - refused <= precision * found:
             refused = proved  # every budget had a short solve: start again with the time left
         budget = int(refused + _NEXT * (found - refused))
-        search = _first_schedule(graph, budget, clock.part(max(1.0, left(clock) * _SLICE)), should_stop)
+        search = _search_first_schedule(graph, budget, clock.start_part(max(1.0, measure_rest(clock) * _SLICE)), should_stop)
         if search.incumbent.least_peak is not None and search.incumbent.least_peak.peak_bytes < found:
             best, found = search.incumbent.least_peak.schedule, search.incumbent.least_peak.peak_bytes
         if search.incumbent.best is None:
@@ -101,40 +101,40 @@ def narrowed(
     return LeastBudgetBracket(proved, found, best)
 
 
-def least_known(
+def find_least_known(
     graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None, proved_bytes: int | None = None
 ) -> Schedule:
     """Return the schedule of least peak that is found without solving a program; it proves nothing.
 
     Args:
-        graph: as in ``least_budget``.
+        graph: as in ``bracket_least_budget``.
         clock, should_stop: likewise.
-        proved_bytes: the bound of ``least_budget_bound`` for the graph and its transfers, if known.
+        proved_bytes: the bound of ``bound_least_budget`` for the graph and its transfers, if known.
     """
-    whole = with_pass_ends(graph)
+    whole = add_pass_ends(graph)
     graph = whole.graph
     rest, offloads = without_offload(graph)
     program = without_options(rest)
     found = [keep_everything(program)]
     if offloads:
         sending = without_computed(without_placement(graph))
-        least = least_offloaded(sending, clock.part(_SENDING * clock.limit), should_stop=should_stop)
+        least = find_least_offloaded(sending, clock.start_part(_SENDING * clock.limit), should_stop=should_stop)
         found.append(PartOf(graph, sending).schedule(least.schedule))
     if proved_bytes is None:
-        proved_bytes = least_budget_bound(rest, offloads).budget_bytes
+        proved_bytes = bound_least_budget(rest, offloads).budget_bytes
     if not rest.plain:
-        problem = problem_of(rest, rest.static_bytes)
-        order = least_instead(problem, clock.part(_INSTEAD * clock.limit), should_stop)
+        problem = build_problem(rest, rest.static_bytes)
+        order = find_least_substitution(problem, clock.start_part(_INSTEAD * clock.limit), should_stop)
         trials = [] if order is None else [try_out(problem, order)]
         if problem.placed:
-            trials += _placed(rest, proved_bytes, clock.part(_PLACED * clock.limit), should_stop)
+            trials += _find_placed_trials(rest, proved_bytes, clock.start_part(_PLACED * clock.limit), should_stop)
         found += [trial.schedule for trial in trials if trial.peak_bytes < NOWHERE_BYTES]
-    evicting = least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved_bytes)
+    evicting = find_least_evicting_schedule(program, clock, should_stop=should_stop, proved_bytes=proved_bytes)
     judged = [(schedule, simulate(graph, schedule)) for schedule in (*found, *filter(None, [evicting]))]
-    return whole.schedule_of_source(min(judged, key=lambda pair: (pair[1].peak_bytes, pair[1].time_s))[0])
+    return whole.map_back(min(judged, key=lambda pair: (pair[1].peak_bytes, pair[1].time_s))[0])
 
 
-def _placed(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool] | None) -> list[Trial]:
+def _find_placed_trials(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool] | None) -> list[Trial]:
     """Return the trial with ops on other devices that comes nearest to the budget; an empty list if none was found."""
     search = Search.of(Request(graph, budget_bytes, clock=clock, should_stop=should_stop))
     placements = Placements(search)
@@ -144,12 +144,12 @@ def _placed(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable
     return [] if search.incumbent.best is None else [search.incumbent.best]
 
 
-def _first_schedule(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool]) -> Search:
+def _search_first_schedule(graph: Graph, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool]) -> Search:
     """Return a search that has run until there is a schedule, or a proof that there is none."""
 
-    def enough() -> bool:
+    def is_enough() -> bool:
         return search.incumbent.best is not None or should_stop()
 
-    search = Search.of(Request(graph, budget_bytes, Tolerance.of(1.0), clock, should_stop=enough))
+    search = Search.of(Request(graph, budget_bytes, Tolerance.of(1.0), clock, should_stop=is_enough))
     run(search)
     return search

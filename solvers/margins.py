@@ -8,7 +8,7 @@ from graphs.ir import Graph
 Margins = Mapping[int, int]  # by op, bytes that are added to its workspace
 
 
-def with_margins(graph: Graph, margins: Margins) -> Graph:
+def add_margins(graph: Graph, margins: Margins) -> Graph:
     """Return `graph` with larger workspaces, which every schedule of it has room for."""
     if not margins:
         return graph
@@ -16,13 +16,13 @@ def with_margins(graph: Graph, margins: Margins) -> Graph:
     return replace(graph, ops=ops)
 
 
-def between(low: Margins, high: Margins) -> Margins:
+def find_middle(low: Margins, high: Margins) -> Margins:
     """Return the margins half way from `low` to `high`, of the ops of `high`, without empty ones."""
     found = {op: (low.get(op, 0) + size) // 2 for op, size in high.items()}
     return {op: size for op, size in found.items() if size}
 
 
-def most_above(high: Margins, low: Margins) -> int:
+def find_largest_difference(high: Margins, low: Margins) -> int:
     """Return the most bytes by which a margin of `high` differs from that of `low`."""
     return max((abs(size - low.get(op, 0)) for op, size in high.items()), default=0)
 
@@ -61,8 +61,8 @@ class MarginSearch:
             self.failed = self.now
         if self.fitted is not None:
             self.better += 1
-            self.now = between(self.failed, self.fitted)
-            return self.better <= self.most_better and most_above(self.fitted, self.now) > self.close_bytes
+            self.now = find_middle(self.failed, self.fitted)
+            return self.better <= self.most_better and find_largest_difference(self.fitted, self.now) > self.close_bytes
         self.solves += 1
-        self.now = between(self.failed, self.now) if fits is None else more(self.now)
+        self.now = find_middle(self.failed, self.now) if fits is None else more(self.now)
         return self.solves <= self.most_solves and bool(self.now)

@@ -10,7 +10,7 @@ import psutil
 _PROCESS = psutil.Process()
 
 
-def resident_bytes() -> int:
+def read_resident_bytes() -> int:
     """Return the resident memory of the process."""
     return int(_PROCESS.memory_info().rss)
 

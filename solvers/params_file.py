@@ -35,7 +35,7 @@ def _check(kind: Any, value: Any, name: str) -> None:
     elif get_origin(kind) is tuple:
         if type(value) is not tuple:
             raise UsageError(f"{name} is {value!r}: must be a tuple")
-        for i, (of_item, item) in enumerate(_items(get_args(kind), value, name)):
+        for i, (of_item, item) in enumerate(_pair_items(get_args(kind), value, name)):
             _check(of_item, item, f"{name}[{i}]")
     else:
         fits = type(value) is kind or (kind is float and type(value) is int)
@@ -43,7 +43,7 @@ def _check(kind: Any, value: Any, name: str) -> None:
             raise UsageError(f"{name} is {value!r}: must be {_WANTED[kind]}")
 
 
-def _items(kinds: tuple[Any, ...], values: Any, name: str) -> list[tuple[Any, Any]]:
+def _pair_items(kinds: tuple[Any, ...], values: Any, name: str) -> list[tuple[Any, Any]]:
     """Return the items of a tuple with their types, given the arguments of its type."""
     of_any_length = len(kinds) == 2 and kinds[1] is Ellipsis
     if not of_any_length and len(values) != len(kinds):
@@ -64,27 +64,27 @@ def read_params(kind: type[Params], path: Path | str) -> Params:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
     try:
-        made: Params = _made(kind, table, "")
+        made: Params = _convert(kind, table, "")
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     return made
 
 
-def _made(kind: Any, value: Any, name: str) -> Any:
+def _convert(kind: Any, value: Any, name: str) -> Any:
     """Return a `value` of the file with tables and arrays as dataclasses and tuples."""
     if is_dataclass(kind):
-        return _of_table(kind, value, name)
+        return _convert_table(kind, value, name)
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise UsageError(f"{name} is {value!r}: must be an array")
         return tuple(
-            _made(of_item, item, f"{name}[{i}]") for i, (of_item, item) in enumerate(_items(get_args(kind), value, name))
+            _convert(of_item, item, f"{name}[{i}]") for i, (of_item, item) in enumerate(_pair_items(get_args(kind), value, name))
         )
     _check(kind, value, name)
     return float(value) if kind is float else value
 
 
-def _of_table(kind: Any, table: Any, name: str) -> Any:
+def _convert_table(kind: Any, table: Any, name: str) -> Any:
     known = [field.name for field in fields(kind)]
     if not isinstance(table, dict):
         raise UsageError(f"{name} is {table!r}: must be a table with any of {', '.join(known)}")
@@ -93,4 +93,4 @@ def _of_table(kind: Any, table: Any, name: str) -> Any:
         raise UsageError(f"there is no {unknown[0]!r} {where}: choose from {', '.join(known)}")
     hints = get_type_hints(kind)
     prefix = f"{name}." if name else ""
-    return kind(**{key: _made(hints[key], value, prefix + key) for key, value in table.items()})
+    return kind(**{key: _convert(hints[key], value, prefix + key) for key, value in table.items()})

@@ -30,7 +30,7 @@ class GraphWithPassEnds:
     graph: Graph
     original: tuple[int | None, ...]
 
-    def schedule_of_source(self, schedule: Schedule) -> Schedule:
+    def map_back(self, schedule: Schedule) -> Schedule:
         """Return a schedule of `graph` as a schedule of `source`, with the same memory, and the same time by its own clocks.
 
         These wait for results of the forward pass as soon as it has ended: a recomputation before the pass end may wait longer.
@@ -45,27 +45,27 @@ class GraphWithPassEnds:
         return Schedule(tuple(steps))
 
 
-def with_pass_ends(graph: Graph) -> GraphWithPassEnds:
+def add_pass_ends(graph: Graph) -> GraphWithPassEnds:
     """Return `graph` with pass ends."""
     early, late = results_elsewhere(graph)
     forward = [op for op in graph.program if op.phase is Phase.FORWARD]
-    if not (early or late) or requested_outputs(graph):
+    if not (early or late) or find_requested_outputs(graph):
         return GraphWithPassEnds(graph, graph, ())
     rest = graph.ops[len(forward) : len(graph.program)]
     ops = [*forward, *_end(early, "forward pass", forward), *rest, *_end(late, "step", rest), *graph.ops[len(graph.program) :]]
     place = {op.id: i for i, op in enumerate(ops) if op.target != END}
 
-    def moved(of: Iterable[int]) -> tuple[int, ...]:
+    def move(of: Iterable[int]) -> tuple[int, ...]:
         return tuple(place[op] for op in of)
 
-    numbered = tuple(replace(op, id=i, replaces=moved(op.replaces)) for i, op in enumerate(ops))
-    tensors = tuple(replace(t, producers=moved(t.producers)) for t in graph.tensors)
+    numbered = tuple(replace(op, id=i, replaces=move(op.replaces)) for i, op in enumerate(ops))
+    tensors = tuple(replace(t, producers=move(t.producers)) for t in graph.tensors)
     return GraphWithPassEnds(
         graph, replace(graph, ops=numbered, tensors=tensors), tuple(None if op.target == END else op.id for op in ops)
     )
 
 
-def requested_outputs(graph: Graph) -> dict[int, int]:
+def find_requested_outputs(graph: Graph) -> dict[int, int]:
     """Return by tensor the pass end that reads it; empty without pass ends, or if other devices were removed."""
     return {t: op.id for op in graph.program if op.target == END for t in op.inputs} if is_placed(graph) else {}
 

@@ -12,7 +12,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from graphs.ir import Graph, Op
-from solvers.pass_ends import requested_outputs
+from solvers.pass_ends import find_requested_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Places:
     sure: tuple[bool, ...]
     plain: bool
 
-    def first(self, i: int) -> int:
+    def find_first(self, i: int) -> int:
         """Return the op of the program whose place i belongs to."""
         v = self.last[i]
         while self.replaces[v]:
             v -= 1
         return v
 
-    def executed(self, instead: Collection[int]) -> list[int]:
+    def list_executed(self, instead: Collection[int]) -> list[int]:
         """Return the ops that are executed in their places if the ops `instead` replace others."""
         skipped = {i for b in instead for i in self.replaces[b]}
         return [
@@ -53,12 +53,12 @@ class Places:
             if sure or i in instead or not (self.optional[i] or self.replaces[i] or i in skipped)
         ]
 
-    def alternatives(self, i: int) -> range:
+    def list_alternatives(self, i: int) -> range:
         """Return the ops of which one, or none if its op of the program is replaced later, is executed in the place of i."""
-        return range(self.first(i), self.last[i] + 1)
+        return range(self.find_first(i), self.last[i] + 1)
 
 
-def places_of(graph: Graph) -> Places:
+def find_places(graph: Graph) -> Places:
     """Return the places of `graph`, which has no transfers to the host.
 
     Optional ops that no schedule of the class can use are left out.
@@ -110,7 +110,7 @@ def may_replace(graph: Graph, op: Op) -> bool:
     group = [graph.ops[p] for p in op.replaces]
     if not group:
         return False
-    asked = requested_outputs(graph)
+    asked = find_requested_outputs(graph)
     if any(t in graph.kept and t not in op.outputs and t not in asked for p in group for t in p.outputs):
         return False
     if len(group) == 1:
@@ -122,7 +122,7 @@ def may_replace(graph: Graph, op: Op) -> bool:
     return not op.mutates and written.isdisjoint(op.inputs) and not late
 
 
-def circles(inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+def find_circles(inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Return sets of ops, by their inputs and outputs, each of which depends on all others in its set."""
     readers: dict[int, list[int]] = {}
     for op, tensors in enumerate(inputs):

@@ -9,9 +9,9 @@ from graphs.options import without_options
 from graphs.options.offload import Offloads, without_offload
 from graphs.pools import COMPUTE
 from solvers.conflicts import Conflict
-from solvers.pass_ends import requested_outputs
-from solvers.places import Places, circles, places_of
-from solvers.streams import Streams, sizes_in, workspace_bytes_in
+from solvers.pass_ends import find_requested_outputs
+from solvers.places import Places, find_circles, find_places
+from solvers.streams import Streams, get_workspace_bytes, list_sizes
 
 OBJECTIVE_SCALE = 1e4  # the step without recomputation, in the units of the objectives
 
@@ -113,7 +113,7 @@ class Problem:
         """Seconds of the program's ops, each executed once."""
         return self.graph.time_s
 
-    def seconds(self, i: int) -> float:
+    def get_seconds(self, i: int) -> float:
         """Return the time of op i on its stream."""
         return self.streams.time_s[self.places.ids[i]]
 
@@ -131,12 +131,12 @@ class Problem:
         """Return True if an output of `op` may overwrite its input t."""
         return t in self.inputs[op] and t not in self.held[op]
 
-    def units(self, seconds: float) -> float:
+    def convert_to_units(self, seconds: float) -> float:
         """Return `seconds` in the units of the objectives; 0 if no op takes time."""
         return seconds * OBJECTIVE_SCALE / self.base_s if self.base_s > 0 else 0.0
 
 
-def problem_of(graph: Graph, budget_bytes: int) -> Problem:
+def build_problem(graph: Graph, budget_bytes: int) -> Problem:
     """Return the problem of `graph` within `budget_bytes` (including static bytes).
 
     Raises:
@@ -144,24 +144,26 @@ def problem_of(graph: Graph, budget_bytes: int) -> Problem:
     """
     whole = graph
     graph, offloads = without_offload(whole)
-    places = places_of(graph)
+    places = find_places(graph)
     if places.plain and not graph.plain:  # no optional op can be used
         graph = without_options(graph)
     ops = [graph.ops[op] for op in places.ids]
     capacity_bytes = budget_bytes - graph.static_bytes
     allowed = [places.optional[i] or all(graph.ops[p].recomputable for p in (*op.replaces, op.id)) for i, op in enumerate(ops)]
     produced = [not t.static for t in graph.tensors]
-    sizes = sizes_in(graph, graph.pools[0])
+    sizes = list_sizes(graph, graph.pools[0])
     kept = tuple(t.id in graph.kept for t in graph.tensors)
     inputs = tuple(tuple(t for t in op.inputs if produced[t]) for op in ops)
     outputs = tuple(op.outputs for op in ops)
     held = tuple(frozenset((*inputs[i], *outputs[i])).difference(t for _, t in op.overwrites) for i, op in enumerate(ops))
-    own = tuple(sum(sizes[t] for t in held[i]) + workspace_bytes_in(graph.pools[0], op) for i, op in enumerate(ops))
+    own = tuple(sum(sizes[t] for t in held[i]) + get_workspace_bytes(graph.pools[0], op) for i, op in enumerate(ops))
     recompute_bytes = tuple(own[i] + sum(sizes[t] for t in outputs[i] if kept[t]) for i in range(len(ops)))
-    producers = _positions(outputs, len(sizes))
-    requested = {t: places.ids.index(op) for t, op in requested_outputs(graph).items()}
-    settled = _settled(places, [[p for p in of_t if not ops[p].optional] for of_t in producers], requested)
-    last_use, last_worth = _uses(places, inputs, outputs, allowed, [s if kept[t] else len(ops) for t, s in enumerate(settled)])
+    producers = _index_ops(outputs, len(sizes))
+    requested = {t: places.ids.index(op) for t, op in find_requested_outputs(graph).items()}
+    settled = _find_settled(places, [[p for p in of_t if not ops[p].optional] for of_t in producers], requested)
+    last_use, last_worth = _find_uses(
+        places, inputs, outputs, allowed, [s if kept[t] else len(ops) for t, s in enumerate(settled)]
+    )
     needed = [recompute_bytes[i] if places.sure[i] else own[i] for i in range(len(ops))]
     return Problem(
         whole=whole,
@@ -175,7 +177,7 @@ def problem_of(graph: Graph, budget_bytes: int) -> Problem:
         sizes=sizes,
         producers=producers,
         producer=tuple(of_t[0] if of_t else -1 for of_t in producers),
-        consumers=_positions(inputs, len(sizes)),
+        consumers=_index_ops(inputs, len(sizes)),
         kept=kept,
         settled=settled,
         requested=frozenset(requested),
@@ -183,14 +185,14 @@ def problem_of(graph: Graph, budget_bytes: int) -> Problem:
         own_bytes=own,
         recompute_bytes=recompute_bytes,
         recomputable=tuple(allowed[i] and last_worth[i] > i and needed[i] <= capacity_bytes for i in range(len(ops))),
-        circles=() if places.plain else circles(inputs, outputs),
+        circles=() if places.plain else find_circles(inputs, outputs),
         last_use=last_use,
         last_worth=last_worth,
-        recompute_before=_writers_after(graph, places),
+        recompute_before=_find_writers_after(graph, places),
     )
 
 
-def without_small(problem: Problem, share: float) -> Problem:
+def keep_small(problem: Problem, share: float) -> Problem:
     """Return `problem` with its smallest tensors always in memory, which removes variables of little consequence.
 
     The capacity is reduced by their size, so that schedules of the result fit `problem`.
@@ -220,7 +222,7 @@ def without_small(problem: Problem, share: float) -> Problem:
     )
 
 
-def _positions(tensors: Sequence[Sequence[int]], count: int) -> tuple[tuple[int, ...], ...]:
+def _index_ops(tensors: Sequence[Sequence[int]], count: int) -> tuple[tuple[int, ...], ...]:
     """Return for each of `count` tensors the ops that list it in `tensors`."""
     found: list[list[int]] = [[] for _ in range(count)]
     for i, of_op in enumerate(tensors):
@@ -229,7 +231,7 @@ def _positions(tensors: Sequence[Sequence[int]], count: int) -> tuple[tuple[int,
     return tuple(map(tuple, found))
 
 
-def _settled(places: Places, producers: Sequence[Sequence[int]], requested: Mapping[int, int]) -> tuple[int, ...]:
+def _find_settled(places: Places, producers: Sequence[Sequence[int]], requested: Mapping[int, int]) -> tuple[int, ...]:
     """Return ``Problem.settled``, given for each tensor its producers in the program, and the pass ends that read some."""
     return tuple(
         requested[t] if t in requested else max((of_t[0], *places.replaced_by[of_t[0]])) if of_t else len(places.ids)
@@ -237,7 +239,7 @@ def _settled(places: Places, producers: Sequence[Sequence[int]], requested: Mapp
     )
 
 
-def _writers_after(graph: Graph, places: Places) -> tuple[int, ...]:
+def _find_writers_after(graph: Graph, places: Places) -> tuple[int, ...]:
     """Return ``Problem.recompute_before``."""
     ops = [graph.ops[op] for op in places.ids]
     writers: dict[int, list[int]] = {}
@@ -250,7 +252,7 @@ def _writers_after(graph: Graph, places: Places) -> tuple[int, ...]:
     )
 
 
-def _uses(
+def _find_uses(
     places: Places,
     inputs: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],

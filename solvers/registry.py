@@ -42,25 +42,25 @@ class Entry:
     program_time: str = ""
 
 
-_CHECKMATE_TIME = "solvers.baselines.common.checkmate_program:program_time_s"
+_CHECKMATE_TIME = "solvers.baselines.common.checkmate_program:estimate_program_time_s"
 
 
-def _baseline(module: str, description: str, rule: str = "", *, params: str = "", large_programs: bool = False) -> Entry:
+def _make_baseline(module: str, description: str, rule: str = "", *, params: str = "", large_programs: bool = False) -> Entry:
     module, arguments = f"solvers.baselines.{module}", {"rule": rule} if rule else {}
     return Entry(module, description, arguments, f"{module}:{params}" if params else "", large_programs=large_programs)
 
 
-def _dtr(description: str, rule: str = "") -> Entry:
-    return _baseline("dtr", description, rule, params="DtrParams")
+def _make_dtr(description: str, rule: str = "") -> Entry:
+    return _make_baseline("dtr", description, rule, params="DtrParams")
 
 
-def _offloading(module: str, description: str, *, params: str = "", large_programs: bool = False) -> Entry:
-    baseline = _baseline(module, description, params=params, large_programs=large_programs)
+def _make_offloading(module: str, description: str, *, params: str = "", large_programs: bool = False) -> Entry:
+    baseline = _make_baseline(module, description, params=params, large_programs=large_programs)
     return replace(baseline, transfers=True, only_transfers=True)
 
 
-def _xengine(description: str, rule: str = "") -> Entry:
-    baseline = _baseline("xengine", description, rule, params="XEngineParams", large_programs=True)
+def _make_xengine(description: str, rule: str = "") -> Entry:
+    baseline = _make_baseline("xengine", description, rule, params="XEngineParams", large_programs=True)
     time = f"solvers.baselines.xengine:{'overlapped_' if rule else ''}program_time_s"
     return replace(baseline, devices=True, only_devices=True, program_time=time)
 
@@ -74,9 +74,9 @@ SOLVERS: dict[str, Entry] = {
         alternatives=True,
         devices=True,
     ),
-    "keep-everything": _baseline("keep_everything", "keep everything: no recomputation"),
+    "keep-everything": _make_baseline("keep_everything", "keep everything: no recomputation"),
     "checkmate": replace(
-        _baseline(
+        _make_baseline(
             "checkmate",
             "the reference: Checkmate's program as published, for small graphs (MILP, PuLP)",
             params="CheckmateParams",
@@ -85,7 +85,7 @@ SOLVERS: dict[str, Entry] = {
         program_time=_CHECKMATE_TIME,
     ),
     "rounding": replace(
-        _baseline(
+        _make_baseline(
             "rounding",
             "Checkmate's linear relaxation, rounded in two phases (PuLP)",
             params="RoundingParams",
@@ -93,95 +93,95 @@ SOLVERS: dict[str, Entry] = {
         ),
         program_time=_CHECKMATE_TIME,
     ),
-    "checkpoint-blocks": _baseline(
+    "checkpoint-blocks": _make_baseline(
         "checkpoint_blocks", "recompute the forward of each block before its backward, for the blocks that fit best"
     ),
-    "chen-sqrt": _baseline("chen", "recompute about sqrt(n) segments (Chen et al.)"),
-    "chen-greedy": _baseline(
+    "chen-sqrt": _make_baseline("chen", "recompute about sqrt(n) segments (Chen et al.)"),
+    "chen-greedy": _make_baseline(
         "chen", "recompute segments that end after a number of bytes, the best that is found", "chen-greedy"
     ),
-    "griewank": _baseline("griewank", "binomial checkpointing of a chain (revolve)"),
-    "rotor": _baseline("rotor", "the optimal schedule of a chain (dynamic programme)", params="RotorParams"),
-    "sac": _baseline(
+    "griewank": _make_baseline("griewank", "binomial checkpointing of a chain (revolve)"),
+    "rotor": _make_baseline("rotor", "the optimal schedule of a chain (dynamic programme)", params="RotorParams"),
+    "sac": _make_baseline(
         "sac", "selective checkpointing: the best list of matmuls, convolutions and attention to save", params="SacParams"
     ),
-    "sac-every-second": _baseline(
+    "sac-every-second": _make_baseline(
         "sac",
         "selective checkpointing: save convolutions, attention and every second matmul",
         "sac-every-second",
         params="SacParams",
     ),
-    "sac-attention": _baseline("sac", "selective checkpointing: save attention only", "sac-attention", params="SacParams"),
-    "memory-budget": _baseline(
+    "sac-attention": _make_baseline("sac", "selective checkpointing: save attention only", "sac-attention", params="SacParams"),
+    "memory-budget": _make_baseline(
         "memory_budget", "PyTorch's Memory Budget API: a knapsack over saved bytes", params="MemoryBudgetParams"
     ),
-    "dtr": _dtr("DTR online: evict by cost of the equivalence class / (bytes x staleness)"),
-    "dtr-full": _dtr("DTR online, with the exact cost of the evicted neighbourhood", "dtr-full"),
-    "dtr-local": _dtr("DTR online, with a tensor's own cost only", "dtr-local"),
-    "lru": _dtr("online: evict the least recently read tensor", "lru"),
-    "largest": _dtr("online: evict the largest tensor", "largest"),
-    "msps": _dtr("online: evict by (cost, evicted ancestors included) / bytes (MSPS)", "msps"),
-    "dtr-random": _dtr("online: evict at random", "dtr-random"),
-    "megengine": _baseline(
+    "dtr": _make_dtr("DTR online: evict by cost of the equivalence class / (bytes x staleness)"),
+    "dtr-full": _make_dtr("DTR online, with the exact cost of the evicted neighbourhood", "dtr-full"),
+    "dtr-local": _make_dtr("DTR online, with a tensor's own cost only", "dtr-local"),
+    "lru": _make_dtr("online: evict the least recently read tensor", "lru"),
+    "largest": _make_dtr("online: evict the largest tensor", "largest"),
+    "msps": _make_dtr("online: evict by (cost, evicted ancestors included) / bytes (MSPS)", "msps"),
+    "dtr-random": _make_dtr("online: evict at random", "dtr-random"),
+    "megengine": _make_baseline(
         "megengine",
         "MegEngine online: DTR with costs in bytes, without small tensors; best of some settings",
         params="MegEngineParams",
     ),
-    "megengine-static": _baseline(
+    "megengine-static": _make_baseline(
         "megengine",
         "MegEngine for a known step: evict by next use; best of some settings",
         "megengine-static",
         params="MegEngineParams",
     ),
-    "save-on-cpu": _offloading("save_on_cpu", "offload all saved tensors, and wait for copies (PyTorch's save_on_cpu)"),
-    "offload-activations": _offloading(
+    "save-on-cpu": _make_offloading("save_on_cpu", "offload all saved tensors, and wait for copies (PyTorch's save_on_cpu)"),
+    "offload-activations": _make_offloading(
         "offload_activations",
         "offload all saved tensors during the computation (torchtune)",
         params="OffloadActivationsParams",
     ),
-    "deepspeed-offload": _offloading(
+    "deepspeed-offload": _make_offloading(
         "deepspeed_offload",
         "offload all large tensors, then keep the largest ones that fit (DeepSpeed)",
         params="DeepSpeedParams",
     ),
-    "sac-and-offload": _offloading(
+    "sac-and-offload": _make_offloading(
         "sac_and_offload",
         "selective checkpointing; saved tensors are offloaded one layer later (torchtitan)",
         params="SacAndOffloadParams",
     ),
-    "capuchin-swap": _offloading("capuchin_swap", "swap in order of measured free time (Capuchin)"),
-    "delta": _offloading(
+    "capuchin-swap": _make_offloading("capuchin_swap", "swap in order of measured free time (Capuchin)"),
+    "delta": _make_offloading(
         "delta", "DELTA online: evict the largest and stalest tensors, by a swap or for recomputation", params="DeltaParams"
     ),
-    "auto-perf-maxing": _offloading(
+    "auto-perf-maxing": _make_offloading(
         "auto_perf_maxing",
         "an LP chooses a fraction for each layer, an ILP its tensors, in rounds (torchtitan)",
         params="AutoPerfParams",
     ),
     "poet": replace(
-        _offloading(
+        _make_offloading(
             "poet",
             "POET's program: recompute or page, transfers take no time; small graphs (MILP, HiGHS)",
             params="PoetParams",
             large_programs=True,
         ),
-        program_time="solvers.baselines.poet:program_time_s",
+        program_time="solvers.baselines.poet:estimate_program_time_s",
     ),
     "monet": replace(
-        _baseline(
+        _make_baseline(
             "monet", "MONeT's program: recompute the forward pass, choose kernels; small graphs (HiGHS)", large_programs=True
         ),
         alternatives=True,
-        program_time="solvers.baselines.monet:program_time_s",
+        program_time="solvers.baselines.monet:estimate_program_time_s",
     ),
-    "xengine": _xengine("XEngine's program for several devices: least sum of times; small graphs (HiGHS)"),
-    "xengine-overlapped": _xengine(
+    "xengine": _make_xengine("XEngine's program for several devices: least sum of times; small graphs (HiGHS)"),
+    "xengine-overlapped": _make_xengine(
         "XEngine's program: least makespan of devices that run in parallel; small graphs (HiGHS)", "xengine-overlapped"
     ),
 }
 
 
-def program_time_s(name: str, graph: Graph, budget_bytes: int) -> float:
+def estimate_program_time_s(name: str, graph: Graph, budget_bytes: int) -> float:
     """Return about the least seconds in which the program of the solver `name` can have a solution; 0 if that is not known."""
     if not (where := check_solver(name).program_time):
         return 0.0

@@ -6,7 +6,7 @@ from typing import TypeVar, cast
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
-from solvers.clock import Clock, WallClock, left
+from solvers.clock import Clock, WallClock, measure_rest
 from solvers.conflicts import Conflict
 from solvers.result import Ending, SolveProgress
 from solvers.tolerance import DEFAULT, Tolerance
@@ -57,36 +57,36 @@ class Request:
     conflicts: tuple[Conflict, ...] = ()
     start: Start | None = None
 
-    def params_of(self, default: Params) -> Params:
+    def get_params(self, default: Params) -> Params:
         """Return the parameters, or `default` if there are none. They are of its class (``solvers.registry.check_params``)."""
         return default if self.params is None else cast("Params", self.params)
 
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Return True if the caller requests a stop."""
         return self.should_stop is not None and self.should_stop()
 
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Return True if the caller requests a stop or the clock has reached its limit."""
-        return self.interrupted() or left(self.clock) <= 0
+        return self.is_interrupted() or measure_rest(self.clock) <= 0
 
-    def ended(self) -> str:
+    def explain_end(self) -> str:
         """Return the reason for which the solve must end, the limit or an interruption; "" if it may go on."""
-        if left(self.clock) <= 0:
-            return f"the limit of {self.clock.amount(self.clock.limit)} was reached"
-        return "it was stopped" if self.interrupted() else ""
+        if measure_rest(self.clock) <= 0:
+            return f"the limit of {self.clock.format_amount(self.clock.limit)} was reached"
+        return "it was stopped" if self.is_interrupted() else ""
 
-    def ending(self, last: Ending | None = None) -> Ending:
+    def choose_ending(self, last: Ending | None = None) -> Ending:
         """Return why a solve ends now whose gap is above the tolerance; `last` is the reason of the last solve in it, if any."""
-        if left(self.clock) <= 0:
+        if measure_rest(self.clock) <= 0:
             return Ending.LIMIT
-        return Ending.STOPPED if self.interrupted() else last or Ending.EXHAUSTED
+        return Ending.STOPPED if self.is_interrupted() else last or Ending.EXHAUSTED
 
     def tell(self, activity: str, best_s: float | None, bound_s: float | None) -> None:
         """Report progress."""
         if self.on_progress is not None:
             self.on_progress(SolveProgress(self.clock.seconds, activity, best_s, bound_s))
 
-    def on(
+    def map_to(
         self, graph: Graph, to_own: Callable[[Schedule], Schedule], of_own: Callable[[Schedule], Schedule] | None = None
     ) -> "Request":
         """Return this request for `graph`, whose schedules `to_own` maps to schedules of this request's graph.

@@ -38,11 +38,11 @@ class Ending(StrEnum):
 
 def is_within(time_s: float | None, bound_s: float | None, tolerance: float) -> bool:
     """Return True if a schedule of `time_s` has a gap of at most `tolerance`."""
-    gap = relative_gap(time_s, bound_s)
+    gap = compute_gap(time_s, bound_s)
     return gap is not None and gap <= tolerance + _ROUNDING
 
 
-def status_of(time_s: float | None, bound_s: float | None, tolerance: float) -> Status:
+def decide_status(time_s: float | None, bound_s: float | None, tolerance: float) -> Status:
     """Return the status of a solve that ended with a schedule; this alone defines what is optimal."""
     if not is_within(time_s, bound_s, tolerance):
         return Status.FEASIBLE
@@ -71,7 +71,7 @@ class SolveProgress:
     @property
     def gap(self) -> float | None:
         """The gap as in ``Result.gap``."""
-        return relative_gap(self.best_s, self.bound_s)
+        return compute_gap(self.best_s, self.bound_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +147,15 @@ class Result:
     @property
     def gap(self) -> float | None:
         """The gap (time - bound) / bound, relative to the whole step."""
-        return relative_gap(self.time_s, self.bound_s)
+        return compute_gap(self.time_s, self.bound_s)
 
 
-def known_class(graph: Graph, schedules: str) -> str:
+def describe_class(graph: Graph, schedules: str) -> str:
     """Return `schedules`, the class of a solver that ignores overwriting, and say so if the graph has overwritten inputs."""
     return f"{schedules}, and its outputs beside its inputs" if graph.writes_over_inputs else schedules
 
 
-def relative_gap(time_s: float | None, bound_s: float | None) -> float | None:
+def compute_gap(time_s: float | None, bound_s: float | None) -> float | None:
     """Return (time - bound) / bound, 0 if both are 0, None if one is unknown."""
     if time_s is None or bound_s is None:
         return None

@@ -54,11 +54,11 @@ class Streams:
         self.free = [Free(t.id) for t in tensors]
 
 
-def sizes_in(graph: Graph, pool: Pool) -> tuple[int, ...]:
+def list_sizes(graph: Graph, pool: Pool) -> tuple[int, ...]:
     """Return the size of each tensor in `pool`; 0 for static tensors and tensors of other pools."""
     return tuple(0 if t.static or t.pool != pool.name else t.size_bytes for t in graph.tensors)
 
 
-def workspace_bytes_in(pool: Pool, op: Op) -> int:
+def get_workspace_bytes(pool: Pool, op: Op) -> int:
     """Return the workspace of `op` in `pool`."""
     return op.workspace_bytes if op.stream == pool.owner else 0

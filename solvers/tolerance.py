@@ -35,21 +35,21 @@ class Tolerance:
         """The tolerance at the start."""
         return self.steps[0][1]
 
-    def at_most(self, most: float) -> "Tolerance":
+    def limit(self, most: float) -> "Tolerance":
         """Return the same tolerance, which widens to no more than `most`."""
         return Tolerance(tuple((begins_s, max(self.first, min(value, most))) for begins_s, value in self.steps))
 
-    def begun(self, seconds: float) -> tuple[tuple[float, float], ...]:
+    def list_begun(self, seconds: float) -> tuple[tuple[float, float], ...]:
         """Return the steps that have begun after `seconds` of the solve."""
         return self.steps[:1] + tuple(step for step in self.steps[1:] if step[0] <= seconds)
 
-    def at(self, seconds: float) -> float:
+    def compute_at(self, seconds: float) -> float:
         """Return the tolerance after `seconds` of the solve."""
-        return self.begun(seconds)[-1][1]
+        return self.list_begun(seconds)[-1][1]
 
-    def settled_for(self, seconds: float, is_within: Callable[[float], bool]) -> float:
+    def compute_settled(self, seconds: float, is_within: Callable[[float], bool]) -> float:
         """Return the least tolerance that has begun and that `is_within` accepts; the current one if there is none."""
-        begun = [tolerance for _, tolerance in self.begun(seconds)]
+        begun = [tolerance for _, tolerance in self.list_begun(seconds)]
         return next(filter(is_within, begun), begun[-1])
 
 

@@ -20,7 +20,7 @@ from planner.plans.solving import order_for
 from planner.plans.summary import summarize
 from planner.studies.solves import result_of
 from solvers.clock import WallClock
-from solvers.least import least_budget
+from solvers.least import bracket_least_budget
 from solvers.result import SOLVED
 
 FOLDER = Path(__file__).parent
@@ -72,7 +72,7 @@ def instance_document(name: str, graph: Graph, known: Sequence[Mapping[str, obje
 def solve_budgets(graph: Graph, *, limit_s: float) -> list[dict[str, object]]:
     """Return for each budget the best schedule, its time, and a lower bound on all with this order of first executions."""
     peak_bytes = summarize(graph).keep_everything_peak_bytes
-    least_bytes = least_budget(graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
+    least_bytes = bracket_least_budget(graph, clock=WallClock(_LEAST_LIMIT_S)).found_bytes
     known = []
     for share in SHARES:
         budget_bytes = least_bytes + round(share * (peak_bytes - least_bytes))

@@ -11,7 +11,7 @@ from planner.memory.arena_rules import arena_rules
 from planner.memory.reserved import on_cuda
 from planner.settings.stages import SolveSettings
 from solvers.arena.solve import solve_in_arena
-from solvers.order.reorder import Reordering, in_order_of, in_program_order, permuted
+from solvers.order.reorder import Reordering, keep_program_order, permute, reorder_by
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
 from solvers.registry import Solver, get_solver
 from solvers.request import Request
@@ -34,14 +34,14 @@ def solver_of(settings: SolveSettings, graph: Graph) -> Callable[[Request], Solv
         def executed(schedule: Schedule) -> Schedule:
             return as_step_runs(graph, schedule, request.budget_bytes)
 
-        asked = request.on(graph, executed, lambda schedule: schedule)
+        asked = request.map_to(graph, executed, lambda schedule: schedule)
         if settings.reorder:
             solved = solve_reordered(run, asked)
         elif settings.reorder is None and settings.solver in REORDERED:
             solved = solve_in_best_order(run, asked)
         else:
             start = asked.start if graph.plain else None
-            order = in_program_order(graph) if start is None else in_order_of(graph, start.schedule)
+            order = keep_program_order(graph) if start is None else reorder_by(graph, start.schedule)
             solved = solve_in(order, run, asked)
         return replace(solved, result=result_as_step_runs(graph, solved.result))
 
@@ -57,7 +57,7 @@ def result_as_step_runs(graph: Graph, result: Result) -> Result:
 
 def solver_in(order: Reordering, solver: str = "windows") -> Callable[[Request], SolvedOrder]:
     """Return the solve of a graph like the source of `order` with its ops in that order, for a budget of allocated bytes."""
-    return lambda request: solve_in(permuted(request.graph, order.original), get_solver(solver), request)
+    return lambda request: solve_in(permute(request.graph, order.original), get_solver(solver), request)
 
 
 def _in_memory_of(settings: SolveSettings, graph: Graph) -> Solver:

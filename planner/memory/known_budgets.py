@@ -16,8 +16,8 @@ from planner.memory.least_budget import LeastBudget, least_budget
 from planner.memory.reserved import counted_bytes, reserved_beside
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.stages import SolveSettings
-from solvers.bounds import least_budget_bound
-from solvers.clock import left
+from solvers.bounds import bound_least_budget
+from solvers.clock import measure_rest
 from solvers.order.solve import SolvedOrder
 from solvers.request import Request, Start
 from solvers.result import Result, SolveProgress, Status
@@ -80,20 +80,20 @@ class KnownBudgets:
     def begin(self) -> Request:
         """Look for the least budget if the budget is tight; return the request of the solve, which starts from its schedule."""
         graph, clock, budget_bytes = self.request.graph, self.request.clock, self.request.budget_bytes
-        least_bytes = least_budget_bound(*without_offload(graph)).budget_bytes
+        least_bytes = bound_least_budget(*without_offload(graph)).budget_bytes
         if self.memory is not CountedMemory.ALLOCATED:
             beside = reserved_beside(graph, self.memory)
             least_bytes = beside.bound(least_bytes) - beside.context_bytes
             budget_bytes -= beside.context_bytes  # which makes no budget tighter
         if self.names_least and least_bytes <= budget_bytes < _TIGHT * least_bytes:
-            until = clock.now + _TIGHT_SHARE * left(clock)
+            until = clock.now + _TIGHT_SHARE * measure_rest(clock)
             self._look(lambda: clock.now > until or self.must_stop())
         known = None if self._witness is None else Start(self._witness)
         return replace(self.request, on_progress=self._tell, start=self.request.start or known)
 
     def must_stop_solve(self) -> bool:
         """Return True if the solve must end, because all must, or because the caller stops it and a schedule is known."""
-        return self.must_stop() or (self._witness is not None and self.request.interrupted())
+        return self.must_stop() or (self._witness is not None and self.request.is_interrupted())
 
     def learn(self, schedule: Schedule) -> None:
         """Note what a schedule needs that the solve has found, though it does not fit."""
@@ -122,7 +122,7 @@ class KnownBudgets:
             settings={**result.settings, "reordered": self._least.order != tuple(range(len(graph.ops)))},
             message="",
             reason=None,
-            ended=self.request.ending(),
+            ended=self.request.choose_ending(),
         )
 
     def _hints(self) -> str:
@@ -175,7 +175,7 @@ class KnownBudgets:
         return least_budget(graph, self.memory, arena=arena, reorders=reorders, should_stop=should_stop)
 
     def _is_late(self) -> bool:
-        return left(self.request.clock) <= 0 or self.must_stop()
+        return measure_rest(self.request.clock) <= 0 or self.must_stop()
 
     def _further_options(self) -> Sequence[str]:
         """Return the options that the solve could have besides its own."""

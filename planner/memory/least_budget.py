@@ -19,11 +19,11 @@ from planner.memory.allocated_budget import solver_in
 from planner.memory.reserved import arena_choice, counted_bytes, reserved_beside
 from planner.memory.reserved_budget import solve_counted
 from planner.settings.counted_memory import CountedMemory
-from solvers.bounds import least_budget_bound
-from solvers.clock import WorkClock, left
-from solvers.least import least_known, narrowed
-from solvers.order.reorder import Reordering, in_program_order, permuted, reordered
-from solvers.pass_ends import with_pass_ends
+from solvers.bounds import bound_least_budget
+from solvers.clock import WorkClock, measure_rest
+from solvers.least import find_least_known, narrow_bracket
+from solvers.order.reorder import Reordering, find_order, keep_program_order, permute
+from solvers.pass_ends import add_pass_ends
 from solvers.request import Request
 from solvers.result import Status
 from solvers.tolerance import Tolerance
@@ -129,8 +129,8 @@ def _search(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, re
 
     What is reserved is that without an arena. Graphs with optional ops are not narrowed: their programs are large.
     """
-    orders = [in_program_order(graph)]
-    if reorders and (other := reordered(graph, WorkClock(_ORDER), stop)).changed:
+    orders = [keep_program_order(graph)]
+    if reorders and (other := find_order(graph, WorkClock(_ORDER), stop)).changed:
         orders.append(other)
     found = [_without_programs(order, memory, stop) for order in orders]
     if graph.plain:
@@ -145,9 +145,9 @@ def _search(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, re
 
 def _without_programs(order: Reordering, memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
     """Return the least budget in an order that is found without solving a program."""
-    whole = with_pass_ends(order.graph).graph
-    proved_bytes = least_budget_bound(*without_offload(whole)).budget_bytes
-    schedule = least_known(order.graph, WorkClock(_KNOWN), should_stop=stop, proved_bytes=proved_bytes)
+    whole = add_pass_ends(order.graph).graph
+    proved_bytes = bound_least_budget(*without_offload(whole)).budget_bytes
+    schedule = find_least_known(order.graph, WorkClock(_KNOWN), should_stop=stop, proved_bytes=proved_bytes)
     return _judged(order, schedule, memory, proved_bytes)
 
 
@@ -167,7 +167,7 @@ def _without_options(graph: Graph, memory: CountedMemory, stop: Callable[[], boo
 
 def _judged(order: Reordering, schedule: Schedule, memory: CountedMemory, proved_bytes: int) -> LeastBudget:
     """Return the bracket of a schedule of the graph of `order` and of a bound, which is of allocated bytes."""
-    graph, schedule = order.source, order.schedule_of_source(schedule)
+    graph, schedule = order.source, order.map_back(schedule)
     if memory is not CountedMemory.ALLOCATED:
         proved_bytes = reserved_beside(graph, memory).bound(proved_bytes)
     return LeastBudget(proved_bytes, counted_bytes(graph, schedule, memory, arena=False), schedule, order.original)
@@ -177,9 +177,9 @@ def _narrowed(graph: Graph, found: Sequence[LeastBudget], memory: CountedMemory,
     """Return the bracket of allocated bytes after solves for less, in the order of the least of `found`."""
     known = min(found, key=lambda least: least.found_bytes)
     others = [least.proved_bytes for least in found if least is not known]
-    order = permuted(graph, known.order)
+    order = permute(graph, known.order)
     schedule = order.schedule_of_graph(known.schedule)
-    solved = narrowed(order.graph, schedule, WorkClock(_SOLVES), precision=_PRECISION, should_stop=stop)
+    solved = narrow_bracket(order.graph, schedule, WorkClock(_SOLVES), precision=_PRECISION, should_stop=stop)
     best = _judged(order, solved.schedule, memory, solved.proved_bytes)
     return replace(best, proved_bytes=min([best.proved_bytes, *others]))
 
@@ -195,7 +195,7 @@ def _narrowed_reserved(
     different times. The fastest within the precision counts.
     """
     *others, known = found
-    clock, run, failures, seen = WorkClock(_SOLVES), solver_in(permuted(graph, known.order)), 0, list(found)
+    clock, run, failures, seen = WorkClock(_SOLVES), solver_in(permute(graph, known.order)), 0, list(found)
 
     def learn(schedule: Schedule) -> None:
         found_bytes = counted_bytes(graph, schedule, memory, arena=False)
@@ -207,7 +207,7 @@ def _narrowed_reserved(
     budget_bytes = most_bytes = int((1 + _PRECISION) * least_bytes())
     refused_bytes = known.proved_bytes  # nothing was found at this budget, though nothing was proved
     while failures < _FAILURES and not stop():
-        limited = clock.part(max(_SLICE_LEAST, _SLICE * left(clock)))
+        limited = clock.start_part(max(_SLICE_LEAST, _SLICE * measure_rest(clock)))
         first = Request(graph, budget_bytes, Tolerance.of(1.0), limited, should_stop=lambda: True)
         result = solve_counted(run, first, memory, arena=False, must_stop=stop, on_least=learn).result
         if result.schedule is not None:

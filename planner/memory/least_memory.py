@@ -9,9 +9,9 @@ from graphs.options import without_options
 from graphs.options.offload import without_offload
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from solvers.bounds import least_budget_bound
-from solvers.clock import Clock, left
-from solvers.result import Result, SolveProgress, Status, status_of
+from solvers.bounds import bound_least_budget
+from solvers.clock import Clock, measure_rest
+from solvers.result import Result, SolveProgress, Status, decide_status
 
 _PRECISION = 0.01  # of the budget found: where the bisection ends
 _SEARCH_SHARE = 0.75  # of the clock: the rest is for the fastest schedule at the budget found
@@ -51,15 +51,15 @@ def least_memory(
     best = keep_everything(without_options(graph))
     simulation = simulate(graph, best)
     best_s, high_bytes = simulation.time_s, simulation.peak_bytes
-    low_bytes = proved_bytes = least_budget_bound(*without_offload(graph)).budget_bytes - 1
+    low_bytes = proved_bytes = bound_least_budget(*without_offload(graph)).budget_bytes - 1
     rounds = max(1, math.ceil(math.log2(max(2.0, (high_bytes - low_bytes) / max(1.0, _PRECISION * high_bytes)))))
     while high_bytes - low_bytes > _PRECISION * high_bytes + 1 and not (should_stop is not None and should_stop()):
         slice_s = _SEARCH_SHARE * clock.limit / rounds
-        if left(clock) - slice_s <= (1 - _SEARCH_SHARE) * clock.limit / 2:
+        if measure_rest(clock) - slice_s <= (1 - _SEARCH_SHARE) * clock.limit / 2:
             break
         budget_bytes = (low_bytes + high_bytes) // 2
         decision = StopWhenDecided(limit_s, should_stop, on_progress)
-        result = solve_at(budget_bytes, clock.part(slice_s), decision, decision.reached)
+        result = solve_at(budget_bytes, clock.start_part(slice_s), decision, decision.reached)
         if result.time_s is not None and result.time_s <= limit_s:
             assert result.schedule is not None and result.peak_bytes is not None
             best, best_s, high_bytes = result.schedule, result.time_s, result.peak_bytes
@@ -67,9 +67,9 @@ def least_memory(
         low_bytes = budget_bytes
         if result.status is Status.INFEASIBLE or decision.refuted(result.bound_s):
             proved_bytes = max(proved_bytes, budget_bytes)
-    found = solve_at(high_bytes, clock.part(max(1e-3, left(clock))), on_progress, should_stop)
+    found = solve_at(high_bytes, clock.start_part(max(1e-3, measure_rest(clock))), on_progress, should_stop)
     if found.time_s is None or found.time_s > best_s:
-        status = status_of(best_s, found.bound_s, _tolerance(found))
+        status = decide_status(best_s, found.bound_s, _tolerance(found))
         found = found.map_to(status=status, schedule=best, time_s=best_s, peak_bytes=high_bytes, reason=None, message="")
     settings = {**found.settings, "max_overhead": max_overhead, "least_budget_proved_bytes": proved_bytes + 1}
     return found.map_to(settings=settings)

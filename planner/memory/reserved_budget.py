@@ -14,12 +14,12 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
 from planner.memory.reserved import arena_choice, growth_above_budget, least_reserved_in_arena, reserved_beside, reserved_bytes_of
 from planner.settings.counted_memory import CountedMemory
-from solvers.clock import left
-from solvers.margins import Margins, MarginSearch, with_margins
-from solvers.order.reorder import in_program_order
+from solvers.clock import measure_rest
+from solvers.margins import Margins, MarginSearch, add_margins
+from solvers.order.reorder import keep_program_order
 from solvers.order.solve import SolvedOrder
 from solvers.request import Request, Start
-from solvers.result import SOLVED, Ending, Reason, Result, SolveProgress, Status, is_within, status_of
+from solvers.result import SOLVED, Ending, Reason, Result, SolveProgress, Status, decide_status, is_within
 from solvers.tolerance import Tolerance
 
 _SOLVES = 20  # without margins
@@ -72,7 +72,7 @@ def solve_counted(
     beside = reserved_beside(graph, memory)
     if refusal := beside.refusal(budget_bytes):
         refused = Result(graph, budget_bytes, Status.INFEASIBLE, None, None, "", clock.seconds, message=refusal)
-        return SolvedOrder(refused, in_program_order(graph))
+        return SolvedOrder(refused, keep_program_order(graph))
     most_bytes = budget_bytes - beside.kept_bytes
     search = _Search(run, request, memory, must_stop or (lambda: False), arena, on_least)
     first = search.solved(most_bytes, _FIRST, {})
@@ -170,11 +170,11 @@ class _Search:
         solved = self.run(
             replace(
                 request,
-                graph=with_margins(request.graph, margins),
+                graph=add_margins(request.graph, margins),
                 budget_bytes=asked_bytes,
-                clock=request.clock.part(share * left(request.clock)),
+                clock=request.clock.start_part(share * measure_rest(request.clock)),
                 on_progress=tell,
-                should_stop=lambda: (self._found and request.interrupted()) or self.must_stop(),
+                should_stop=lambda: (self._found and request.is_interrupted()) or self.must_stop(),
                 on_schedule=interim,
                 start=self._start or request.start,
                 tolerance=request.tolerance if self._start is None else Tolerance.of(_TIGHTER * request.tolerance.first),
@@ -277,7 +277,7 @@ class _Search:
         """
         if self._error is not None or self._is_late():
             return True
-        return self.best is not None and (self._status(self.best) in SOLVED or self.request.interrupted())
+        return self.best is not None and (self._status(self.best) in SOLVED or self.request.is_interrupted())
 
     def is_new(self, asked_bytes: int) -> bool:
         """Return True if no schedule that fits was found for this budget of allocated bytes."""
@@ -326,7 +326,7 @@ class _Search:
         """Return the reason for the end; None if the gap is within the tolerance."""
         if best is not None and self._status(best) in SOLVED:
             return None
-        return Ending.STOPPED if self.must_stop() else self.request.ending(first.ended)
+        return Ending.STOPPED if self.must_stop() else self.request.choose_ending(first.ended)
 
     def _settings(self, best: Result) -> dict[str, object]:
         """Return the settings of the result of all solves."""
@@ -335,7 +335,7 @@ class _Search:
 
     def _is_late(self) -> bool:
         """Return True if the clock is at its limit, or the caller insists on the end."""
-        return left(self.request.clock) <= 0 or self.must_stop()
+        return measure_rest(self.request.clock) <= 0 or self.must_stop()
 
     def _nothing_found(self) -> str:
         """Return the message that no schedule fits."""
@@ -349,12 +349,12 @@ class _Search:
         return f"{none}, or let it count {segments}only allocated memory (memory={CountedMemory.ALLOCATED.value!r})"
 
     def _status(self, result: Result) -> Status:
-        return status_of(result.time_s, self.bound_s, self._tolerance(result))
+        return decide_status(result.time_s, self.bound_s, self._tolerance(result))
 
     def _tolerance(self, result: Result) -> float:
         """Return the tolerance that `result` was settled for, by the time of all solves."""
         request = self.request
-        return request.tolerance.settled_for(request.clock.now, partial(is_within, result.time_s, self.bound_s))
+        return request.tolerance.compute_settled(request.clock.now, partial(is_within, result.time_s, self.bound_s))
 
 
 def either(stop: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:

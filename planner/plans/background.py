@@ -14,7 +14,7 @@ from graphs.ir import Graph
 from planner.plans.plan import Plan
 from planner.plans.solving import solve_graph
 from planner.settings.stages import SolveSettings
-from solvers.child_process import ChildProcess, connection_to_parent, description
+from solvers.child_process import ChildProcess, connect_to_parent, describe_error
 from solvers.request import Start
 from solvers.result import SolveProgress
 
@@ -118,12 +118,12 @@ def _solve(job: SolveJob, **callbacks: Any) -> Ended:
     except PlannerError as error:
         return Ended(failure=str(error))
     except Exception as error:  # noqa: BLE001  # who has started it goes on with the plan that there is
-        return Ended(failure=description(error))
+        return Ended(failure=describe_error(error))
 
 
 def main() -> None:
     """Solve the job received over the standard input, a socket; send back each better plan, and the end."""
-    connection = connection_to_parent()
+    connection = connect_to_parent()
     os.nice(_NICE)
     try:
         job: SolveJob = connection.recv()

@@ -9,7 +9,7 @@ from graphs.units import format_bytes, format_ratio
 from planner.memory.predicted import Reserved
 from planner.plans.eager import EagerComparison, slower_than
 from planner.settings.counted_memory import CountedMemory
-from solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, relative_gap, status_of
+from solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, compute_gap, decide_status
 
 # Why a solve ended with a gap above the tolerance, and what would help.
 _ENDINGS = {
@@ -133,7 +133,7 @@ class PlanRecord:
     def status(self) -> Status:
         """``OPTIMAL``, ``WITHIN`` or ``FEASIBLE``: what the gap is by the tolerance at which the solve ended."""
         tolerance = self.settings.get("tolerance")
-        return status_of(self.time_s, self.bound_s, tolerance if isinstance(tolerance, int | float) else OPTIMAL_GAP)
+        return decide_status(self.time_s, self.bound_s, tolerance if isinstance(tolerance, int | float) else OPTIMAL_GAP)
 
     @property
     def ending(self) -> str:
@@ -213,7 +213,7 @@ class PlanRecord:
     @property
     def gap(self) -> float | None:
         """(time - bound) / bound of the whole step; None without a bound."""
-        return relative_gap(self.time_s, self.bound_s)
+        return compute_gap(self.time_s, self.bound_s)
 
     @property
     def recomputed(self) -> int:

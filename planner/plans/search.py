@@ -75,7 +75,7 @@ class StepSearch:
         """
         settings = self._settings
         if known.gap is not None:
-            settings = replace(settings, tolerance=settings.tolerance.at_most(known.gap))
+            settings = replace(settings, tolerance=settings.tolerance.limit(known.gap))
         if keeps_order:
             settings = replace(settings, reorder=False)
         windows = known.settings.get("windows")

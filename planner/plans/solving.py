@@ -38,7 +38,7 @@ from planner.settings.option_settings import option_settings
 from planner.settings.stages import SolveSettings
 from solvers.arena.solve import ARENA_SIZES
 from solvers.clock import Clock
-from solvers.order.reorder import Reordering, in_program_order, lowers_peak, may_lower_peak, reordered
+from solvers.order.reorder import Reordering, find_order, keep_program_order, lowers_peak, may_lower_peak
 from solvers.registry import Solver, get_solver
 from solvers.request import Request, Start
 from solvers.result import Result, SolveProgress, Status
@@ -328,13 +328,13 @@ def _least_memory(
     should_stop: Stop | None,
 ) -> Result:
     """Return the schedule of least memory whose overhead over keeping everything is at most `overhead`."""
-    order = order_for(graph, settings.solver, reorder=settings.reorder, clock=clock.part(_REORDER_SHARE * clock.limit))
+    order = order_for(graph, settings.solver, reorder=settings.reorder, clock=clock.start_part(_REORDER_SHARE * clock.limit))
 
     def solve_at(budget_bytes: int, clock: Clock, tell: Tell | None, stop: Stop | None) -> Result:
         return run(Request(order.graph, budget_bytes, settings.tolerance, clock, tell, stop, settings.params))
 
     found = least_memory(order.graph, overhead, solve_at, clock, on_progress=on_progress, should_stop=should_stop)
-    return result_as_step_runs(graph, order.result_of_source(found))
+    return result_as_step_runs(graph, order.map_result_back(found))
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:
@@ -346,11 +346,11 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock |
         clock: limit of the search for an order.
     """
     if reorder:
-        return reordered(graph, clock)
+        return find_order(graph, clock)
     if reorder is None and solver in REORDERED and may_lower_peak(graph):
-        found = reordered(graph, clock)
-        return found if lowers_peak(found) else in_program_order(graph)
-    return in_program_order(graph)
+        found = find_order(graph, clock)
+        return found if lowers_peak(found) else keep_program_order(graph)
+    return keep_program_order(graph)
 
 
 def eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory | None) -> int:

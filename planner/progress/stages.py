@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from solvers.result import SolveProgress, relative_gap
+from solvers.result import SolveProgress, compute_gap
 
 
 class Stage(StrEnum):
@@ -84,7 +84,7 @@ class Progress:
     @property
     def gap(self) -> float | None:
         """Gap of the best schedule so far, relative to its lower bound."""
-        return relative_gap(self.best_s, self.bound_s)
+        return compute_gap(self.best_s, self.bound_s)
 
 
 View: TypeAlias = Callable[[Progress], object]

@@ -18,7 +18,7 @@ from graphs.units import format_bytes, format_enough
 from planner.memory.free_memory import free_bytes
 from planner.runtime.allocator_failure import AllocatorFailure, allocator_failure
 from planner.runtime.step_lines import StepLines
-from solvers.bounds import describe_need, least_budget_bound
+from solvers.bounds import bound_least_budget, describe_need
 
 _MARGIN = 0.01  # of an advised budget: for memory outside the plan
 
@@ -97,7 +97,7 @@ class PlannedMemory:
         if pool != DEVICE:
             return None, f"Free memory there, or leave out the device {pool!r}."
         graph, offloads = without_offload(self.graph)
-        least = least_budget_bound(graph, offloads)
+        least = bound_least_budget(graph, offloads)
         if wanted < least.budget_bytes:
             return None, (
                 f"No schedule of this step fits into what is free: at least {format_enough(least.budget_bytes)} are needed, "

@@ -27,7 +27,7 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.measure.steps import Step
 from planner.studies.blocks import InapplicableError, block_choices, blocks, blocks_at, checkpointable
 from planner.torch_private.capture import functorch_config, inductor_config
-from solvers.baselines.common.torch_ops import base_name
+from solvers.baselines.common.torch_ops import extract_base_name
 from solvers.baselines.sac import LISTS, SacRule, SaveList, save_lists
 
 # Fractions of the Memory Budget API by backend; Inductor compiles for a minute or more each time.
@@ -151,7 +151,7 @@ def _effect(save_list: SaveList, targets: Sequence[str]) -> tuple[bool, ...]:
     """Return for each of `targets`, in order, whether the list saves it."""
     skipped: set[int] = set()
     for half in save_list.halved:
-        skipped.update([i for i, target in enumerate(targets) if base_name(target) in half][1::2])
+        skipped.update([i for i, target in enumerate(targets) if extract_base_name(target) in half][1::2])
     return tuple(save_list.has(target) and i not in skipped for i, target in enumerate(targets))
 
 
@@ -249,7 +249,7 @@ def save_contexts(saves: SaveList, saved: set[str]) -> Contexts:
         target = str(op)
         if not saves.has(target):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        half = next((half for half in saves.halved if base_name(target) in half), None)
+        half = next((half for half in saves.halved if extract_base_name(target) in half), None)
         if half is not None and next(counts[half, context.is_recompute]) % 2:
             return CheckpointPolicy.PREFER_RECOMPUTE
         saved.add(target)

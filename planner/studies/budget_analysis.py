@@ -17,8 +17,8 @@ from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
 from planner.studies.frontier import Frontier, evenly, outside_in
 from planner.studies.solves import result_in
 from planner.studies.workers import ignore, never
-from solvers.clock import Clock, WallClock, left
-from solvers.order.reorder import reordered
+from solvers.clock import Clock, WallClock, measure_rest
+from solvers.order.reorder import find_order
 from solvers.result import SOLVED, Status
 
 BETWEEN = 5  # budgets between the least one and eager PyTorch's peak
@@ -106,12 +106,12 @@ class _Analysis:
         plain = with_options(graph, ())
         self.summary, self.eager_bytes = summarize(plain), eager_bytes(plain, memory)
         self.tell("looking for the least budget")
-        self.known, self.least = self._least_of(plain, clock.part(_LEAST * clock.limit))
+        self.known, self.least = self._least_of(plain, clock.start_part(_LEAST * clock.limit))
 
     def _least_of(self, graph: Graph, clock: Clock) -> tuple[Frontier, LeastBudget]:
         """Return the least budget that is found before the limit, and what is known in an order of the ops, with its schedule."""
-        known = Frontier(reordered(graph, clock), _TOLERANCE, self.memory)
-        least = least_budget(graph, self.memory, should_stop=lambda: left(clock) <= 0 or self.should_stop())
+        known = Frontier(find_order(graph, clock), _TOLERANCE, self.memory)
+        least = least_budget(graph, self.memory, should_stop=lambda: measure_rest(clock) <= 0 or self.should_stop())
         known.learn_least(least)
         return known, least
 
@@ -121,7 +121,7 @@ class _Analysis:
         order = [budgets[i] for i in outside_in(len(budgets))]
         for done, budget_bytes in enumerate(order):
             self.tell(f"solving for {format_bytes(budget_bytes)}")
-            clock = self.clock.part(max(0.1, (until - self.clock.now) / (len(order) - done)))
+            clock = self.clock.start_part(max(0.1, (until - self.clock.now) / (len(order) - done)))
             _solve(self.known, budget_bytes, clock, self.should_stop)
 
     def price(self, budget_bytes: int) -> Price:
@@ -137,7 +137,7 @@ class _Analysis:
             self.tell(f"trying {name}")
             copying = (link, host_budget) if Need.LINK in needs((name,)) else ()
             options = option_settings([name], *copying)
-            clock = self.clock.part(max(0.1, left(self.clock) / (len(names) - done)))
+            clock = self.clock.start_part(max(0.1, measure_rest(self.clock) / (len(names) - done)))
             found.append(self._option(name, options.apply(self.graph), budget_bytes, clock))
         return tuple(found)
 
@@ -146,8 +146,8 @@ class _Analysis:
         alone = self.price(budget_bytes)
         if not offered:
             return OptionAdvice(name, 0, True, self.least.proved_bytes, self.least.found_bytes, alone)
-        known, least = self._least_of(graph, clock.part(_OPTION_LEAST * clock.limit))
-        _solve(known, budget_bytes, clock.part(max(0.1, left(clock))), self.should_stop)
+        known, least = self._least_of(graph, clock.start_part(_OPTION_LEAST * clock.limit))
+        _solve(known, budget_bytes, clock.start_part(max(0.1, measure_rest(clock))), self.should_stop)
         price = _price(known, budget_bytes, self.summary.time_s)
         if price.overhead is None or (alone.overhead is not None and alone.overhead < price.overhead):
             # A schedule without an option is valid with it.

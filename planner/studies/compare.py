@@ -23,9 +23,9 @@ from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
 from planner.studies.solves import result_in
 from planner.studies.workers import never
-from solvers.clock import Clock, WallClock, left
-from solvers.order.reorder import in_program_order
-from solvers.registry import SOLVERS, get_solver, program_time_s
+from solvers.clock import Clock, WallClock, measure_rest
+from solvers.order.reorder import keep_program_order
+from solvers.registry import SOLVERS, estimate_program_time_s, get_solver
 from solvers.result import SOLVED, Reason
 
 _DEFAULTS = StudySettings()
@@ -84,7 +84,7 @@ class SolveRow:
         row = replace(self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error"), time_limit_s=limit_s)
         try:
             graph = self._graph_for(task)
-            asked = in_program_order(graph), task.budget_bytes, self.memory, WallClock(limit_s), task.method
+            asked = keep_program_order(graph), task.budget_bytes, self.memory, WallClock(limit_s), task.method
             result = result_in(*asked, tolerance=self.settings.tolerance, must_stop=should_stop)
         except PlannerError as error:
             return Solved(replace(row, message=_one_line(str(error))), None)
@@ -101,7 +101,7 @@ class SolveRow:
 
     def program_time_s(self, task: Task) -> float:
         """Return about the least seconds in which the program of a task can have a solution; 0 if that is not known."""
-        return program_time_s(task.method, in_program_order(self._graph_for(task)).graph, task.budget_bytes)
+        return estimate_program_time_s(task.method, keep_program_order(self._graph_for(task)).graph, task.budget_bytes)
 
     def _graph_for(self, task: Task) -> Graph:
         """Return the graph that a method solves: those that only recompute solve the program alone, for schedules of both."""
@@ -267,7 +267,7 @@ class Shares:
         task = self._waiting.pop(0)
         if not _shares(task):
             return replace(task, time_limit_s=self._time_limit_s)
-        left_s = left(self._clock)
+        left_s = measure_rest(self._clock)
         share_s = min(left_s, self._share_s(task, left_s * self._jobs))
         if share_s < self._time_limit_s:
             share_s = max(_SHORTEST_S, math.floor(share_s))

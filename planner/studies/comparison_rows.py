@@ -13,7 +13,7 @@ from graphs.units import format_bytes, format_seconds
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.rows import FIRST, KeptRows, column, key, text, value
 from solvers.registry import SOLVERS
-from solvers.result import relative_gap
+from solvers.result import compute_gap
 
 OPTIMUM = "windows"  # the method whose bound holds for all
 PEAK_OF = "peak of "  # prefix of budgets that are the measured peak of another method
@@ -109,7 +109,7 @@ class ComparisonRow:
     @property
     def overhead(self) -> float | None:
         """The overhead of the schedule, as a fraction of the step without recomputation."""
-        return None if self.time_s is None else relative_gap(self.time_s, self.base_s)
+        return None if self.time_s is None else compute_gap(self.time_s, self.base_s)
 
 
 def open_rows(

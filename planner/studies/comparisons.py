@@ -12,7 +12,7 @@ from planner.studies.best import NOT_TRIED, WHY_NOT, tuned_table
 from planner.studies.comparison_plots import plot_measured, plot_memory, plot_overhead
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, methods_of, simulated
 from planner.studies.tables import as_markdown, bold, by
-from solvers.result import Reason, Status, relative_gap
+from solvers.result import Reason, Status, compute_gap
 
 LEGEND = (
     "does not apply: the method does not support this model, at any budget; OOM: the method needs more memory; thrash: the step "
@@ -176,7 +176,7 @@ def iso_memory_note(pairs: Sequence[IsoMemoryPair]) -> str:
 def _why(pair: IsoMemoryPair) -> str:
     if pair.name.endswith("inductor"):
         return "it fuses ops into kernels of its own; schedules run ATen's ops one by one"
-    gap = None if pair.ours is None else relative_gap(pair.ours.time_s, pair.ours.bound_s)
+    gap = None if pair.ours is None else compute_gap(pair.ours.time_s, pair.ours.bound_s)
     if gap is not None and pair.ours is not None and gap > pair.ours.tolerance:
         return f"the schedule is not proved optimal: gap {gap:.1%}"
     return "by simulation the schedule is optimal: the rest is the executor, and noise"

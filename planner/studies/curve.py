@@ -27,10 +27,10 @@ from planner.studies.rows import column, key, read_rows, text, value
 from planner.studies.settings import StudySettings
 from planner.studies.solves import result_in
 from planner.studies.workers import ignore, never
-from solvers.clock import Clock, WallClock, left
+from solvers.clock import Clock, WallClock, measure_rest
 from solvers.order.reorder import Reordering
 from solvers.registry import get_solver
-from solvers.result import Result, status_of
+from solvers.result import Result, decide_status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -186,9 +186,9 @@ def curve(
     options.check_solver(solver)
     if not options.names:
         return _curve(program, budgets, how, clock)
-    found = _curve(options.apply(graph), budgets, how, clock.part(_WITH_OPTIONS * clock.limit))
+    found = _curve(options.apply(graph), budgets, how, clock.start_part(_WITH_OPTIONS * clock.limit))
     again = tuple(point.budget_bytes for point in found.points)
-    without = _curve(program, again, how, clock.part(left(clock)), finds_least=isinstance(budgets, int))
+    without = _curve(program, again, how, clock.start_part(measure_rest(clock)), finds_least=isinstance(budgets, int))
     points = tuple(_better(*pair, settings.tolerance) for pair in zip(found.points, without.points, strict=True))
     return replace(found, points=points, options=options.names, without=without)
 
@@ -213,20 +213,20 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
     memory = memory_of(graph, how.settings.memory)
     whole_bytes = eager_bytes(graph, memory)
     how.on_activity("looking for an order of the ops that needs less memory")
-    order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.part(_ORDER_SHARE * clock.limit))
+    order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.start_part(_ORDER_SHARE * clock.limit))
     known = Frontier(order, how.settings.tolerance, memory)
     least: LeastBudget | None = None
     if isinstance(budgets, int):
         if budgets < 1:
             raise BudgetError(f"{budgets} budgets were asked for: must be at least 1")
-        least = _least_in(known, how, clock.part(_LEAST_SHARE * clock.limit))
+        least = _least_in(known, how, clock.start_part(_LEAST_SHARE * clock.limit))
         wanted = evenly(least.found_bytes, max(least.found_bytes, whole_bytes), budgets)
     else:
         wanted = tuple(sorted({budget_in_bytes(budget, whole_bytes) for budget in budgets}))
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
         if finds_least:
-            least = _least_in(known, how, clock.part(_LEAST_SHARE * clock.limit))
+            least = _least_in(known, how, clock.start_part(_LEAST_SHARE * clock.limit))
     plan = Turns(
         known, wanted, clock=clock, time_limit_s=how.settings.time_limit_s, jobs=how.settings.jobs, on_activity=how.on_activity
     )
@@ -257,7 +257,9 @@ def _least_in(known: Frontier, how: _How, clock: Clock) -> LeastBudget:
     """Return the least budget of the graph that is found before the limit, and add its schedule to what is known."""
     how.on_activity("looking for the least feasible budget")
     graph, reorders = known.order.source, how.reorder is not False
-    least = least_budget(graph, known.memory, reorders=reorders, should_stop=lambda: left(clock) <= 0 or how.should_stop())
+    least = least_budget(
+        graph, known.memory, reorders=reorders, should_stop=lambda: measure_rest(clock) <= 0 or how.should_stop()
+    )
     known.learn_least(least)
     return least
 
@@ -266,5 +268,5 @@ def _better(point: Point, other: Point, tolerance: float) -> Point:
     """Return `point` with the schedule of `other`, which uses fewer options, if that is faster."""
     if other.time_s is None or point.bound_s is None or (point.time_s is not None and point.time_s <= other.time_s):
         return point
-    status = status_of(other.time_s, point.bound_s, tolerance)
+    status = decide_status(other.time_s, point.bound_s, tolerance)
     return replace(point, status=status, **attributes(other, "schedule", "peak_bytes", "time_s", "reserved_bytes"))

@@ -15,11 +15,11 @@ from planner.memory.reserved import counted_bytes, reserved_beside, reserved_byt
 from planner.plans.attributes import attributes
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.workers import ignore
-from solvers.bounds import least_budget_bound
-from solvers.clock import Clock, left
+from solvers.bounds import bound_least_budget
+from solvers.clock import Clock, measure_rest
 from solvers.order.reorder import Reordering
-from solvers.pass_ends import with_pass_ends
-from solvers.result import SOLVED, Result, Status, relative_gap, status_of
+from solvers.pass_ends import add_pass_ends
+from solvers.result import SOLVED, Result, Status, compute_gap, decide_status
 
 _ANY_BUDGET = math.inf  # a bound at this budget holds everywhere
 _FIRST_ROUND = 0.5  # share of the remaining time for one turn of each budget
@@ -53,7 +53,7 @@ class Point:
     @property
     def gap(self) -> float | None:
         """The gap, as in ``Result.gap``."""
-        return relative_gap(self.time_s, self.bound_s)
+        return compute_gap(self.time_s, self.bound_s)
 
 
 def evenly(low_bytes: int, high_bytes: int, count: int) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class Frontier:
         self.bounds: list[tuple[float, float]] = [(_ANY_BUDGET, self._least_s)]
         self._schedules: list[_Known] = []
         self._other: _Known | None = None  # in another order
-        self.learn_schedule(order.schedule_of_source(keep_everything(without_options(order.graph))))
+        self.learn_schedule(order.map_back(keep_everything(without_options(order.graph))))
 
     def learn_schedule(self, schedule: Schedule) -> None:
         """Add a feasible schedule in this order, whatever budget it was found for."""
@@ -126,7 +126,7 @@ class Frontier:
 
         A schedule in another order may be faster than the bounds of this one. It counts only where none in this order fits.
         """
-        proved_bytes = least_budget_bound(*without_offload(with_pass_ends(self.order.graph).graph)).budget_bytes
+        proved_bytes = bound_least_budget(*without_offload(add_pass_ends(self.order.graph).graph)).budget_bytes
         if not self._counts_allocated:
             proved_bytes = reserved_beside(self.order.source, self.memory).bound(proved_bytes)
         self.infeasible_bytes = max(self.infeasible_bytes, proved_bytes - 1)
@@ -167,7 +167,7 @@ class Frontier:
             reserved_bytes = found.counted_bytes  # in an arena
         return Point(
             budget_bytes,
-            status=status_of(found.time_s, bound_s, self.tolerance),
+            status=decide_status(found.time_s, bound_s, self.tolerance),
             **attributes(found, "schedule", "peak_bytes", "time_s"),
             reserved_bytes=reserved_bytes,
             bound_s=bound_s,
@@ -226,7 +226,7 @@ class Turns:
         self.waiting = [budget for budget in self.waiting if budget in unsettled]
         if not self.waiting:
             self._begin_round([budget for budget in unsettled if budget not in self._solving])
-        if not self.waiting or left(self.clock) <= 0:
+        if not self.waiting or measure_rest(self.clock) <= 0:
             return None
         budget = self.waiting.pop(0)
         limit_s = self._limit_s(1 + len(self.waiting), first=budget not in self.seconds)
@@ -264,7 +264,7 @@ class Turns:
 
     def _limit_s(self, sharing: int, *, first: bool) -> float:
         """Return the time limit of a turn when `sharing` budgets are queued."""
-        left_s = left(self.clock)
+        left_s = measure_rest(self.clock)
         share_s = left_s * self.jobs / sharing * (_FIRST_ROUND if first else 1.0)
         return min(self.time_limit_s, left_s, max(_SHORTEST_S, share_s))
 

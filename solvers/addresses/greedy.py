@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from solvers.addresses.instance import Instance
-from solvers.clock import Clock, left
+from solvers.clock import Clock, measure_rest
 
 _WORK = 1.5e-5  # of placing one buffer, and as much again for each thousand that are there
 
@@ -43,7 +43,7 @@ def place(
     for count, u in enumerate(order, len(fixed)):
         size, alignment = instance.size[u], instance.alignment[u]
         met = (lower[:count] < instance.upper[u]) & (upper[:count] > instance.lower[u])
-        offset = _gap(begins[:count][met], ends[:count][met], size, alignment, best_fit=best_fit)
+        offset = _find_gap(begins[:count][met], ends[:count][met], size, alignment, best_fit=best_fit)
         offsets[u] = offset
         at = int(np.searchsorted(begins[:count], offset))
         for column, value in ((begins, offset), (ends, offset + size), (lower, instance.lower[u]), (upper, instance.upper[u])):
@@ -53,7 +53,7 @@ def place(
     return tuple(offsets)
 
 
-def _gap(begins: NDArray[np.int64], ends: NDArray[np.int64], size: int, alignment: int, *, best_fit: bool) -> int:
+def _find_gap(begins: NDArray[np.int64], ends: NDArray[np.int64], size: int, alignment: int, *, best_fit: bool) -> int:
     """Return the lowest offset in the tightest gap of at least `size` between occupied ranges, or in the lowest such gap."""
     if not len(begins):
         return 0
@@ -66,7 +66,7 @@ def _gap(begins: NDArray[np.int64], ends: NDArray[np.int64], size: int, alignmen
     return int(starts[fits[np.argmin(room[fits])] if best_fit else fits[0]])
 
 
-def constructed(
+def construct_offsets(
     instance: Instance,
     clock: Clock,
     *,
@@ -84,7 +84,7 @@ def constructed(
         for key in ORDERS.values():
             order = sorted(others, key=lambda u, key=key: key(instance, u))  # type: ignore[misc]
             yield place(instance, order, clock, best_fit=best_fit, fixed=fixed)
-            if left(clock) <= 0:
+            if measure_rest(clock) <= 0:
                 return
 
 
@@ -102,16 +102,16 @@ def improve(
     Ends at the target, at the limit of the clock, or after `patience` orders without a gain.
     """
     draw = random.Random(seed)
-    best, best_bytes = offsets, instance.height_bytes(offsets)
+    best, best_bytes = offsets, instance.compute_height_bytes(offsets)
     order = sorted(range(len(offsets)), key=lambda u: (offsets[u], u))
     current, without_gain = best, 0
-    while best_bytes > target_bytes and left(clock) > 0 and without_gain != patience:
+    while best_bytes > target_bytes and measure_rest(clock) > 0 and without_gain != patience:
         tops = [(current[u] + instance.size[u]) * instance.unit - instance.pad_bytes[u] for u in range(len(current))]
         above = {u for u, top in enumerate(tops) if top > target_bytes}
         position = {u: p for p, u in enumerate(order)}
         order.sort(key=lambda u: position[u] * (draw.uniform(0.2, 0.8) if u in above else draw.uniform(0.95, 1.05)))
         current = place(instance, order, clock, best_fit=draw.random() < 0.5)
-        height_bytes = instance.height_bytes(current)
+        height_bytes = instance.compute_height_bytes(current)
         without_gain += 1
         if height_bytes < best_bytes:
             best, best_bytes, without_gain = current, height_bytes, 0

@@ -17,7 +17,7 @@ class Instance:
     """Buffers that must be planned together: no moment cuts their lifetimes in two groups.
 
     Attributes:
-        index: of each buffer, in what was given to ``instances_of``.
+        index: of each buffer, in what was given to ``split_into_instances``.
         size: of each buffer in units, padded.
         lower, upper: its sections [lower, upper).
         alignment: of its offset, in units.
@@ -55,18 +55,18 @@ class Instance:
             for live, section in zip(self.live, self.sections, strict=True)
         )
 
-    def tight(self, share: float) -> list[int]:
+    def find_tight_buffers(self, share: float) -> list[int]:
         """Return the buffers of the sections in which at least `share` of the most units are in use at once."""
         least = share * max(self.live)
         return sorted({u for live, section in zip(self.live, self.sections, strict=True) if live >= least for u in section})
 
-    def height_bytes(self, offsets: Sequence[int]) -> int:
+    def compute_height_bytes(self, offsets: Sequence[int]) -> int:
         """Bytes of the arena with these offsets, which are in units."""
         tops = zip(offsets, self.size, self.pad_bytes, strict=True)
         return max((offset + size) * self.unit - pad for offset, size, pad in tops)
 
 
-def instances_of(buffers: Sequence[Buffer]) -> list[Instance]:
+def split_into_instances(buffers: Sequence[Buffer]) -> list[Instance]:
     """Return the instances that `buffers`, all of one pool, fall into."""
     if not buffers:
         return []
@@ -75,7 +75,7 @@ def instances_of(buffers: Sequence[Buffer]) -> list[Instance]:
     unit = math.gcd(*padded)
     if any(unit % buffer.alignment for buffer in buffers):
         unit = math.gcd(unit, *(buffer.alignment for buffer in buffers))
-    lower, upper = _sections(buffers)
+    lower, upper = _compute_sections(buffers)
     order = sorted(range(len(buffers)), key=lambda i: (lower[i], upper[i], -padded[i]))
     groups: list[list[int]] = []
     end = 0
@@ -98,7 +98,7 @@ def instances_of(buffers: Sequence[Buffer]) -> list[Instance]:
     ]
 
 
-def _sections(buffers: Sequence[Buffer]) -> tuple[list[int], list[int]]:
+def _compute_sections(buffers: Sequence[Buffer]) -> tuple[list[int], list[int]]:
     """Return the first section of each buffer and the one behind its last: a new one begins where a start follows an end."""
     events = [(buffer.upper, 0, i) for i, buffer in enumerate(buffers)]
     events += [(buffer.lower, 1, i) for i, buffer in enumerate(buffers)]

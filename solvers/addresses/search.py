@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from solvers.addresses.instance import Instance
-from solvers.clock import Clock, left
+from solvers.clock import Clock, measure_rest
 
 _WORK = 5e-7  # of one buffer in one section that is looked at
 _CHECK = 2000  # such looks between two readings of the clock
@@ -116,16 +116,16 @@ class AddressSearch:
         self._capacity_bytes, self._capacity = capacity_bytes, (capacity_bytes + max(pads)) // unit
         self._clock = clock
         nodes = 2.0 * n + 50
-        with _deep_recursion(10 * n):
+        with _allow_deep_recursion(10 * n):
             for dive in count():
-                if left(clock) <= 0:
+                if measure_rest(clock) <= 0:
                     break
-                self._rank, self._fitting = self._ranks()
+                self._rank, self._fitting = self._compute_ranks()
                 self._by_level = dive % 4 == 3
                 self._nodes = int(nodes)
                 nodes *= _GROWTH
                 try:
-                    needed = self._root()
+                    needed = self._search_root()
                 except _OutOfNodes:
                     continue
                 except _OutOfTime:
@@ -137,11 +137,11 @@ class AddressSearch:
         """Return the sort key of buffer `u` within its kind, largest first; buffers with equal keys are interchangeable."""
         return -self._size[u], -self._instance.pad_bytes[u]
 
-    def _looks_of(self, members: Sequence[int]) -> dict[tuple[int, int], int]:
+    def _find_representatives(self, members: Sequence[int]) -> dict[tuple[int, int], int]:
         """Return the first of `members` for each key: of interchangeable buffers, only this one need be tried."""
         return {self._look_of(u): u for u in reversed(members)}
 
-    def _ranks(self) -> tuple[list[float], float]:
+    def _compute_ranks(self) -> tuple[list[float], float]:
         """Return a randomized priority for each buffer from its size and lifetime, and a bonus for buffers that fit a valley."""
         draw = self._random
         of_size, of_length, noise = draw.random(), draw.random(), draw.choice((0.1, 0.3, 0.6))
@@ -152,7 +152,7 @@ class AddressSearch:
         ]
         return ranks, draw.choice((0.0, 0.5, 2.0))
 
-    def _root(self) -> int:
+    def _search_root(self) -> int:
         k, m = len(self._members), len(self._sections)
         state = _State(
             floor=[0] * m,
@@ -161,9 +161,9 @@ class AddressSearch:
             low=[0] * k,
             members=self._members[:],
             total=[sum(self._size[u] for u in members) for members in self._members],
-            variety=[len(self._looks_of(members)) for members in self._members],
+            variety=[len(self._find_representatives(members)) for members in self._members],
         )
-        return self._rise(state, 0, m, 0, range(k)) or self._place(list(range(k)), state)
+        return self._follow_floor(state, 0, m, 0, range(k)) or self._place(list(range(k)), state)
 
     def _place(self, rest: list[int], state: _State) -> int:
         """Place the unplaced buffers of the kinds `rest`; return 0, or a lower bound on the bytes of the arena if none fits."""
@@ -172,12 +172,12 @@ class AddressSearch:
             self._nodes -= 1
             if self._nodes < 0:
                 raise _OutOfNodes
-            parts = self._parts(rest)
+            parts = self._split_into_parts(rest)
             if len(parts) != 1:
-                return min(worst, self._each(parts, state)) if parts else 0
+                return min(worst, self._complete_each(parts, state)) if parts else 0
             start, end = self._lower[rest[0]], max([self._upper[v] for v in rest])
-            section, first, last = self._narrowest(start, end, state)
-            choices, raised, needed = self._choices(rest, section, state)
+            section, first, last = self._find_narrowest(start, end, state)
+            choices, raised, needed = self._list_choices(rest, section, state)
             worst = min(worst, needed)
             if len(choices) + (raised is not None) != 1:
                 break
@@ -201,14 +201,14 @@ class AddressSearch:
         self._remember(key, worst)
         return worst
 
-    def _each(self, parts: list[list[int]], state: _State) -> int:
+    def _complete_each(self, parts: list[list[int]], state: _State) -> int:
         """Complete each of `parts`, which have no section in common: smallest first, and none if one cannot be."""
         for part in sorted(parts, key=len):
             if needed := self._place(part, state):
                 return needed
         return 0
 
-    def _parts(self, rest: list[int]) -> list[list[int]]:
+    def _split_into_parts(self, rest: list[int]) -> list[list[int]]:
         """Return `rest` in groups that have no section in common."""
         parts: list[list[int]] = []
         begin, end, lower, upper = 0, -1, self._lower, self._upper
@@ -223,7 +223,7 @@ class AddressSearch:
             parts.append(rest[begin:])
         return parts
 
-    def _narrowest(self, start: int, end: int, state: _State) -> tuple[int, int, int]:
+    def _find_narrowest(self, start: int, end: int, state: _State) -> tuple[int, int, int]:
         """Return the section with the fewest choices among those of valleys, and the valley's first section and end.
 
         Among equals it is one with the least slack, or in every fourth dive the lowest floor.
@@ -245,7 +245,7 @@ class AddressSearch:
             i = j
         return found
 
-    def _choices(self, rest: Sequence[int], section: int, state: _State) -> tuple[list[int], int | None, int]:
+    def _list_choices(self, rest: Sequence[int], section: int, state: _State) -> tuple[list[int], int | None, int]:
         """Return the branches in `section`: buffers that may lie on its floor, and the offset to which it rises if none does.
 
         The offset is None if the capacity is too small for the floor to rise. The third item is then the capacity in bytes from
@@ -267,10 +267,10 @@ class AddressSearch:
                 top = low[v] + size[members[v][-1]]
                 if top < raised:
                     raised = top
-        choices = [u for v in resting for u in self._looks_of(members[v]).values()]
+        choices = [u for v in resting for u in self._find_representatives(members[v]).values()]
         if raised <= state.latest[section]:
             return choices, raised, sys.maxsize
-        needed = sys.maxsize if raised == sys.maxsize else self._bytes(self._capacity + raised - state.latest[section])
+        needed = sys.maxsize if raised == sys.maxsize else self._compute_bytes(self._capacity + raised - state.latest[section])
         return choices, None, needed
 
     def _sort(self, choices: list[int], first: int, last: int, state: _State) -> None:
@@ -279,30 +279,30 @@ class AddressSearch:
         gains = 1.0, 1.0 + fitting, (1.0 + fitting) * (1.0 + fitting)
         sides = {floor[first - 1] if first else -1, floor[last] if last < len(floor) else -1}
 
-        def value(u: int) -> float:
+        def compute_value(u: int) -> float:
             v = kind[u]
             fits = (state.low[v] + self._size[u] in sides) + (self._upper[v] - self._lower[v] == last - first)
             return -rank[u] * gains[fits]
 
-        choices.sort(key=value)
+        choices.sort(key=compute_value)
 
     def _apply(self, u: int | None, section: int, raised: int | None, state: _State) -> int:
-        """Place `u` at its lowest offset, or raise the floor of `section`. Returns 0 or a lower bound, as ``_rise``."""
+        """Place `u` at its lowest offset, or raise the floor of `section`. Returns 0 or a lower bound, as ``_follow_floor``."""
         if u is None:
             assert raised is not None
             state.floor[section] = raised
-            return self._rise(state, section, section + 1, raised, self._sections[section])
+            return self._follow_floor(state, section, section + 1, raised, self._sections[section])
         v, size = self._kind[u], self._size[u]
         start, end, offset = self._lower[v], self._upper[v], state.low[v]
         self._offsets[u] = offset
         state.members[v] = members = tuple([other for other in state.members[v] if other != u])
         state.total[v] -= size
-        state.variety[v] = len(self._looks_of(members))
+        state.variety[v] = len(self._find_representatives(members))
         state.floor[start:end] = [offset + size] * (end - start)
         state.latest[start:end] = [latest + size for latest in state.latest[start:end]]
-        return self._rise(state, start, end, offset + size, self._met[v])
+        return self._follow_floor(state, start, end, offset + size, self._met[v])
 
-    def _rise(self, state: _State, start: int, end: int, level: int, met: Sequence[int]) -> int:
+    def _follow_floor(self, state: _State, start: int, end: int, level: int, met: Sequence[int]) -> int:
         """Follow the floor of the sections from `start` to `end`, which is at `level` now.
 
         The kinds `met` in use there are raised; a section where none rests on the floor any more has its floor raised to the
@@ -316,7 +316,7 @@ class AddressSearch:
             if before >= level or not members[v]:
                 continue
             now = level + -level % alignment[v]
-            if self._padded and (needed := self._over(now, members[v])):
+            if self._padded and (needed := self._find_needed_bytes_at(now, members[v])):
                 return needed
             low[v] = now
             first, last = lower[v], upper[v]
@@ -341,9 +341,9 @@ class AddressSearch:
                 if max(lows) > latest[s]:
                     full.add(s)
         self._count(len(met) + 8 * (len(changed) + len(full)))
-        return self._overfull(full, state)
+        return self._find_needed_bytes(full, state)
 
-    def _overfull(self, sections: Collection[int], state: _State) -> int:
+    def _find_needed_bytes(self, sections: Collection[int], state: _State) -> int:
         """Return 0, or the bytes that one of `sections` takes at least.
 
         What is left in a section are jobs on one machine, which is ready for each at its lowest offset: done in the order of
@@ -357,16 +357,16 @@ class AddressSearch:
             for ready, takes in jobs:
                 behind += takes
                 if ready + behind > self._capacity:
-                    return self._bytes(ready + behind)
+                    return self._compute_bytes(ready + behind)
         return 0
 
-    def _over(self, offset: int, members: Sequence[int]) -> int:
+    def _find_needed_bytes_at(self, offset: int, members: Sequence[int]) -> int:
         """Return 0, or the bytes that one of `members` takes at least at `offset`."""
         unit, pads = self._instance.unit, self._instance.pad_bytes
         needed = max([(offset + self._size[u]) * unit - pads[u] for u in members])
         return needed if needed > self._capacity_bytes else 0
 
-    def _bytes(self, units: int) -> int:
+    def _compute_bytes(self, units: int) -> int:
         """Return the least bytes of an arena that takes `units`, whatever lies on top."""
         return units * self._instance.unit - max(self._instance.pad_bytes)
 
@@ -375,7 +375,7 @@ class AddressSearch:
         if self._looks > _CHECK:
             self._clock.spend(_WORK * self._looks)
             self._looks = 0
-            if left(self._clock) <= 0:
+            if measure_rest(self._clock) <= 0:
                 raise _OutOfTime
 
     def _remember(self, key: tuple[object, ...], needed: int) -> None:
@@ -388,7 +388,7 @@ class AddressSearch:
 
 
 @contextmanager
-def _deep_recursion(depth: int) -> Iterator[None]:
+def _allow_deep_recursion(depth: int) -> Iterator[None]:
     """Let functions call each other so deep; a call of Python takes none of the C stack."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(max(before, before + depth))

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from graphs.addresses import AddressError, Buffer, Offsets
-from solvers.addresses.greedy import constructed, improve
-from solvers.addresses.instance import Instance, instances_of
+from solvers.addresses.greedy import construct_offsets, improve
+from solvers.addresses.instance import Instance, split_into_instances
 from solvers.addresses.search import AddressSearch
-from solvers.clock import Clock, WallClock, WorkClock, left
+from solvers.clock import Clock, WallClock, WorkClock, measure_rest
 from solvers.result import Status
 
 _LARGEST = 3000  # buffers that are searched exactly
@@ -82,9 +82,9 @@ def solve_by(clock: Clock, buffers: Sequence[Buffer], capacity_bytes: int | None
     for arena in arenas:
         arena.construct(clock)
     for number, arena in enumerate(arenas):
-        goal = _goal(capacity_bytes, [other for other in arenas if other is not arena])
-        arena.search(clock.part(left(clock) / (len(arenas) - number)), goal)
-    return _result(buffers, arenas, capacity_bytes, time.monotonic() - began)
+        goal = _build_goal(capacity_bytes, [other for other in arenas if other is not arena])
+        arena.search(clock.start_part(measure_rest(clock) / (len(arenas) - number)), goal)
+    return _build_result(buffers, arenas, capacity_bytes, time.monotonic() - began)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class _Goal:
     most_bytes: int
 
 
-def _goal(capacity_bytes: int | None, others: Sequence["_Arena"]) -> _Goal | None:
+def _build_goal(capacity_bytes: int | None, others: Sequence["_Arena"]) -> _Goal | None:
     """Return the goal of an arena that shares a capacity with `others`; None is for the smallest."""
     if capacity_bytes is None:
         return None
@@ -109,7 +109,7 @@ class _Arena:
     def __init__(self, buffers: Sequence[Buffer], seed: int) -> None:
         self.buffers = buffers
         self._seed = seed
-        self._instances = instances_of(buffers)
+        self._instances = split_into_instances(buffers)
         self._searches: dict[int, AddressSearch] = {}
         self._best: list[tuple[int, ...]] = []
         self._heights: list[int] = []
@@ -132,52 +132,52 @@ class _Arena:
     def construct(self, clock: Clock) -> None:
         """Place buffers one after the other in several orders, and improve the orders for a while."""
         for instance in self._instances:
-            found = constructed(instance, clock)
+            found = construct_offsets(instance, clock)
             best = next(found)
             for offsets in found:
-                if instance.height_bytes(best) <= self.bound_bytes:
+                if instance.compute_height_bytes(best) <= self.bound_bytes:
                     break
-                best = min(best, offsets, key=instance.height_bytes)
-            if instance.height_bytes(best) > self.bound_bytes:
-                best = min([best, *self._tight_first(instance, clock)], key=instance.height_bytes)
+                best = min(best, offsets, key=instance.compute_height_bytes)
+            if instance.compute_height_bytes(best) > self.bound_bytes:
+                best = min([best, *self._place_tight_first(instance, clock)], key=instance.compute_height_bytes)
             exact = len(instance.size) <= _LARGEST
-            part = clock.part(left(clock) * (_IMPROVING if exact else 1))
+            part = clock.start_part(measure_rest(clock) * (_IMPROVING if exact else 1))
             best = improve(instance, best, self.bound_bytes, part, seed=self._seed, patience=_PATIENCE if exact else None)
             self._best.append(best)
-            self._heights.append(instance.height_bytes(best))
+            self._heights.append(instance.compute_height_bytes(best))
 
-    def _tight_first(self, instance: Instance, clock: Clock) -> Iterator[tuple[int, ...]]:
+    def _place_tight_first(self, instance: Instance, clock: Clock) -> Iterator[tuple[int, ...]]:
         """Yield offsets that begin with the buffers of the tightest sections, which are placed by themselves.
 
         The rest has room to spare, and is placed around them. In a step that recomputes, where thousands of buffers are never in
         use with those of the peak, the bound is met so.
         """
         for share in _TIGHT:
-            first = instance.tight(share)
+            first = instance.find_tight_buffers(share)
             if len(first) > _TIGHT_BUFFERS * len(instance.size):
                 return
             arena = _Arena([self.buffers[instance.index[u]] for u in first], self._seed)
-            part = clock.part(_TIGHT_TIME * left(clock))
+            part = clock.start_part(_TIGHT_TIME * measure_rest(clock))
             arena.construct(part)
-            arena.search(part.part(left(part) / 2), None)
+            arena.search(part.start_part(measure_rest(part) / 2), None)
             fixed = {u: offset // instance.unit for u, offset in zip(first, arena.offsets, strict=True)}
-            for offsets in constructed(instance, part, fits=(False, True), fixed=fixed):
+            for offsets in construct_offsets(instance, part, fits=(False, True), fixed=fixed):
                 yield offsets
-                if instance.height_bytes(offsets) <= self.bound_bytes:
+                if instance.compute_height_bytes(offsets) <= self.bound_bytes:
                     return
 
     def search(self, clock: Clock, goal: _Goal | None) -> None:
         """Search at one height after the other until the goal is reached, the bound is met, or the time is up."""
-        time_limit = left(clock)
+        time_limit = measure_rest(clock)
         rounds = 0
-        while left(clock) > 0:
+        while measure_rest(clock) > 0:
             for share in _HEIGHTS if goal is None else _HEIGHTS[:1]:
                 floor_bytes = self.bound_bytes if goal is None else max(self.bound_bytes, goal.enough_bytes)
                 if self.height_bytes <= floor_bytes or (goal is not None and self.bound_bytes > goal.most_bytes):
                     return
                 target_bytes = int(floor_bytes + share * (self.height_bytes - 1 - floor_bytes))
                 part = 1.0 if goal is not None else _ABOVE_BOUND if share else _AT_BOUND
-                if self._aim(target_bytes, clock.part(part * 2**rounds * time_limit)) or left(clock) <= 0:
+                if self._search_within(target_bytes, clock.start_part(part * 2**rounds * time_limit)) or measure_rest(clock) <= 0:
                     break
             else:
                 rounds += 1
@@ -188,7 +188,7 @@ class _Arena:
         """Return True if an instance is higher than the bound, and not too large to be searched."""
         return self._heights[number] > self.bound_bytes and len(self._instances[number].size) <= _LARGEST
 
-    def _aim(self, target_bytes: int, clock: Clock) -> bool:
+    def _search_within(self, target_bytes: int, clock: Clock) -> bool:
         """Search for offsets of all instances within `target_bytes`; return True if they were found or proved not to exist."""
         for number, instance in enumerate(self._instances):
             if self._heights[number] <= target_bytes:
@@ -202,7 +202,7 @@ class _Arena:
                 self.bound_bytes = max(self.bound_bytes, answer.needed_bytes)
                 return answer.needed_bytes > 0
             self._best[number] = answer.offsets
-            self._heights[number] = instance.height_bytes(answer.offsets)
+            self._heights[number] = instance.compute_height_bytes(answer.offsets)
         return True
 
 
@@ -214,7 +214,9 @@ def _check_ids(buffers: Sequence[Buffer]) -> None:
         seen.add(buffer.id)
 
 
-def _result(buffers: Sequence[Buffer], arenas: Sequence[_Arena], capacity_bytes: int | None, seconds: float) -> AddressResult:
+def _build_result(
+    buffers: Sequence[Buffer], arenas: Sequence[_Arena], capacity_bytes: int | None, seconds: float
+) -> AddressResult:
     """Put the arenas one above the other."""
     offsets: dict[str, int] = {}
     base = 0

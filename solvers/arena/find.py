@@ -9,7 +9,7 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers.addresses.solve import solve_by
 from solvers.arena.needs import ArenaRules
-from solvers.clock import Clock, left
+from solvers.clock import Clock, measure_rest
 from solvers.conflicts import Conflict, Course, Moment, Pattern, Residency, Stay, set_of
 from solvers.result import Status
 
@@ -51,22 +51,22 @@ def find_conflict(graph: Graph, schedule: Schedule, rules: ArenaRules, capacity_
     """
     course = Course.of(graph, schedule)
     prover = _Prover(rules, capacity_bytes, clock)
-    if found := prover.smallest(_in_first_executions(graph, course, rules)):
+    if found := prover.find_smallest(_list_first_executions(graph, course, rules)):
         return Residency(tuple(Stay(i.tensor, i.first, i.last) for i in found if i.tensor is not None))
     if graph.writes_over_inputs:
         return None
-    found = prover.smallest(_in_all_executions(graph, course, rules))
-    return _pattern(course, found) if found else None
+    found = prover.find_smallest(_list_all_executions(graph, course, rules))
+    return _build_pattern(course, found) if found else None
 
 
-def _in_first_executions(graph: Graph, course: Course, rules: ArenaRules) -> list[_Item]:
+def _list_first_executions(graph: Graph, course: Course, rules: ArenaRules) -> list[_Item]:
     """Return the stays during first executions, numbered by these, and the workspaces of these.
 
     Where an op may write over its input, the input is not counted beside the outputs unless it stays.
     """
     places = [course.places[op] for op in range(len(graph.ops))]
     items = []
-    for t, first, last in _stays(graph, course, rules):
+    for t, first, last in _iterate_stays(graph, course, rules):
         begin, end = bisect_left(places, first), bisect_right(places, last) - 1
         if end >= begin and any(over == t for _, over in graph.ops[end].overwrites):
             end -= 1
@@ -77,9 +77,9 @@ def _in_first_executions(graph: Graph, course: Course, rules: ArenaRules) -> lis
     ]
 
 
-def _in_all_executions(graph: Graph, course: Course, rules: ArenaRules) -> list[_Item]:
+def _list_all_executions(graph: Graph, course: Course, rules: ArenaRules) -> list[_Item]:
     """Return all buffers of a graph without outputs that are written over inputs, numbered by executions."""
-    items = [_Item(graph.tensors[t].size_bytes, first, last, t) for t, first, last in _stays(graph, course, rules)]
+    items = [_Item(graph.tensors[t].size_bytes, first, last, t) for t, first, last in _iterate_stays(graph, course, rules)]
     for index, (op, fresh) in enumerate(zip(course.computed, course.fresh, strict=True)):
         size = graph.ops[op].workspace_bytes
         if size >= max(1, rules.least_bytes):
@@ -92,7 +92,7 @@ def _in_all_executions(graph: Graph, course: Course, rules: ArenaRules) -> list[
     return items
 
 
-def _stays(graph: Graph, course: Course, rules: ArenaRules) -> Iterator[tuple[int, int, int]]:
+def _iterate_stays(graph: Graph, course: Course, rules: ArenaRules) -> Iterator[tuple[int, int, int]]:
     """Yield each stay in the arena: its tensor, and its first and last execution."""
     for t in range(len(graph.tensors)):
         if not graph.tensors[t].size_bytes or not rules.holds(graph, t):
@@ -108,7 +108,7 @@ def _stays(graph: Graph, course: Course, rules: ArenaRules) -> Iterator[tuple[in
             yield t, first, len(course.computed) - 1
 
 
-def _pattern(course: Course, items: Sequence[_Item]) -> Pattern:
+def _build_pattern(course: Course, items: Sequence[_Item]) -> Pattern:
     """Return the moments of a conflict: the executions with the most of its buffers."""
     during = [frozenset(n for n, i in enumerate(items) if i.first <= index <= i.last) for index in range(len(course.computed))]
     chosen: list[int] = []
@@ -140,24 +140,26 @@ class _Prover:
     capacity_bytes: int
     clock: Clock
 
-    def smallest(self, items: Sequence[_Item]) -> list[_Item] | None:
+    def find_smallest(self, items: Sequence[_Item]) -> list[_Item] | None:
         """Return few of `items`, as short as possible, that do not fit; None if that is not proved of all."""
         found = list(items)
         if not self._refutes(found):
             return None
-        found = self._without_unnecessary(found)
+        found = self._remove_unnecessary(found)
         for n in range(len(found)):
-            found[n] = self._shortest(found, n)
+            found[n] = self._shorten(found, n)
         return found
 
     def _refutes(self, items: Sequence[_Item]) -> bool:
         """Return True if it is proved that `items` do not fit."""
         buffers = [Buffer(str(n), i.first, i.last + 1, i.size, self.rules.alignment) for n, i in enumerate(items)]
-        if not buffers or left(self.clock) <= 0:
+        if not buffers or measure_rest(self.clock) <= 0:
             return False
-        return solve_by(self.clock.part(_PROOF * self.clock.limit), buffers, self.capacity_bytes).status is Status.INFEASIBLE
+        return (
+            solve_by(self.clock.start_part(_PROOF * self.clock.limit), buffers, self.capacity_bytes).status is Status.INFEASIBLE
+        )
 
-    def _without_unnecessary(self, items: list[_Item]) -> list[_Item]:
+    def _remove_unnecessary(self, items: list[_Item]) -> list[_Item]:
         """Return `items` without those that a proof does not need: many at once, then one by one, small ones first."""
         found = sorted(items, key=lambda item: item.size * (item.last - item.first + 1))
         count = len(found) // 2
@@ -172,19 +174,19 @@ class _Prover:
             count //= 2
         return found
 
-    def _shortest(self, items: Sequence[_Item], n: int) -> _Item:
+    def _shorten(self, items: Sequence[_Item], n: int) -> _Item:
         """Return item n of `items` with the shortest lifetime with which they do not fit."""
 
-        def refuted(item: _Item) -> bool:
+        def is_refuted(item: _Item) -> bool:
             return self._refutes([*items[:n], item, *items[n + 1 :]])
 
         item = items[n]
-        first = _last_true(item.first, item.last, lambda first: refuted(replace(item, first=first)))
+        first = _find_last_true(item.first, item.last, lambda first: is_refuted(replace(item, first=first)))
         item = replace(item, first=first)
-        last = -_last_true(-item.last, -item.first, lambda last: refuted(replace(item, last=-last)))
+        last = -_find_last_true(-item.last, -item.first, lambda last: is_refuted(replace(item, last=-last)))
         return replace(item, last=last)
 
 
-def _last_true(first: int, last: int, holds: Callable[[int], bool]) -> int:
+def _find_last_true(first: int, last: int, holds: Callable[[int], bool]) -> int:
     """Return the last number from `first`, for which `holds` is true, to `last` for which it is, if it is monotone."""
     return last - bisect_left(range(last, first, -1), True, key=holds)

@@ -28,7 +28,7 @@ class ArenaRules:
         """Return True if the buffers of tensor t are in the arena."""
         return t not in self.outside and graph.tensors[t].size_bytes >= self.least_bytes
 
-    def most_arena_bytes(self, graph: Graph, budget_bytes: int) -> int:
+    def compute_most_arena_bytes(self, graph: Graph, budget_bytes: int) -> int:
         """Return the bytes that an arena within the budget has at most, whatever the schedule.
 
         All that is kept outside is in memory at the end, unless it may be written over a tensor in the arena.
@@ -71,6 +71,6 @@ class Needs:
         """Bytes that the arena may have."""
         return self.budget_bytes - self.static_bytes - self.outside_bytes
 
-    def placed(self, clock: Clock) -> AddressResult:
+    def find_addresses(self, clock: Clock) -> AddressResult:
         """Search for addresses within the capacity, until the limit of the clock."""
         return solve_by(clock, self.inside, self.capacity_bytes)

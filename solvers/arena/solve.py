@@ -14,11 +14,11 @@ from graphs.units import format_bytes, format_enough
 from solvers.addresses.solve import solve_by
 from solvers.arena.find import find_conflict
 from solvers.arena.needs import ArenaRules, Needs
-from solvers.clock import Clock, left
+from solvers.clock import Clock, measure_rest
 from solvers.conflicts import Conflict, occurs
-from solvers.margins import Margins, MarginSearch, with_margins
+from solvers.margins import Margins, MarginSearch, add_margins
 from solvers.request import Request
-from solvers.result import SOLVED, Reason, Result, SolveProgress, Status, status_of
+from solvers.result import SOLVED, Reason, Result, SolveProgress, Status, decide_status
 
 _SMALL_OPS = 60  # graphs in which conflicts are excluded until the end
 _CONFLICTS = 3  # that are excluded before margins are added, in larger graphs
@@ -93,22 +93,22 @@ class _Joint:
         """Solve until a schedule fits, or the clock is at its limit."""
         share = _FIRST
         while True:
-            result = self._solved(share)
+            result = self._solve_once(share)
             share = _NEXT
             if not self.margins.now:
                 if result.status in (Status.INFEASIBLE, Status.ERROR):
-                    return self._ended(result)
+                    return self._build_result(result)
                 self.bound_s = max(result.bound_s or 0.0, self.bound_s or 0.0)
             if not self._learn(result) or self._is_over(result):
-                return self._ended(result)
+                return self._build_result(result)
 
     def _is_over(self, result: Result) -> bool:
         """Return True if the clock or the caller ends the solve, or the best schedule is as good as the bound."""
         if self.best is None:
-            return left(self.request.clock) <= 0 or (result.schedule is None and self.request.interrupted())
-        return self.request.stopped() or self._status(result) in SOLVED
+            return measure_rest(self.request.clock) <= 0 or (result.schedule is None and self.request.is_interrupted())
+        return self.request.is_stopped() or self._choose_status(result) in SOLVED
 
-    def _solved(self, share: float) -> Result:
+    def _solve_once(self, share: float) -> Result:
         """Solve for schedules with the conflicts and margins so far, for a share of the time that is left."""
         request = self.request
         self.solves += 1
@@ -121,8 +121,8 @@ class _Joint:
         return self.solve(
             replace(
                 request,
-                graph=with_margins(request.graph, self.margins.now),
-                clock=request.clock.part(share * left(request.clock)),
+                graph=add_margins(request.graph, self.margins.now),
+                clock=request.clock.start_part(share * measure_rest(request.clock)),
                 on_progress=tell,
                 on_schedule=self._see,
                 conflicts=self.conflicts,
@@ -142,9 +142,9 @@ class _Joint:
         known = [bound for bound in (self.bound_s, bound_s) if bound is not None]
         self.request.tell(activity, None if self.best is None else self.best.time_s, max(known, default=None))
 
-    def _part(self, limits: tuple[float, float]) -> Clock:
+    def _allot_part(self, limits: tuple[float, float]) -> Clock:
         share, most = limits
-        return self.request.clock.part(min(most, share * self.request.clock.limit))
+        return self.request.clock.start_part(min(most, share * self.request.clock.limit))
 
     def _take(self, schedule: Schedule, time_s: float, limits: tuple[float, float] = _PLACE) -> bool:
         """Return True if addresses are found; keep the schedule if they are and it is the fastest."""
@@ -152,7 +152,7 @@ class _Joint:
         if self.best is not None and self.best.schedule == schedule:
             return True
         needs = Needs.of(request.graph, schedule, self.rules, request.budget_bytes)
-        found = needs.placed(self._part(limits))
+        found = needs.find_addresses(self._allot_part(limits))
         needed_bytes = needs.static_bytes + found.height_bytes + needs.outside_bytes
         self.needed_bytes = min(needed_bytes, self.needed_bytes or needed_bytes)
         if found.offsets is None:
@@ -165,19 +165,19 @@ class _Joint:
 
     def _learn(self, result: Result) -> bool:
         """Set conflicts and margins of the next solve; return False if none can gain."""
-        schedule = self._that_does_not_fit(result)
-        if schedule is not None and self._excludes(schedule):
+        schedule = self._find_misfit(result)
+        if schedule is not None and self._add_conflict(schedule):
             return True
         if schedule is None and not self.margins.now:
             return False
 
-        def more(now: Margins) -> Margins:
+        def enlarge(now: Margins) -> Margins:
             assert schedule is not None  # which does not fit
-            return self._more(now, schedule)
+            return self._enlarge_margins(now, schedule)
 
-        return self.margins.learn(fits=None if result.schedule is None else schedule is None, more=more)
+        return self.margins.learn(fits=None if result.schedule is None else schedule is None, more=enlarge)
 
-    def _that_does_not_fit(self, result: Result) -> Schedule | None:
+    def _find_misfit(self, result: Result) -> Schedule | None:
         """Return the schedule of `result` if no addresses are found; the first that came up in the solve may have some then."""
         seen, self.seen = self.seen, []
         if result.schedule is None:
@@ -189,27 +189,27 @@ class _Joint:
             self._take(seen[0], simulate(self.request.graph, seen[0]).time_s)
         return result.schedule
 
-    def _excludes(self, schedule: Schedule) -> bool:
+    def _add_conflict(self, schedule: Schedule) -> bool:
         """Add a conflict of `schedule`, if one is proved; return whether to solve again without a change of margins."""
         request = self.request
         graph = request.graph
         if not graph.plain or occurs(self.conflicts, graph, schedule):
             return False
-        capacity_bytes = self.rules.most_arena_bytes(graph, request.budget_bytes)
-        found = find_conflict(graph, schedule, self.rules, capacity_bytes, self._part(_PROVE))
+        capacity_bytes = self.rules.compute_most_arena_bytes(graph, request.budget_bytes)
+        found = find_conflict(graph, schedule, self.rules, capacity_bytes, self._allot_part(_PROVE))
         if found is None:
             return False
         self.conflicts += (found,)
         return not self.margins.now and (len(graph.ops) <= _SMALL_OPS or len(self.conflicts) <= _CONFLICTS)
 
-    def _more(self, now: Margins, schedule: Schedule) -> Margins:
+    def _enlarge_margins(self, now: Margins, schedule: Schedule) -> Margins:
         """Return larger margins than those `now`, at the ops that run while a buffer is above the capacity.
 
         They are what the arena has too much, and twice as much each time.
         """
         request = self.request
         needs = Needs.of(request.graph, schedule, self.rules, request.budget_bytes)
-        found = solve_by(self._part(_QUICK), needs.inside)
+        found = solve_by(self._allot_part(_QUICK), needs.inside)
         assert found.offsets is not None  # any arena will do
         more_bytes = max(1, found.height_bytes - needs.capacity_bytes) * 2**self.grown
         self.grown += 1
@@ -222,25 +222,25 @@ class _Joint:
         ops = {step.op for index, step in enumerate(schedule.steps) if isinstance(step, Compute) and index in steps}
         return {**now, **{op: now.get(op, 0) + more_bytes for op in ops}}
 
-    def _status(self, result: Result) -> Status:
+    def _choose_status(self, result: Result) -> Status:
         tolerance = result.settings.get("tolerance")
         assert self.best is not None and isinstance(tolerance, float)
-        return status_of(self.best.time_s, self.bound_s, tolerance)
+        return decide_status(self.best.time_s, self.bound_s, tolerance)
 
-    def _ended(self, result: Result) -> Result:
+    def _build_result(self, result: Result) -> Result:
         """Return the result of the whole; `result` is that of the last solve."""
         request, best = self.request, self.best
         settings = {**result.settings, **request.settings, "tolerance": result.settings.get("tolerance")}
         settings |= {"arena_conflicts": len(self.conflicts), "arena_solves": self.solves}
         if best is not None:
             settings |= dict(zip(ARENA_SIZES, (best.arena_bytes, best.outside_bytes), strict=True))
-            status, message = self._status(result), self._defect(result)
+            status, message = self._choose_status(result), self._describe_defect(result)
         elif result.status in (Status.INFEASIBLE, Status.ERROR) and not self.margins.now:
             status, message = result.status, result.message
             if status is Status.INFEASIBLE and self.conflicts:
                 message = f"{message} Addresses in one arena were taken into account."
         else:
-            status, message = Status.LIMIT, self._nothing_found(result)
+            status, message = Status.LIMIT, self._describe_failure(result)
         return replace(
             result,
             graph=request.graph,
@@ -251,16 +251,16 @@ class _Joint:
             settings=settings,
             message=message,
             reason=Reason.TIME if status is Status.LIMIT else None,
-            ended=request.ending(result.ended) if status is Status.FEASIBLE else None,
+            ended=request.choose_ending(result.ended) if status is Status.FEASIBLE else None,
         )
 
-    def _defect(self, result: Result) -> str:
+    def _describe_defect(self, result: Result) -> str:
         """Return the error of the last solve, given that a schedule is known: a failure or a proof of infeasibility; else ""."""
         if result.status is Status.ERROR:
             return result.message
         return "a proof that there is no schedule" if result.status is Status.INFEASIBLE and not self.margins.now else ""
 
-    def _nothing_found(self, result: Result) -> str:
+    def _describe_failure(self, result: Result) -> str:
         """Return the message that no schedule was found that fits."""
         budget = format_bytes(self.request.budget_bytes)
         if self.needed_bytes is None:

@@ -34,9 +34,9 @@ from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from solvers import highs
 from solvers.baselines.common.answers import Candidate
-from solvers.baselines.common.blocks import blockings
-from solvers.baselines.common.offloading import Layers, Offer, offloading_answer, schedule_with
-from solvers.baselines.common.recomputation import droppable, recompute_groups
+from solvers.baselines.common.blocks import find_blockings
+from solvers.baselines.common.offloading import Layers, Offer, answer_by_offloading, schedule_with
+from solvers.baselines.common.recomputation import find_droppable, recompute_groups
 from solvers.clock import Clock
 from solvers.highs.builder import ProgramBuilder
 from solvers.highs.program import Milp
@@ -89,19 +89,19 @@ class FractionsProgram:
         self.offer, graph = offer, offer.program
         self.layers = Layers(offer, range(len(graph.ops)), blocks)
         count = self.layers.last + 1
-        may_go, may_drop = frozenset(self.layers.may_go()), droppable(graph)
+        may_go, may_drop = frozenset(self.layers.may_go()), find_droppable(graph)
         self.saved: list[list[LayerTensor]] = [[] for _ in range(count)]
         self.forward_s, self.working_bytes = [0.0] * count, [0] * count
         for op_id, layer in self.layers.of_op.items():
             op = graph.ops[op_id]
             self.forward_s[layer] += op.time_s
             for t in op.outputs:
-                if t not in graph.kept and offer.readers(t, forward=False):
+                if t not in graph.kept and offer.list_readers(t, forward=False):
                     again = t in may_drop and t in self.layers.inside and not op.random
-                    self.saved[layer].append(LayerTensor(t, offer.size_bytes(t), op.time_s, again, t in may_go))
+                    self.saved[layer].append(LayerTensor(t, offer.get_size_bytes(t), op.time_s, again, t in may_go))
         self.bytes = [sum(s.size_bytes for s in saved) for saved in self.saved]
         self._find_working_bytes()
-        self.backward = self._backward_spans(count)
+        self.backward = self._compute_backward_spans(count)
         self.backward_s = [sum(graph.ops[p].time_s for p in span) for span in self.backward]
         schedule = keep_everything(graph)
         memory = simulate(graph, schedule).memory_bytes
@@ -114,14 +114,14 @@ class FractionsProgram:
         for op_id, layer in self.layers.of_op.items():
             op = self.offer.program.ops[op_id]
             for t in op.outputs:
-                readers = self.offer.readers(t, forward=True)
+                readers = self.offer.list_readers(t, forward=True)
                 if t not in saved and t not in self.offer.program.kept:
                     held[t] = max((op_id, *readers))
             held = {t: last for t, last in held.items() if last >= op_id}
-            bytes_now = op.workspace_bytes + sum(map(self.offer.size_bytes, held))
+            bytes_now = op.workspace_bytes + sum(map(self.offer.get_size_bytes, held))
             self.working_bytes[layer] = max(self.working_bytes[layer], bytes_now)
 
-    def _backward_spans(self, count: int) -> list[range]:
+    def _compute_backward_spans(self, count: int) -> list[range]:
         """Return the positions of each layer's backward pass, up to the start of the next one."""
         begins = sorted((position, layer) for layer, position in self.layers.first_backward.items())
         spans = [range(0)] * count
@@ -129,26 +129,26 @@ class FractionsProgram:
             spans[layer] = range(begin, end)
         return spans
 
-    def fractions(self, cap_bytes: int, clock: Clock) -> tuple[list[float], list[float]] | None:
+    def find_fractions(self, cap_bytes: int, clock: Clock) -> tuple[list[float], list[float]] | None:
         """Return r and o by layer, for a peak of `cap_bytes`; None if the time ran out."""
         count = len(self.saved)
         base_s = sum(self.forward_s) or 1.0
         unit = max(self.live) or 1
         rows: list[Row] = [({b: 1.0, count + b: 1.0}, 1.0) for b in range(count)]
-        rows += self._memory_rows(cap_bytes, unit)
+        rows += self._build_memory_rows(cap_bytes, unit)
         if self.offer.host_bytes is not None:
             rows.append(({count + b: self.bytes[b] / unit for b in range(count)}, self.offer.host_bytes / unit))
         cost = [*(s / base_s for s in self.forward_s), *([0.0] * count), _EXCESS]
-        upper = [*self._limits(), 1e6]
-        answer = highs.solve_program(_program(cost, upper, [False] * len(cost), rows), clock=clock)
+        upper = [*self._compute_limits(), 1e6]
+        answer = highs.solve_program(_build_program(cost, upper, [False] * len(cost), rows), clock=clock)
         if answer.values is None:
             return None
         return answer.values[:count].tolist(), answer.values[count : 2 * count].tolist()
 
-    def _limits(self) -> list[float]:
+    def _compute_limits(self) -> list[float]:
         """Return the upper bounds of r and o of each layer."""
         all_s = sum(transfers.offload_s for transfers in self.offer.by_tensor.values())
-        rate = sum(map(self.offer.size_bytes, self.offer.by_tensor)) / all_s if all_s else np.inf
+        rate = sum(map(self.offer.get_size_bytes, self.offer.by_tensor)) / all_s if all_s else np.inf
         again, away = [], []
         for b, saved in enumerate(self.saved):
             most_bytes = min(sum(s.size_bytes for s in saved if s.away), rate * self.forward_s[b], rate * self.backward_s[b])
@@ -156,7 +156,7 @@ class FractionsProgram:
             away.append(min(1.0, most_bytes / max(self.bytes[b], 1)))
         return again + away
 
-    def _memory_rows(self, cap_bytes: int, unit: int) -> list[Row]:
+    def _build_memory_rows(self, cap_bytes: int, unit: int) -> list[Row]:
         """Return the rows for all positions, of those with the same terms the tightest."""
         count, layers = len(self.saved), self.layers
         worst: dict[tuple[tuple[int, float], ...], int] = {}
@@ -179,7 +179,7 @@ class FractionsProgram:
         ]
 
 
-def chosen(
+def choose_positions(
     saved: Sequence[LayerTensor], again_bytes: float, away_bytes: float, clock: Clock
 ) -> tuple[list[int], list[int]] | None:
     """Return the positions of a layer's tensors to recompute and of those to offload; None if the time ran out."""
@@ -195,37 +195,37 @@ def chosen(
         for sign in (1.0, -1.0):
             weights = {first + i: sign * s.size_bytes / unit for i, s in enumerate(saved)}
             rows.append(({**weights, off: -1.0}, sign * wanted / unit))
-    program = _program(cost, upper, [True] * (2 * n) + [False, False], rows)
-    answer = highs.solve_program(program, clock=clock.part(_MOST_WORK), absolute_gap=_NEAR)
+    program = _build_program(cost, upper, [True] * (2 * n) + [False, False], rows)
+    answer = highs.solve_program(program, clock=clock.start_part(_MOST_WORK), absolute_gap=_NEAR)
     if answer.values is None:
         return None
     again, away = ([s.tensor for i, s in enumerate(saved) if answer.values[first + i] > 0.5] for first in (0, n))
     return again, away
 
 
-def _program(cost: Sequence[float], upper: Sequence[float], integer: Sequence[bool], rows: Sequence[Row]) -> Milp:
+def _build_program(cost: Sequence[float], upper: Sequence[float], integer: Sequence[bool], rows: Sequence[Row]) -> Milp:
     builder = ProgramBuilder()
     for of_column in zip(cost, upper, integer, strict=True):
-        builder.column(of_column[0], upper=of_column[1], integer=of_column[2])
+        builder.add_column(of_column[0], upper=of_column[1], integer=of_column[2])
     for weights, limit in rows:
         builder.add_row(list(weights), list(weights.values()), -np.inf, limit)
-    return builder.milp()
+    return builder.build_milp()
 
 
 def solve(request: Request) -> Result:
     """Return the fastest schedule of all rounds that fits; LIMIT if none does. The parameters are ``AutoPerfParams``."""
-    params = request.params_of(AutoPerfParams())
+    params = request.get_params(AutoPerfParams())
     what = "auto_perf_maxing"
 
-    def trials(offer: Offer) -> Iterator[Candidate]:
-        for way in blockings(offer.program):
-            for number, schedule in enumerate(_rounds(offer, way.blocks, request, params), start=1):
+    def generate_trials(offer: Offer) -> Iterator[Candidate]:
+        for way in find_blockings(offer.program):
+            for number, schedule in enumerate(_generate_rounds(offer, way.blocks, request, params), start=1):
                 yield Candidate(schedule, {**way.settings, "round": number})
 
-    return offloading_answer(request, "auto-perf-maxing", trials, what=what, settings=asdict(params), by_blocks=True)
+    return answer_by_offloading(request, "auto-perf-maxing", generate_trials, what=what, settings=asdict(params), by_blocks=True)
 
 
-def _rounds(offer: Offer, blocks: Sequence[str | None], request: Request, params: AutoPerfParams) -> Iterator[Schedule]:
+def _generate_rounds(offer: Offer, blocks: Sequence[str | None], request: Request, params: AutoPerfParams) -> Iterator[Schedule]:
     outer = FractionsProgram(offer, blocks)
     budget_bytes = cap_bytes = request.budget_bytes
     near_bytes = int(params.near * budget_bytes)
@@ -249,7 +249,7 @@ def _split(
     outer: FractionsProgram, cap_bytes: int, request: Request, alike: Alike
 ) -> tuple[frozenset[int], frozenset[int]] | None:
     """Return the recomputed and the offloaded tensors for a cap; None if the time ran out."""
-    fractions = outer.fractions(cap_bytes, request.clock)
+    fractions = outer.find_fractions(cap_bytes, request.clock)
     if fractions is None:
         return None
     again: set[int] = set()
@@ -257,17 +257,17 @@ def _split(
     for saved, total, r, o in zip(outer.saved, outer.bytes, *fractions, strict=True):
         key = (tuple((s.size_bytes, s.time_s, s.again, s.away) for s in saved), round(r, 4), round(o, 4))
         if key not in alike:
-            found = chosen(saved, r * total, o * total, request.clock)
+            found = choose_positions(saved, r * total, o * total, request.clock)
             if found is None:
                 return None
             place = {s.tensor: i for i, s in enumerate(saved)}
             alike[key] = ([place[t] for t in found[0]], [place[t] for t in found[1]])
-        again.update(_at(saved, alike[key][0]))
-        away.update(_at(saved, alike[key][1]))
+        again.update(_select(saved, alike[key][0]))
+        away.update(_select(saved, alike[key][1]))
     return frozenset(again), frozenset(away)
 
 
-def _at(saved: Sequence[LayerTensor], places: Sequence[int]) -> list[int]:
+def _select(saved: Sequence[LayerTensor], places: Sequence[int]) -> list[int]:
     return [saved[i].tensor for i in places]
 
 
@@ -278,4 +278,4 @@ def _schedule(
     computed = recompute_groups(offer.program, blocks, saved=kept, at_once=False).computed
     layers = Layers(offer, computed, blocks)
     may_go = [t for t in layers.may_go() if t in away]
-    return schedule_with(offer, computed, layers.moves(offer.fitting(may_go)))
+    return schedule_with(offer, computed, layers.plan_moves(offer.select_fitting(may_go)))

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from solvers.baselines.common.answers import Candidate
-from solvers.baselines.common.offloading import Device, Offer, offloading_answer
+from solvers.baselines.common.offloading import Device, Offer, answer_by_offloading
 from solvers.request import Request
 from solvers.result import Result
 
@@ -35,13 +35,13 @@ class TensorSwap:
 
 def solve(request: Request) -> Result:
     """Return the schedule with the fewest swaps that fit; LIMIT if swapping everything does not fit."""
-    trials = partial(_trials, budget_bytes=request.budget_bytes)
-    return offloading_answer(request, "capuchin-swap", trials, what="swapping by free time", settings={})
+    trials = partial(_generate_trials, budget_bytes=request.budget_bytes)
+    return answer_by_offloading(request, "capuchin-swap", trials, what="swapping by free time", settings={})
 
 
-def _trials(offer: Offer, budget_bytes: int) -> Iterator[Candidate]:
+def _generate_trials(offer: Offer, budget_bytes: int) -> Iterator[Candidate]:
     """Yield trials of a bisection for the fewest swaps that fit; the last one has all swaps if fewer do not fit."""
-    swaps = swaps_of(offer)
+    swaps = list_swaps(offer)
     too_few, enough = -1, len(swaps)
     while too_few + 1 < enough:
         count = (too_few + enough) // 2
@@ -55,12 +55,12 @@ def _trials(offer: Offer, budget_bytes: int) -> Iterator[Candidate]:
         yield Candidate(Swapping(offer, swaps, budget_bytes).schedule(), {"swaps": enough})
 
 
-def swaps_of(offer: Offer) -> list[TensorSwap]:
+def list_swaps(offer: Offer) -> list[TensorSwap]:
     """Return the possible swaps, those with the most free time first."""
-    starts_s = _starts(offer)
+    starts_s = _compute_starts(offer)
     swaps: list[TensorSwap] = []
     for t, transfers in offer.by_tensor.items():
-        accesses = [offer.made_at(t), *offer.program.consumers[t]]
+        accesses = [offer.get_producer(t), *offer.program.consumers[t]]
         gaps = [(starts_s[b] - starts_s[a + 1], a, b) for a, b in pairwise(accesses) if b > a + 1]
         if gaps:
             away_s, after, before = max(gaps)
@@ -68,7 +68,7 @@ def swaps_of(offer: Offer) -> list[TensorSwap]:
     return sorted(swaps, key=lambda swap: -swap.free_s)
 
 
-def _starts(offer: Offer) -> list[float]:
+def _compute_starts(offer: Offer) -> list[float]:
     """Return the start of each op in a step that keeps everything, and the end of the step."""
     return list(accumulate((op.time_s for op in offer.program.ops), initial=0.0))
 
@@ -83,26 +83,26 @@ class Swapping:
         self.last = [max((t.producers[0], *offer.program.consumers[t.id])) if t.producers else -1 for t in offer.program.tensors]
         for swap in swaps:
             self.leaves.setdefault(swap.after, []).append(swap)
-        for begin, swap in self._asked(swaps):
+        for begin, swap in self._plan_reloads(swaps):
             self.asked.setdefault(begin, []).append(swap)
 
-    def _asked(self, swaps: Sequence[TensorSwap]) -> Iterator[tuple[int, TensorSwap]]:
+    def _plan_reloads(self, swaps: Sequence[TensorSwap]) -> Iterator[tuple[int, TensorSwap]]:
         """Yield each swap with the op before which its reload is issued, planned backwards over the channel."""
-        ops, starts_s = self.offer.program.ops, _starts(self.offer)
-        memory = self._memory_bytes(swaps)
+        ops, starts_s = self.offer.program.ops, _compute_starts(self.offer)
+        memory = self._compute_memory_bytes(swaps)
         free_until_s = starts_s[-1]
         for swap in sorted(swaps, key=lambda swap: -swap.before):
             free_until_s = min(free_until_s, starts_s[swap.before]) - self.offer.by_tensor[swap.tensor].reload_s
             begin = max(bisect_right(starts_s, free_until_s, hi=len(ops)) - 1, swap.after + 1)
             begin = min(begin, swap.before)
-            size = self.offer.size_bytes(swap.tensor)
+            size = self.offer.get_size_bytes(swap.tensor)
             full = [op for op in range(begin, swap.before) if memory[op] + size > self.device.budget_bytes]
             begin = full[-1] + 1 if full else begin
             for op in range(begin, swap.before):
                 memory[op] += size
             yield begin, swap
 
-    def _memory_bytes(self, swaps: Sequence[TensorSwap]) -> list[int]:
+    def _compute_memory_bytes(self, swaps: Sequence[TensorSwap]) -> list[int]:
         """Return the memory during each op, if swaps took no time."""
         ops = self.offer.program.ops
         change = [0] * (len(ops) + 1)
@@ -111,8 +111,8 @@ class Swapping:
                 change[t.producers[0]] += t.size_bytes
                 change[len(ops) if t.id in self.offer.program.kept else self.last[t.id] + 1] -= t.size_bytes
         for swap in swaps:
-            change[swap.after + 1] -= self.offer.size_bytes(swap.tensor)
-            change[swap.before] += self.offer.size_bytes(swap.tensor)
+            change[swap.after + 1] -= self.offer.get_size_bytes(swap.tensor)
+            change[swap.before] += self.offer.get_size_bytes(swap.tensor)
         lasting = accumulate(change, initial=self.offer.program.static_bytes)
         next(lasting)
         return [held + op.workspace_bytes for held, op in zip(lasting, ops, strict=False)]
@@ -126,7 +126,7 @@ class Swapping:
             read = [t for t in op.inputs if not program.tensors[t].static]
             for t in sorted(read, key=lambda t: t not in device.live):  # live ones first, so that they stay
                 self._bring(t)
-            device.make_room(sum(map(self.offer.size_bytes, op.outputs)) + op.workspace_bytes)
+            device.make_room(sum(map(self.offer.get_size_bytes, op.outputs)) + op.workspace_bytes)
             device.compute(op.id)
             for t in (*op.inputs, *op.outputs):
                 if self.last[t] == op.id and t not in program.kept:
@@ -138,6 +138,6 @@ class Swapping:
 
     def _bring(self, t: int) -> None:
         if t not in self.device.live:
-            self.device.make_room(self.offer.size_bytes(t))
+            self.device.make_room(self.offer.get_size_bytes(t))
             self.device.fetch(t)
         self.device.recall(t)

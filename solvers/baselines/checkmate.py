@@ -18,14 +18,14 @@ from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
 from graphs.schedule import schedule_of
 from graphs.units import format_bytes
-from solvers.baselines.common.answers import Verdict, judged, result_of
+from solvers.baselines.common.answers import Verdict, build_result, judge
 from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, CheckmateVariant
-from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, solve_model, versions
-from solvers.bounds import least_budget_bound, too_small_message
+from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, read_versions, solve_model
+from solvers.bounds import bound_least_budget, describe_too_small
 from solvers.highs.program import Outcome
-from solvers.problem import problem_of
+from solvers.problem import build_problem
 from solvers.request import Request
-from solvers.result import Reason, Result, Status, known_class
+from solvers.result import Reason, Result, Status, describe_class
 
 CLASS = "each op at most once per stage, in program order"
 
@@ -54,18 +54,18 @@ def solve(request: Request) -> Result:
         PlannerError: PuLP has no such solver, or it is not installed; or the clock counts work, which PuLP cannot.
     """
     graph, budget_bytes, tolerance = request.graph, request.budget_bytes, request.tolerance.first
-    params = request.params_of(CheckmateParams())
+    params = request.get_params(CheckmateParams())
     check_milp_solver(params.milp_solver)
     check_clock(request.clock)
-    least = least_budget_bound(graph)
-    verdict = Verdict(Status.INFEASIBLE, message=too_small_message(graph, budget_bytes, least))
+    least = bound_least_budget(graph)
+    verdict = Verdict(Status.INFEASIBLE, message=describe_too_small(graph, budget_bytes, least))
     if budget_bytes >= least.budget_bytes:
-        model = CheckmateModel(problem_of(graph, budget_bytes), params.variant)
-        if (refusal := model.refusal(request.clock.limit)) is not None:
+        model = CheckmateModel(build_problem(graph, budget_bytes), params.variant)
+        if (refusal := model.explain_refusal(request.clock.limit)) is not None:
             verdict = Verdict(Status.LIMIT, None, graph.time_s, *refusal)
         else:
             request.tell("writing Checkmate's program", None, graph.time_s)
-            written = model.build(request.stopped)
+            written = model.build(request.is_stopped)
             answer = (
                 solve_model(model, params.milp_solver, tolerance * graph.time_s, request) if written else PulpAnswer.unfinished()
             )
@@ -75,9 +75,9 @@ def solve(request: Request) -> Result:
         "milp_solver": params.milp_solver,
         "unused_outputs": str(params.variant.unused_outputs),
         "frees": str(params.variant.frees),
-        "schedules": known_class(graph, CLASS),
+        "schedules": describe_class(graph, CLASS),
     }
-    return result_of(request, "checkmate", verdict, settings=settings, versions=versions(params.milp_solver))
+    return build_result(request, "checkmate", verdict, settings=settings, versions=read_versions(params.milp_solver))
 
 
 def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *, variant: CheckmateVariant = PUBLISHED) -> None:
@@ -95,11 +95,11 @@ def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *
     if ending not in (".lp", ".mps"):
         raise PlannerError(f"{path} must end in .lp or .mps, which says how the program is written")
     check_writable(path)
-    least = least_budget_bound(graph)
+    least = bound_least_budget(graph)
     if budget_bytes < least.budget_bytes:
-        raise BudgetError(too_small_message(graph, budget_bytes, least))
-    model = CheckmateModel(problem_of(graph, budget_bytes), variant)
-    if (refusal := model.refusal(math.inf)) is not None:
+        raise BudgetError(describe_too_small(graph, budget_bytes, least))
+    model = CheckmateModel(build_problem(graph, budget_bytes), variant)
+    if (refusal := model.explain_refusal(math.inf)) is not None:
         raise PlannerError(refusal[0])
     model.build()
     with tempfile.TemporaryDirectory() as folder:
@@ -113,20 +113,20 @@ def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *
 
 def _judge(model: CheckmateModel, answer: PulpAnswer, request: Request) -> Verdict:
     clock = request.clock
-    budget, spent = format_bytes(request.budget_bytes), clock.amount(clock.now)
+    budget, spent = format_bytes(request.budget_bytes), clock.format_amount(clock.now)
     # Every op is executed once at least, whatever the solver knows.
     bound_s = max(model.graph.time_s, answer.bound_s or 0.0)
     if answer.found:
-        executed = model.executed()
+        executed = model.read_executions()
         if executed is None:
             return Verdict(Status.ERROR, message="the solver returned a binary variable that is neither 0 nor 1")
-        return judged(request, schedule_of(model.graph, executed), bound_s)
+        return judge(request, schedule_of(model.graph, executed), bound_s)
     if answer.outcome is Outcome.INFEASIBLE:
         return Verdict(
             Status.LIMIT,
             None,
             None,
-            f"no schedule that executes {known_class(model.graph, CLASS)}, fits {budget}: Checkmate's program is infeasible "
+            f"no schedule that executes {describe_class(model.graph, CLASS)}, fits {budget}: Checkmate's program is infeasible "
             f"({answer.detail}). "
             "Others may fit: use the solver windows, or raise the budget",
             Reason.MEMORY,
@@ -136,7 +136,7 @@ def _judge(model: CheckmateModel, answer: PulpAnswer, request: Request) -> Verdi
             Status.LIMIT,
             None,
             bound_s,
-            f"no schedule within {budget} was found in {spent} (limit {clock.amount(clock.limit)}): {answer.detail}. "
+            f"no schedule within {budget} was found in {spent} (limit {clock.format_amount(clock.limit)}): {answer.detail}. "
             "Raise the time limit or the budget, or use the solver windows",
             Reason.TIME,
         )

@@ -7,8 +7,8 @@ recomputed together just before the first backward op that reads one of them.
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
-from solvers.baselines.common.answers import Candidate, answer, failure
-from solvers.baselines.common.blocks import block_of, blockings
+from solvers.baselines.common.answers import Candidate, answer, build_failure
+from solvers.baselines.common.blocks import block_of, find_blockings
 from solvers.baselines.common.recomputation import recompute_groups
 from solvers.request import Request
 from solvers.result import Reason, Result
@@ -24,9 +24,9 @@ def solve(request: Request) -> Result:
 
     Its bound is the step without recomputation.
     """
-    ways = blockings(request.graph)
+    ways = find_blockings(request.graph)
     if not ways:
         why = "checkpointing by blocks does not apply: the graph has no blocks, for no op belongs to a module inside the model"
-        return failure(request, "checkpoint-blocks", why, Reason.INAPPLICABLE)
+        return build_failure(request, "checkpoint-blocks", why, Reason.INAPPLICABLE)
     trials = (Candidate(recompute_groups(request.graph, way.blocks), way.settings) for way in ways)
     return answer(request, "checkpoint-blocks", trials, what="checkpointing every block")

@@ -17,7 +17,7 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers.baselines.common.answers import Candidate, answer
 from solvers.baselines.common.recomputation import recompute_groups
-from solvers.baselines.common.stages import Cuts, ForwardStages, crossings, cut_places, evenly
+from solvers.baselines.common.stages import Cuts, ForwardStages, cut_places, find_crossings, select_evenly
 from solvers.request import Request
 from solvers.result import Result
 
@@ -40,42 +40,44 @@ def solve(request: Request, *, rule: str = ChenRule.SQRT) -> Result:
     Raises:
         ValueError: no such rule.
     """
-    trials_of = sqrt_trials if ChenRule(rule) is ChenRule.SQRT else greedy_trials
+    trials_of = generate_sqrt_trials if ChenRule(rule) is ChenRule.SQRT else generate_greedy_trials
     trials = (trial for cuts in Cuts for trial in trials_of(request.graph, cuts))
     return answer(request, str(rule), trials, what="recomputing segments")
 
 
-def sqrt_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
+def generate_sqrt_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
     """Yield the schedule with about sqrt(n) segments of as many stages each."""
     places = cut_places(graph, cuts)
     count = max(1, round(math.sqrt(len(places))))
-    yield Candidate(segments(graph, evenly(places, count)), {"cuts": str(cuts), "segments": count})
+    yield Candidate(checkpoint_segments(graph, select_evenly(places, count)), {"cuts": str(cuts), "segments": count})
 
 
-def greedy_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
+def generate_greedy_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
     """Yield the schedules of all thresholds, those with the same segments once."""
-    made = [sum(graph.tensors[t].size_bytes for t in graph.ops[i].outputs) for i in range(len(crossings(graph)))]
+    made = [sum(graph.tensors[t].size_bytes for t in graph.ops[i].outputs) for i in range(len(find_crossings(graph)))]
     tried: set[tuple[int, ...]] = set()
-    for threshold in thresholds(graph, cuts, made):
-        ends = greedy_ends(cut_places(graph, cuts), made, threshold)
+    for threshold in list_thresholds(graph, cuts, made):
+        ends = find_greedy_ends(cut_places(graph, cuts), made, threshold)
         if tuple(ends) not in tried:
             tried.add(tuple(ends))
-            yield Candidate(segments(graph, ends), {"cuts": str(cuts), "segments": len(ends), "threshold_bytes": threshold})
+            yield Candidate(
+                checkpoint_segments(graph, ends), {"cuts": str(cuts), "segments": len(ends), "threshold_bytes": threshold}
+            )
 
 
-def thresholds(graph: Graph, cuts: Cuts, made: Sequence[int]) -> list[int]:
+def list_thresholds(graph: Graph, cuts: Cuts, made: Sequence[int]) -> list[int]:
     """Return the thresholds of the module's docstring, in bytes. `made`: bytes that each forward op produces."""
     places = cut_places(graph, cuts)
     if not places:
         return [0]
-    stages = ForwardStages(graph, greedy_ends(places, made, 0))
+    stages = ForwardStages(graph, find_greedy_ends(places, made, 0))
     crossing = sum(graph.tensors[t].size_bytes for tensors in stages.crossing for t in tensors)
     centre = math.sqrt(crossing * max(sum(made[i] for i in ops) for ops in stages.ops))
     around = [centre * 2 ** (k / (_GRID - 1) - 0.5) for k in range(_GRID)]
     return [0, *map(int, around), *(sum(made) // k for k in range(2, _PARTS + 1))]
 
 
-def greedy_ends(places: Sequence[int], made: Sequence[int], threshold_bytes: int) -> list[int]:
+def find_greedy_ends(places: Sequence[int], made: Sequence[int], threshold_bytes: int) -> list[int]:
     """Return the ends of segments: each of `places` at which more than the threshold was produced since the last."""
     ends = []
     since, begin = 0, 0
@@ -88,6 +90,6 @@ def greedy_ends(places: Sequence[int], made: Sequence[int], threshold_bytes: int
     return ends if ends and ends[-1] == places[-1] else [*ends, *places[-1:]]
 
 
-def segments(graph: Graph, ends: Sequence[int]) -> Schedule:
+def checkpoint_segments(graph: Graph, ends: Sequence[int]) -> Schedule:
     """Return the schedule whose segments end with the forward ops `ends`."""
     return recompute_groups(graph, ForwardStages(graph, ends).groups)

@@ -17,7 +17,7 @@ from graphs.ir import Phase
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from solvers.baselines.common.answers import Candidate
-from solvers.baselines.common.offloading import Fetch, Moves, Offer, offloading_answer, schedule_with
+from solvers.baselines.common.offloading import Fetch, Moves, Offer, answer_by_offloading, schedule_with
 from solvers.request import Request
 from solvers.result import Result
 
@@ -35,14 +35,16 @@ class DeepSpeedParams:
 
 def solve(request: Request) -> Result:
     """Return the faster of the two plans that fits; LIMIT if neither does. The parameters are ``DeepSpeedParams``."""
-    params = request.params_of(DeepSpeedParams())
-    trials = partial(_trials, budget_bytes=request.budget_bytes, least_bytes=params.least_bytes)
-    return offloading_answer(request, "deepspeed-offload", trials, what="DeepSpeed's offload", settings=asdict(params))
+    params = request.get_params(DeepSpeedParams())
+    trials = partial(_generate_trials, budget_bytes=request.budget_bytes, least_bytes=params.least_bytes)
+    return answer_by_offloading(request, "deepspeed-offload", trials, what="DeepSpeed's offload", settings=asdict(params))
 
 
-def _trials(offer: Offer, budget_bytes: int, least_bytes: int) -> Iterator[Candidate]:
-    large = [t for t in offer.saved() if offer.size_bytes(t) >= least_bytes and _is_floating(offer.program.tensors[t].dtype)]
-    eligible = offer.fitting(sorted(large, key=lambda t: -offer.size_bytes(t)))
+def _generate_trials(offer: Offer, budget_bytes: int, least_bytes: int) -> Iterator[Candidate]:
+    large = [
+        t for t in offer.list_saved() if offer.get_size_bytes(t) >= least_bytes and _is_floating(offer.program.tensors[t].dtype)
+    ]
+    eligible = offer.select_fitting(sorted(large, key=lambda t: -offer.get_size_bytes(t)))
     plan = _OffloadPlan(offer, eligible)
     forward = [op.id for op in offer.program.ops if op.phase is Phase.FORWARD]
     floors = {"forward pass": max((plan.memory_bytes[op] for op in forward), default=0), "step": max(plan.memory_bytes)}
@@ -50,11 +52,11 @@ def _trials(offer: Offer, budget_bytes: int, least_bytes: int) -> Iterator[Candi
         room = budget_bytes - floor_bytes
         moved: list[int] = []
         for t in eligible:
-            if offer.size_bytes(t) <= room:
-                room -= offer.size_bytes(t)
+            if offer.get_size_bytes(t) <= room:
+                room -= offer.get_size_bytes(t)
             else:
                 moved.append(t)
-        yield Candidate(_OffloadPlan(offer, moved).early(budget_bytes), {"floor": name})
+        yield Candidate(_OffloadPlan(offer, moved).reload_early(budget_bytes), {"floor": name})
 
 
 def _is_floating(dtype: str) -> bool:
@@ -72,21 +74,21 @@ class _OffloadPlan:
     def __init__(self, offer: Offer, moved: Sequence[int]) -> None:
         self.offer = offer
         self.ops = range(len(offer.program.ops))
-        self.sent = [(t, max((offer.made_at(t), *offer.readers(t, forward=True)))) for t in moved]
-        self.first = sorted((offer.readers(t, forward=False)[0], t) for t in moved)
+        self.sent = [(t, max((offer.get_producer(t), *offer.list_readers(t, forward=True)))) for t in moved]
+        self.first = sorted((offer.list_readers(t, forward=False)[0], t) for t in moved)
         schedule = self._schedule([Fetch(t, reader, reader) for reader, t in self.first])
         memory = simulate(offer.whole, schedule).memory_bytes
         at = {step.op: memory[k] for k, step in enumerate(schedule.steps) if isinstance(step, Compute)}
         self.memory_bytes = [at[op] for op in self.ops]
 
-    def early(self, budget_bytes: int) -> Schedule:
+    def reload_early(self, budget_bytes: int) -> Schedule:
         """Return the schedule that reloads tensors early enough, as far as memory allows."""
         offer, ops = self.offer, self.offer.program.ops
         fetches: list[Fetch] = []
         brought_bytes = 0
         for reader, t in self.first:
             begin, passed_s = reader, 0.0
-            brought_bytes += offer.size_bytes(t)
+            brought_bytes += offer.get_size_bytes(t)
             while (
                 passed_s < offer.by_tensor[t].reload_s
                 and ops[begin - 1].phase is not Phase.FORWARD

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 
 from graphs.schedule import Schedule
 from graphs.units import format_bytes
-from solvers.baselines.common.answers import Candidate, answer, failure
-from solvers.baselines.common.offloading import Device, Offer, offer_of, offloading_answer
+from solvers.baselines.common.answers import Candidate, answer, build_failure
+from solvers.baselines.common.offloading import Device, Offer, answer_by_offloading, offer_of
 from solvers.baselines.common.online import OnlineFailedError
-from solvers.baselines.common.recomputation import last_needed, repeatable
+from solvers.baselines.common.recomputation import find_last_needed, find_repeatable
 from solvers.request import Request
 from solvers.result import Reason, Result
 
@@ -41,16 +41,16 @@ class DeltaParams:
 
 def solve(request: Request) -> Result:
     """Return the fastest run that ends; LIMIT if all run out of memory or thrash. The parameters are ``DeltaParams``."""
-    params = request.params_of(DeltaParams())
+    params = request.get_params(DeltaParams())
     offer = offer_of(request.graph)
     if offer is None:
-        return offloading_answer(request, "delta", lambda _: (), what="DELTA", settings=asdict(params))
+        return answer_by_offloading(request, "delta", lambda _: (), what="DELTA", settings=asdict(params))
     trials: list[Candidate] = []
     failed: OnlineFailedError | None = None
 
     def stop() -> str:
         request.clock.spend(_WORK_PER_OP)
-        return request.ended()
+        return request.explain_end()
 
     for ahead in params.ahead:
         try:
@@ -61,7 +61,7 @@ def solve(request: Request) -> Result:
     if trials or failed is None:
         return answer(request, "delta", trials, what="DELTA", settings=asdict(params))
     why = f"delta fails at {format_bytes(request.budget_bytes)}: {failed}. Raise the budget, or use the solver windows"
-    return failure(request, "delta", why, failed.reason, settings=asdict(params))
+    return build_failure(request, "delta", why, failed.reason, settings=asdict(params))
 
 
 class DeltaRun:
@@ -71,8 +71,8 @@ class DeltaRun:
         self.offer, self.graph, self.ahead, self.stop = offer, offer.program, ahead, stop
         self.device = Device(offer, budget_bytes)
         self.left_s = (thrash_factor - 1.0) * self.graph.time_s
-        self.again = repeatable(self.graph)
-        needed = last_needed(self.graph)
+        self.again = find_repeatable(self.graph)
+        needed = find_last_needed(self.graph)
         # A tensor that cannot be recomputed is needed as long as its readers may be recomputed.
         self.last = [
             max((t.producers[0], *(r if self.again[t.producers[0]] else needed[r] for r in self.graph.consumers[t.id])))
@@ -107,7 +107,7 @@ class DeltaRun:
         device, op = self.device, self.graph.ops[self.now]
         coming = [t for next_op in self.graph.ops[self.now : self.now + self.ahead + 1] for t in next_op.inputs]
         missing = [t for t in op.inputs if not self._is_there(t)]
-        own_bytes = sum(map(self.offer.size_bytes, {*missing, *op.outputs})) + op.workspace_bytes
+        own_bytes = sum(map(self.offer.get_size_bytes, {*missing, *op.outputs})) + op.workspace_bytes
         for t in coming:
             if t in device.leaving:
                 device.recall(t)
@@ -115,7 +115,7 @@ class DeltaRun:
                 t not in missing
                 and not self._is_there(t)
                 and t in device.host
-                and device.fits(own_bytes + self.offer.size_bytes(t))
+                and device.fits(own_bytes + self.offer.get_size_bytes(t))
             ):
                 device.fetch(t)
 
@@ -135,7 +135,7 @@ class DeltaRun:
                 continue
             t = missing[-1]
             if t in self.device.host:
-                self._make_room(self.offer.size_bytes(t), op)
+                self._make_room(self.offer.get_size_bytes(t), op)
                 self.device.fetch(t)
             else:
                 stack.append(self._begin(self.graph.tensors[t].producers[0]))
@@ -160,7 +160,7 @@ class DeltaRun:
         device, op = self.device, self.graph.ops[op_id]
         for t in op.outputs:
             device.recall(t)
-        self._make_room(sum(map(self.offer.size_bytes, op.outputs)) + op.workspace_bytes, op_id)
+        self._make_room(sum(map(self.offer.get_size_bytes, op.outputs)) + op.workspace_bytes, op_id)
         device.compute(op_id)
         for t in (*op.inputs, *op.outputs):
             self.touched_s[t] = device.now_s
@@ -181,7 +181,7 @@ class DeltaRun:
         while not device.make_room(size_bytes):
             outputs = self.graph.ops[op_id].outputs
             idle = [t for t in device.live if not self.locks[t] and t not in self.graph.kept and t not in outputs]
-            idle.sort(key=lambda t: (-self.offer.size_bytes(t) * (device.now_s - self.touched_s[t]), t))
+            idle.sort(key=lambda t: (-self.offer.get_size_bytes(t) * (device.now_s - self.touched_s[t]), t))
             if not any(self._evict(t) for t in idle):
                 raise OnlineFailedError.out_of_memory(self.graph.ops[op_id], size_bytes, device.memory_bytes)
 
@@ -191,14 +191,14 @@ class DeltaRun:
         swap = self.device.can_send(t)
         if again and swap:
             transfers = self.offer.by_tensor[t]
-            swap = self._again_s(t) >= transfers.reload_s + (0.0 if t in self.device.host else transfers.offload_s)
+            swap = self._compute_recompute_s(t) >= transfers.reload_s + (0.0 if t in self.device.host else transfers.offload_s)
         if swap:
             self.device.send(t)
         elif again:
             self.device.free(t)
         return swap or again
 
-    def _again_s(self, t: int) -> float:
+    def _compute_recompute_s(self, t: int) -> float:
         """Return the seconds to recompute tensor `t`, with the ancestors that are neither on the device nor on the host."""
         ops: set[int] = set()
         wanted = [t]

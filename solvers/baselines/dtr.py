@@ -7,8 +7,8 @@ Feasibility is not monotone in the budget. A failure proves nothing.
 
 from dataclasses import asdict, dataclass
 
-from solvers.baselines.common.online import online_result
-from solvers.online.heuristics import DtrRule, heuristic_of
+from solvers.baselines.common.online import solve_online
+from solvers.online.heuristics import DtrRule, make_heuristic
 from solvers.online.ledger import Deallocation
 from solvers.request import Request
 from solvers.result import Result
@@ -39,11 +39,11 @@ def solve(request: Request, *, rule: str = DtrRule.DTR) -> Result:
     Raises:
         ValueError: no such rule.
     """
-    params = request.params_of(DtrParams())
-    return online_result(
+    params = request.get_params(DtrParams())
+    return solve_online(
         request,
         str(rule),
-        [(heuristic_of(DtrRule(rule), params.seed), {})],
+        [(make_heuristic(DtrRule(rule), params.seed), {})],
         deallocation=params.deallocation,
         thrash_factor=params.thrash_factor,
         settings={"rule": str(rule), **asdict(params)},

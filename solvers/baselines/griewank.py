@@ -27,22 +27,22 @@ _MOST_RUNS = 10  # of a stage on average
 
 def solve(request: Request) -> Result:
     """Return the fastest schedule of binomial checkpointing that fits; LIMIT if no number of snapshots does."""
-    trials = (trial for cuts in Cuts for trial in snapshot_trials(request.graph, cuts))
+    trials = (trial for cuts in Cuts for trial in generate_snapshot_trials(request.graph, cuts))
     return answer(request, "griewank", trials, what="binomial checkpointing")
 
 
-def snapshot_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
+def generate_snapshot_trials(graph: Graph, cuts: Cuts) -> Iterator[Candidate]:
     """Yield a schedule for each number of snapshots: all up to 8, then about a fifth more each time."""
     stages = ForwardStages(graph, cut_places(graph, cuts))
     snapshots = 1
     while snapshots <= max(1, len(stages)):
-        if extra_runs(len(stages), snapshots) <= _MOST_RUNS * len(stages):
+        if count_extra_runs(len(stages), snapshots) <= _MOST_RUNS * len(stages):
             yield Candidate(stages.schedule(plan(len(stages), snapshots)), {"cuts": str(cuts), "snapshots": snapshots})
         snapshots = max(snapshots + 1, math.ceil(1.2 * snapshots) if snapshots >= 8 else 0)
 
 
 @cache
-def extra_runs(length: int, snapshots: int) -> int:
+def count_extra_runs(length: int, snapshots: int) -> int:
     """Return P(length, snapshots): runs of a stage in addition to one each for its backward."""
     r = 0
     while math.comb(snapshots + r, snapshots) < length:
@@ -53,7 +53,7 @@ def extra_runs(length: int, snapshots: int) -> int:
 @cache
 def split(length: int, snapshots: int) -> int:
     """Return the m with the least m + P(length - m, snapshots - 1) + P(m, snapshots), for 2 or more snapshots."""
-    return min(range(1, length), key=lambda m: m + extra_runs(length - m, snapshots - 1) + extra_runs(m, snapshots))
+    return min(range(1, length), key=lambda m: m + count_extra_runs(length - m, snapshots - 1) + count_extra_runs(m, snapshots))
 
 
 def plan(length: int, snapshots: int) -> Iterator[StageRun]:

@@ -21,7 +21,7 @@ from enum import StrEnum
 import numpy as np
 
 from graphs.ir import Graph
-from solvers.baselines.common.online import Foresight, OnlineRun, online_result
+from solvers.baselines.common.online import Foresight, OnlineRun, solve_online
 from solvers.online.heuristics import MIB, Heuristic, Interpreter
 from solvers.online.ledger import Deallocation
 from solvers.online.storages import Floats, Ints
@@ -65,18 +65,18 @@ def solve(request: Request, *, rule: str = MegEngineRule.DYNAMIC) -> Result:
     Raises:
         ValueError: no such rule.
     """
-    params = request.params_of(MegEngineParams())
-    return online_result(
+    params = request.get_params(MegEngineParams())
+    return solve_online(
         request,
         str(rule),
-        _heuristics(request.graph, MegEngineRule(rule), params.least_bytes, params.factors),
+        _generate_heuristics(request.graph, MegEngineRule(rule), params.least_bytes, params.factors),
         deallocation=Deallocation.EAGER,
         thrash_factor=params.thrash_factor,
         settings={"rule": str(rule), "thrash_factor": params.thrash_factor},
     )
 
 
-def _heuristics(
+def _generate_heuristics(
     graph: Graph, rule: MegEngineRule, sizes: Sequence[int], factors: Sequence[tuple[float, float]]
 ) -> Iterator[tuple[Heuristic, Mapping[str, object]]]:
     """Yield the rule for each distinct size and, if it is the static one, each pair of exponents."""
@@ -112,11 +112,11 @@ class StaticRule(Foresight):
         self.inputs = [[t for t in op.inputs if not graph.tensors[t].static] for op in graph.ops]
         self.children = [[made for reader in readers for made in graph.ops[reader].outputs] for readers in graph.consumers]
 
-    def scores(self, storages: Ints, now_s: float) -> Floats:
+    def score(self, storages: Ints, now_s: float) -> Floats:
         """Return the scores of the static rule; 0 for tensors without a next use."""
         run = self.run
-        back_s, back_bytes = self._back()
-        onward = self._onward()
+        back_s, back_bytes = self._sum_over_ancestors()
+        onward = self._count_paths()
         scores = []
         for t in (run.tensor[storage] for storage in storages.tolist()):
             while self.readers[t] and self.readers[t][-1] < run.now:
@@ -129,7 +129,7 @@ class StaticRule(Foresight):
             scores.append(again / run.graph.tensors[t].size_bytes / distance)
         return np.array(scores)
 
-    def _back(self) -> tuple[list[float], list[float]]:
+    def _sum_over_ancestors(self) -> tuple[list[float], list[float]]:
         """Return for each tensor its cost and bytes, each with those of its missing ancestors summed over paths."""
         run = self.run
         back_s, back_bytes = [0.0] * len(run.live), [0.0] * len(run.live)
@@ -142,7 +142,7 @@ class StaticRule(Foresight):
                 back_bytes[t] = min(_MOST, run.graph.tensors[t].size_bytes + size)
         return back_s, back_bytes
 
-    def _onward(self) -> list[float]:
+    def _count_paths(self) -> list[float]:
         """Return for each tensor the number of paths from it through tensors that are not in memory."""
         run = self.run
         onward = [1.0] * len(run.live)

@@ -24,7 +24,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from graphs.ir import Graph, Op, Phase
 from solvers.baselines.common.answers import Candidate, answer
-from solvers.baselines.common.recomputation import droppable, read_later, recompute_groups
+from solvers.baselines.common.recomputation import find_droppable, read_later, recompute_groups
 from solvers.baselines.common.torch_ops import CHEAP, COMPUTE_INTENSIVE, is_one_of
 from solvers.request import Request
 from solvers.result import Result
@@ -47,16 +47,16 @@ class MemoryBudgetParams:
 
 def solve(request: Request) -> Result:
     """Return the fastest schedule of all fractions that fits; LIMIT if none does. The parameters are ``MemoryBudgetParams``."""
-    fractions = request.params_of(MemoryBudgetParams()).fractions
-    return answer(request, "memory-budget", trials(request.graph, fractions), what="a memory budget")
+    fractions = request.get_params(MemoryBudgetParams()).fractions
+    return answer(request, "memory-budget", generate_trials(request.graph, fractions), what="a memory budget")
 
 
-def trials(graph: Graph, fractions: Sequence[float] = FRACTIONS) -> Iterator[Candidate]:
+def generate_trials(graph: Graph, fractions: Sequence[float] = FRACTIONS) -> Iterator[Candidate]:
     """Yield the schedule of each fraction, those that save the same tensors once."""
     partition = Partition(graph)
     tried: set[frozenset[int]] = set()
     for fraction in fractions:
-        saved = partition.saved(fraction)
+        saved = partition.choose_saved(fraction)
         if saved not in tried:
             tried.add(saved)
             schedule = recompute_groups(graph, [op.phase for op in graph.ops], saved=saved, at_once=False)
@@ -68,9 +68,9 @@ class Partition:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.absent = droppable(graph)
+        self.absent = find_droppable(graph)
         self.read = read_later(graph) & self.absent
-        self.distance = self._distances()
+        self.distance = self._compute_distances()
         forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
         named = any(is_one_of(op, COMPUTE_INTENSIVE | CHEAP) for op in forward)
         costly = (op for op in forward if not named or op.random or is_one_of(op, COMPUTE_INTENSIVE) or self._reduces(op))
@@ -78,31 +78,31 @@ class Partition:
         self.most = self.cut(self.costly | {op.id for op in forward if not is_one_of(op, CHEAP)})
         self.least = self.cut(self.costly)
 
-    def saved(self, fraction: float) -> frozenset[int]:
+    def choose_saved(self, fraction: float) -> frozenset[int]:
         """Return the tensors saved at `fraction`."""
         if fraction >= 1:
             return self.most
-        allowed = fraction * self.bytes_of(self.most)
+        allowed = fraction * self.count_bytes(self.most)
         if fraction <= 0:
             return frozenset()
-        if self.bytes_of(self.least) < allowed:
+        if self.count_bytes(self.least) < allowed:
             return self.least
-        items = sorted(i for i in self.costly if self._needed_bytes(i))
-        sizes = np.array([self._needed_bytes(i) for i in items], dtype=np.float64)
-        chosen = knapsack(sizes / self.bytes_of(self.most), [self.graph.ops[i].time_s for i in items], fraction)
+        items = sorted(i for i in self.costly if self._count_needed_bytes(i))
+        sizes = np.array([self._count_needed_bytes(i) for i in items], dtype=np.float64)
+        chosen = solve_knapsack(sizes / self.count_bytes(self.most), [self.graph.ops[i].time_s for i in items], fraction)
         return self.cut({items[k] for k in chosen})
 
-    def bytes_of(self, tensors: AbstractSet[int]) -> int:
+    def count_bytes(self, tensors: AbstractSet[int]) -> int:
         """Return the total size of `tensors`."""
         return sum(self.graph.tensors[t].size_bytes for t in tensors)
 
-    def _needed_bytes(self, op_id: int) -> int:
-        return self.bytes_of({t for t in self.graph.ops[op_id].outputs if t in self.distance})
+    def _count_needed_bytes(self, op_id: int) -> int:
+        return self.count_bytes({t for t in self.graph.ops[op_id].outputs if t in self.distance})
 
     def _reduces(self, op: Op) -> bool:
-        return 4 * self.bytes_of(set(op.outputs)) < self.bytes_of(set(op.inputs))
+        return 4 * self.count_bytes(set(op.outputs)) < self.count_bytes(set(op.inputs))
 
-    def _distances(self) -> dict[int, int]:
+    def _compute_distances(self) -> dict[int, int]:
         """Return for each tensor that the backward pass needs its distance from it, in ops."""
         distance = dict.fromkeys(self.read, 1)
         for op in reversed(self.graph.ops):
@@ -140,7 +140,7 @@ class Partition:
         return frozenset(t for t in tensors if place[t] in reached and place[t] + 1 not in reached)
 
 
-def knapsack(sizes: NDArray[np.float64], values: Sequence[float], room: float) -> list[int]:
+def solve_knapsack(sizes: NDArray[np.float64], values: Sequence[float], room: float) -> list[int]:
     """Return the items of largest total value within `room`, with sizes and room rounded to quanta; a dynamic programme."""
     whole = [round(size * _QUANTA) for size in sizes.tolist()]
     best = np.zeros(round(room * _QUANTA) + 1)

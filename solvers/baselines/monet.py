@@ -29,13 +29,13 @@ from graphs.options.selection import without_computed
 from graphs.schedule import Schedule, schedule_of
 from graphs.units import format_bytes
 from solvers import highs
-from solvers.baselines.common.answers import Verdict, judged, result_of
+from solvers.baselines.common.answers import Verdict, build_result, judge
 from solvers.baselines.common.program_size import find_refusal
-from solvers.baselines.common.recomputation import repeatable
+from solvers.baselines.common.recomputation import find_repeatable
 from solvers.highs.builder import TermProgram, Weighted
 from solvers.highs.program import Floats, Outcome, SolveCallbacks
 from solvers.request import Request
-from solvers.result import Reason, Result, Status, known_class
+from solvers.result import Reason, Result, Status, describe_class
 
 CLASS = "ops of the forward pass again at most once before each later op, in program order"
 MOST_ENTRIES = 2_000_000  # of the rows of memory: HiGHS takes an hour for less
@@ -63,12 +63,12 @@ class MonetProgram(TermProgram):
         for op in graph.ops[len(program) :]:
             if len(op.replaces) == 1:
                 self.alternatives[op.replaces[0]].append(op.id)
-        fit = repeatable(graph)
+        fit = find_repeatable(graph)
         self.again = [i for i in self.forward if fit[i]]
         self.made_at = [t.producers[0] if t.producers and t.producers[0] < len(program) else -1 for t in graph.tensors]
         self.passing = [t for i in self.forward for t in graph.ops[i].outputs if t not in graph.kept]
         self.passes = frozenset(self.passing)
-        self.last_read = {t.id: max(self._readers(t.id), default=-1) for t in graph.tensors}
+        self.last_read = {t.id: max(self._list_readers(t.id), default=-1) for t in graph.tensors}
         self.V: dict[tuple[int, int, int], int] = {}
         self.S: dict[tuple[int, int], int] = {}
 
@@ -90,56 +90,56 @@ class MonetProgram(TermProgram):
     def build(self) -> None:
         """Add all columns and rows."""
         for k in self.stages:
-            for i in self._ops(k):
-                for a in self._alternatives(i):
+            for i in self._list_ops(k):
+                for a in self._iterate_alternatives(i):
                     cost = self.graph.ops[a].time_s / self.unit_s
-                    self.V[k, i, a] = self.column(cost=cost, integer=True)
+                    self.V[k, i, a] = self.add_column(cost=cost, integer=True)
             for t in self.passing if k else ():
-                self.S[k, t] = self.column(integer=True)
+                self.S[k, t] = self.add_column(integer=True)
         for k in self.stages:
-            for i in self._ops(k):
+            for i in self._list_ops(k):
                 first = k == 0 or i == self.later[k - 1]
-                self.row([(v, 1.0) for v in self._executed(k, i)], float(first), 1.0)
+                self.add_terms([(v, 1.0) for v in self._list_execution_columns(k, i)], float(first), 1.0)
             self._add_inputs(k)
             self._add_memory(k)
 
-    def _ops(self, k: int) -> list[int]:
+    def _list_ops(self, k: int) -> list[int]:
         """Return the ops that have a turn in stage k, in order."""
         return self.forward if k == 0 else [*self.again, self.later[k - 1]]
 
-    def _alternatives(self, i: int) -> Iterator[int]:
+    def _iterate_alternatives(self, i: int) -> Iterator[int]:
         """Yield the ops that may execute op i: those that produce all its outputs that are kept or have readers."""
-        wanted = {t for t in self.graph.ops[i].outputs if t in self.graph.kept or self._readers(t)}
+        wanted = {t for t in self.graph.ops[i].outputs if t in self.graph.kept or self._list_readers(t)}
         for a in self.alternatives[i]:
             op = self.graph.ops[a]
             known = all(self.made_at[t] >= 0 or self.graph.tensors[t].static for t in (*op.inputs, *op.outputs))
             if known and wanted <= set(op.outputs):
                 yield a
 
-    def _readers(self, t: int) -> list[int]:
+    def _list_readers(self, t: int) -> list[int]:
         """Return the ops of the program that read t in some implementation."""
         return sorted({i for i, ways in self.alternatives.items() if any(t in self.graph.ops[a].inputs for a in ways)})
 
-    def _executed(self, k: int, i: int, reading: int | None = None) -> list[int]:
+    def _list_execution_columns(self, k: int, i: int, reading: int | None = None) -> list[int]:
         """Return the columns V[k,i,a]; with `reading` those of the a that read it."""
         ways = (a for a in self.alternatives[i] if reading is None or reading in self.graph.ops[a].inputs)
         return [self.V[k, i, a] for a in ways if (k, i, a) in self.V]
 
     def _add_inputs(self, k: int) -> None:
         for t in self.passing:
-            producer = self._executed(k, self.made_at[t])
+            producer = self._list_execution_columns(k, self.made_at[t])
             there: list[Weighted] = [(self.S.get((k, t)), -1.0), *((v, -1.0) for v in producer)]
             if k:
-                for i in self._ops(k):
-                    for v in self._executed(k, i, reading=t):
-                        self.at_most([(v, 1.0), *there], 0.0)
+                for i in self._list_ops(k):
+                    for v in self._list_execution_columns(k, i, reading=t):
+                        self.add_at_most([(v, 1.0), *there], 0.0)
             if k + 1 < len(self.stages):
-                self.at_most([(self.S[k + 1, t], 1.0), *there], 0.0)
+                self.add_at_most([(self.S[k + 1, t], 1.0), *there], 0.0)
 
     def _add_memory(self, k: int) -> None:
         unit = max(1, self.capacity_bytes) / _MEMORY_RANGE
         size = [t.size_bytes / unit for t in self.graph.tensors]
-        order = self._ops(k)
+        order = self._list_ops(k)
         wanted = {t: self.S.get((k + 1, t)) for t in self.passing}  # after the current turn
         rows = []
         for i in reversed(order):
@@ -148,11 +148,11 @@ class MonetProgram(TermProgram):
                 if self.made_at[t] >= i:
                     present.append((self.S.get((k, t)), size[t]))
                     continue
-                if reading := self._executed(k, i, reading=t):
-                    here = self.column()
-                    self.at_most([*((v, 1.0) for v in reading), (here, -1.0)], 0.0)
+                if reading := self._list_execution_columns(k, i, reading=t):
+                    here = self.add_column()
+                    self.add_at_most([*((v, 1.0) for v in reading), (here, -1.0)], 0.0)
                     if wanted[t] is not None:
-                        self.at_most([(wanted[t], 1.0), (here, -1.0)], 0.0)
+                        self.add_at_most([(wanted[t], 1.0), (here, -1.0)], 0.0)
                     wanted[t] = here
                 present.append((wanted[t], size[t]))
             for a in self.alternatives[i]:
@@ -160,11 +160,11 @@ class MonetProgram(TermProgram):
                     op = self.graph.ops[a]
                     made = op.workspace_bytes / unit + sum(size[t] for t in op.outputs)
                     present.append((self.V[k, i, a], made))
-            rows.append((present, _MEMORY_RANGE - sum(size[t] for t in self._certain(k, i))))
+            rows.append((present, _MEMORY_RANGE - sum(size[t] for t in self._iterate_certain(k, i))))
         for present, limit in rows:
-            self.at_most(present, limit)
+            self.add_at_most(present, limit)
 
-    def _certain(self, k: int, i: int) -> Iterator[int]:
+    def _iterate_certain(self, k: int, i: int) -> Iterator[int]:
         """Yield the tensors that are in memory at the turn of i in stage k anyway: kept ones, and those between later ops."""
         now = i if k == 0 else self.later[k - 1]
         for t in self.graph.tensors:
@@ -177,7 +177,7 @@ class MonetProgram(TermProgram):
     def schedule(self, values: Floats) -> Schedule:
         """Return the schedule of a solution."""
         chosen = {(k, i): a for (k, i, a), column in self.V.items() if values[column] > 0.5}
-        return schedule_of(self.graph, [chosen[k, i] for k in self.stages for i in self._ops(k) if (k, i) in chosen])
+        return schedule_of(self.graph, [chosen[k, i] for k in self.stages for i in self._list_ops(k) if (k, i) in chosen])
 
 
 def solve(request: Request) -> Result:
@@ -190,31 +190,31 @@ def solve(request: Request) -> Result:
     """
     graph = request.graph
     check_plain(without_computed(graph))
-    settings = {**request.settings, "schedules": known_class(graph, CLASS)}
-    return result_of(request, "monet", _verdict(request), settings=settings, versions={"highs": highs.version()})
+    settings = {**request.settings, "schedules": describe_class(graph, CLASS)}
+    return build_result(request, "monet", _reach_verdict(request), settings=settings, versions={"highs": highs.read_version()})
 
 
-def program_time_s(graph: Graph, budget_bytes: int) -> float:
-    """Return ``least_time_s`` of the program of a graph; 0 if it is refused in any time."""
+def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
+    """Return ``estimate_least_time_s`` of the program of a graph; 0 if it is refused in any time."""
     program = MonetProgram(graph, budget_bytes)
     return 0.0 if program.find_refusal(math.inf) else program.least_time_s
 
 
-def _verdict(request: Request) -> Verdict:
+def _reach_verdict(request: Request) -> Verdict:
     graph = request.graph
     program = MonetProgram(graph, request.budget_bytes)
     if (refusal := program.find_refusal(request.clock.limit)) is not None:
         return Verdict(Status.LIMIT, None, None, *refusal)
     program.build()
     request.tell("solving MONeT's program", None, None)
-    callbacks = SolveCallbacks(should_stop=request.interrupted, interrupted=request.interrupted)
+    callbacks = SolveCallbacks(should_stop=request.is_interrupted, interrupted=request.is_interrupted)
     gap = request.tolerance.first * graph.time_s / program.unit_s
-    answer = highs.solve_program(program.milp(), clock=request.clock, absolute_gap=gap, callbacks=callbacks)
+    answer = highs.solve_program(program.build_milp(), clock=request.clock, absolute_gap=gap, callbacks=callbacks)
     if answer.values is None:
         memory = answer.outcome is Outcome.INFEASIBLE
         budget = format_bytes(request.budget_bytes)
-        none = f"no schedule that executes {known_class(graph, CLASS)}, fits {budget}"
+        none = f"no schedule that executes {describe_class(graph, CLASS)}, fits {budget}"
         why = none if memory else "MONeT's program found nothing in time"
         why += f" ({answer.detail}): raise the budget{'' if memory else ' or the time limit'}, or use the solver windows"
         return Verdict(Status.LIMIT, message=why, reason=Reason.MEMORY if memory else Reason.TIME)
-    return judged(request, program.schedule(answer.values), answer.bound * program.unit_s)
+    return judge(request, program.schedule(answer.values), answer.bound * program.unit_s)

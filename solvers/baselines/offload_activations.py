@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from solvers.baselines.common.answers import Candidate
-from solvers.baselines.common.offloading import Fetch, Moves, Offer, offloading_answer, runs, schedule_with
+from solvers.baselines.common.offloading import Fetch, Moves, Offer, answer_by_offloading, iterate_run_starts, schedule_with
 from solvers.request import Request
 from solvers.result import Result
 
@@ -34,20 +34,22 @@ class OffloadActivationsParams:
 
 def solve(request: Request) -> Result:
     """Return the schedule; LIMIT if it does not fit. The parameters are ``OffloadActivationsParams``."""
-    params = request.params_of(OffloadActivationsParams())
-    trials = partial(_trials, params=params)
-    return offloading_answer(request, "offload-activations", trials, what="offloading all activations", settings=asdict(params))
+    params = request.get_params(OffloadActivationsParams())
+    trials = partial(_generate_trials, params=params)
+    return answer_by_offloading(
+        request, "offload-activations", trials, what="offloading all activations", settings=asdict(params)
+    )
 
 
-def _trials(offer: Offer, params: OffloadActivationsParams) -> Iterator[Candidate]:
-    sent = offer.fitting(t for t in offer.saved() if offer.size_bytes(t) >= params.least_bytes)
-    moves = Moves(sent=[(t, offer.made_at(t)) for t in sent])
-    unpacking = sorted({r for t in sent for r in runs(offer.readers(t, forward=False))})
+def _generate_trials(offer: Offer, params: OffloadActivationsParams) -> Iterator[Candidate]:
+    sent = offer.select_fitting(t for t in offer.list_saved() if offer.get_size_bytes(t) >= params.least_bytes)
+    moves = Moves(sent=[(t, offer.get_producer(t)) for t in sent])
+    unpacking = sorted({r for t in sent for r in iterate_run_starts(offer.list_readers(t, forward=False))})
     before = dict(zip(unpacking[1:], unpacking, strict=False))
     for place, t in enumerate(sent):
         stashed = place + params.stash >= len(sent)
-        moves.held.append((t, unpacking[0] if stashed else offer.made_at(sent[place + params.stash])))
-        for reader in runs(offer.readers(t, forward=False)):
+        moves.held.append((t, unpacking[0] if stashed else offer.get_producer(sent[place + params.stash])))
+        for reader in iterate_run_starts(offer.list_readers(t, forward=False)):
             if not (stashed and reader == unpacking[0]):
                 moves.fetches.append(Fetch(t, before.get(reader, reader), reader))
     yield Candidate(schedule_with(offer, range(len(offer.program.ops)), moves))

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from graphs.ir import Graph, Phase
 from graphs.simulate import simulate
 from solvers.baselines.common.answers import Candidate, answer
-from solvers.baselines.common.recomputation import needed_for
-from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places, evenly
+from solvers.baselines.common.recomputation import find_needed
+from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places, select_evenly
 from solvers.request import Request
 from solvers.result import Result
 
@@ -55,25 +55,25 @@ class RotorParams:
 
 def solve(request: Request) -> Result:
     """Return the fastest optimal schedule of a chain that fits; LIMIT if none does. The parameters are ``RotorParams``."""
-    params = request.params_of(RotorParams())
+    params = request.get_params(RotorParams())
     trials = (
         trial
         for cuts in Cuts
-        for trial in chain_trials(request.graph, request.budget_bytes, cuts, params.most_stages, params.slots)
+        for trial in generate_chain_trials(request.graph, request.budget_bytes, cuts, params.most_stages, params.slots)
     )
     return answer(request, "rotor", trials, what="the chain's schedule", settings=asdict(params))
 
 
-def chain_trials(graph: Graph, budget_bytes: int, cuts: Cuts, most_stages: int, slots: int) -> Iterator[Candidate]:
+def generate_chain_trials(graph: Graph, budget_bytes: int, cuts: Cuts, most_stages: int, slots: int) -> Iterator[Candidate]:
     """Yield optimal schedules of the chain for the largest amount of memory whose schedule fits, and some above it."""
-    stages = ForwardStages(graph, evenly(cut_places(graph, cuts), most_stages))
+    stages = ForwardStages(graph, select_evenly(cut_places(graph, cuts), most_stages))
     if not len(stages):
         return
-    table = ChainTable(chain_of(stages), slots)
+    table = ChainTable(build_chain(stages), slots)
     times = table.best[0][len(stages) - 1]
     tried: dict[int, Candidate] = {}
 
-    def trial(slot: int) -> Candidate:
+    def build_trial(slot: int) -> Candidate:
         if slot not in tried:
             settings = {"cuts": str(cuts), "stages": len(stages), "chain_bytes": slot * table.slot_bytes}
             tried[slot] = Candidate(stages.schedule(table.plan(slot)), settings)
@@ -82,10 +82,10 @@ def chain_trials(graph: Graph, budget_bytes: int, cuts: Cuts, most_stages: int, 
     low, high = int(np.argmax(np.isfinite(times))), table.slots
     while low < high:
         middle = -(-(low + high) // 2)
-        fits = simulate(graph, trial(middle).schedule).peak_bytes <= budget_bytes
+        fits = simulate(graph, build_trial(middle).schedule).peak_bytes <= budget_bytes
         low, high = (middle, high) if fits else (low, middle - 1)
     for slot in range(low, min(low + _BEYOND, table.slots) + 1):
-        trial(slot)
+        build_trial(slot)
     yield from tried.values()
 
 
@@ -118,7 +118,7 @@ class ChainStage:
     crossing: tuple[int, ...]
 
 
-def chain_of(stages: ForwardStages) -> list[ChainStage]:
+def build_chain(stages: ForwardStages) -> list[ChainStage]:
     """Return the chain of `stages`; gradients are assumed to be as large as their tensors."""
     graph, last = stages.graph, len(stages) - 1
     size = [t.size_bytes for t in graph.tensors]
@@ -144,25 +144,25 @@ def chain_of(stages: ForwardStages) -> list[ChainStage]:
             _run(stages, k, stages.crossing[k] | read[k]),
             backward_s[k],
             backward[k],
-            _by_producer(stages, k),
+            _sum_by_producer(stages, k),
         )
         for k in range(len(stages))
     ]
 
 
-def _by_producer(stages: ForwardStages, stage: int) -> tuple[int, ...]:
+def _sum_by_producer(stages: ForwardStages, stage: int) -> tuple[int, ...]:
     """Return the bytes that cross the cut after `stage`, by the stage that produced them."""
     made = [0] * (stage + 1)
     for t in stages.crossing[stage]:
         tensor = stages.graph.tensors[t]
-        made[stages.stage_of(tensor.producers[0])] += tensor.size_bytes
+        made[stages.find_stage(tensor.producers[0])] += tensor.size_bytes
     return tuple(made)
 
 
 def _run(stages: ForwardStages, stage: int, stay: AbstractSet[int]) -> StageCost:
     """Return the cost of running `stage` for the tensors `stay`, without tensors that cross into it."""
     graph = stages.graph
-    ops = needed_for(graph, stay, stages.ops[stage], stages.absent)
+    ops = find_needed(graph, stay, stages.ops[stage], stages.absent)
     made = {t for i in ops for t in graph.ops[i].outputs if t in stages.absent}
     last = {t: i for i in ops for t in graph.ops[i].inputs if t in made}
     live = peak = 0
@@ -189,11 +189,11 @@ class ChainTable:
         largest = [max(values) for values in zip(*((k.output.peak, k.both.peak, k.backward) for k in chain), strict=True)]
         everything = sum(k.both.stay for k in chain) + sum(largest) + 2 * max(sum(k.crossing) for k in chain)
         self.slot_bytes: int = max(1, -(-everything // slots))
-        self.slots = self._in_slots(everything)
+        self.slots = self._count_slots(everything)
         if self.slot_bytes > 1:
             self.slots += len(chain) + 5  # each size is rounded up by less than a slot
         self.chain = chain
-        self.x = [[self._in_slots(sum(k.crossing[s:])) for k in chain] for s in range(len(chain))]
+        self.x = [[self._count_slots(sum(k.crossing[s:])) for k in chain] for s in range(len(chain))]
         self.d = self.x[0]
         self.best: list[dict[int, Floats]] = [{} for _ in chain]
         self.choice: list[dict[int, NDArray[np.int16]]] = [{} for _ in chain]
@@ -201,25 +201,25 @@ class ChainTable:
             for s in range(len(chain) - length):
                 self._fill(s, s + length)
 
-    def _in_slots(self, size_bytes: int) -> int:
+    def _count_slots(self, size_bytes: int) -> int:
         return -(-size_bytes // self.slot_bytes)
 
     def _fill(self, s: int, t: int) -> None:
         own, d_t = self.chain[s], self.d[t]
         run = own.saved if s == t else own.both
-        after = 0.0 if s == t else self._less(self.best[s + 1][t], self._in_slots(run.stay))
+        after = 0.0 if s == t else self._shift(self.best[s + 1][t], self._count_slots(run.stay))
         best: Floats = np.full(self.slots + 1, run.time_s + own.backward_s) + after
         gradients = self.d[s] + (self.d[s - 1] if s else 0)
-        backward = gradients + self._in_slots(own.saved.stay) + self._in_slots(own.backward)
-        self._forbid(best, max(d_t + self._in_slots(run.peak), backward))
+        backward = gradients + self._count_slots(own.saved.stay) + self._count_slots(own.backward)
+        self._forbid(best, max(d_t + self._count_slots(run.peak), backward))
         choice = np.full(self.slots + 1, -1, dtype=np.int16)
         forward_s, room, before = 0.0, 0, 0
         for r in range(s + 1, t + 1):
             output = self.chain[r - 1].output
             forward_s += output.time_s
-            room = max(room, d_t + before + self._in_slots(output.peak))
+            room = max(room, d_t + before + self._count_slots(output.peak))
             before = self.x[s][r - 1]
-            split = forward_s + self._less(self.best[r][t], before) + self.best[s][r - 1]
+            split = forward_s + self._shift(self.best[r][t], before) + self.best[s][r - 1]
             self._forbid(split, room)
             better = split < best
             best[better] = split[better]
@@ -230,7 +230,7 @@ class ChainTable:
         """Set the values for less than `room` slots to infinity."""
         values[: min(room, len(values))] = np.inf
 
-    def _less(self, values: Floats, slots: int) -> Floats:
+    def _shift(self, values: Floats, slots: int) -> Floats:
         """Return T as a function of m, shifted by `slots`."""
         shifted = np.full(len(values), np.inf)
         if slots < len(values):
@@ -249,4 +249,4 @@ class ChainTable:
                 continue
             yield StageRun(s, saving=True)
             if s < t:
-                parts.append((s + 1, t, m - self._in_slots(self.chain[s].both.stay)))
+                parts.append((s + 1, t, m - self._count_slots(self.chain[s].both.stay)))

@@ -13,14 +13,14 @@ from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
 from solvers.baselines.checkmate import CLASS
-from solvers.baselines.common.answers import Verdict, result_of
-from solvers.baselines.common.checkmate_program import ALWAYS, NEVER, CheckmateModel, value_of
-from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, solve_model, versions
-from solvers.bounds import least_budget_bound, too_small_message
+from solvers.baselines.common.answers import Verdict, build_result
+from solvers.baselines.common.checkmate_program import ALWAYS, NEVER, CheckmateModel, get_value
+from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, read_versions, solve_model
+from solvers.bounds import bound_least_budget, describe_too_small
 from solvers.highs.program import Outcome
-from solvers.problem import Problem, problem_of
+from solvers.problem import Problem, build_problem
 from solvers.request import Request
-from solvers.result import Reason, Result, Status, known_class, status_of
+from solvers.result import Reason, Result, Status, decide_status, describe_class
 
 FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -57,18 +57,18 @@ def solve(request: Request) -> Result:
         PlannerError: PuLP has no such solver, or it is not installed; or the clock counts work, which PuLP cannot.
     """
     graph, budget_bytes = request.graph, request.budget_bytes
-    params = request.params_of(RoundingParams())
+    params = request.get_params(RoundingParams())
     check_milp_solver(params.milp_solver)
     check_clock(request.clock)
-    rounding = _Rounding(request, problem_of(graph, budget_bytes), params, random.Random(params.seed))
-    least = least_budget_bound(graph)
+    rounding = _Rounding(request, build_problem(graph, budget_bytes), params, random.Random(params.seed))
+    least = bound_least_budget(graph)
     if budget_bytes < least.budget_bytes:
-        verdict = Verdict(Status.INFEASIBLE, message=too_small_message(graph, budget_bytes, least))
-    elif (refusal := CheckmateModel(rounding.problem).refusal(request.clock.limit)) is not None:
+        verdict = Verdict(Status.INFEASIBLE, message=describe_too_small(graph, budget_bytes, least))
+    elif (refusal := CheckmateModel(rounding.problem).explain_refusal(request.clock.limit)) is not None:
         verdict = Verdict(Status.LIMIT, None, graph.time_s, *refusal)
     else:
         rounding.run()
-        verdict = rounding.verdict()
+        verdict = rounding.reach_verdict()
     settings = {
         **request.settings,
         "milp_solver": params.milp_solver,
@@ -76,9 +76,9 @@ def solve(request: Request) -> Result:
         "thresholds": list(params.thresholds),
         "samples": params.samples,
         "seed": params.seed,
-        "schedules": known_class(request.graph, CLASS),
+        "schedules": describe_class(request.graph, CLASS),
     }
-    return result_of(request, "rounding", verdict, settings=settings, versions=versions(params.milp_solver))
+    return build_result(request, "rounding", verdict, settings=settings, versions=read_versions(params.milp_solver))
 
 
 @dataclass(slots=True)
@@ -106,23 +106,23 @@ class _Rounding:
                 self.round(model)
             if self.best is not None:
                 self.fraction = fraction
-            if self.best is not None or not self.end.found or self.request.stopped():
+            if self.best is not None or not self.end.found or self.request.is_stopped():
                 return
 
     def relax(self, fraction: float) -> tuple[CheckmateModel, PulpAnswer]:
         """Solve the linear relaxation for `fraction` of the budget without static memory and return it."""
         part = replace(self.problem, capacity_bytes=int(fraction * self.problem.capacity_bytes))
         model = CheckmateModel(part, whole=False)
-        if not model.build(self.request.stopped):
+        if not model.build(self.request.is_stopped):
             return model, PulpAnswer.unfinished()
         return model, solve_model(model, self.params.milp_solver, 0.0, self.request)
 
     def round(self, model: CheckmateModel) -> None:
         """Keep the fastest schedule that fits of all roundings of a solution."""
-        relaxed = {key: value_of(S) for key, S in model.S.items()}
+        relaxed = {key: get_value(S) for key, S in model.S.items()}
         tried: set[tuple[int, ...]] = set()
-        for handed in self.roundings(relaxed):
-            executed = cheapest_executions(model, handed)
+        for handed in self.generate_roundings(relaxed):
+            executed = find_cheapest_executions(model, handed)
             if tuple(executed) in tried:
                 continue
             tried.add(tuple(executed))
@@ -131,35 +131,35 @@ class _Rounding:
             if simulation.peak_bytes <= self.request.budget_bytes and (self.best is None or simulation.time_s < self.best[0]):
                 self.best = (simulation.time_s, schedule)
                 self.request.tell("rounding", self.best[0], self.bound_s)
-            if self.request.stopped():
+            if self.request.is_stopped():
                 return
 
-    def roundings(self, relaxed: Handed) -> Iterator[set[tuple[int, int]]]:
+    def generate_roundings(self, relaxed: Handed) -> Iterator[set[tuple[int, int]]]:
         """Yield the roundings of phase one: S > threshold for each threshold, then S with a probability of its value."""
         for threshold in self.params.thresholds:
             yield {key for key, value in relaxed.items() if value > threshold}
         for _ in range(self.params.samples):
             yield {key for key, value in relaxed.items() if self.draw.random() < value}
 
-    def verdict(self) -> Verdict:
+    def reach_verdict(self) -> Verdict:
         """Return the fastest schedule with the bound, or why there is none."""
         request = self.request
         if self.best is not None and self.bound_s is not None:
             time_s, schedule = self.best
-            return Verdict(status_of(time_s, self.bound_s, request.tolerance.first), schedule, self.bound_s)
+            return Verdict(decide_status(time_s, self.bound_s, request.tolerance.first), schedule, self.bound_s)
         budget, spent = format_bytes(request.budget_bytes), format_seconds(request.clock.seconds)
         way_out = "Raise the budget, or use the solver windows"
         if self.end is not None and self.end.outcome is Outcome.FAILED:
             return Verdict(Status.ERROR, None, self.bound_s, f"the solver gave up after {spent}: {self.end.detail}")
         if self.end is not None and not self.end.found and self.end.outcome is Outcome.STOPPED:
-            limit = request.clock.amount(request.clock.limit)
+            limit = request.clock.format_amount(request.clock.limit)
             why = f"no relaxation for {budget} was solved in {spent} (limit {limit}): {self.end.detail}. {way_out}"
             return Verdict(Status.LIMIT, None, self.bound_s, why, Reason.TIME)
         why = f"no rounding of the relaxation fits {budget}; tried in {spent}. {way_out}"
         return Verdict(Status.LIMIT, None, self.bound_s, why, Reason.MEMORY)
 
 
-def cheapest_executions(model: CheckmateModel, handed: set[tuple[int, int]]) -> list[int]:
+def find_cheapest_executions(model: CheckmateModel, handed: set[tuple[int, int]]) -> list[int]:
     """Return op ids in order of execution, the fewest that hand over `handed`, (stage, tensor) pairs: phase two.
 
     R[t,i] = 1 if i = t, or an output x of i has S[t+1,x] = 1 and S[t,x] = 0, or an op j with R[t,j] = 1 reads an x with S[t,x] =
@@ -167,17 +167,17 @@ def cheapest_executions(model: CheckmateModel, handed: set[tuple[int, int]]) -> 
     """
     graph = model.graph
 
-    def present(t: int, x: int) -> bool:
+    def is_present(t: int, x: int) -> bool:
         made = model.problem.producer[x]
         return made < t and (model.s(t, x) is ALWAYS or (t, x) in handed or model.r(t, made) is NEVER)
 
     order: list[int] = []
     for t in range(model.ops):
-        wanted = {x for x in model.passing_before(t) if t + 1 < model.ops and present(t + 1, x) and not present(t, x)}
+        wanted = {x for x in model.iterate_passing(t) if t + 1 < model.ops and is_present(t + 1, x) and not is_present(t, x)}
         stage = []
         for i in range(t, -1, -1):
             if i == t or any(x in wanted for x in graph.ops[i].outputs):
                 stage.append(i)
-                wanted.update(x for x in model.problem.inputs[i] if not present(t, x))
+                wanted.update(x for x in model.problem.inputs[i] if not is_present(t, x))
         order += reversed(stage)
     return order

@@ -15,10 +15,18 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from graphs.ir import Graph, Op, Phase
-from solvers.baselines.common.answers import Candidate, answer, failure
-from solvers.baselines.common.blocks import blockings
+from solvers.baselines.common.answers import Candidate, answer, build_failure
+from solvers.baselines.common.blocks import find_blockings
 from solvers.baselines.common.recomputation import recompute_groups
-from solvers.baselines.common.torch_ops import ATTENTION, COMPUTE_INTENSIVE, CONVOLUTION, MATMUL, UPSAMPLING, base_name, is_one_of
+from solvers.baselines.common.torch_ops import (
+    ATTENTION,
+    COMPUTE_INTENSIVE,
+    CONVOLUTION,
+    MATMUL,
+    UPSAMPLING,
+    extract_base_name,
+    is_one_of,
+)
 from solvers.request import Request
 from solvers.result import Reason, Result
 
@@ -47,7 +55,7 @@ class SaveList:
 
     def has(self, target: str) -> bool:
         """Return True if ops with `target` are listed."""
-        return target in self.ops or base_name(target) in self.ops
+        return target in self.ops or extract_base_name(target) in self.ops
 
 
 LISTS = {
@@ -66,7 +74,7 @@ def save_lists(targets: Iterable[str]) -> list[SaveList]:
     Args:
         targets: of the forward ops, with repetitions.
     """
-    names = [base_name(target) for target in targets]
+    names = [extract_base_name(target) for target in targets]
     lists = [SaveList("", frozenset())]
     for kind, ops in _KINDS.items():
         count = sum(name in ops for name in names)
@@ -74,13 +82,13 @@ def save_lists(targets: Iterable[str]) -> list[SaveList]:
         if count > 1 and kind in _HALVED:
             ways.append((f"every second {kind}", ops, (ops,)))
         lists = [
-            *(_joined(known, *way) for known in lists for way in ways),
+            *(_join_lists(known, *way) for known in lists for way in ways),
             *lists,
         ]
     return [replace(known, name=known.name or "nothing") for known in lists]
 
 
-def _joined(known: SaveList, name: str, ops: frozenset[str], halved: tuple[frozenset[str], ...]) -> SaveList:
+def _join_lists(known: SaveList, name: str, ops: frozenset[str], halved: tuple[frozenset[str], ...]) -> SaveList:
     return SaveList(f"{known.name} + {name}" if known.name else name, known.ops | ops, (*known.halved, *halved))
 
 
@@ -105,27 +113,31 @@ def solve(request: Request, *, rule: str = SacRule.LISTED) -> Result:
     Raises:
         ValueError: no such rule.
     """
-    save = frozenset(request.params_of(SacParams()).save)
+    save = frozenset(request.get_params(SacParams()).save)
     settings = {"rule": str(rule), **({"save": sorted(save)} if save else {})}
-    if not saved_ops(request.graph, SacRule(rule), save):
+    if not list_saved_ops(request.graph, SacRule(rule), save):
         why = (
             f"{rule} does not apply: no op of the forward pass is one of those that {rule} saves; "
             "planner info shows what ops there are"
         )
-        return failure(request, str(rule), why, Reason.INAPPLICABLE, settings=settings)
+        return build_failure(request, str(rule), why, Reason.INAPPLICABLE, settings=settings)
     return answer(
-        request, str(rule), _trials(request.graph, SacRule(rule), save), what="selective checkpointing", settings=settings
+        request,
+        str(rule),
+        _generate_trials(request.graph, SacRule(rule), save),
+        what="selective checkpointing",
+        settings=settings,
     )
 
 
-def _trials(graph: Graph, rule: SacRule, save: frozenset[str]) -> Iterator[Candidate]:
+def _generate_trials(graph: Graph, rule: SacRule, save: frozenset[str]) -> Iterator[Candidate]:
     """Yield the schedules of every list in every region, lists that save the same ops once."""
     tuned = rule is SacRule.LISTED and not save
     forward = [op.target for op in graph.ops if op.phase is Phase.FORWARD]
-    ways = list(regions(graph))
+    ways = list(generate_regions(graph))
     tried: set[frozenset[int]] = set()
     for save_list in save_lists(forward) if tuned else [_list_of(rule, save)]:
-        saved = frozenset(t for op in ops_on(save_list, graph) for t in op.outputs)
+        saved = frozenset(t for op in select_listed_ops(save_list, graph) for t in op.outputs)
         if saved in tried:
             continue
         tried.add(saved)
@@ -139,20 +151,20 @@ def _list_of(rule: SacRule, save: frozenset[str]) -> SaveList:
     return SaveList(", ".join(sorted(save)), save) if rule is SacRule.LISTED and save else LISTS[rule]
 
 
-def saved_ops(graph: Graph, rule: SacRule, save: frozenset[str] = frozenset()) -> list[Op]:
+def list_saved_ops(graph: Graph, rule: SacRule, save: frozenset[str] = frozenset()) -> list[Op]:
     """Return the forward ops whose outputs `rule` saves; for several lists, those of the longest."""
-    return ops_on(_list_of(rule, save), graph)
+    return select_listed_ops(_list_of(rule, save), graph)
 
 
-def ops_on(save_list: SaveList, graph: Graph) -> list[Op]:
+def select_listed_ops(save_list: SaveList, graph: Graph) -> list[Op]:
     """Return the forward ops whose outputs `save_list` saves."""
     ops = [op for op in graph.ops if op.phase is Phase.FORWARD and save_list.has(op.target)]
     skipped = {op.id for half in save_list.halved for op in [op for op in ops if is_one_of(op, half)][1::2]}
     return [op for op in ops if op.id not in skipped]
 
 
-def regions(graph: Graph) -> Iterator[tuple[Mapping[str, object], Sequence[Hashable]]]:
+def generate_regions(graph: Graph) -> Iterator[tuple[Mapping[str, object], Sequence[Hashable]]]:
     """Yield divisions of the forward pass, with the region of each op (None: not checkpointed)."""
-    for way in blockings(graph):
+    for way in find_blockings(graph):
         yield way.settings, way.blocks
     yield {"region": "forward pass"}, [op.phase for op in graph.ops]

@@ -15,10 +15,10 @@ from functools import partial
 
 from graphs.ir import Phase
 from solvers.baselines.common.answers import Candidate
-from solvers.baselines.common.blocks import blockings
-from solvers.baselines.common.offloading import Layers, Offer, offloading_answer, schedule_with
+from solvers.baselines.common.blocks import find_blockings
+from solvers.baselines.common.offloading import Layers, Offer, answer_by_offloading, schedule_with
 from solvers.baselines.common.recomputation import recompute_groups
-from solvers.baselines.sac import ops_on, save_lists
+from solvers.baselines.sac import save_lists, select_listed_ops
 from solvers.request import Request
 from solvers.result import Result
 
@@ -36,33 +36,38 @@ class SacAndOffloadParams:
 
 def solve(request: Request) -> Result:
     """Return the fastest schedule that fits; LIMIT if none does. The parameters are ``SacAndOffloadParams``."""
-    params = request.params_of(SacAndOffloadParams())
+    params = request.get_params(SacAndOffloadParams())
     what = "selective checkpointing with offload"
-    return offloading_answer(
-        request, "sac-and-offload", partial(_trials, shares=params.shares), what=what, settings=asdict(params), by_blocks=True
+    return answer_by_offloading(
+        request,
+        "sac-and-offload",
+        partial(_generate_trials, shares=params.shares),
+        what=what,
+        settings=asdict(params),
+        by_blocks=True,
     )
 
 
-def _trials(offer: Offer, shares: Sequence[float]) -> Iterator[Candidate]:
+def _generate_trials(offer: Offer, shares: Sequence[float]) -> Iterator[Candidate]:
     """Yield the schedules of every list, division into blocks and share; lists that save the same ops once."""
     graph = offer.program
     tried: set[frozenset[int]] = set()
     for save_list in save_lists([op.target for op in graph.ops if op.phase is Phase.FORWARD]):
-        saved = frozenset(t for op in ops_on(save_list, graph) for t in op.outputs)
+        saved = frozenset(t for op in select_listed_ops(save_list, graph) for t in op.outputs)
         if saved in tried:
             continue
         tried.add(saved)
-        for way in blockings(graph):
+        for way in find_blockings(graph):
             computed = recompute_groups(graph, way.blocks, saved=saved, at_once=False).computed
             layers = Layers(offer, computed, way.blocks)
             for share in shares:
                 settings = {"saves": save_list.name, **way.settings, "share": share}
-                moves = layers.moves(_largest(offer, layers.may_go(), share))
+                moves = layers.plan_moves(_select_largest(offer, layers.may_go(), share))
                 yield Candidate(schedule_with(offer, computed, moves), settings)
 
 
-def _largest(offer: Offer, may_go: list[int], share: float) -> list[int]:
+def _select_largest(offer: Offer, may_go: list[int], share: float) -> list[int]:
     """Return the largest of `may_go` within `share` of them and the capacity of the host."""
-    room = int(share * sum(map(offer.size_bytes, may_go)))
+    room = int(share * sum(map(offer.get_size_bytes, may_go)))
     capacity = room if offer.host_bytes is None else min(room, offer.host_bytes)
-    return replace(offer, host_bytes=capacity).fitting(sorted(may_go, key=lambda t: -offer.size_bytes(t)))
+    return replace(offer, host_bytes=capacity).select_fitting(sorted(may_go, key=lambda t: -offer.get_size_bytes(t)))

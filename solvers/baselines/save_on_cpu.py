@@ -10,19 +10,19 @@ Small tensors stay, as with the option offload, and so do tensors that the host 
 from collections.abc import Iterator
 
 from solvers.baselines.common.answers import Candidate
-from solvers.baselines.common.offloading import Fetch, Moves, Offer, offloading_answer, runs, schedule_with
+from solvers.baselines.common.offloading import Fetch, Moves, Offer, answer_by_offloading, iterate_run_starts, schedule_with
 from solvers.request import Request
 from solvers.result import Result
 
 
 def solve(request: Request) -> Result:
     """Return the schedule; LIMIT if it does not fit."""
-    return offloading_answer(request, "save-on-cpu", _trials, what="saving on the host", settings={})
+    return answer_by_offloading(request, "save-on-cpu", _generate_trials, what="saving on the host", settings={})
 
 
-def _trials(offer: Offer) -> Iterator[Candidate]:
+def _generate_trials(offer: Offer) -> Iterator[Candidate]:
     moves = Moves()
-    for t in offer.fitting(offer.saved()):
-        moves.sent.append((t, offer.made_at(t)))
-        moves.fetches += (Fetch(t, reader, reader) for reader in runs(offer.readers(t, forward=False)))
+    for t in offer.select_fitting(offer.list_saved()):
+        moves.sent.append((t, offer.get_producer(t)))
+        moves.fetches += (Fetch(t, reader, reader) for reader in iterate_run_starts(offer.list_readers(t, forward=False)))
     yield Candidate(schedule_with(offer, range(len(offer.program.ops)), moves))

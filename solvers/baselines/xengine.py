@@ -62,9 +62,9 @@ from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
-from solvers.baselines.common.answers import Verdict, judged, result_of
+from solvers.baselines.common.answers import Verdict, build_result, judge
 from solvers.baselines.common.program_size import find_refusal
-from solvers.clock import Clock, left
+from solvers.clock import Clock, measure_rest
 from solvers.highs.builder import ONE, Term, TermProgram, Weighted
 from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
 from solvers.request import Request
@@ -122,7 +122,7 @@ class XEngineProgram(TermProgram):
         self.capacity = [None if c is None or c >= total else c for c in capacities]
         self.unit_s = (self.graph.time_s or 1.0) / _TIME_RANGE
         self.made_at = [t.producers[0] if t.producers else -1 for t in self.graph.tensors]
-        (self.last_run, self.last_use), self.due = _last_stages(placement), due(self.graph)
+        (self.last_run, self.last_use), self.due = _find_last_stages(placement), due(self.graph)
         self.R: dict[tuple[int, int, int], int] = {}
         self.S: dict[tuple[int, int, int], int] = {}
         self.A: dict[tuple[int, int, int, int, int], int] = {}
@@ -136,7 +136,7 @@ class XEngineProgram(TermProgram):
         latest = self.last_run if self.schedules.again else range(self.ops)
         executed = sum(1 + max(0, latest[i] - i) for runs in self.placement.runs for i in range(self.ops) if runs[i] is not None)
         handed = sum(
-            max(0, self._until(d, x) - max(self.made_at[x], 0))
+            max(0, self._find_last_stage(d, x) - max(self.made_at[x], 0))
             for d in self.devices
             for x, place in enumerate(self.placement.places[d])
             if place is not None and self._can_stay(d, x)
@@ -147,7 +147,7 @@ class XEngineProgram(TermProgram):
         """Return why the program is not begun, with `limit_s` for it; None if it is."""
         count = self.count()
         what = f"XEngine's program for {self.ops:,} ops on {len(self.devices)} devices has {count:,} variables R and S"
-        return find_refusal(what, count, MOST_DECISIONS, least_time_s(count), limit_s)
+        return find_refusal(what, count, MOST_DECISIONS, estimate_least_time_s(count), limit_s)
 
     def build(self) -> bool:
         """Add columns and rows; return False if the program would be too large."""
@@ -180,11 +180,11 @@ class XEngineProgram(TermProgram):
             for i in range(t + 1):
                 run = self.placement.runs[d][i]
                 if run is not None and (i == t or (self.schedules.again and t <= self.last_run[i])):
-                    self.R[d, t, i] = self._timed(run)
+                    self.R[d, t, i] = self._add_timed_column(run)
             for x, place in enumerate(self.placement.places[d]):
-                if place is not None and max(self.made_at[x], 0) < t <= self._until(d, x) and self._can_stay(d, x):
+                if place is not None and max(self.made_at[x], 0) < t <= self._find_last_stage(d, x) and self._can_stay(d, x):
                     # If all tensors fit, everything is handed over (``add_hand_over``), so that S is integer by itself.
-                    self.S[d, t, x] = self.column(integer=self.capacity[d] is not None)
+                    self.S[d, t, x] = self.add_column(integer=self.capacity[d] is not None)
         if self.schedules.ahead:
             for x in range(len(self.graph.tensors)):
                 if self.last_use[x] >= t:
@@ -205,17 +205,17 @@ class XEngineProgram(TermProgram):
                 run = self.placement.copies.get((d, e, x))
                 made = None if turn == BEGIN else self.r(d, t, self.made_at[x])
                 if run is not None and (made is not None or self.s(d, t, x) is not None):
-                    column = self._timed(run)
+                    column = self._add_timed_column(run)
                     self.A[d, e, t, x, turn] = column
                     self.arriving.setdefault((e, t, turn), []).append((x, column))
                     self.leaving.setdefault((d, t, x), []).append((turn, column))
 
-    def _timed(self, op: int) -> int:
-        column = self.column(integer=True)
+    def _add_timed_column(self, op: int) -> int:
+        column = self.add_column(integer=True)
         self.seconds[column] = self.placement.whole.ops[op].time_s
         return column
 
-    def _until(self, d: int, x: int) -> int:
+    def _find_last_stage(self, d: int, x: int) -> int:
         """Return the last stage into which x may be handed over on d; with copies ahead it may wait for one."""
         waits = self.schedules.ahead and self.capacity[d] is not None
         return self.ops - 1 if waits or self.stays(d, x) else self.last_use[x]
@@ -230,16 +230,16 @@ class XEngineProgram(TermProgram):
 
     def add_first(self, t: int) -> None:
         """Add sum of R[d,t,t] = 1: exactly one first execution over all devices."""
-        self.row([(self.r(d, t, t), 1) for d in self.devices], 1, 1)
+        self.add_terms([(self.r(d, t, t), 1) for d in self.devices], 1, 1)
 
     def add_inputs(self, t: int) -> None:
         """Add R[e,t,v] <= R[e,t,p(x)] + S[e,t,x] + sum of A[d,e,t,x,w] for w <= v."""
         for (e, stage, v), executed in self.R.items():
             for x in self.graph.ops[v].inputs if stage == t else ():
                 if self.s(e, t, x) != ONE:
-                    self.at_most([(executed, 1), *self._there(e, t, x, v)], 0)
+                    self.add_at_most([(executed, 1), *self._list_presence(e, t, x, v)], 0)
 
-    def _there(self, e: int, t: int, x: int, turn: int) -> list[Weighted]:
+    def _list_presence(self, e: int, t: int, x: int, turn: int) -> list[Weighted]:
         """Return -1 for each column by which x may be on e at a turn of stage t."""
         copies = [(column, -1.0) for w in range(BEGIN, turn + 1) for y, column in self.arriving.get((e, t, w), ()) if y == x]
         made = self.r(e, t, self.made_at[x]) if self.made_at[x] < turn else None
@@ -251,10 +251,10 @@ class XEngineProgram(TermProgram):
             if stage != t:
                 continue
             if 0 <= turn < self.ops:
-                self.at_most([(column, 1), (self.r(e, t, turn), -1)], 0)
+                self.add_at_most([(column, 1), (self.r(e, t, turn), -1)], 0)
             if self.s(d, t, x) != ONE:
                 made = None if turn == BEGIN else self.r(d, t, self.made_at[x])
-                self.at_most([(column, 1), (made, -1), (self.s(d, t, x), -1)], 0)
+                self.add_at_most([(column, 1), (made, -1), (self.s(d, t, x), -1)], 0)
 
     def add_hand_over(self, t: int) -> None:
         """Add S[d,t+1,x] <= S[d,t,x] + R[d,t,p(x)], with copies if they stay; without frees also >= each of them."""
@@ -265,15 +265,15 @@ class XEngineProgram(TermProgram):
                     continue
                 before = [(self.s(d, t, x), -1.0), (self.r(d, t, self.made_at[x]), -1.0)]
                 if self.schedules.stay or stays:
-                    before = self._there(d, t, x, self.ops)
-                self.at_most([(after, 1), *before], 0)
+                    before = self._list_presence(d, t, x, self.ops)
+                self.add_at_most([(after, 1), *before], 0)
                 for column, _ in before if stays or self.capacity[d] is None else ():
                     if column is not None:
-                        self.at_most([(column, 1), (after, -1)], 0)
+                        self.add_at_most([(column, 1), (after, -1)], 0)
 
     def add_end(self, x: int) -> None:
         """Add the row that kept x is on the main device at the end of its pass."""
-        self.at_most(self._there(0, self.due[x], x, self.ops), -1)
+        self.add_at_most(self._list_presence(0, self.due[x], x, self.ops), -1)
 
     def add_memory(self, d: int, t: int) -> None:
         """Add U[d,t,k] = U[d,t,k-1] - frees after k - 1 + copies before k + outputs; U + workspace <= M_d."""
@@ -283,27 +283,27 @@ class XEngineProgram(TermProgram):
         size = [0.0 if t.static and d == 0 else t.size_bytes / unit for t in self.graph.tensors]
         change: list[Weighted] = [(self.S.get((d, t, x)), size[x]) for x in range(len(size))]
         previous: Term = None
-        for k in self.turns(t):
+        for k in self.iterate_turns(t):
             arriving, executed = self.arriving.get((d, t, k), ()), self.r(d, t, k)
             change += [(column, size[x]) for x, column in arriving]
             if executed is not None:
                 change.append((executed, sum(size[x] for x in self.graph.ops[k].outputs)))
             if executed is not None or arriving:
-                used = self.column(upper=max(capacity / unit, 0.0))
-                self.row([(used, 1), (previous, -1), *((term, -weight) for term, weight in change)], 0, 0)
+                used = self.add_column(upper=max(capacity / unit, 0.0))
+                self.add_terms([(used, 1), (previous, -1), *((term, -weight) for term, weight in change)], 0, 0)
                 if executed is not None and (workspace_bytes := self.graph.ops[k].workspace_bytes):
-                    self.at_most([(used, 1), (executed, workspace_bytes / unit)], capacity / unit)
+                    self.add_at_most([(used, 1), (executed, workspace_bytes / unit)], capacity / unit)
                 previous, change = used, []
-            change += [(freed, -size[x]) for x, freed in self.frees(d, t, k)]
-            change += [(double, -size[x]) for x, double in self.doubles(d, t, k)]
+            change += [(freed, -size[x]) for x, freed in self.iterate_frees(d, t, k)]
+            change += [(double, -size[x]) for x, double in self.iterate_doubles(d, t, k)]
 
-    def turns(self, t: int) -> Iterator[int]:
+    def iterate_turns(self, t: int) -> Iterator[int]:
         """Yield the turns of stage t: before its ops, each of them, and the end if a kept tensor is due there."""
         yield from range(BEGIN, t + 1)
         if t in self.due.values() or t == self.ops - 1:
             yield self.ops
 
-    def frees(self, d: int, t: int, k: int) -> Iterator[tuple[int, int]]:
+    def iterate_frees(self, d: int, t: int, k: int) -> Iterator[tuple[int, int]]:
         """Yield x and F[d,t,x,k] <= uses of x at k: R[d,t,k] + sum of A[d,e,t,x,k]; <= 1 - each later use, and 1 - S[d,t+1,x]."""
         uses: dict[int, list[int]] = {}
         if (executed := self.r(d, t, k)) is not None:
@@ -319,23 +319,23 @@ class XEngineProgram(TermProgram):
                 continue
             later = [self.r(d, t, j) for j in self.graph.consumers[x] if k < j <= t]
             later += [column for turn, column in self.leaving.get((d, t, x), ()) if turn > k]
-            freed = self.column(integer=self.whole_frees)
-            self.at_most([(freed, 1), *((event, -1.0) for event in events)], 0)
+            freed = self.add_column(integer=self.whole_frees)
+            self.add_at_most([(freed, 1), *((event, -1.0) for event in events)], 0)
             for hazard in (self.S.get((d, t + 1, x)), *later):
                 if hazard is not None:
-                    self.at_most([(freed, 1), (hazard, 1)], 1)
+                    self.add_at_most([(freed, 1), (hazard, 1)], 1)
             self.F[d, t, x, k] = freed
             yield x, freed
 
-    def doubles(self, d: int, t: int, k: int) -> Iterator[tuple[int, int]]:
+    def iterate_doubles(self, d: int, t: int, k: int) -> Iterator[tuple[int, int]]:
         """Yield x and R[d,t,k] S[d,t,x] for outputs of op k that are in memory twice until its turn is over."""
         if (executed := self.r(d, t, k)) is None:
             return
         for x in self.graph.ops[k].outputs:
             if (there := self.S.get((d, t, x))) is not None and (len(self.graph.ops[k].outputs) > 1 or self.stays(d, x)):
-                double = self.column()
-                self.at_most([(double, 1), (executed, -1)], 0)
-                self.at_most([(double, 1), (there, -1)], 0)
+                double = self.add_column()
+                self.add_at_most([(double, 1), (executed, -1)], 0)
+                self.add_at_most([(double, 1), (there, -1)], 0)
                 yield x, double
 
     def r(self, d: int, t: int, i: int) -> Term:
@@ -347,7 +347,7 @@ class XEngineProgram(TermProgram):
         return ONE if d == 0 and self.graph.tensors[x].static else self.S.get((d, t, x))
 
 
-def _last_stages(placement: Placement) -> tuple[list[int], list[int]]:
+def _find_last_stages(placement: Placement) -> tuple[list[int], list[int]]:
     """Return for each op the last stage in which it may be useful, and for each tensor the last in which it may be used.
 
     An op that must run once, or whose inputs have been written in place, runs no later; kept tensors are used to the end.
@@ -371,7 +371,7 @@ def add_clocks(program: XEngineProgram, horizon_s: float) -> None:
     clocks = _Clocks(program, horizon_s / program.unit_s)
     for t in range(program.ops):
         clocks.hand_on(t)
-        for turn in program.turns(t):
+        for turn in program.iterate_turns(t):
             clocks.copy(t, turn)
             clocks.compute(t, turn)
             clocks.free(t, turn)
@@ -395,19 +395,19 @@ class _Clocks:
         for (d, t, i), column in program.R.items():
             self.executed.setdefault((t, i), []).append((d, column))
 
-    def after(self, *terms: Term) -> int:
+    def add_time_after(self, *terms: Term) -> int:
         """Add a time that is at least each of `terms` and return its column."""
-        column = self.program.column(upper=self.horizon)
+        column = self.program.add_column(upper=self.horizon)
         for term in terms:
             if term is not None:
-                self.program.at_most([(term, 1), (column, -1)], 0)
+                self.program.add_at_most([(term, 1), (column, -1)], 0)
         return column
 
-    def at_least(self, column: int, term: Term, seconds: float, given: Term, *others: Term) -> None:
+    def add_at_least(self, column: int, term: Term, seconds: float, given: Term, *others: Term) -> None:
         """Add column >= term + seconds if `given` is 1 and `others` are 0."""
         most = self.horizon + seconds
         terms: list[Weighted] = [(term, 1), (column, -1), (given, most), *((other, -most) for other in others)]
-        self.program.at_most(terms, self.horizon)
+        self.program.add_at_most(terms, self.horizon)
 
     def hand_on(self, t: int) -> None:
         """Add the times at the beginning of stage t for tensors that are handed over or may appear in it."""
@@ -417,31 +417,33 @@ class _Clocks:
             for x, place in enumerate(program.placement.places[d]):
                 handed_on = program.S.get((d, t, x))
                 made = program.R.get((d, t, program.made_at[x])) is not None
-                arrives = any(e == d and y == x for turn in program.turns(t) for _, e, y, _ in self.copies.get((t, turn), ()))
+                arrives = any(
+                    e == d and y == x for turn in program.iterate_turns(t) for _, e, y, _ in self.copies.get((t, turn), ())
+                )
                 if place is None or not (made or arrives or handed_on is not None):
                     continue
-                self.ready[d, x] = self.after()
+                self.ready[d, x] = self.add_time_after()
                 leaves = (d, t, x) in program.leaving
                 if leaves or (handed_on is not None and (d, x) in sent):
-                    self.sent[d, x] = self.after()
+                    self.sent[d, x] = self.add_time_after()
                 if handed_on is not None:
                     for now, before in ((self.ready, ready), (self.sent, sent)):
                         column = now.get((d, x))
                         if column is not None and (d, x) in before:
-                            self.at_least(column, before[d, x], 0.0, handed_on)
+                            self.add_at_least(column, before[d, x], 0.0, handed_on)
 
     def copy(self, t: int, turn: int) -> None:
         """Add the rows of the copies of a turn, in the order of their columns."""
         for d, e, x, column in self.copies.get((t, turn), ()):
             seconds = self.program.seconds[column] / self.program.unit_s
             before = self.channel.get((d, e))
-            done = self.after(before)
-            self.program.at_most([(before, 1), (column, seconds), (done, -1)], 0)
+            done = self.add_time_after(before)
+            self.program.add_at_most([(before, 1), (column, seconds), (done, -1)], 0)
             for term in (self.ready.get((d, x)), self.device[e]):
-                self.at_least(done, term, seconds, column)
+                self.add_at_least(done, term, seconds, column)
             for later in (self.ready.get((e, x)), self.sent.get((d, x))):
                 if later is not None:
-                    self.at_least(later, done, 0.0, column)
+                    self.add_at_least(later, done, 0.0, column)
             self.channel[d, e] = done
 
     def compute(self, t: int, turn: int) -> None:
@@ -449,15 +451,15 @@ class _Clocks:
         for d, column in self.executed.get((t, turn), ()):
             seconds, op = self.program.seconds[column] / self.program.unit_s, self.program.graph.ops[turn]
             before = self.device[d]
-            done = self.after()
-            self.program.at_most([(before, 1), (column, seconds), (done, -1)], 0)
+            done = self.add_time_after()
+            self.program.add_at_most([(before, 1), (column, seconds), (done, -1)], 0)
             for x in op.inputs:
                 if (ready := self.ready.get((d, x))) is not None:
-                    self.at_least(done, ready, seconds, column)
+                    self.add_at_least(done, ready, seconds, column)
             for x in op.outputs:
                 later = self.ready[d, x]
                 assert later is not None
-                self.at_least(later, done, 0.0, column, self.program.S.get((d, t, x)))
+                self.add_at_least(later, done, 0.0, column, self.program.S.get((d, t, x)))
             self.device[d] = done
 
     def free(self, t: int, turn: int) -> None:
@@ -469,9 +471,9 @@ class _Clocks:
                 if e == d and (freed := self.program.F.get((d, t, x, turn))) is not None
             ]
             if waits:
-                done = self.device[d] = self.after(self.device[d])
+                done = self.device[d] = self.add_time_after(self.device[d])
                 for sent, freed in waits:
-                    self.at_least(done, sent, 0.0, freed)
+                    self.add_at_least(done, sent, 0.0, freed)
 
     def end_stage(self, t: int) -> None:
         """Add the waits for copies of the tensors that are not handed over, on devices with a capacity."""
@@ -481,19 +483,19 @@ class _Clocks:
         for (d, x), sent in self.sent.items():
             if program.capacity[d] is None or program.stays(d, x) or (d == 0 and program.graph.tensors[x].static):
                 continue
-            self.device[d] = self.after(self.device[d])
+            self.device[d] = self.add_time_after(self.device[d])
             handed_on = program.S.get((d, t + 1, x))
             if handed_on is None:
-                program.at_most([(sent, 1), (self.device[d], -1)], 0)
+                program.add_at_most([(sent, 1), (self.device[d], -1)], 0)
             else:
-                program.at_most([(sent, 1), (self.device[d], -1), (handed_on, -self.horizon)], 0)
+                program.add_at_most([(sent, 1), (self.device[d], -1), (handed_on, -self.horizon)], 0)
 
     def end(self) -> None:
         """Set the objective to the makespan, with its bound by the paths of the graph."""
-        last = self.after(*self.device, *self.channel.values(), *self.paths())
+        last = self.add_time_after(*self.device, *self.channel.values(), *self.add_path_times())
         self.program.cost[last] = 1.0
 
-    def paths(self) -> list[int]:
+    def add_path_times(self) -> list[int]:
         """Return e_t for each op."""
         program, placement = self.program, self.program.placement
         again: list[list[int]] = [[] for _ in range(program.ops)]
@@ -505,28 +507,28 @@ class _Clocks:
             runs = [(program.R[d, op.id, op.id], d) for d in program.devices if (d, op.id, op.id) in program.R]
             times: list[Weighted] = [(column, program.seconds[column] / program.unit_s) for column, _ in runs]
             slowest = max(seconds for _, seconds in times)
-            end = self.after()
-            program.at_most([*times, (end, -1), *((column, -slowest) for column in again[op.id])], 0)
+            end = self.add_time_after()
+            program.add_at_most([*times, (end, -1), *((column, -slowest) for column in again[op.id])], 0)
             for p in sorted({program.made_at[x] for x in op.inputs} - {-1}):
                 begin = earliest[p]
-                program.at_most([(begin, 1), (end, -1)], -min(seconds for _, seconds in times))
-                program.at_most([(begin, 1), *times, (end, -1), *((column, -slowest) for column in again[op.id])], 0)
+                program.add_at_most([(begin, 1), (end, -1)], -min(seconds for _, seconds in times))
+                program.add_at_most([(begin, 1), *times, (end, -1), *((column, -slowest) for column in again[op.id])], 0)
                 for x in (x for x in op.inputs if program.made_at[x] == p):
                     for there, e in runs:
                         for d in program.devices:
                             made = program.R.get((d, p, p))
-                            copied_s = _copied_s(placement, d, e, x)
+                            copied_s = _find_copy_s(placement, d, e, x)
                             if made is None or copied_s is None:
                                 continue
                             copied = copied_s / program.unit_s
                             repeats = [(column, -slowest - copied) for column in {*again[op.id], *again[p]}]
                             both: list[Weighted] = [(there, copied), (made, copied)]
-                            program.at_most([(begin, 1), *times, *both, (end, -1), *repeats], copied)
+                            program.add_at_most([(begin, 1), *times, *both, (end, -1), *repeats], copied)
             earliest.append(end)
         return earliest
 
 
-def _copied_s(placement: Placement, d: int, e: int, x: int) -> float | None:
+def _find_copy_s(placement: Placement, d: int, e: int, x: int) -> float | None:
     """Return the least seconds of a transfer of x from d to e by any devices; None if it is the same or there is no way."""
     if d == e:
         return None
@@ -534,12 +536,12 @@ def _copied_s(placement: Placement, d: int, e: int, x: int) -> float | None:
     return min(times, default=None)
 
 
-def serial_schedule(program: XEngineProgram, values: Floats) -> Schedule:
+def build_serial_schedule(program: XEngineProgram, values: Floats) -> Schedule:
     """Return the executions and copies of a solution in its order, with the shortest lifetimes."""
-    return schedule_of(program.placement.whole, [op for _, _, op in _executed(program, values)])
+    return schedule_of(program.placement.whole, [op for _, _, op in _iterate_executed(program, values)])
 
 
-def lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
+def build_lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
     """Return the schedule of a solution with each tensor held until the solution frees it: its owner waits for copies.
 
     If all tensors fit, nothing is freed. Unread copies do not affect the makespan, and are left out.
@@ -553,9 +555,9 @@ def lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
         steps.append(Free(t))
         there.remove(t)
 
-    executed = list(_executed(program, values))
+    executed = list(_iterate_executed(program, values))
     for stage in range(program.ops):
-        for turn in program.turns(stage):
+        for turn in program.iterate_turns(stage):
             for where, when, op in executed:
                 if (where, when) == (stage, turn) and not (graph.ops[op].is_transfer and there.issuperset(graph.ops[op].outputs)):
                     steps.append(Compute(op))
@@ -571,10 +573,10 @@ def lazy_schedule(program: XEngineProgram, values: Floats) -> Schedule:
             stays = graph.tensors[t].static or t in graph.kept or program.capacity[d] is None
             if not stays and (handed_on is None or values[handed_on] < 0.5):
                 go(t)
-    return Schedule(_without_unread(graph, steps))
+    return Schedule(_remove_unread(graph, steps))
 
 
-def _without_unread(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
+def _remove_unread(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
     """Return `steps` without copies that are never read, and without their frees."""
     wanted = set(graph.kept)
     found: list[Step | None] = []
@@ -597,9 +599,9 @@ def _without_unread(graph: Graph, steps: Sequence[Step]) -> tuple[Step, ...]:
     return tuple(step for step in reversed(found) if step is not None)
 
 
-def _executed(program: XEngineProgram, values: Floats) -> Iterator[tuple[int, int, int]]:
+def _iterate_executed(program: XEngineProgram, values: Floats) -> Iterator[tuple[int, int, int]]:
     """Yield stage, turn and op of the executions and copies of a solution; copies come before the op of their turn."""
-    copies = {(t, turn): [] for t in range(program.ops) for turn in program.turns(t)}  # type: dict[tuple[int, int], list[int]]
+    copies = {(t, turn): [] for t in range(program.ops) for turn in program.iterate_turns(t)}  # type: dict[tuple[int, int], list[int]]
     for (d, e, t, x, turn), column in program.A.items():
         if values[column] > 0.5:
             copies[t, turn].append(program.placement.copies[d, e, x])
@@ -613,22 +615,22 @@ def _executed(program: XEngineProgram, values: Floats) -> Iterator[tuple[int, in
                 yield t, turn, run
 
 
-def least_time_s(count: int) -> float:
+def estimate_least_time_s(count: int) -> float:
     """Return about the least seconds after which a program of `count` variables R and S can have a solution."""
     return _LEAST_S * math.pow(count, _LEAST_POWER)
 
 
-def program_time_s(graph: Graph, budget_bytes: int) -> float:
-    """Return ``least_time_s`` of the program of a graph; 0 if there is none, or it is refused in any time."""
+def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
+    """Return ``estimate_least_time_s`` of the program of a graph; 0 if there is none, or it is refused in any time."""
     placement = placement_of(graph)
     program = XEngineProgram(placement, budget_bytes)
     refused = len(placement.pools) == 1 or program.find_refusal(math.inf)
-    return 0.0 if refused else least_time_s(program.count())
+    return 0.0 if refused else estimate_least_time_s(program.count())
 
 
 def overlapped_program_time_s(graph: Graph, budget_bytes: int) -> float:
     """Return the same for the makespan, whose search has a share of its time for that program."""
-    return program_time_s(graph, budget_bytes) / _SERIAL_SHARE
+    return estimate_program_time_s(graph, budget_bytes) / _SERIAL_SHARE
 
 
 class XEngineRule(StrEnum):
@@ -678,36 +680,36 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
         GraphError: the graph has options other than placement.
     """
 
-    def ended(verdict: Verdict, settings: Mapping[str, object] = MappingProxyType({})) -> Result:
-        return result_of(
-            request, str(rule), verdict, settings={**request.settings, **settings}, versions={"highs": highs.version()}
+    def finish(verdict: Verdict, settings: Mapping[str, object] = MappingProxyType({})) -> Result:
+        return build_result(
+            request, str(rule), verdict, settings={**request.settings, **settings}, versions={"highs": highs.read_version()}
         )
 
     overlapped = XEngineRule(rule) is XEngineRule.MAKESPAN
-    params = request.params_of(XEngineParams())
+    params = request.get_params(XEngineParams())
     params = replace(params, stay=params.stay or overlapped)
     placement = placement_of(request.graph)
     if len(placement.pools) == 1:
         why = "the graph has one device: give it the option placement, or use the solver checkmate"
-        return ended(Verdict(Status.LIMIT, message=why, reason=Reason.INAPPLICABLE))
+        return finish(Verdict(Status.LIMIT, message=why, reason=Reason.INAPPLICABLE))
     program = XEngineProgram(placement, request.budget_bytes, ScheduleClass(stay=params.stay, again=params.again))
-    clock = request.clock.part(_SERIAL_SHARE * left(request.clock)) if overlapped else request.clock
+    clock = request.clock.start_part(_SERIAL_SHARE * measure_rest(request.clock)) if overlapped else request.clock
     if (refusal := program.find_refusal(clock.limit)) is not None:
-        return ended(Verdict(Status.LIMIT, None, None, *refusal))
+        return finish(Verdict(Status.LIMIT, None, None, *refusal))
     if not program.build():
-        return ended(_too_large(placement))
+        return finish(_report_too_large(placement))
     program.count_seconds()
     request.tell("solving XEngine's program", None, None)
-    answer = _solved(program.milp(), request, clock, program.unit_s, request.tolerance.first)
+    answer = _solve_milp(program.build_milp(), request, clock, program.unit_s, request.tolerance.first)
     if answer.values is None:
-        return ended(_nothing(request, answer))
-    executed = serial_schedule(program, answer.values)
+        return finish(_report_nothing(request, answer))
+    executed = build_serial_schedule(program, answer.values)
     serial_s = sum(request.graph.ops[op].time_s for op in executed.computed)
     found = _Found(executed, serial_s, min(serial_s, answer.bound * program.unit_s))
     if overlapped:
-        ahead = _overlapped(request, program, answer.values, found)
+        ahead = _solve_overlapped(request, program, answer.values, found)
         if ahead is None:
-            return ended(_too_large(placement))
+            return finish(_report_too_large(placement))
         found = ahead
     settings = {
         "objective": "makespan" if overlapped else "serial sum",
@@ -717,11 +719,11 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
         "serial_bound_s": found.serial_bound_s,
     }
     if found.bound_s is not None:
-        return ended(judged(request, found.schedule, found.bound_s), settings)
-    return ended(Verdict(Status.FEASIBLE, found.schedule), settings)
+        return finish(judge(request, found.schedule, found.bound_s), settings)
+    return finish(Verdict(Status.FEASIBLE, found.schedule), settings)
 
 
-def _overlapped(request: Request, serial: XEngineProgram, values: Floats, found: _Found) -> _Found | None:
+def _solve_overlapped(request: Request, serial: XEngineProgram, values: Floats, found: _Found) -> _Found | None:
     """Return the best makespan, from the solution `values` of the serial program; None if the program with clocks is too large.
 
     If each op is executed once, that class is searched first: its program is far smaller.
@@ -740,13 +742,13 @@ def _overlapped(request: Request, serial: XEngineProgram, values: Floats, found:
         if len(program.cost) > MOST_COLUMNS:
             return None
         request.tell("solving XEngine's program with clocks", horizon_s, None)
-        clock = request.clock.part(_ONCE_SHARE * left(request.clock)) if again is not wanted else request.clock
-        milp = program.milp()
-        started = _solved(_like(known, values, program, milp), request, clock, program.unit_s, 1.0)
-        answer = _solved(milp, request, clock, program.unit_s, request.tolerance.first, started.values)
+        clock = request.clock.start_part(_ONCE_SHARE * measure_rest(request.clock)) if again is not wanted else request.clock
+        milp = program.build_milp()
+        started = _solve_milp(_fix_to_solution(known, values, program, milp), request, clock, program.unit_s, 1.0)
+        answer = _solve_milp(milp, request, clock, program.unit_s, request.tolerance.first, started.values)
         if answer.values is not None:
             known, values = program, answer.values
-            schedule = lazy_schedule(program, values)
+            schedule = build_lazy_schedule(program, values)
             if simulate(request.graph, schedule).time_s < horizon_s:
                 found = replace(found, schedule=schedule)
         if again is wanted:
@@ -754,7 +756,7 @@ def _overlapped(request: Request, serial: XEngineProgram, values: Floats, found:
     return found
 
 
-def _like(known: XEngineProgram, values: Floats, program: XEngineProgram, milp: Milp) -> Milp:
+def _fix_to_solution(known: XEngineProgram, values: Floats, program: XEngineProgram, milp: Milp) -> Milp:
     """Return `milp` of `program` with executions, copies and hand-overs fixed to a solution of a smaller program."""
     chosen = dict.fromkeys((*program.R.values(), *program.A.values(), *program.S.values()), 0.0)
     for theirs, ours in ((known.R, program.R), (known.S, program.S)):
@@ -771,16 +773,18 @@ def _like(known: XEngineProgram, values: Floats, program: XEngineProgram, milp: 
     return replace(milp, lower=lower, upper=upper)
 
 
-def _solved(milp: Milp, request: Request, clock: Clock, unit_s: float, tolerance: float, start: Floats | None = None) -> Answer:
+def _solve_milp(
+    milp: Milp, request: Request, clock: Clock, unit_s: float, tolerance: float, start: Floats | None = None
+) -> Answer:
     def tell(bound: float) -> None:
         request.tell("solving XEngine's program", None, bound * unit_s)
 
-    callbacks = SolveCallbacks(should_stop=request.interrupted, on_bound=tell, interrupted=request.interrupted)
+    callbacks = SolveCallbacks(should_stop=request.is_interrupted, on_bound=tell, interrupted=request.is_interrupted)
     gap = tolerance * request.graph.time_s / unit_s
     return highs.solve_program(milp, clock=clock, absolute_gap=gap, start=start, callbacks=callbacks)
 
 
-def _too_large(placement: Placement) -> Verdict:
+def _report_too_large(placement: Placement) -> Verdict:
     ops, devices = len(placement.program.ops), len(placement.pools)
     why = (
         f"XEngine's program for {ops:,} ops on {devices} devices has more than {MOST_COLUMNS:,} variables, which this solver "
@@ -789,11 +793,11 @@ def _too_large(placement: Placement) -> Verdict:
     return Verdict(Status.LIMIT, message=why, reason=Reason.SIZE)
 
 
-def _nothing(request: Request, answer: Answer) -> Verdict:
+def _report_nothing(request: Request, answer: Answer) -> Verdict:
     budget = format_bytes(request.budget_bytes)
     if answer.outcome is Outcome.INFEASIBLE:
         why = f"no schedule of XEngine's class fits {budget} and the other memories ({answer.detail}): raise the budget"
         return Verdict(Status.LIMIT, message=why, reason=Reason.MEMORY)
-    limit = request.clock.amount(request.clock.limit)
+    limit = request.clock.format_amount(request.clock.limit)
     why = f"XEngine's program found nothing within {limit} ({answer.detail}): raise the time limit or the budget"
     return Verdict(Status.LIMIT, message=why, reason=Reason.TIME)

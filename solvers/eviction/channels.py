@@ -23,7 +23,7 @@ class Channels:
         self.offloads = problem.offloads.by_tensor
         self.time_s, self.outputs = problem.time_s, problem.outputs
         self.starts_s = np.array(list(accumulate(problem.time_s, initial=0.0)))
-        self.peak = _peak(problem) if self.offloads else 0
+        self.peak = _find_peak_op(problem) if self.offloads else 0
         self.now_s = self.out_s = self.in_s = 0.0
         self.begin_s = float(self.starts_s[self.peak])  # earliest start of reloads, on the time axis of keeping everything
         self.made_s: dict[int, float] = {}
@@ -43,7 +43,7 @@ class Channels:
             if t in self.away:
                 self._forget(t)
 
-    def cost_s(self, t: int, use: int, price: float) -> float:
+    def compute_cost_s(self, t: int, use: int, price: float) -> float:
         """Return the cost of offloading and reloading `t` in seconds, inf if that is impossible."""
         if t not in self.offloads or use >= NEVER:
             return np.inf
@@ -53,16 +53,16 @@ class Channels:
         left_s = float(self.least_s[use]) - self.begin_s
         cost_s = price * transfers.reload_s + max(0.0, transfers.reload_s - max(0.0, left_s))
         if t not in self.sent:
-            cost_s += price * transfers.offload_s + max(0.0, self._out_s(t) - self.now_s)
+            cost_s += price * transfers.offload_s + max(0.0, self._compute_out_s(t) - self.now_s)
         return cost_s
 
-    def _out_s(self, t: int) -> float:
+    def _compute_out_s(self, t: int) -> float:
         return max(self.out_s, self.made_s[t]) + self.offloads[t].offload_s
 
     def offload(self, t: int, use: int) -> None:
         """Offload `t`, which op `use` reads next."""
         if t not in self.sent:
-            self.out_s = self._out_s(t)
+            self.out_s = self._compute_out_s(t)
             self.now_s = max(self.now_s, self.out_s)
             self.sent.add(t)
         self.away[t] = use
@@ -80,7 +80,7 @@ class Channels:
         self.least_s = None
 
 
-def _peak(problem: Problem) -> int:
+def _find_peak_op(problem: Problem) -> int:
     """Return the op at which keeping everything needs most memory."""
     change = np.zeros(problem.ops + 1)
     for t, readers in enumerate(problem.graph.consumers):

@@ -35,7 +35,7 @@ class Evicted(NamedTuple):
     reloads: frozenset[tuple[int, int]]
 
 
-def evicting_order(problem: Problem, rule: EvictionRule, settings: EvictionSettings = DEFAULT) -> Evicted | None:
+def find_evicting_order(problem: Problem, rule: EvictionRule, settings: EvictionSettings = DEFAULT) -> Evicted | None:
     """Return an order of execution that fits the capacity, by `rule`; None if the rule fails.
 
     First executions are in the program order of `problem`.
@@ -80,15 +80,15 @@ class Eviction:
         self.evictable = [recomputable or t in self.offloads for t, recomputable in enumerate(self.recomputable)]
         self.reloads: set[tuple[int, int]] = set()
         self.alone_bytes = [op.workspace_bytes + sum(self.size[t] for t in problem.held[op.id] - graph.kept) for op in graph.ops]
-        self.staying_bytes = self._staying_bytes()
+        self.staying_bytes = self._compute_staying_bytes()
 
     def run(self) -> Evicted | None:
         """Return the order of execution; None if the rule fails."""
         try:
             for op in range(len(self.graph.ops)):
                 self.rounds.clear()
-                while missing := self._missing(op):
-                    self._execute(missing[0], self._wanted((*missing[1:], op)))
+                while missing := self._list_missing(op):
+                    self._execute(missing[0], self._find_wanted((*missing[1:], op)))
                     self._look_ahead(missing[0])
                 self._execute(op, {})
                 self.done = op
@@ -97,7 +97,7 @@ class Eviction:
             return None
         return Evicted(self.order, frozenset(self.reloads))
 
-    def _staying_bytes(self) -> list[int]:
+    def _compute_staying_bytes(self) -> list[int]:
         """Return for each op the bytes in memory before it that are never evicted; with gradients, if the rule keeps them."""
         change = [0] * (len(self.graph.ops) + 1)
         for op in self.graph.ops:
@@ -112,7 +112,7 @@ class Eviction:
 
     # What there is to do.
 
-    def _missing(self, op: int) -> list[int]:
+    def _list_missing(self, op: int) -> list[int]:
         """Return the ops to recompute before `op`, in program order."""
         found: set[int] = set()
         stack = [self.producer[t] for t in self.inputs[op] if not self.at_hand[t]]
@@ -123,7 +123,7 @@ class Eviction:
                 stack.extend(self.producer[t] for t in self.inputs[i] if not self.at_hand[t])
         return sorted(found)
 
-    def _wanted(self, ops: tuple[int, ...]) -> dict[int, int]:
+    def _find_wanted(self, ops: tuple[int, ...]) -> dict[int, int]:
         """Return for each tensor that `ops` read the position of its first reader."""
         wanted: dict[int, int] = {}
         for place, op in enumerate(ops):
@@ -178,7 +178,7 @@ class Eviction:
 
     def _may_go(self, t: int, done: int) -> bool:
         """Return True if t, an input of the new op `done`, may be overwritten: it can be recomputed or is not needed again."""
-        return self.recomputable[t] or self._of_no_use(t, done)
+        return self.recomputable[t] or self._is_useless(t, done)
 
     # What to evict.
 
@@ -186,7 +186,7 @@ class Eviction:
         """Evict tensors until op `i` has room: unwanted ones, then those wanted last, then those of `over`, which it returns."""
         others, soon = [], []
         for t in sorted(self.live.difference(self.inputs[i])):
-            if not (self.evictable[t] or self._of_no_use(t, self.done)):
+            if not (self.evictable[t] or self._is_useless(t, self.done)):
                 continue
             if t in wanted:
                 soon.append(t)
@@ -211,14 +211,14 @@ class Eviction:
 
     def _evict_cheapest(self, needed_bytes: int, tensors: list[int]) -> None:
         self._find_costs(tensors)
-        ranked = list(zip(self._ranks(tensors), tensors, strict=True))
+        ranked = list(zip(self._compute_ranks(tensors), tensors, strict=True))
         heapify(ranked)
         while self.free_bytes < needed_bytes and ranked:
             rank, t = ranked[0]
             # Unknown since an earlier eviction, or higher because of the load of the channels.
             if t not in self.cost or self.offloads:
                 self._find_costs([t])
-                if (now := self._ranks([t])[0]) > rank:
+                if (now := self._compute_ranks([t])[0]) > rank:
                     heapreplace(ranked, (now, t))
                     continue
             heappop(ranked)
@@ -227,13 +227,13 @@ class Eviction:
     def _find_costs(self, tensors: Sequence[int]) -> None:
         for t in tensors:
             if t not in self.cost:
-                self.cost[t] = self._cost(t) if self.recomputable[t] else np.inf
+                self.cost[t] = self._compute_cost(t) if self.recomputable[t] else np.inf
 
     def _evict(self, t: int) -> None:
         """Drop a tensor or, if reloading it costs less, offload it."""
         if t in self.offloads:
             self._find_costs([t])
-            if self.channels.cost_s(t, self.next_use[t], self.rule.channel) < self.cost[t]:
+            if self.channels.compute_cost_s(t, self.next_use[t], self.rule.channel) < self.cost[t]:
                 self._offload(t)
                 return
         self._drop(t)
@@ -246,35 +246,35 @@ class Eviction:
         self.free_bytes += self.size[t]
         self._forget_costs(t)
 
-    def _of_no_use(self, t: int, done: int) -> bool:
+    def _is_useless(self, t: int, done: int) -> bool:
         """Return True if no op that may run after the new op `done` reads t."""
         readers = self.graph.consumers[t]
         if t in self.graph.kept:
             return False
         return not readers or (readers[-1] <= done and not any(self.graph.ops[r].recomputable for r in readers))
 
-    def _ranks(self, tensors: Sequence[int]) -> list[float]:
+    def _compute_ranks(self, tensors: Sequence[int]) -> list[float]:
         rule = self.rule
-        cost = np.array(self._costs(tensors)) ** rule.cost
+        cost = np.array(self._compute_costs(tensors)) ** rule.cost
         distance = np.maximum(1.0, np.array([self.next_use[t] - self.done for t in tensors], dtype=np.float64)) ** rule.distance
-        worth = 1.0 if self.guide is None else np.array([self._worth(self.guide, t) for t in tensors])
+        worth = 1.0 if self.guide is None else np.array([self._compute_worth(self.guide, t) for t in tensors])
         ranks: list[float] = (worth * cost / (np.array([self.sized[t] for t in tensors]) * distance)).tolist()
         return ranks
 
-    def _costs(self, tensors: Sequence[int]) -> list[float]:
+    def _compute_costs(self, tensors: Sequence[int]) -> list[float]:
         if not self.offloads:
             return [self.cost[t] for t in tensors]
         price = self.rule.channel
-        return [min(self.cost[t], self.channels.cost_s(t, self.next_use[t], price)) for t in tensors]
+        return [min(self.cost[t], self.channels.compute_cost_s(t, self.next_use[t], price)) for t in tensors]
 
-    def _worth(self, guide: Guide, t: int) -> float:
+    def _compute_worth(self, guide: Guide, t: int) -> float:
         """Return the factor to the rank of t by the guide."""
         window = bisect_left(guide.ends, self.done + 1)
         if guide.handed[window, t]:
             return self.rule.guided
         return 1.0 if self.next_use[t] <= guide.ends[window] else 1.0 / self.rule.guided
 
-    def _cost(self, t: int) -> float:
+    def _compute_cost(self, t: int) -> float:
         """Return the seconds to recompute a tensor, including its missing ancestors."""
         total = 1e-9
         staying_bytes = self.staying_bytes[min(self.next_use[t], len(self.time))]
@@ -294,7 +294,7 @@ class Eviction:
     # Next uses of tensors: by a new op, or by the recomputation of a missing tensor.
 
     def _drop(self, t: int) -> None:
-        if t in self.offloads and not (self.recomputable[t] or self._of_no_use(t, self.done)):
+        if t in self.offloads and not (self.recomputable[t] or self._is_useless(t, self.done)):
             self._offload(t)  # tensors computed from it may be evicted and recomputed later
             return
         self.live.discard(t)

@@ -6,16 +6,16 @@ from graphs.errors import ScheduleError
 from graphs.ir import Graph
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
-from solvers.bounds import least_budget_bound
-from solvers.clock import Clock, left
-from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
+from solvers.bounds import bound_least_budget
+from solvers.clock import Clock, measure_rest
+from solvers.eviction.engine import WORK_PER_EVICTION, find_evicting_order
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionSettings
-from solvers.problem import problem_of
+from solvers.problem import build_problem
 
 _PRECISION = 0.005  # of the peak
 
 
-def least_evicting_schedule(
+def find_least_evicting_schedule(
     graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None, proved_bytes: int | None = None
 ) -> Schedule | None:
     """Return the schedule of least peak that a rule finds before the clock's limit or `should_stop`; None if there is none.
@@ -23,12 +23,12 @@ def least_evicting_schedule(
     The search stops at `proved_bytes`, by default the bound of ``solvers.bounds``.
     """
 
-    def ended() -> bool:
+    def has_ended() -> bool:
         clock.spend(WORK_PER_EVICTION)
-        return left(clock) <= 0 or (should_stop is not None and should_stop())
+        return measure_rest(clock) <= 0 or (should_stop is not None and should_stop())
 
-    problem = problem_of(graph, graph.static_bytes)
-    bound = least_budget_bound(graph).budget_bytes if proved_bytes is None else proved_bytes
+    problem = build_problem(graph, graph.static_bytes)
+    bound = bound_least_budget(graph).budget_bytes if proved_bytes is None else proved_bytes
     best: Schedule | None = None
     least = simulate(graph, schedule_of(graph, range(len(graph.ops)))).peak_bytes
     for rule in (*RULES, *TIGHT_RULES):
@@ -36,11 +36,11 @@ def least_evicting_schedule(
         # Most rules end where the first did: ask first if they get any further, then how far.
         budget = (low + least) // 2 if best is None else int((1 - _PRECISION) * least)
         asked = best is not None
-        while low < budget and least - low > _PRECISION * least and not ended():
-            settings = EvictionSettings(capacity_bytes=budget - graph.static_bytes, should_stop=ended)
-            order = evicting_order(problem, rule, settings)
+        while low < budget and least - low > _PRECISION * least and not has_ended():
+            settings = EvictionSettings(capacity_bytes=budget - graph.static_bytes, should_stop=has_ended)
+            order = find_evicting_order(problem, rule, settings)
             schedule = None if order is None else schedule_of(graph, order.computed)
-            peak = None if schedule is None else _peak_bytes(graph, schedule)
+            peak = None if schedule is None else _compute_peak_bytes(graph, schedule)
             if peak is None or peak >= least:
                 if asked:
                     break
@@ -52,7 +52,7 @@ def least_evicting_schedule(
     return best
 
 
-def _peak_bytes(graph: Graph, schedule: Schedule) -> int | None:
+def _compute_peak_bytes(graph: Graph, schedule: Schedule) -> int | None:
     try:
         return simulate(graph, schedule).peak_bytes
     except ScheduleError:  # it reads an overwritten tensor: eviction ignores overwriting

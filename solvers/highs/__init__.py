@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import highspy
 import numpy as np
 
-from solvers.clock import Clock, left
+from solvers.clock import Clock, measure_rest
 from solvers.highs.program import Answer, Floats, HighsError, Milp, Option, Outcome, SolveCallbacks
 from solvers.highs.run import HighsRun
 
@@ -42,7 +42,7 @@ OUTCOMES: dict[highspy.HighsModelStatus, Outcome] = {
 OUTCOMES[_Status.__members__["kHighsInterrupt"]] = Outcome.STOPPED
 
 
-def version() -> str:
+def read_version() -> str:
     """Return HiGHS's version, e.g. ``1.15.1``."""
     return f"{highspy.HIGHS_VERSION_MAJOR}.{highspy.HIGHS_VERSION_MINOR}.{highspy.HIGHS_VERSION_PATCH}"
 
@@ -76,13 +76,13 @@ def solve_program(
     Raises:
         HighsError: HiGHS refuses the model or an option.
     """
-    if left(clock) <= 0:
+    if measure_rest(clock) <= 0:
         return Answer(Outcome.STOPPED, None, None, -np.inf, "no time left")
     if not len(program.cost):
-        return _without_variables(program)
+        return _answer_without_variables(program)
     solver = _load(program)
     settings: dict[str, Option] = {
-        "time_limit": highspy.kHighsInf if clock.counts_work else max(0.0, left(clock)),  # minus the time of loading
+        "time_limit": highspy.kHighsInf if clock.counts_work else max(0.0, measure_rest(clock)),  # minus the time of loading
         "mip_abs_gap": max(0.0, absolute_gap),
         "mip_rel_gap": 0.0,
         "mip_feasibility_tolerance": _FEASIBILITY,
@@ -122,10 +122,10 @@ def _load(program: Milp) -> highspy.Highs:
 
 def _check(status: highspy.HighsStatus, what: str) -> None:
     if status == highspy.HighsStatus.kError:
-        raise HighsError(f"HiGHS {version()} refuses {what}")
+        raise HighsError(f"HiGHS {read_version()} refuses {what}")
 
 
-def _without_variables(program: Milp) -> Answer:
+def _answer_without_variables(program: Milp) -> Answer:
     feasible = bool((program.row_lower <= _FEASIBILITY).all() and (program.row_upper >= -_FEASIBILITY).all())
     if not feasible:
         return Answer(Outcome.INFEASIBLE, None, None, np.inf, "no variables")

@@ -43,7 +43,7 @@ class ProgramBuilder:
         self._row_lower: list[float] = []
         self._row_upper: list[float] = []
 
-    def column(self, cost: float = 0.0, *, integer: bool = False, lower: float = 0.0, upper: float = 1.0) -> int:
+    def add_column(self, cost: float = 0.0, *, integer: bool = False, lower: float = 0.0, upper: float = 1.0) -> int:
         """Add a variable and return its column."""
         self.cost.append(cost)
         self.lower.append(lower)
@@ -63,7 +63,7 @@ class ProgramBuilder:
             if self._should_stop():
                 raise BuildStoppedError
 
-    def milp(self) -> Milp:
+    def build_milp(self) -> Milp:
         """Return the program as arrays."""
         shape = len(self._row_lower), len(self.cost)
         return Milp(
@@ -82,13 +82,13 @@ class TermProgram(ProgramBuilder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.column(lower=1.0)
+        self.add_column(lower=1.0)
 
-    def at_most(self, terms: Sequence[Weighted], limit: float) -> None:
+    def add_at_most(self, terms: Sequence[Weighted], limit: float) -> None:
         """Add the row: sum of `terms` <= `limit`."""
-        self.row(terms, -np.inf, limit)
+        self.add_terms(terms, -np.inf, limit)
 
-    def row(self, terms: Sequence[Weighted], lower: float, upper: float) -> None:
+    def add_terms(self, terms: Sequence[Weighted], lower: float, upper: float) -> None:
         """Add the row: `lower` <= sum of `terms` <= `upper`."""
         known = [(column, weight) for column, weight in terms if column is not None]
         self.add_row([column for column, _ in known], [weight for _, weight in known], lower, upper)

@@ -11,7 +11,7 @@ from typing import Any
 import highspy
 import numpy as np
 
-from solvers.clock import Clock, left
+from solvers.clock import Clock, measure_rest
 from solvers.highs.program import Floats, Milp, SolveCallbacks
 
 _POLL_S = 0.05  # polling interval of the caller's thread
@@ -48,7 +48,7 @@ class HighsRun:
         kinds = highspy.cb.HighsCallbackType
         # HiGHS holds the callback, invisible to Python's garbage collector: a reference to self would leak the whole solve.
         this = weakref.ref(self)
-        solver.setCallback(lambda *told: run._called(*told) if (run := this()) else None, None)
+        solver.setCallback(lambda *told: run._handle_callback(*told) if (run := this()) else None, None)
         if self.is_mip:
             solver.startCallback(kinds.kCallbackMipImprovingSolution)
             solver.startCallback(kinds.kCallbackMipInterrupt)
@@ -97,7 +97,7 @@ class HighsRun:
             if callbacks.on_bound and now - told > 0.1:
                 told = now
                 callbacks.on_bound(self.bound)
-            if self._stop or left(clock) < -_GRACE_S or (callbacks.should_stop and callbacks.should_stop()):
+            if self._stop or measure_rest(clock) < -_GRACE_S or (callbacks.should_stop and callbacks.should_stop()):
                 return
 
     def _look_after_work(self, callbacks: SolveCallbacks, clock: Clock) -> None:
@@ -113,7 +113,7 @@ class HighsRun:
             self._hand_over(callbacks)
             if callbacks.on_bound:
                 callbacks.on_bound(self.bound)
-            if left(clock) <= 0 or (callbacks.should_stop and callbacks.should_stop()):
+            if measure_rest(clock) <= 0 or (callbacks.should_stop and callbacks.should_stop()):
                 self._stop = True
             self._seen.set()
 
@@ -136,7 +136,7 @@ class HighsRun:
             self._done.set()
             self._to_see.set()
 
-    def _called(self, kind: Any, message: str, out: Any, into: Any, data: Any) -> None:
+    def _handle_callback(self, kind: Any, message: str, out: Any, into: Any, data: Any) -> None:
         better = kind == highspy.cb.HighsCallbackType.kCallbackMipImprovingSolution
         if better:
             self.values = np.array(out.mip_solution, dtype=np.float64)

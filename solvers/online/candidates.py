@@ -51,7 +51,7 @@ class Candidates:
         self._changed.discard(storage)
         self._removed += 1
 
-    def bar(self, storage: int) -> None:
+    def exclude(self, storage: int) -> None:
         """Record that a storage may not be evicted."""
         self._pool[storage] = False
 
@@ -59,16 +59,16 @@ class Candidates:
         """Record that a storage in memory may be evicted again."""
         self._pool[storage] = True
 
-    def least(self, now_s: float) -> int | None:
+    def find_least(self, now_s: float) -> int | None:
         """Return the candidate of least score at `now_s`; None if there is none."""
         if not self.heuristic.bounded:
             candidates = np.flatnonzero(self.pool)
-            return self._pick(candidates, self._scores(candidates, now_s)) if len(candidates) else None
+            return self._pick(candidates, self._score(candidates, now_s)) if len(candidates) else None
         if now_s > self._until_s or len(self._changed) + self._removed > self._room:
             self._sort(now_s)
-        return self._first(now_s)
+        return self._find_first(now_s)
 
-    def _first(self, now_s: float) -> int | None:
+    def _find_first(self, now_s: float) -> int | None:
         """Return the candidate of least score, looking at those that have changed, and at the others by their bounds."""
         seen, scores = [], []
         least, at = np.inf, 0
@@ -77,7 +77,7 @@ class Candidates:
             block = block[self.pool[block]]
             if len(block):
                 seen.append(block)
-                scores.append(self._scores(block, now_s))
+                scores.append(self._score(block, now_s))
                 least = min(least, float(scores[-1].min()))
             if at >= len(self._order) or self._bounds[at] > least:
                 break
@@ -92,9 +92,9 @@ class Candidates:
         since = self.storages.since[tied]
         return int(tied[since.argmin() if least == 0 else since.argmax()])
 
-    def _scores(self, storages: Ints, now_s: float) -> Floats:
+    def _score(self, storages: Ints, now_s: float) -> Floats:
         self.storages.work += len(storages)
-        return self.heuristic.scores(storages, now_s)
+        return self.heuristic.score(storages, now_s)
 
     def _sort(self, now_s: float) -> None:
         """Sort all storages in memory, pinned ones too, by their scores at a time from which on they are sorted again."""
@@ -103,7 +103,7 @@ class Candidates:
         root = isqrt(len(pool)) + 1
         oldest_s = float(self.storages.touched_s[pool].min()) if len(pool) else now_s
         self._until_s = now_s + (now_s - oldest_s) / root
-        bounds = self._scores(order, self._until_s) * _ROUNDING
+        bounds = self._score(order, self._until_s) * _ROUNDING
         by_bound = np.argsort(bounds, kind="stable")
         self._order, self._bounds = order[by_bound], bounds[by_bound]
         self._room = max(_LEAST_ROOM, 2 * root)

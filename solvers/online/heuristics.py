@@ -43,7 +43,7 @@ MEGENGINE = "megengine"
 NAMES = (*(rule.value for rule in DtrRule), MEGENGINE)
 
 
-def heuristic_of(name: str, seed: int = 0) -> "Heuristic":
+def make_heuristic(name: str, seed: int = 0) -> "Heuristic":
     """Return the heuristic called `name`, one of ``NAMES``; `seed` is for the random one.
 
     Raises:
@@ -73,7 +73,7 @@ class Heuristic(ABC):
     """A choice of the evicted storage, the one of least score; it is notified of evictions and recomputations.
 
     A score may fall as time passes. It rises when a storage is read. If it falls for another reason, the heuristic calls
-    ``Storages.fell``.
+    ``Storages.note_fallen``.
 
     Attributes:
         bounded: True if that holds; otherwise all candidates are scored for each choice.
@@ -107,33 +107,33 @@ class Heuristic(ABC):
     def grow(self, capacity: int) -> None:  # noqa: B027 (not all have arrays)
         """Make room for `capacity` storages."""
 
-    def added(self, storage: int) -> None:  # noqa: B027
+    def note_added(self, storage: int) -> None:  # noqa: B027
         """Record a new storage; its id is the next one, or that of a dropped storage."""
 
-    def evicted(self, storage: int) -> None:  # noqa: B027 (not all listen)
+    def note_evicted(self, storage: int) -> None:  # noqa: B027 (not all listen)
         """Record that `storage` was evicted."""
 
-    def restored(self, storage: int) -> None:  # noqa: B027
+    def note_restored(self, storage: int) -> None:  # noqa: B027
         """Record that `storage`, which was evicted, is in memory again or was dropped."""
 
-    def related(self, parent: int, child: int) -> None:  # noqa: B027
+    def note_related(self, parent: int, child: int) -> None:  # noqa: B027
         """Record that an op writing `child` has read `parent`, of which one at least is evicted."""
 
-    def chosen(self, storage: int) -> None:  # noqa: B027
+    def note_chosen(self, storage: int) -> None:  # noqa: B027
         """Record that `storage` had the least score of all candidates."""
 
-    def dearer(self, storage: int, seconds: float) -> None:  # noqa: B027
+    def note_dearer(self, storage: int, seconds: float) -> None:  # noqa: B027
         """Record that the own cost of `storage`, which is evicted, rose by `seconds`."""
 
     @abstractmethod
-    def scores(self, storages: Ints, now_s: float) -> Floats:
+    def score(self, storages: Ints, now_s: float) -> Floats:
         """Return the score of each of `storages` at `now_s`."""
 
 
 class LeastRecentlyUsed(Heuristic):
     """The heuristic h = time of the last read."""
 
-    def scores(self, storages: Ints, now_s: float) -> Floats:
+    def score(self, storages: Ints, now_s: float) -> Floats:
         """Return the times of the last reads."""
         return self.storages.touched_s[storages]
 
@@ -141,9 +141,9 @@ class LeastRecentlyUsed(Heuristic):
 class Largest(Heuristic):
     """The heuristic h = 1 / bytes."""
 
-    def scores(self, storages: Ints, now_s: float) -> Floats:
+    def score(self, storages: Ints, now_s: float) -> Floats:
         """Return the inverse sizes."""
-        return ratio(np.ones(len(storages)), self.storages.size_bytes[storages])
+        return divide(np.ones(len(storages)), self.storages.size_bytes[storages])
 
 
 class RandomScores(Heuristic):
@@ -167,26 +167,26 @@ class RandomScores(Heuristic):
         self._next = np.concatenate([self._next, np.zeros(more)])
         self._drawn = np.concatenate([self._drawn, np.zeros(more, dtype=np.int64)])
 
-    def added(self, storage: int) -> None:
+    def note_added(self, storage: int) -> None:
         """Begin the process of a new storage."""
         self._next[storage] = self._now
         self._drawn[storage] = 0
 
-    def chosen(self, storage: int) -> None:
+    def note_chosen(self, storage: int) -> None:
         """Go on to the time at which `storage` fires."""
         self._now = float(self._next[storage])
 
-    def scores(self, storages: Ints, now_s: float) -> Floats:
+    def score(self, storages: Ints, now_s: float) -> Floats:
         """Advance the processes of `storages` beyond the present, and return the time at which each fires next."""
         fired = storages
         while len(fired := fired[self._next[fired] <= self._now]):
-            draws = uniform(np.array([self._seed]), self.storages.origin[fired], self._drawn[fired])
+            draws = hash_to_uniform(np.array([self._seed]), self.storages.origin[fired], self._drawn[fired])
             self._next[fired] -= np.log1p(-draws)
             self._drawn[fired] += 1
         return self._next[storages]
 
 
-def uniform(*numbers: Ints) -> Floats:
+def hash_to_uniform(*numbers: Ints) -> Floats:
     """Return numbers in [0, 1) that are a function of `numbers`, by the mixing steps of SplitMix64 (Steele et al., 2014)."""
     mixed = np.zeros(1, dtype=np.uint64)
     for number in numbers:
@@ -203,20 +203,20 @@ class Cost(Heuristic):
     def __init__(self, *, stale: bool = True) -> None:
         self.stale = stale
 
-    def scores(self, storages: Ints, now_s: float) -> Floats:
+    def score(self, storages: Ints, now_s: float) -> Floats:
         """Return h; infinite for storages of no bytes or read just now."""
         known = self.storages
         below = known.size_bytes[storages]
         if self.stale:
             below = below * (now_s - known.touched_s[storages])
-        return ratio(known.own_s[storages] + self.neighbourhood_s(storages), below)
+        return divide(known.own_s[storages] + self.compute_neighbourhood_s(storages), below)
 
-    def neighbourhood_s(self, storages: Ints) -> Floats:
+    def compute_neighbourhood_s(self, storages: Ints) -> Floats:
         """Return the cost of the evicted neighbourhood of each of `storages`, in seconds."""
         return np.zeros(len(storages))
 
 
-def ratio(above: Floats, below: Floats) -> Floats:
+def divide(above: Floats, below: Floats) -> Floats:
     """Return `above` / `below`, infinite where `below` is 0."""
     quotient: Floats = np.full(len(above), np.inf)
     np.divide(above, below, out=quotient, where=below > 0)
@@ -268,32 +268,32 @@ class CostByClasses(Cost):
         """Make room for `capacity` storages."""
         self.costs.grow(capacity)
 
-    def added(self, storage: int) -> None:
+    def note_added(self, storage: int) -> None:
         """Record a new storage, without neighbours."""
         if storage == len(self.label):
             self.label.append(-1)
         self.costs.outdated[storage] = True
 
-    def neighbours(self, storage: int) -> list[int]:
+    def list_neighbours(self, storage: int) -> list[int]:
         """Return the storages whose classes `storage` joins when evicted, and by which it is scored."""
         return [*self.storages.parents[storage], *self.storages.children[storage]]
 
-    def observers(self, storage: int) -> list[int]:
+    def list_observers(self, storage: int) -> list[int]:
         """Return the storages that have `storage` as a neighbour."""
-        return self.neighbours(storage)
+        return self.list_neighbours(storage)
 
-    def evicted(self, storage: int) -> None:
+    def note_evicted(self, storage: int) -> None:
         """Add a class for `storage`, merged with those of its evicted neighbours."""
-        around = {self.label[n] for n in self.neighbours(storage)} - {-1}
+        around = {self.label[n] for n in self.list_neighbours(storage)} - {-1}
         new = self.labels
         self.labels += 1
         own = self.classes[new] = _Class({storage}, cost_s=float(self.storages.own_s[storage]))
-        own.around.update(self.observers(storage))
+        own.around.update(self.list_observers(storage))
         self.label[storage] = new
         merged = self._merge({new, *around})
-        self._changed(merged)
+        self._mark_changed(merged)
 
-    def restored(self, storage: int) -> None:
+    def note_restored(self, storage: int) -> None:
         """Subtract the cost of `storage` from its class."""
         label = self.label[storage]
         left = self.classes[label]
@@ -301,25 +301,25 @@ class CostByClasses(Cost):
         left.members.discard(storage)
         self.label[storage] = -1
         self.costs.outdated[storage] = True
-        self.storages.fell(self._changed(left))
+        self.storages.note_fallen(self._mark_changed(left))
         if not left.members:
             del self.classes[label]
-        for n in self.neighbours(storage):
+        for n in self.list_neighbours(storage):
             if self.label[n] >= 0:
                 self.classes[self.label[n]].around.add(storage)
 
-    def related(self, parent: int, child: int) -> None:
+    def note_related(self, parent: int, child: int) -> None:
         """Merge the classes of two evicted storages, or note that one of them is next to the class of the other."""
         labels = {self.label[parent], self.label[child]} - {-1}
         merged = self._merge(labels)
         merged.around |= {parent, child}
-        self._changed(merged)
+        self._mark_changed(merged)
 
-    def dearer(self, storage: int, seconds: float) -> None:
+    def note_dearer(self, storage: int, seconds: float) -> None:
         """Add to the cost of the class of `storage`."""
         label = self.classes[self.label[storage]]
         label.cost_s += seconds
-        self._changed(label)
+        self._mark_changed(label)
 
     def _merge(self, labels: set[int]) -> _Class:
         classes = self.classes
@@ -332,11 +332,11 @@ class CostByClasses(Cost):
             into.members |= merged.members
             into.joined += len(merged.members)
             into.cost_s += merged.cost_s
-            into.around = _union(into.around, merged.around)
+            into.around = _unite(into.around, merged.around)
             self.storages.work += len(merged.members)
         return into
 
-    def _changed(self, changed: _Class) -> set[int]:
+    def _mark_changed(self, changed: _Class) -> set[int]:
         """Mark the costs of storages around a class as out of date, and return them."""
         gone = self.storages.gone
         changed.around = {storage for storage in changed.around if not gone[storage]}
@@ -344,17 +344,17 @@ class CostByClasses(Cost):
         self.costs.outdated[list(changed.around)] = True
         return changed.around
 
-    def neighbourhood_s(self, storages: Ints) -> Floats:
+    def compute_neighbourhood_s(self, storages: Ints) -> Floats:
         """Return the sum over the distinct classes of the evicted neighbours of each storage."""
         costs = self.costs
         for storage in storages[costs.outdated[storages]].tolist():
-            around = self.neighbours(storage)
+            around = self.list_neighbours(storage)
             self.storages.work += len(around)
-            costs.cost_s[storage] = self.cost_around_s(around)
+            costs.cost_s[storage] = self.compute_cost_around_s(around)
             costs.outdated[storage] = False
         return costs.cost_s[storages]
 
-    def cost_around_s(self, neighbours: Iterable[int]) -> float:
+    def compute_cost_around_s(self, neighbours: Iterable[int]) -> float:
         """Return the cost of a storage's neighbourhood."""
         cost_s = 0.0
         for label in sorted({self.label[n] for n in neighbours} - {-1}):
@@ -362,7 +362,7 @@ class CostByClasses(Cost):
         return cost_s
 
 
-def _union(one: set[int], other: set[int]) -> set[int]:
+def _unite(one: set[int], other: set[int]) -> set[int]:
     """Return the union of two sets that are no longer used, in the time of the smaller."""
     if len(one) < len(other):
         one, other = other, one
@@ -384,40 +384,40 @@ class CostByRegions(Cost):
             if side is not None:
                 side.grow(capacity)
 
-    def added(self, storage: int) -> None:
+    def note_added(self, storage: int) -> None:
         """Record a new storage, without neighbours."""
         for side in (self.upwards, self.downwards):
             if side is not None:
                 side.outdated[storage] = True
 
-    def evicted(self, storage: int) -> None:
+    def note_evicted(self, storage: int) -> None:
         """Mark the costs that include `storage` as out of date."""
-        self._changed(storage)
+        self._mark_changed(storage)
 
-    def restored(self, storage: int) -> None:
+    def note_restored(self, storage: int) -> None:
         """Mark the costs that included `storage`, and its own, as out of date."""
-        self.storages.fell(self._changed(storage))
+        self.storages.note_fallen(self._mark_changed(storage))
 
-    def related(self, parent: int, child: int) -> None:
+    def note_related(self, parent: int, child: int) -> None:
         """Mark the costs on both sides of the evicted one as out of date."""
         for storage in (parent, child):
-            self._changed(storage)
+            self._mark_changed(storage)
 
-    def dearer(self, storage: int, seconds: float) -> None:
+    def note_dearer(self, storage: int, seconds: float) -> None:
         """Mark the costs that include `storage` as out of date."""
-        self._changed(storage)
+        self._mark_changed(storage)
 
-    def _changed(self, storage: int) -> set[int]:
+    def _mark_changed(self, storage: int) -> set[int]:
         """Mark costs as out of date, and return the storages that they are of."""
         known, changed = self.storages, set()
         for side, back in ((self.upwards, known.children), (self.downwards, known.parents)):
             if side is not None:
-                behind = self._reachable(storage, back, through=False)
+                behind = self._find_reachable(storage, back, through=False)
                 side.outdated[[storage, *behind]] = True
                 changed.update(behind)
         return changed
 
-    def _reachable(self, storage: int, onward: list[dict[int, None]], *, through: bool) -> list[int]:
+    def _find_reachable(self, storage: int, onward: list[dict[int, None]], *, through: bool) -> list[int]:
         """Return the evicted storages that `storage` reaches through evicted ones (`through`), or those in memory behind them."""
         gone = self.storages.gone
         seen, stack = {storage}, [storage]
@@ -434,7 +434,7 @@ class CostByRegions(Cost):
         self.storages.work += len(seen)
         return found
 
-    def neighbourhood_s(self, storages: Ints) -> Floats:
+    def compute_neighbourhood_s(self, storages: Ints) -> Floats:
         """Return the sum over all reachable storages; those reachable in both directions count twice, as published."""
         known = self.storages
         total = np.zeros(len(storages))
@@ -442,7 +442,7 @@ class CostByRegions(Cost):
             if side is None:
                 continue
             for storage in storages[side.outdated[storages]].tolist():
-                side.cost_s[storage] = known.own_s[self._reachable(storage, onward, through=True)].sum()
+                side.cost_s[storage] = known.own_s[self._find_reachable(storage, onward, through=True)].sum()
                 side.outdated[storage] = False
             total += side.cost_s[storages]
         return total
@@ -464,22 +464,22 @@ class Interpreter(CostByClasses):
         super().__init__()
         self.least_bytes = least_bytes
 
-    def neighbours(self, storage: int) -> list[int]:
+    def list_neighbours(self, storage: int) -> list[int]:
         """Return the inputs of the producer of `storage`, and its siblings."""
-        return [*self.storages.parents[storage], *self.storages.siblings(storage)]
+        return [*self.storages.parents[storage], *self.storages.list_siblings(storage)]
 
-    def observers(self, storage: int) -> list[int]:
+    def list_observers(self, storage: int) -> list[int]:
         """Return the storages that are computed from `storage`, and its siblings."""
-        return [*self.storages.children[storage], *self.storages.siblings(storage)]
+        return [*self.storages.children[storage], *self.storages.list_siblings(storage)]
 
-    def scores(self, storages: Ints, now_s: float) -> Floats:
+    def score(self, storages: Ints, now_s: float) -> Floats:
         """Return the scores of the rule."""
         known = self.storages
-        cost = self.neighbourhood_s(storages) * BYTES_PER_S + 1e-3
+        cost = self.compute_neighbourhood_s(storages) * BYTES_PER_S + 1e-3
         below = known.size_bytes[storages] / MIB * (now_s - known.touched_s[storages] + 1e-3)
-        return ratio(cost * 1.0001 ** known.again[storages], below)
+        return divide(cost * 1.0001 ** known.again[storages], below)
 
-    def cost_around_s(self, neighbours: Iterable[int]) -> float:
+    def compute_cost_around_s(self, neighbours: Iterable[int]) -> float:
         """Return the sum over the evicted neighbours of their class, or of themselves if they cost more."""
         cost_s = 0.0
         for n in neighbours:

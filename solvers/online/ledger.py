@@ -11,7 +11,7 @@ from enum import StrEnum
 import numpy as np
 
 from solvers.online.candidates import Candidates
-from solvers.online.heuristics import Heuristic, heuristic_of
+from solvers.online.heuristics import Heuristic, make_heuristic
 from solvers.online.storages import LedgerOp, Storages
 
 
@@ -31,12 +31,12 @@ class Ledger(Storages):
     """
 
     def __init__(self, heuristic: str | Heuristic = "dtr") -> None:
-        """Begin an empty ledger, for a new heuristic or the name of one (see ``heuristic_of``)."""
+        """Begin an empty ledger, for a new heuristic or the name of one (see ``make_heuristic``)."""
         super().__init__()
         self._pins: list[int] = []
         self._unused: list[int] = []  # ids of dropped storages
         self._numbers = self._op_numbers = 0
-        self.heuristic = heuristic_of(heuristic) if isinstance(heuristic, str) else heuristic
+        self.heuristic = make_heuristic(heuristic) if isinstance(heuristic, str) else heuristic
         self.candidates = Candidates(self, self.heuristic)
         self.heuristic.begin(self)
         self._grow(1024)
@@ -74,7 +74,7 @@ class Ledger(Storages):
         self.again[storage] = 0
         self._touched[storage] = 0.0
         self._pins[storage] = int(self.heuristic.spares(size_bytes))
-        self.heuristic.added(storage)
+        self.heuristic.note_added(storage)
         self._enter(storage)
         return storage
 
@@ -93,7 +93,7 @@ class Ledger(Storages):
         for out in outputs:
             self.own_s[out] += seconds
             if self.gone[out]:
-                self.heuristic.dearer(out, seconds)
+                self.heuristic.note_dearer(out, seconds)
             self.writers[out].append(op)
             parents = self.parents[out]
             for storage in inputs:
@@ -101,11 +101,11 @@ class Ledger(Storages):
                     parents[storage] = None
                     self.children[storage][out] = None
                     if self.gone[storage] or self.gone[out]:
-                        self.heuristic.related(storage, out)
+                        self.heuristic.note_related(storage, out)
         self._number(inputs)
         return op
 
-    def recomputed(self, op: int) -> None:
+    def note_recomputed(self, op: int) -> None:
         """Record that `op` ran again, after `computed` for the storages that it restored."""
         record = self.ops[op]
         for out in record.outputs:
@@ -120,26 +120,26 @@ class Ledger(Storages):
 
     # Where storages are.
 
-    def evicted(self, storage: int) -> None:
+    def note_evicted(self, storage: int) -> None:
         """Record that `storage` was evicted, to be recomputed when it is needed."""
         self._live[storage] = False
         self.candidates.remove(storage)
         self.gone[storage] = 1
-        self.heuristic.evicted(storage)
+        self.heuristic.note_evicted(storage)
 
-    def computed(self, storage: int) -> None:
+    def note_computed(self, storage: int) -> None:
         """Record that an op computed `storage`: it is in memory again, or as new as an output of its op."""
         self._enter(storage)
         if self.gone[storage]:
             self.gone[storage] = 0
-            self.heuristic.restored(storage)
+            self.heuristic.note_restored(storage)
 
-    def pinned(self, storage: int) -> None:
+    def pin(self, storage: int) -> None:
         """Record that `storage` may not be evicted until `unpinned` has been called as often."""
         self._pins[storage] += 1
-        self.candidates.bar(storage)
+        self.candidates.exclude(storage)
 
-    def unpinned(self, storage: int) -> None:
+    def unpin(self, storage: int) -> None:
         """Record the end of one `pinned`."""
         self._pins[storage] -= 1
         if not self._pins[storage] and self._live[storage]:
@@ -149,15 +149,15 @@ class Ledger(Storages):
         """Return True if a storage computed from `storage` is evicted."""
         return any(self.gone[child] for child in self.children[storage])
 
-    def dropped(self, storage: int) -> None:
+    def drop(self, storage: int) -> None:
         """Record that `storage` is freed for good (banished), and forget it: storages computed from it are pinned from now on."""
         if self.gone[storage]:
             self.gone[storage] = 0
-            self.heuristic.restored(storage)
+            self.heuristic.note_restored(storage)
         self._live[storage] = False
         self.candidates.remove(storage)
         for child in self.children[storage]:
-            self.pinned(child)
+            self.pin(child)
             del self.parents[child][storage]
         for parent in self.parents[storage]:
             del self.children[parent][storage]
@@ -171,14 +171,14 @@ class Ledger(Storages):
 
     # The choice.
 
-    def victim(self, now_s: float) -> int | None:
+    def choose_victim(self, now_s: float) -> int | None:
         """Return the storage that the heuristic evicts next, at `now_s`; None if there is none.
 
         Of equal scores it is the storage that became evictable last, but for scores of 0 the first.
         """
-        chosen = self.candidates.least(now_s)
+        chosen = self.candidates.find_least(now_s)
         if chosen is not None:
-            self.heuristic.chosen(chosen)
+            self.heuristic.note_chosen(chosen)
         return chosen
 
     def _enter(self, storage: int) -> None:

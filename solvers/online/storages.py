@@ -56,11 +56,11 @@ class Storages:
         self.changed: set[int] = set()
         self.work = 0
 
-    def siblings(self, storage: int) -> list[int]:
+    def list_siblings(self, storage: int) -> list[int]:
         """Return the other outputs of the ops that write `storage`."""
         return [out for op in self.writers[storage] for out in self.ops[op].outputs if out != storage]
 
-    def fell(self, storages: Collection[int]) -> None:
+    def note_fallen(self, storages: Collection[int]) -> None:
         """Record, for a heuristic, that the cost of the neighbourhood of `storages` may have fallen."""
         self.work += len(storages)
         self.changed.update(storages)

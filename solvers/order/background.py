@@ -5,7 +5,7 @@ from typing import Self
 
 from graphs.ir import Graph
 from solvers.clock import BackgroundThread, Clock
-from solvers.order.reorder import Reordering, lowers_peak, may_lower_peak, reordered
+from solvers.order.reorder import Reordering, find_order, lowers_peak, may_lower_peak
 
 _POLL = 0.05  # of the clock
 _GRACE_S = 5.0  # wait for its end after a request to stop
@@ -46,7 +46,7 @@ class OrderSearch:
     def _go(self) -> None:
         try:
             if may_lower_peak(self._graph):
-                found = reordered(self._graph, self._clock, lambda: self._cancelled)
+                found = find_order(self._graph, self._clock, lambda: self._cancelled)
                 self.better = found if lowers_peak(found) else None
                 self.found = found
         except Exception as error:  # noqa: BLE001 (raised in the thread that waits)

@@ -12,7 +12,7 @@ def keep_everything_peak_bytes(graph: Graph) -> int:
     return simulate(graph, keep_everything(graph)).peak_bytes
 
 
-def any_order_peak_bytes(graph: Graph, before: Sequence[Collection[int]], after: Sequence[Collection[int]]) -> int:
+def bound_any_order_peak_bytes(graph: Graph, before: Sequence[Collection[int]], after: Sequence[Collection[int]]) -> int:
     """Return a lower bound on the peak of keeping everything, over all orders in which ops stay in their phase.
 
     When op v runs, all its ancestors have run and none of its descendants has. So in memory are v's inputs, outputs and
@@ -24,9 +24,9 @@ def any_order_peak_bytes(graph: Graph, before: Sequence[Collection[int]], after:
         before: for each op, ops that must come before it; others follow from these.
         after: for each op, ops that must come after it; others follow from these.
     """
-    op = graph.ops[_peak_op(graph)]
-    ancestors = _reached(op.id, before) | {other.id for other in graph.ops if other.phase.place < op.phase.place}
-    descendants = _reached(op.id, after) | {other.id for other in graph.ops if other.phase.place > op.phase.place}
+    op = graph.ops[_find_peak_op(graph)]
+    ancestors = _find_reached(op.id, before) | {other.id for other in graph.ops if other.phase.place < op.phase.place}
+    descendants = _find_reached(op.id, after) | {other.id for other in graph.ops if other.phase.place > op.phase.place}
     own = {*op.inputs, *op.outputs}
     live = (
         t.size_bytes
@@ -40,7 +40,7 @@ def any_order_peak_bytes(graph: Graph, before: Sequence[Collection[int]], after:
     return graph.static_bytes + op.workspace_bytes + sum(live)
 
 
-def _peak_op(graph: Graph) -> int:
+def _find_peak_op(graph: Graph) -> int:
     """Return the op at the peak of keeping everything."""
     schedule = keep_everything(graph)
     executed = schedule.steps[simulate(graph, schedule).peak_step]
@@ -48,7 +48,7 @@ def _peak_op(graph: Graph) -> int:
     return executed.op
 
 
-def _reached(op: int, edges: Sequence[Collection[int]]) -> set[int]:
+def _find_reached(op: int, edges: Sequence[Collection[int]]) -> set[int]:
     """Return all ops that `edges` lead to from `op`."""
     reached: set[int] = set()
     waiting = [op]

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from graphs.ir import Graph, Op
 from graphs.options import without_options
 from graphs.schedule import Compute, Schedule
-from solvers.bounds import least_budget_bound
-from solvers.clock import Clock, left
-from solvers.order.peak import any_order_peak_bytes, keep_everything_peak_bytes
-from solvers.order.sifting import sifted
+from solvers.bounds import bound_least_budget
+from solvers.clock import Clock, measure_rest
+from solvers.order.peak import bound_any_order_peak_bytes, keep_everything_peak_bytes
+from solvers.order.sifting import sift_ops
 from solvers.places import may_replace
 from solvers.result import Result
 
@@ -36,7 +36,7 @@ class Reordering:
         """True if the order differs from the original one."""
         return self.original != tuple(range(len(self.original)))
 
-    def schedule_of_source(self, schedule: Schedule) -> Schedule:
+    def map_back(self, schedule: Schedule) -> Schedule:
         """Return a schedule of `graph` as a schedule of `source`, with the same time and memory."""
         return Schedule(tuple(Compute(self.original[step.op]) if isinstance(step, Compute) else step for step in schedule.steps))
 
@@ -45,16 +45,16 @@ class Reordering:
         place = {op: position for position, op in enumerate(self.original)}
         return Schedule(tuple(Compute(place[step.op]) if isinstance(step, Compute) else step for step in schedule.steps))
 
-    def result_of_source(self, result: Result) -> Result:
+    def map_result_back(self, result: Result) -> Result:
         """Return a result for `graph` as a result for `source`; its settings record if the order has changed.
 
         Its bound is valid for schedules whose first executions are in the new order.
         """
-        schedule = None if result.schedule is None else self.schedule_of_source(result.schedule)
+        schedule = None if result.schedule is None else self.map_back(result.schedule)
         return result.map_to(schedule=schedule, settings={**result.settings, "reordered": self.changed})
 
 
-def reordered(graph: Graph, clock: Clock | None = None, should_stop: Callable[[], bool] | None = None) -> Reordering:
+def find_order(graph: Graph, clock: Clock | None = None, should_stop: Callable[[], bool] | None = None) -> Reordering:
     """Return `graph` in the best order found; in its own order if none is better, or the search was stopped early.
 
     Ops stay in their phase. Ops that draw random numbers, or may have effects that the graph does not show, keep their order, and
@@ -64,21 +64,21 @@ def reordered(graph: Graph, clock: Clock | None = None, should_stop: Callable[[]
     """
     if not graph.plain:
         program = without_options(graph)
-        found = permuted(graph, (*reordered(program, clock, should_stop).original, *range(len(program.ops), len(graph.ops))))
+        found = permute(graph, (*find_order(program, clock, should_stop).original, *range(len(program.ops), len(graph.ops))))
         optional = range(len(program.ops), len(graph.ops))
         lost = any(_comes_in_time(graph, op) and not _comes_in_time(found.graph, op) for op in optional)
-        return in_program_order(graph) if lost else found
-    before, after = constraints(graph)
+        return keep_program_order(graph) if lost else found
+    before, after = list_constraints(graph)
     work = _WORK_PER_MOVE * len(graph.ops)
 
-    def ended() -> bool:
+    def has_ended() -> bool:
         return (clock is not None and _is_up(clock, work)) or (should_stop is not None and should_stop())
 
-    order = sifted(graph, before, after, should_stop=ended)
+    order = sift_ops(graph, before, after, should_stop=has_ended)
     if order is None:
-        return in_program_order(graph)
-    found = permuted(graph, order)
-    return found if found.changed and _is_no_worse(found.graph, graph) else in_program_order(graph)
+        return keep_program_order(graph)
+    found = permute(graph, order)
+    return found if found.changed and _is_no_worse(found.graph, graph) else keep_program_order(graph)
 
 
 def _comes_in_time(graph: Graph, op: int) -> bool:
@@ -93,7 +93,7 @@ def _comes_in_time(graph: Graph, op: int) -> bool:
 
 def _is_up(clock: Clock, work: float) -> bool:
     clock.spend(work)
-    return left(clock) <= 0
+    return measure_rest(clock) <= 0
 
 
 def may_lower_peak(graph: Graph) -> bool:
@@ -103,7 +103,7 @@ def may_lower_peak(graph: Graph) -> bool:
     overhead by more than 0.01 points at any budget.
     """
     program = without_options(graph).out_of_place()
-    return any_order_peak_bytes(program, *constraints(program)) < (1 - _LOWER) * keep_everything_peak_bytes(program)
+    return bound_any_order_peak_bytes(program, *list_constraints(program)) < (1 - _LOWER) * keep_everything_peak_bytes(program)
 
 
 def lowers_peak(order: Reordering) -> bool:
@@ -112,12 +112,12 @@ def lowers_peak(order: Reordering) -> bool:
     return after < (1 - _LOWER) * before
 
 
-def in_program_order(graph: Graph) -> Reordering:
+def keep_program_order(graph: Graph) -> Reordering:
     """Return `graph` in its own order."""
     return Reordering(graph, graph, tuple(range(len(graph.ops))))
 
 
-def permuted(graph: Graph, order: Sequence[int]) -> Reordering:
+def permute(graph: Graph, order: Sequence[int]) -> Reordering:
     """Return `graph` with its ops in `order`.
 
     Raises:
@@ -132,23 +132,23 @@ def permuted(graph: Graph, order: Sequence[int]) -> Reordering:
     return Reordering(graph, replace(graph, ops=ops, tensors=tensors), tuple(order))
 
 
-def in_order_of(graph: Graph, schedule: Schedule) -> Reordering:
+def reorder_by(graph: Graph, schedule: Schedule) -> Reordering:
     """Return `graph`, without optional ops, in the order of the first executions of `schedule`."""
     order = tuple(dict.fromkeys(schedule.computed))
-    return in_program_order(graph) if order == tuple(range(len(graph.ops))) else permuted(graph, order)
+    return keep_program_order(graph) if order == tuple(range(len(graph.ops))) else permute(graph, order)
 
 
-def constraints(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
+def list_constraints(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
     """Return for each op the ops that must come before it and those that must come after it; others follow from these."""
     before: list[set[int]] = [set() for _ in graph.ops]
     after: list[set[int]] = [set() for _ in graph.ops]
-    for first, second in _pairs(graph):
+    for first, second in _iterate_pairs(graph):
         before[second].add(first)
         after[first].add(second)
     return before, after
 
 
-def _pairs(graph: Graph) -> Iterable[tuple[int, int]]:
+def _iterate_pairs(graph: Graph) -> Iterable[tuple[int, int]]:
     written = {t for op in graph.ops for t in op.mutates}
     hidden = {op.id for op in graph.ops if _may_have_hidden_effects(op, written)}
     touching: dict[int, list[tuple[int, bool]]] = {}  # by tensor: the ops that read or write it, with True for writes
@@ -162,7 +162,7 @@ def _pairs(graph: Graph) -> Iterable[tuple[int, int]]:
                 yield ordered, op.id
             ordered = op.id
     for users in touching.values():
-        yield from _around_writes(users)
+        yield from _iterate_pairs_around_writes(users)
 
 
 def _may_have_hidden_effects(op: Op, written: set[int]) -> bool:
@@ -170,7 +170,7 @@ def _may_have_hidden_effects(op: Op, written: set[int]) -> bool:
     return not (op.recomputable or op.mutates or written.intersection(op.inputs))
 
 
-def _around_writes(users: list[tuple[int, bool]]) -> Iterable[tuple[int, int]]:
+def _iterate_pairs_around_writes(users: list[tuple[int, bool]]) -> Iterable[tuple[int, int]]:
     """Yield pairs that keep the readers of one tensor on their side of each write, and the writes in order."""
     writer: int | None = None
     readers: list[int] = []
@@ -187,5 +187,5 @@ def _around_writes(users: list[tuple[int, bool]]) -> Iterable[tuple[int, int]]:
 def _is_no_worse(graph: Graph, than: Graph) -> bool:
     """Return True if neither the peak of keeping everything nor the lower bound on the least budget is higher."""
     return keep_everything_peak_bytes(graph) <= keep_everything_peak_bytes(than) and (
-        least_budget_bound(graph).budget_bytes <= least_budget_bound(than).budget_bytes
+        bound_least_budget(graph).budget_bytes <= bound_least_budget(than).budget_bytes
     )

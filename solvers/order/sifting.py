@@ -15,7 +15,7 @@ from graphs.ir import Graph
 _PASSES = 50  # over all ops; graphs of real models need three
 
 
-def sifted(
+def sift_ops(
     graph: Graph, before: Sequence[Collection[int]], after: Sequence[Collection[int]], *, should_stop: Callable[[], bool]
 ) -> list[int] | None:
     """Return op ids in an order whose profile has a smaller area than program order, and no higher peak; None if stopped.
@@ -68,10 +68,10 @@ class _Sift:
         phases = [op.phase for op in graph.ops]
         self.phases = {phase: (phases.index(phase), phases.index(phase) + phases.count(phase) - 1) for phase in set(phases)}
         self.kept_at = np.array(self.kept, dtype=np.int64)
-        self.during, self.left, self.need = self._profiles()
+        self.during, self.left, self.need = self._compute_profiles()
         self.most_needed = int(self.need.max())
 
-    def _profiles(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _compute_profiles(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         during, left, need = (np.zeros(len(self.graph.ops), dtype=np.int64) for _ in range(3))
         live = kept = 0
         for op in self.graph.ops:
@@ -91,16 +91,16 @@ class _Sift:
         last = min([last, *(int(self.place[o]) - 1 for o in self.after[op])])
         moves = []
         if first < here:
-            moves.append(self._best(op, here, np.arange(here - 1, first - 1, -1)))
+            moves.append(self._find_best(op, here, np.arange(here - 1, first - 1, -1)))
         if last > here:
-            moves.append(self._best(op, here, np.arange(here + 1, last + 1)))
+            moves.append(self._find_best(op, here, np.arange(here + 1, last + 1)))
         gain, place = max(moves, default=(0, here), key=lambda move: move[0])
         if gain <= 0:
             return False
         self._put(op, here, place)
         return True
 
-    def _best(self, op: int, here: int, passed: NDArray[np.int64]) -> tuple[int, int]:
+    def _find_best(self, op: int, here: int, passed: NDArray[np.int64]) -> tuple[int, int]:
         """Return the largest gain from moving `op` past positions, and its new position.
 
         Args:
@@ -108,8 +108,8 @@ class _Sift:
             passed: the positions that it can pass, the nearest first.
         """
         step = 1 if passed[0] > here else -1
-        change, change_left = self._changes(op, passed)
-        own = self._own(op, passed, change_left)
+        change, change_left = self._compute_changes(op, passed)
+        own = self._compute_own(op, passed, change_left)
         gain = self.during[here] - own - np.cumsum(change)
         during = self.during[passed]
         peak = np.maximum(np.maximum.accumulate(during + change), own)
@@ -122,7 +122,7 @@ class _Sift:
         best = int(np.argmax(gain))
         return int(gain[best]), int(passed[best])
 
-    def _changes(self, op: int, passed: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _compute_changes(self, op: int, passed: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the change in memory during and after each op at the positions `passed`, once `op` has passed it."""
         during = np.full(len(passed), self.lasting[op])
         left = during.copy()
@@ -133,7 +133,7 @@ class _Sift:
             left[passed >= freed] -= self.sizes[t]
         return (-during, -left) if passed[0] > self.place[op] else (during, left)
 
-    def _own(self, op: int, passed: NDArray[np.int64], change_left: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _compute_own(self, op: int, passed: NDArray[np.int64], change_left: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the memory while `op` is executed, for each of the positions `passed`."""
         if passed[0] > self.place[op]:
             there = self.left[passed] + change_left
@@ -145,8 +145,8 @@ class _Sift:
         """Move `op` from position `here` to `there`."""
         step = 1 if there > here else -1
         passed = np.arange(here + step, there + step, step)
-        change, change_left = self._changes(op, passed)
-        own = self._own(op, passed, change_left)[-1]
+        change, change_left = self._compute_changes(op, passed)
+        own = self._compute_own(op, passed, change_left)[-1]
         if there > here:
             own_left = self.left[there]
         else:

@@ -8,9 +8,9 @@ have no meaning.
 import math
 from dataclasses import dataclass, replace
 
-from solvers.bounds import any_order_need
+from solvers.bounds import find_any_order_need
 from solvers.order.background import OrderSearch
-from solvers.order.reorder import Reordering, in_order_of, in_program_order, reordered
+from solvers.order.reorder import Reordering, find_order, keep_program_order, reorder_by
 from solvers.registry import Solver
 from solvers.request import Request, Start
 from solvers.result import SOLVED, Ending, Result, SolveProgress, Status, is_within
@@ -37,15 +37,15 @@ class SolvedOrder:
 
 def solve_in(order: Reordering, solve: Solver, request: Request) -> SolvedOrder:
     """Solve `request`, with the ops of its graph in `order`."""
-    asked = request.on(order.graph, order.schedule_of_source, order.schedule_of_graph)
-    return SolvedOrder(order.result_of_source(solve(asked)), order)
+    asked = request.map_to(order.graph, order.map_back, order.schedule_of_graph)
+    return SolvedOrder(order.map_result_back(solve(asked)), order)
 
 
 def solve_reordered(solve: Solver, request: Request) -> SolvedOrder:
     """Search an order and solve in it; if nothing fits, solve in program order."""
-    order = reordered(request.graph, request.clock.part(SEARCH_SHARE * request.clock.limit), request.interrupted)
+    order = find_order(request.graph, request.clock.start_part(SEARCH_SHARE * request.clock.limit), request.is_interrupted)
     solved = solve_in(order, solve, request)
-    return _also_in_program_order(solved, solve, request)
+    return _solve_also_in_program_order(solved, solve, request)
 
 
 def solve_in_best_order(solve: Solver, request: Request) -> SolvedOrder:
@@ -59,52 +59,52 @@ def solve_in_best_order(solve: Solver, request: Request) -> SolvedOrder:
     solved = _solve_in_orders(solve, request)
     if solved.result.ended is not Ending.STOPPED:
         return solved
-    ended = request.ending()  # it may be this module that has stopped it
+    ended = request.choose_ending()  # it may be this module that has stopped it
     return replace(solved, result=solved.result.map_to(ended=ended))
 
 
 def _solve_in_orders(solve: Solver, request: Request) -> SolvedOrder:
     clock, began = request.clock, request.clock.now
-    program = in_program_order(request.graph)
-    with OrderSearch(request.graph, clock.part(SEARCH_SHARE * clock.limit)) as search:
+    program = keep_program_order(request.graph)
+    with OrderSearch(request.graph, clock.start_part(SEARCH_SHARE * clock.limit)) as search:
         patience = _Patience(request)
         stopping = replace(
             request,
             on_progress=patience,
-            should_stop=lambda: request.interrupted() or search.better is not None or patience.is_over(),
+            should_stop=lambda: request.is_interrupted() or search.better is not None or patience.is_over(),
         )
         first = solve_in(program, solve, stopping)
-        if request.stopped() or not _can_gain(first.result, request):
+        if request.is_stopped() or not _can_gain(first.result, request):
             return first
         took = clock.now - began
         search.wait(max(_SEARCH_LEAST, took))
     if first.result.schedule is not None:
         if search.better is None:
-            return _faster(first, _continued(first, solve, request)) if patience.gave_up else first
-        best = _again(first, search.better, took, solve, request)
-        if first.result.status in SOLVED or best.result.status in SOLVED or request.stopped():
+            return _choose_faster(first, _continue(first, solve, request)) if patience.gave_up else first
+        best = _solve_again(first, search.better, took, solve, request)
+        if first.result.status in SOLVED or best.result.status in SOLVED or request.is_stopped():
             return best
-        faster = _faster(best, _continued(first, solve, request))
-        return _continued(best, solve, request) if faster is best and not request.stopped() else faster
+        faster = _choose_faster(best, _continue(first, solve, request))
+        return _continue(best, solve, request) if faster is best and not request.is_stopped() else faster
     if _fits_in_no_order(request):
         return first
     order = _order_of_start(request) or search.found
-    order = order or reordered(request.graph, clock.part(SEARCH_SHARE * clock.limit), request.interrupted)
+    order = order or find_order(request.graph, clock.start_part(SEARCH_SHARE * clock.limit), request.is_interrupted)
     if order.changed:
-        return _without_program_order(first, order, solve, request)
+        return _solve_only_in(first, order, solve, request)
     return solve_in(program, solve, request) if patience.gave_up else first
 
 
-def _without_program_order(first: SolvedOrder, order: Reordering, solve: Solver, request: Request) -> SolvedOrder:
+def _solve_only_in(first: SolvedOrder, order: Reordering, solve: Solver, request: Request) -> SolvedOrder:
     """Solve in `order` where `first`, in program order, has no schedule; go back to program order if `order` has none either."""
     if first.result.status is Status.INFEASIBLE:
         return solve_in(order, solve, request)
     patience = _Patience(request)
-    impatient = replace(request, on_progress=patience, should_stop=lambda: request.interrupted() or patience.is_over())
+    impatient = replace(request, on_progress=patience, should_stop=lambda: request.is_interrupted() or patience.is_over())
     second = solve_in(order, solve, impatient)
     if second.result.schedule is not None:
-        return _continued(second, solve, request) if patience.gave_up else second
-    if request.stopped() or not (patience.gave_up or second.result.status is Status.INFEASIBLE):
+        return _continue(second, solve, request) if patience.gave_up else second
+    if request.is_stopped() or not (patience.gave_up or second.result.status is Status.INFEASIBLE):
         return second
     third = solve_in(first.order, solve, request)
     if third.result.status is not Status.INFEASIBLE:
@@ -116,17 +116,17 @@ def _order_of_start(request: Request) -> Reordering | None:
     """Return the order of the request's start; None if it has none or is in program order."""
     if request.start is None or not request.graph.plain:
         return None
-    order = in_order_of(request.graph, request.start.schedule)
+    order = reorder_by(request.graph, request.start.schedule)
     return order if order.changed else None
 
 
-def _faster(first: SolvedOrder, second: SolvedOrder) -> SolvedOrder:
+def _choose_faster(first: SolvedOrder, second: SolvedOrder) -> SolvedOrder:
     """Return `second`, a longer solve, unless the schedule of `first` is faster."""
     times_s = [math.inf if solved.result.time_s is None else solved.result.time_s for solved in (first, second)]
     return first if times_s[0] < times_s[1] else second
 
 
-def _continued(first: SolvedOrder, solve: Solver, request: Request) -> SolvedOrder:
+def _continue(first: SolvedOrder, solve: Solver, request: Request) -> SolvedOrder:
     """Solve in the order of `first`, a shorter solve, again, from its schedule."""
     assert first.result.schedule is not None
     return solve_in(first.order, solve, replace(request, start=Start(first.result.schedule)))
@@ -136,15 +136,15 @@ def _can_gain(result: Result, request: Request) -> bool:
     """Return True if another order may have a schedule that is faster by more than the tolerance."""
     if result.time_s is None or not request.graph.plain:
         return True
-    return not is_within(result.time_s, request.graph.time_s, request.tolerance.at(request.clock.now))
+    return not is_within(result.time_s, request.graph.time_s, request.tolerance.compute_at(request.clock.now))
 
 
 def _fits_in_no_order(request: Request) -> bool:
     """Return True if a single op refutes the budget in every order."""
-    return request.graph.plain and request.budget_bytes < any_order_need(request.graph).total_bytes
+    return request.graph.plain and request.budget_bytes < find_any_order_need(request.graph).total_bytes
 
 
-def _again(first: SolvedOrder, order: Reordering, took: float, solve: Solver, request: Request) -> SolvedOrder:
+def _solve_again(first: SolvedOrder, order: Reordering, took: float, solve: Solver, request: Request) -> SolvedOrder:
     """Solve in `order`, until it is known not to be faster than `first`, and return the better of the two."""
     clock, time_s = request.clock, first.result.time_s
     assert time_s is not None
@@ -159,13 +159,13 @@ def _again(first: SolvedOrder, order: Reordering, took: float, solve: Solver, re
         gained = not is_within(time_s, best_s, request.tolerance.first)
         request.tell(f"{progress.activity}, in another order of the ops", best_s, progress.bound_s)
 
-    def ended() -> bool:
-        refuted = proved and is_within(time_s, bounds_s[-1], _REFUTED * request.tolerance.at(clock.now))
+    def has_ended() -> bool:
+        refuted = proved and is_within(time_s, bounds_s[-1], _REFUTED * request.tolerance.compute_at(clock.now))
         late = clock.now > until and not gained
-        return refuted or late or (not proved and patience.is_over()) or request.interrupted()
+        return refuted or late or (not proved and patience.is_over()) or request.is_interrupted()
 
     patience = _Patience(replace(request, on_progress=note))
-    second = solve_in(order, solve, replace(request, on_progress=patience, should_stop=ended))
+    second = solve_in(order, solve, replace(request, on_progress=patience, should_stop=has_ended))
     found = second.result
     if found.time_s is None or found.time_s > time_s:
         return first
@@ -173,11 +173,11 @@ def _again(first: SolvedOrder, order: Reordering, took: float, solve: Solver, re
     return second if gained or found.status in SOLVED or not proved else first
 
 
-def _also_in_program_order(solved: SolvedOrder, solve: Solver, request: Request) -> SolvedOrder:
+def _solve_also_in_program_order(solved: SolvedOrder, solve: Solver, request: Request) -> SolvedOrder:
     """Return `solved`, or the result in program order if nothing fits in its order."""
     if solved.result.status is not Status.INFEASIBLE or not solved.order.changed:
         return solved
-    other = solve_in(in_program_order(request.graph), solve, request)
+    other = solve_in(keep_program_order(request.graph), solve, request)
     return solved if other.result.status is Status.INFEASIBLE else other
 
 

@@ -9,11 +9,11 @@ from importlib.metadata import version
 
 from graphs.units import format_bytes, format_enough
 from solvers import highs
-from solvers.bounds import WAY_OUT, least_budget_bound, too_small_message
-from solvers.child_process import description
-from solvers.pass_ends import with_pass_ends
+from solvers.bounds import WAY_OUT, bound_least_budget, describe_too_small
+from solvers.child_process import describe_error
+from solvers.pass_ends import add_pass_ends
 from solvers.request import Request
-from solvers.result import Ending, Reason, Result, Status, status_of
+from solvers.result import Ending, Reason, Result, Status, decide_status
 from solvers.windows.driver import run
 from solvers.windows.parts import fail
 from solvers.windows.search import Search
@@ -28,47 +28,47 @@ def solve(request: Request) -> Result:
     With a clock of work, the schedule is a function of the request (unless memory runs out: see ``BoundParams.most_bytes``), for
     the same library versions and processors with the same arithmetic.
     """
-    whole = with_pass_ends(request.graph)
+    whole = add_pass_ends(request.graph)
     same = (lambda schedule: schedule) if whole.graph is whole.source else None
-    search = Search.of(request.on(whole.graph, whole.schedule_of_source, same))
+    search = Search.of(request.map_to(whole.graph, whole.map_back, same))
     program, offloads = search.problem.graph, search.problem.offloads
-    least = least_budget_bound(program, offloads)
+    least = bound_least_budget(program, offloads)
     settled = request.tolerance.first
     if request.budget_bytes < least.budget_bytes:
-        status, message = Status.INFEASIBLE, too_small_message(program, request.budget_bytes, least)
+        status, message = Status.INFEASIBLE, describe_too_small(program, request.budget_bytes, least)
     else:
         try:
             run(search)
         except Exception as error:  # noqa: BLE001
-            fail(search, description(error))
+            fail(search, describe_error(error))
         search.progress.tell()  # what other threads have found since the last report
-        settled = search.stopping.settled_for()
-        status, message = _verdict(search, settled, least.budget_bytes)
-    last = Ending.MEMORY if search.stopping.out_of_memory() else None
+        settled = search.stopping.compute_settled()
+        status, message = _reach_verdict(search, settled, least.budget_bytes)
+    last = Ending.MEMORY if search.stopping.is_out_of_memory() else None
     return Result(
         request.graph,
         budget_bytes=request.budget_bytes,
         status=status,
-        schedule=whole.schedule_of_source(search.incumbent.best.schedule) if search.incumbent.best else None,
+        schedule=whole.map_back(search.incumbent.best.schedule) if search.incumbent.best else None,
         bound_s=None if status is Status.INFEASIBLE else search.incumbent.bound_s,
         solver="windows",
         seconds=request.clock.seconds,
-        settings={**request.settings, "tolerance": settled, "params": search.params.recorded(), **_windows(search)},
-        versions={"highs": highs.version(), "scipy": version("scipy"), "numpy": version("numpy")},
+        settings={**request.settings, "tolerance": settled, "params": search.params.export(), **_record_windows(search)},
+        versions={"highs": highs.read_version(), "scipy": version("scipy"), "numpy": version("numpy")},
         message=message,
         reason=Reason.TIME if status is Status.LIMIT else None,
-        ended=None if message or status is not Status.FEASIBLE else request.ending(last),
+        ended=None if message or status is not Status.FEASIBLE else request.choose_ending(last),
         model_rows=search.models.largest[0],
         model_columns=search.models.largest[1],
     )
 
 
-def _windows(search: Search) -> dict[str, object]:
+def _record_windows(search: Search) -> dict[str, object]:
     """Return the setting ``windows``, from which a solve with other times may start; with options each branch has its own."""
     return {"windows": list(search.models.refined.ends)} if search.problem.places.plain else {}
 
 
-def _verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, str]:
+def _reach_verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, str]:
     clock, budget_bytes = search.clock, search.budget_bytes
     if search.incumbent.failure:
         return (Status.FEASIBLE if search.incumbent.best is not None else Status.ERROR), search.incumbent.failure
@@ -77,19 +77,19 @@ def _verdict(search: Search, settled: float, least_bytes: int) -> tuple[Status, 
             f"budget {format_bytes(budget_bytes)} is proved too small, though every op by itself fits within "
             f"{format_bytes(least_bytes)}: what must be in memory between them does not, if they are first executed in the order "
             "that was tried. "
-            f"{_bracket(search, budget_bytes + 1)} {WAY_OUT}"
+            f"{_describe_bracket(search, budget_bytes + 1)} {WAY_OUT}"
         )
     if search.incumbent.best is not None:
-        return status_of(search.incumbent.best.time_s, search.incumbent.bound_s, settled), ""
+        return decide_status(search.incumbent.best.time_s, search.incumbent.bound_s, settled), ""
     limit = "work limit" if clock.counts_work else "time limit"
     return Status.LIMIT, (
-        f"no schedule within {format_bytes(budget_bytes)} was found in {clock.amount(clock.now)} (limit "
-        f"{clock.amount(clock.limit)}), nor proved not to exist in the order of the ops that was tried. "
-        f"{_bracket(search, least_bytes)} Raise the {limit} or the budget."
+        f"no schedule within {format_bytes(budget_bytes)} was found in {clock.format_amount(clock.now)} (limit "
+        f"{clock.format_amount(clock.limit)}), nor proved not to exist in the order of the ops that was tried. "
+        f"{_describe_bracket(search, least_bytes)} Raise the {limit} or the budget."
     )
 
 
-def _bracket(search: Search, proved_bytes: int) -> str:
+def _describe_bracket(search: Search, proved_bytes: int) -> str:
     """Return a sentence about the least feasible budget, whose lower bound is proved for one order of first executions.
 
     What is known to be feasible is ``planner.memory.least_budget``'s to say, unless the least budget is known to the byte.

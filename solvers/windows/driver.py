@@ -10,7 +10,7 @@ from functools import partial
 from math import inf
 
 from solvers.clock import BackgroundThread
-from solvers.windows.option_sets import goes_last, parts_of_plain, parts_with_options
+from solvers.windows.option_sets import goes_last, make_option_parts, make_plain_parts
 from solvers.windows.part_process import Inbox
 from solvers.windows.parts import LAST, Part, end_background, start_in_background, start_process, turn_of, wait_for
 from solvers.windows.search import Search
@@ -35,7 +35,7 @@ _OFFLOADED_LIMIT = 4.0  # for orders that offload
 _IMITATION_LIMIT = 4.0  # for all baselines that are imitated
 
 
-def no_limit(search: Search) -> float:
+def leave_unlimited(search: Search) -> float:
     """Return the limit of a stage without one."""
     return inf
 
@@ -53,7 +53,7 @@ class SearchStage:
     """
 
     strategy: type[Strategy]
-    limit: Callable[[Search], float] = no_limit
+    limit: Callable[[Search], float] = leave_unlimited
     repeated: bool = False
     in_background: bool = False
     improves: bool = False
@@ -80,23 +80,23 @@ def run(search: Search) -> None:
     """Search until solved, stopped, or nothing is left to do, with smaller sets of options in the background."""
     if search.problem.places.plain:
         with ExitStack() as stack:
-            parts = [stack.enter_context(_in_background(part)) for part in parts_of_plain(search)]
+            parts = [stack.enter_context(_search_in_background(part)) for part in make_plain_parts(search)]
             run_plain(search, parts)
     elif not search.may_start_processes:  # the parent process searches smaller sets
         run_alone(search)
     else:
-        commitments = Commitments.begun(search)
+        commitments = Commitments.begin(search)
         with ExitStack() as stack:
             # The search of the program needs no help if work is counted; with a low priority on few cores it does.
             commitments.program.closed = search.clock.counts_work
-            parts = [stack.enter_context(_in_background(part)) for part in parts_with_options(search, commitments)]
+            parts = [stack.enter_context(_search_in_background(part)) for part in make_option_parts(search, commitments)]
             _bound_and_commit(search, commitments, nice=LAST if goes_last(search) else 0)
-            wait_for(search, parts, lambda: search.stopping.solved() or search.stopping.stopped())
+            wait_for(search, parts, lambda: search.stopping.is_solved() or search.stopping.is_stopped())
 
 
 def run_alone(search: Search) -> None:
     """Search a graph with optional ops without searches of smaller sets."""
-    _bound_and_commit(search, Commitments.begun(search))
+    _bound_and_commit(search, Commitments.begin(search))
 
 
 def run_plain(search: Search, parts: Sequence[Part] = ()) -> None:
@@ -120,8 +120,8 @@ def _run_stages(search: Search, threads: list[BackgroundThread]) -> None:
     strategies: dict[type[Strategy], Strategy] = {}
     for stage in STAGES:
         if stage.last:
-            wait_for(search, threads, stopping.enough)
-        if stopping.solved() or stopping.stopped():
+            wait_for(search, threads, stopping.is_enough)
+        if stopping.is_solved() or stopping.is_stopped():
             break
         improves |= stage.improves
         limit = stage.limit(search)
@@ -133,10 +133,10 @@ def _run_stages(search: Search, threads: list[BackgroundThread]) -> None:
         if stage.in_background:
             threads.append(start_in_background(search, partial(strategy.step, limit)))
         else:
-            while strategy.step(limit) and stage.repeated and not (stopping.solved() or stopping.stopped()):
+            while strategy.step(limit) and stage.repeated and not (stopping.is_solved() or stopping.is_stopped()):
                 limit *= search.params.bound.longer
     if improves:
-        wait_for(search, threads, stopping.enough)
+        wait_for(search, threads, stopping.is_enough)
 
 
 def _bound_and_commit(search: Search, commitments: Commitments, *, nice: int = 0) -> None:
@@ -147,37 +147,39 @@ def _bound_and_commit(search: Search, commitments: Commitments, *, nice: int = 0
     """
     stopping = search.stopping
     if nice:
-        with _halting(search, start_in_background(search, lambda: _bound_and_commit(search, commitments), nice=nice)) as bounding:
-            wait_for(search, [bounding], stopping.stopped)
+        with _halt_on_error(
+            search, start_in_background(search, lambda: _bound_and_commit(search, commitments), nice=nice)
+        ) as bounding:
+            wait_for(search, [bounding], stopping.is_stopped)
         return
     branches = Branches(search)
     commitments.add_simple()
-    with _halting(search, start_in_background(search, lambda: _commit(search, commitments, branches))) as committing:
+    with _halt_on_error(search, start_in_background(search, lambda: _commit(search, commitments, branches))) as committing:
         while branches.step(inf):
             pass
-        wait_for(search, [committing], lambda: stopping.solved() or stopping.stopped())
+        wait_for(search, [committing], lambda: stopping.is_solved() or stopping.is_stopped())
 
 
 def _commit(search: Search, commitments: Commitments, orders: Orders) -> None:
     """Solve the plain graphs of commitments; solves that take longer run in another process, in parallel with the bound."""
-    for sub in commitments.searches(orders, until=turn_of(search, 1)):
+    for sub in commitments.generate_searches(orders, until=turn_of(search, 1)):
         run_plain(sub)
-    if search.stopping.solved() or search.stopping.stopped():
+    if search.stopping.is_solved() or search.stopping.is_stopped():
         return
     function = partial(_commit_in_process, known=commitments.all)
     process = start_process(search, search.problem.whole, function, params=search.params)
     if process is None or not commitments.follow(process, orders):
-        for sub in commitments.searches(orders):
+        for sub in commitments.generate_searches(orders):
             run_plain(sub)
 
 
 def _commit_in_process(search: Search, inbox: Inbox, *, known: dict[object, Commitment]) -> None:
-    for sub in Commitments(search, known).searches(inbox):
+    for sub in Commitments(search, known).generate_searches(inbox):
         run_plain(sub)
 
 
 @contextmanager
-def _in_background(part: Part) -> Iterator[Part]:
+def _search_in_background(part: Part) -> Iterator[Part]:
     """Search a part in a background thread."""
     part.thread = start_in_background(part.whole, lambda: _run_part(part))
     try:
@@ -207,7 +209,7 @@ def _run_in_process(search: Search, _: Inbox, *, function: Callable[[Search], No
 
 
 @contextmanager
-def _halting(search: Search, thread: BackgroundThread) -> Iterator[BackgroundThread]:
+def _halt_on_error(search: Search, thread: BackgroundThread) -> Iterator[BackgroundThread]:
     """Wait for the end of `thread`; halt the search on an exception."""
     try:
         yield thread

@@ -125,10 +125,10 @@ class Incumbent:
         """Return True if `trial` takes less time; on several devices also if it takes as long with less work."""
         if trial.time_s != best.time_s or not self._problem.placed:
             return trial.time_s < best.time_s
-        return self._work_s(trial) < self._work_s(best)
+        return self._compute_work_s(trial) < self._compute_work_s(best)
 
-    def _work_s(self, trial: Trial) -> float:
-        return math.fsum(map(self._problem.seconds, trial.order.computed))
+    def _compute_work_s(self, trial: Trial) -> float:
+        return math.fsum(map(self._problem.get_seconds, trial.order.computed))
 
     def _check_bound(self) -> None:
         """Fail if a schedule refutes the bound, and reset the bound."""

@@ -14,7 +14,7 @@ from solvers.windows.search import Search
 from solvers.windows.strategies.commitments import Commitments
 
 
-def parts_of_plain(search: Search) -> list[Part]:
+def make_plain_parts(search: Search) -> list[Part]:
     """Return the graph without overwriting, and the graph without transfers to the host.
 
     Schedules of the latter count once those with transfers have been searched (``Incumbent.reserve``).
@@ -32,7 +32,7 @@ def parts_of_plain(search: Search) -> list[Part]:
     return parts
 
 
-def parts_with_options(search: Search, commitments: Commitments) -> list[Part]:
+def make_option_parts(search: Search, commitments: Commitments) -> list[Part]:
     """Return graphs with smaller sets of options.
 
     If some of several options are lossy: all lossless ones, as if there were no others, and each lossy one alone. Otherwise: the
@@ -44,10 +44,10 @@ def parts_with_options(search: Search, commitments: Commitments) -> list[Part]:
     lossy, placed = kinds.several_with_lossy, kinds.has_devices_and_others(search)
     sets: list[tuple[Graph, Callable[[Trial], object], bool]] = []  # the last one is ``Part.alone``
     if lossy:
-        faithful = _only(whole, kinds.exact)
+        faithful = _keep_options(whole, kinds.exact)
         sets.append((faithful, commitments.lift_from(faithful), False))
     elif placed:
-        here, moved = without_placement(whole), _only(problem.graph.out_of_place(), ())
+        here, moved = without_placement(whole), _keep_options(problem.graph.out_of_place(), ())
         sets += [(here, commitments.lift_from(here), False), (moved, commitments.lift_from(moved), True)]
     else:
         if problem.offloads:
@@ -55,7 +55,7 @@ def parts_with_options(search: Search, commitments: Commitments) -> list[Part]:
         program = commitments.program
         sets.append((program.plain.graph, lambda trial: commitments.take(program, trial), False))
     for kind in kinds.apart:
-        only = _only(whole.out_of_place(), (kind,))
+        only = _keep_options(whole.out_of_place(), (kind,))
         sets.append((only, commitments.lift_from(only), True))
     # The first most often has the best schedule. If it has no lossy options it starts at once, and lossy ones start last, so
     # that it finds the same schedules as without them, also on few cores.
@@ -106,6 +106,6 @@ class _Kinds:
         return kinds if len(kinds) > 1 else ()
 
 
-def _only(graph: Graph, kinds: Collection[str]) -> Graph:
+def _keep_options(graph: Graph, kinds: Collection[str]) -> Graph:
     """Return `graph` with only the options `kinds` on the compute stream."""
     return without(graph, lambda op: op.stream == COMPUTE and option_of(op) not in kinds)

@@ -124,7 +124,7 @@ class WindowsParams:
         """
         return read_params(cls, path)
 
-    def recorded(self) -> dict[str, object]:
+    def export(self) -> dict[str, object]:
         """Return the parameters by group and name, as JSON values, as recorded in results."""
         recorded: dict[str, object] = json.loads(json.dumps(asdict(self)))
         return recorded

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from graphs.ir import Graph
-from solvers.child_process import ChildProcess, connection_to_parent, description
+from solvers.child_process import ChildProcess, connect_to_parent, describe_error
 from solvers.clock import WallClock
 from solvers.request import Request
 from solvers.tolerance import Tolerance
@@ -102,7 +102,7 @@ class PartProcess:
 
 def main() -> None:
     """Run a search in the child process: read the task from the parent's socket, and send back schedules."""
-    connection = connection_to_parent()
+    connection = connect_to_parent()
     try:
         task: PartTask = connection.recv()
     except (EOFError, OSError):
@@ -142,7 +142,7 @@ def main() -> None:
     try:
         task.run(search, inbox)
     except Exception as error:  # noqa: BLE001 (the parent reports it)
-        failure = description(error)
+        failure = describe_error(error)
     with suppress(OSError):
         stop()
         connection.send(SearchEnd(search.models.largest, failure))

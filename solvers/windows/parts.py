@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from graphs.ir import Graph
-from solvers.child_process import description
-from solvers.clock import BackgroundThread, Clock, left
+from solvers.child_process import describe_error
+from solvers.clock import BackgroundThread, Clock, measure_rest
 from solvers.request import Request
 from solvers.tolerance import Tolerance
 from solvers.windows.decoding.decode import Trial
@@ -51,7 +51,7 @@ def start_in_background(search: Search, function: Callable[[], object], *, nice:
         try:
             function()
         except Exception as error:  # noqa: BLE001
-            fail(search, description(error))
+            fail(search, describe_error(error))
 
     return search.clock.start(run)
 
@@ -96,7 +96,7 @@ def start_process(
         return None
     try:
         clock, tolerance = search.clock, search.request.tolerance
-        return PartProcess(PartTask(graph, search.budget_bytes, tolerance, params, left(clock), run, nice, starts_others))
+        return PartProcess(PartTask(graph, search.budget_bytes, tolerance, params, measure_rest(clock), run, nice, starts_others))
     except OSError:
         return None  # a thread is used instead
 
@@ -133,7 +133,7 @@ def search_of_part(
     def stop() -> bool:
         ended = on_poll(part.incumbent.best)
         whole.progress.tell(f"{described}: {part.progress.activity}")
-        if ended or whole.stopping.stopped() or whole.stopping.solved():
+        if ended or whole.stopping.is_stopped() or whole.stopping.is_solved():
             return True
         return part.incumbent.bound_s >= whole.incumbent.best_s
 
@@ -222,8 +222,8 @@ class Part:
     def follow(self, process: PartProcess) -> bool:
         """Receive the schedules of its process, until it ends or should end; return False if the process died."""
         whole = self.whole
-        clock, sent_s = whole.clock.part(whole.clock.limit), np.inf
-        while not (self._note(self.best, clock) or whole.stopping.stopped() or whole.stopping.solved()):
+        clock, sent_s = whole.clock.start_part(whole.clock.limit), np.inf
+        while not (self._note(self.best, clock) or whole.stopping.is_stopped() or whole.stopping.is_solved()):
             if whole.incumbent.best_s < sent_s:
                 sent_s = whole.incumbent.best_s
                 process.send(sent_s)
@@ -237,7 +237,7 @@ class Part:
 
     def search(self) -> Search:
         """Return the search for this thread."""
-        clock = self.whole.clock.part(self.whole.clock.limit)
+        clock = self.whole.clock.start_part(self.whole.clock.limit)
         tolerance = self.whole.request.tolerance
         return search_of_part(
             self.whole, self.graph, clock, tolerance, lambda best: self._note(best, clock), described="with fewer options"
@@ -252,12 +252,12 @@ class Part:
         """Wait for its search up to the limit, which it may reach later than the whole, if it can still improve the whole."""
         whole = self.whole
 
-        def of_no_use() -> bool:
-            if not whole.clock.counts_work and left(whole.clock) <= 0:
+        def is_useless() -> bool:
+            if not whole.clock.counts_work and measure_rest(whole.clock) <= 0:
                 return True
-            return whole.stopping.interrupted() or whole.stopping.halted or whole.stopping.satisfied()
+            return whole.stopping.is_interrupted() or whole.stopping.halted or whole.stopping.is_satisfied()
 
-        wait_for(whole, [self], of_no_use)
+        wait_for(whole, [self], is_useless)
 
     def end(self) -> None:
         """Stop its search."""

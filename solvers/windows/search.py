@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from solvers.clock import Clock
-from solvers.problem import Problem, problem_of
+from solvers.problem import Problem, build_problem
 from solvers.request import Request
 from solvers.windows.decoding.decode import Order, Trial, is_possible, try_out
 from solvers.windows.decoding.expand import Solution
@@ -63,8 +63,8 @@ class Search:
     @classmethod
     def of(cls, request: Request, *, may_start_processes: bool = True) -> Self:
         """Begin the solve of `request`; progress is reported in the calling thread."""
-        params = request.params_of(WindowsParams())
-        problem, progress = problem_of(request.graph, request.budget_bytes), ProgressReports(request)
+        params = request.get_params(WindowsParams())
+        problem, progress = build_problem(request.graph, request.budget_bytes), ProgressReports(request)
         problem = replace(problem, conflicts=request.conflicts)
         incumbent = Incumbent(problem, params.bound.arithmetic, progress)
         stopping = StoppingRule(request, incumbent, params.bound)
@@ -91,25 +91,25 @@ class Search:
         """
         if not is_possible(self.problem, order):
             return None
-        trial, incumbent = self._simulated(order), self.incumbent
+        trial, incumbent = self._simulate(order), self.incumbent
         incumbent.compare_peak(trial)
         if incumbent.fits(trial) and (incumbent.take(trial) or self._is_near(trial)):
-            incumbent.take(self._pruned(trial, discretization))
+            incumbent.take(self._prune(trial, discretization))
         return trial
 
     def improve_order(self, order: Order, limit_s: float) -> Trial | None:
         """Return the trial of an order after pruning; None if it is impossible, does not fit or takes longer than `limit_s`."""
         if not is_possible(self.problem, order):
             return None
-        trial, incumbent = self._simulated(order), self.incumbent
+        trial, incumbent = self._simulate(order), self.incumbent
         if not incumbent.fits(trial) or trial.time_s > limit_s:
             return None
         incumbent.take(trial)
-        trial = self._pruned(trial)
+        trial = self._prune(trial)
         incumbent.take(trial)
         return trial
 
-    def _simulated(self, order: Order) -> Trial:
+    def _simulate(self, order: Order) -> Trial:
         self.clock.spend(WORK_PER_EXECUTION * len(order.computed))
         return try_out(self.problem, order)
 
@@ -117,7 +117,7 @@ class Search:
         """Return True if a schedule that offloads may become the best after pruning."""
         return bool(self.problem.offloads) and trial.time_s <= _NEAR * self.incumbent.best_s
 
-    def _pruned(self, trial: Trial, discretization: Discretization | None = None) -> Trial:
+    def _prune(self, trial: Trial, discretization: Discretization | None = None) -> Trial:
         """Return `trial` without unnecessary recomputations."""
-        should_stop = self.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), self.stopping.stopped)
+        should_stop = self.stopping.count_polls(WORK_PER_EXECUTION * len(trial.order.computed), self.stopping.is_stopped)
         return prune(self.problem, trial, discretization, self.budget_bytes, should_stop, _PASSES)

@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Callable
 
-from solvers.clock import left
-from solvers.memory import resident_bytes
+from solvers.clock import measure_rest
+from solvers.memory import read_resident_bytes
 from solvers.request import Request
 from solvers.result import is_within
 from solvers.windows.incumbent import Incumbent
@@ -25,12 +25,12 @@ class StoppingRule:
         self._caller = threading.current_thread()
         self._halted = False
         self._solved_at: float | None = None  # by the clock, when the gap was first within the tolerance
-        self._began_bytes = resident_bytes()
+        self._began_bytes = read_resident_bytes()
 
     @property
     def tolerance(self) -> float:
         """The current tolerance on the gap."""
-        return self._request.tolerance.at(self._clock.now)
+        return self._request.tolerance.compute_at(self._clock.now)
 
     @property
     def halted(self) -> bool:
@@ -41,17 +41,17 @@ class StoppingRule:
         """End the solve."""
         self._halted = True
 
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Return True if the caller, a failure or the clock ends the solve."""
-        if self.interrupted():
+        if self.is_interrupted():
             self._halted = True
-        return self.halted or left(self._clock) <= 0
+        return self.halted or measure_rest(self._clock) <= 0
 
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Return True if the caller requests a stop; other threads get False."""
-        return self._caller is threading.current_thread() and self._request.interrupted()
+        return self._caller is threading.current_thread() and self._request.is_interrupted()
 
-    def polled(self, work: float, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+    def count_polls(self, work: float, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         """Return `should_stop` for polling after each amount `work`, which is counted."""
         clock = self._clock
         if not clock.counts_work:
@@ -63,45 +63,45 @@ class StoppingRule:
 
         return spend
 
-    def solved(self) -> bool:
+    def is_solved(self) -> bool:
         """Return True if the problem is proved infeasible or the gap is within the tolerance."""
         return self._incumbent.infeasible or self._is_within(self.tolerance)
 
-    def settled_for(self) -> float:
+    def compute_settled(self) -> float:
         """Return the least tolerance so far that the gap is within; the current one if there is none."""
-        return self._request.tolerance.settled_for(self._clock.now, self._is_within)
+        return self._request.tolerance.compute_settled(self._clock.now, self._is_within)
 
-    def satisfied(self) -> bool:
+    def is_satisfied(self) -> bool:
         """Return True if the solve has also had time to improve beyond the tolerance.
 
         Schedules are often within the tolerance long before they stop improving, and the rest is cheap: half as long again, or a
         moment. If the tolerance has widened to the gap, the time before the widening does not count.
         """
-        if not self.solved():
+        if not self.is_solved():
             return False
         if self._incumbent.infeasible or self._is_within(CLOSE_GAP * self.tolerance):
             return True
         now = self._clock.now
         self._solved_at = self._solved_at or now
-        widened_at, _ = self._request.tolerance.begun(self._solved_at)[-1]
-        return now - self._solved_at > self.extra(self._solved_at - widened_at)
+        widened_at, _ = self._request.tolerance.list_begun(self._solved_at)[-1]
+        return now - self._solved_at > self.compute_extra(self._solved_at - widened_at)
 
-    def extra(self, spent: float) -> float:
+    def compute_extra(self, spent: float) -> float:
         """Return the time for further improvement of a solve that took `spent` to reach the tolerance."""
         return max(_LEAST_MOMENT, _MOMENT_SHARE * spent)
 
-    def enough(self) -> bool:
+    def is_enough(self) -> bool:
         """Return True if better schedules need not be searched."""
-        return self.stopped() or self.satisfied()
+        return self.is_stopped() or self.is_satisfied()
 
-    def enough_after(self, limit: float) -> Callable[[], bool]:
+    def make_enough_after(self, limit: float) -> Callable[[], bool]:
         """Return a function that is True if better schedules need not be searched, or after `limit` of the clock from now on."""
-        clock = self._clock.part(limit)
-        return lambda: self.enough() or left(clock) <= 0
+        clock = self._clock.start_part(limit)
+        return lambda: self.is_enough() or measure_rest(clock) <= 0
 
-    def out_of_memory(self) -> bool:
+    def is_out_of_memory(self) -> bool:
         """Return True if the process has grown by its limit."""
-        return resident_bytes() - self._began_bytes > self._params.most_bytes
+        return read_resident_bytes() - self._began_bytes > self._params.most_bytes
 
     def _is_within(self, tolerance: float) -> bool:
         best, bound_s = self._incumbent.best, self._incumbent.bound_s

@@ -21,7 +21,7 @@ from planner.plans.plan_check import check_plan, check_sizes, check_with_its_gra
 from planner.settings.link import MEASURED_LINK, LinkProfile, LinkRates
 from planner.settings.option_settings import LINK, RECOMPUTATION, KnownLink, LinkSource, option_settings
 from planner.show.facts.graph import graph_facts
-from solvers.order.reorder import reordered
+from solvers.order.reorder import find_order
 from tests.support.cli import call, refused
 
 GB = 10**9
@@ -108,9 +108,9 @@ def test_infeasible_budget_error_names_the_budget_with_offload(step: Graph) -> N
 
 def test_reordering_keeps_optional_ops(step: Graph) -> None:
     offered = with_options(step, ["offload"], Surroundings(Link.even(1e9)))
-    order = reordered(offered)
+    order = find_order(offered)
     n = len(step.ops)
-    assert order.original[:n] == reordered(step).original and order.original[n:] == tuple(range(n, len(offered.ops)))
+    assert order.original[:n] == find_order(step).original and order.original[n:] == tuple(range(n, len(offered.ops)))
     assert order.graph.ops[n:] == offered.ops[n:] and order.graph.pools == offered.pools
 
 

@@ -14,8 +14,8 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph
 from graphs.synthetic.small import training_chain
 from solvers import bounds
-from solvers.bounds import MemoryNeed, any_order_need, describe_need, least_budget_bound, need_at, too_small_message
-from solvers.order.reorder import constraints, permuted
+from solvers.bounds import MemoryNeed, bound_least_budget, describe_need, describe_too_small, find_any_order_need, need_at
+from solvers.order.reorder import list_constraints, permute
 from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
 
 
@@ -24,7 +24,7 @@ from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
     [(training_chain(3), 3), (training_chain(30), 3), (diamond(), 7), (two_outputs(), 7), (kept_output(), 6)],
 )
 def test_least_budget_bound_of_small_graphs_is_known(graph: Graph, least: int) -> None:
-    assert least_budget_bound(graph).budget_bytes == least
+    assert bound_least_budget(graph).budget_bytes == least
 
 
 def test_kept_and_static_tensors_count_in_the_bound() -> None:
@@ -33,7 +33,7 @@ def test_kept_and_static_tensors_count_in_the_bound() -> None:
     (a,) = draft.op("a", [weight], [10])
     (b,) = draft.op("b", [weight], [20], workspace_bytes=7)
     draft.op("c", [b], [5])
-    need = least_budget_bound(draft.graph([a])).need
+    need = bound_least_budget(draft.graph([a])).need
     assert (need.op, need.total_bytes) == (1, 100 + 10 + 20 + 7)
     assert (need.static_bytes, need.held_bytes) == (100, 10)
     assert (need.inputs_bytes, need.outputs_bytes, need.workspace_bytes) == (0, 20, 7)
@@ -44,7 +44,7 @@ def test_unrecomputable_tensors_count_as_held() -> None:
     (a,) = draft.op("a", [], [10], recomputable=False)
     draft.op("b", [], [20])
     draft.op("c", [a], [1])
-    assert least_budget_bound(draft.graph()).budget_bytes == 30
+    assert bound_least_budget(draft.graph()).budget_bytes == 30
 
 
 def test_ops_above_the_budget_count_as_unrecomputable() -> None:
@@ -56,7 +56,7 @@ def test_ops_above_the_budget_count_as_unrecomputable() -> None:
     # From 19 bytes on b could be made again for d, and c would take 9 + 8; below, x is there as well.
     assert need_at(graph, None).total_bytes == need_at(graph, 19).total_bytes == 17
     assert need_at(graph, 18).total_bytes == 18
-    assert least_budget_bound(graph).budget_bytes == 18
+    assert bound_least_budget(graph).budget_bytes == 18
 
 
 def test_budgets_are_searched_only_where_executing_an_op_again_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,10 +68,10 @@ def test_budgets_are_searched_only_where_executing_an_op_again_takes_more(monkey
 
     monkeypatch.setattr(bounds, "need_at", counting)
     graph = training_chain(12)
-    assert least_budget_bound(graph).budget_bytes == 3
+    assert bound_least_budget(graph).budget_bytes == 3
     assert asked == [None, 3]
     asked.clear()
-    assert least_budget_bound(random_graph(5, 10)).budget_bytes > need_at(random_graph(5, 10), None).total_bytes
+    assert bound_least_budget(random_graph(5, 10)).budget_bytes > need_at(random_graph(5, 10), None).total_bytes
     assert len(asked) > 3
 
 
@@ -80,11 +80,11 @@ def test_infeasible_message_names_the_op_and_its_memory() -> None:
     (x,) = draft.op("x", [], [5_200_000_000])
     draft.op("mm_37", [x], [3_100_000_000], workspace_bytes=110_000_000)
     graph = draft.graph()
-    least = least_budget_bound(graph)
+    least = bound_least_budget(graph)
     assert describe_need(graph, least.need) == (
         "op 'mm_37' needs 5.20 GB of inputs, 3.10 GB of outputs and 110.00 MB of workspace at once"
     )
-    message = too_small_message(graph, 8 * 10**9, least)
+    message = describe_too_small(graph, 8 * 10**9, least)
     assert message.startswith("budget 8.00 GB is below 8.41 GB, the least any schedule of this graph needs: op 'mm_37' needs")
     assert "Raise the budget" in message
 
@@ -99,17 +99,17 @@ def two_gradients() -> Graph:
 
 def test_message_separates_bounds_of_one_order_from_all_orders() -> None:
     graph = two_gradients()
-    least, anyway = least_budget_bound(graph), any_order_need(graph)
+    least, anyway = bound_least_budget(graph), find_any_order_need(graph)
     assert (least.budget_bytes, anyway.total_bytes) == (35, 25)
     # The other way round they take 30, which is more than 25 and less than 35.
-    turned = permuted(graph, [1, 0]).graph
+    turned = permute(graph, [1, 0]).graph
     assert simulate(turned, keep_everything(turned)).peak_bytes == 30
-    between = too_small_message(graph, 32, least)
+    between = describe_too_small(graph, 32, least)
     assert (
         "budget 32 B is below 35 B, the least any schedule of this graph needs that first executes the ops in the order"
         in between
     )
-    below = too_small_message(graph, 24, least)
+    below = describe_too_small(graph, 24, least)
     assert below.startswith(
         "budget 24 B is below 25 B, the least any schedule of this graph needs: op 'large' needs 20 B of outputs"
     )
@@ -122,7 +122,7 @@ def test_bound_for_all_orders_counts_inputs_and_workspace() -> None:
     (a,) = draft.op("a", [weight], [10])
     (b,) = draft.op("b", [a], [20])
     draft.op("c", [b], [5], workspace_bytes=7)
-    need = any_order_need(draft.graph([a]))
+    need = find_any_order_need(draft.graph([a]))
     assert (need.op, need.total_bytes) == (2, 100 + 10 + 20 + 5 + 7)
     assert (need.static_bytes, need.held_bytes, need.inputs_bytes) == (100, 10, 20)
 
@@ -131,28 +131,28 @@ def test_bound_for_all_orders_counts_inputs_and_workspace() -> None:
 @given(seed=st.integers(0, 10**6), ops=st.integers(1, 12), mixed=st.randoms(use_true_random=False))
 def test_no_order_needs_less_than_the_bound_for_all_orders(seed: int, ops: int, mixed: Random) -> None:
     graph = random_graph(seed, ops)
-    need = any_order_need(graph).total_bytes
-    assert need <= least_budget_bound(graph).budget_bytes
-    before, _ = constraints(graph)
+    need = find_any_order_need(graph).total_bytes
+    assert need <= bound_least_budget(graph).budget_bytes
+    before, _ = list_constraints(graph)
     order: list[int] = []
     while len(order) < ops:
         order.append(mixed.choice([op for op in range(ops) if op not in order and before[op] <= set(order)]))
-    other = permuted(graph, order).graph
-    assert any_order_need(other).total_bytes == need <= least_budget_bound(other).budget_bytes
+    other = permute(graph, order).graph
+    assert find_any_order_need(other).total_bytes == need <= bound_least_budget(other).budget_bytes
 
 
 def test_an_op_that_holds_nothing() -> None:
     draft = Draft()
     draft.op("nothing", [], [0])
     graph = draft.graph()
-    assert describe_need(graph, least_budget_bound(graph).need) == "op 'nothing' needs nothing at once"
+    assert describe_need(graph, bound_least_budget(graph).need) == "op 'nothing' needs nothing at once"
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 10**6), ops=st.integers(1, 12))
 def test_least_budget_bound_is_at_most_the_keep_everything_peak(seed: int, ops: int) -> None:
     graph = random_graph(seed, ops)
-    least = least_budget_bound(graph)
+    least = bound_least_budget(graph)
     assert least.budget_bytes <= simulate(graph, keep_everything(graph)).peak_bytes
     # The least budget that is not refuted, and refuted one byte below.
     assert need_at(graph, least.budget_bytes).total_bytes <= least.budget_bytes

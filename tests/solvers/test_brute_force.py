@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.least import least_budget
-from solvers.problem import OBJECTIVE_SCALE, problem_of
+from solvers.least import bracket_least_budget
+from solvers.problem import OBJECTIVE_SCALE, build_problem
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.solvers.answers import SLACK, TOLERANCE, check
@@ -24,7 +24,7 @@ MANY = settings(EXACT, max_examples=4000)
 
 def check_against_brute_force(seed: int, ops: int, tightness: float) -> None:
     graph = random_graph(seed, ops)
-    least = least_budget_bound(graph).budget_bytes
+    least = bound_least_budget(graph).budget_bytes
     peak = simulate(graph, keep_everything(graph)).peak_bytes
     # Tight budgets are the hard ones.
     budget = least + round((peak - least) * tightness**2)
@@ -49,7 +49,7 @@ def test_equals_brute_force_on_many_graphs(seed: int, ops: int, tightness: float
 @given(seed=st.integers(0, 10**6), ops=st.integers(4, 7))
 def test_lower_budgets_never_take_less_time(seed: int, ops: int) -> None:
     graph = random_graph(seed, ops)
-    least = least_budget_bound(graph).budget_bytes
+    least = bound_least_budget(graph).budget_bytes
     peak = simulate(graph, keep_everything(graph)).peak_bytes
     best: float | None = None
     for budget in range(peak, least - 1, -max(1, (peak - least) // 6)):
@@ -64,7 +64,7 @@ def test_lower_budgets_never_take_less_time(seed: int, ops: int) -> None:
 @given(seed=st.integers(0, 10**6), ops=st.integers(1, 7))
 def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:
     graph = random_graph(seed, ops)
-    bracket = least_budget(graph, precision=0.0)
+    bracket = bracket_least_budget(graph, precision=0.0)
     assert bracket.exact
     assert simulate(graph, bracket.schedule).peak_bytes == bracket.found_bytes
     assert fastest(graph, bracket.found_bytes) is not None
@@ -77,7 +77,7 @@ def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:
 def test_relaxation_never_exceeds_the_brute_force_optimum(seed: int, ops: int, share: float) -> None:
     """Rows 1 to 9 with everything in them, without the search over states that decides small graphs."""
     graph = random_graph(seed, ops)
-    least = least_budget_bound(graph).budget_bytes
+    least = bound_least_budget(graph).budget_bytes
     peak = simulate(graph, keep_everything(graph)).peak_bytes
     budget = least + round((peak - least) * share)
     optimum = fastest(graph, budget)
@@ -85,7 +85,7 @@ def test_relaxation_never_exceeds_the_brute_force_optimum(seed: int, ops: int, s
         pairs = frozenset((end, x) for end in ends for x in range(end))
         precedences = frozenset((end, x, z) for end in ends for z in range(end) for x in range(z))
         discretization = Discretization(tuple(sorted(set(ends))), frozenset(range(ops)), pairs, precedences)
-        model = build_relaxation(problem_of(graph, budget), discretization)
+        model = build_relaxation(build_problem(graph, budget), discretization)
         answer = solve_program(model.program, clock=WallClock(60))
         if optimum is not None:
             assert answer.outcome is Outcome.OPTIMAL

@@ -17,12 +17,12 @@ from solvers.addresses.solve import solve as find_addresses
 from solvers.arena.find import find_conflict
 from solvers.arena.needs import ArenaRules, Needs
 from solvers.arena.solve import solve_in_arena
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock, WorkClock
 from solvers.conflicts import Conflict, Course, Pattern, Residency, occurs
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.problem import OBJECTIVE_SCALE, problem_of
+from solvers.problem import OBJECTIVE_SCALE, build_problem
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 from solvers.windows import solve
@@ -93,7 +93,7 @@ def case(seed: int, ops: int, tightness: float) -> tuple[Graph, int]:
     tensors = tuple(replace(t, size_bytes=(t.size_bytes + 2) // 3) for t in whole.tensors)
     small = tuple(replace(op, workspace_bytes=(op.workspace_bytes + 2) // 3) for op in whole.ops)
     graph = replace(whole, tensors=tensors, ops=small)
-    least = least_budget_bound(graph).budget_bytes
+    least = bound_least_budget(graph).budget_bytes
     peak = simulate(graph, keep_everything(graph)).peak_bytes
     return graph, least + round((peak - least) * tightness**2)
 
@@ -119,7 +119,7 @@ def check_against_brute_force(seed: int, ops: int, tightness: float, alignment: 
     assert result.bound_s <= optimum * (1 + SLACK)
     assert optimum * (1 - SLACK) <= result.time_s <= optimum * (1 + TOLERANCE) + SLACK
     needs = Needs.of(graph, result.schedule, rules, budget)
-    offsets = needs.placed(WorkClock(20.0)).offsets
+    offsets = needs.find_addresses(WorkClock(20.0)).offsets
     assert offsets is not None and offsets.height_bytes <= budget - graph.static_bytes
 
 
@@ -159,7 +159,7 @@ def test_address_rows_never_exceed_the_brute_force_optimum(seed: int) -> None:
     optimum = fastest_in_arena(graph, budget - graph.static_bytes, 2)
     assert optimum is not None
     assert any(isinstance(conflict, Residency) for conflict in conflicts)
-    problem = replace(problem_of(graph, budget), conflicts=conflicts)
+    problem = replace(build_problem(graph, budget), conflicts=conflicts)
     for ends in (range(5), (0, 4), (2, 4), (1, 3, 4), (4,)):
         answer = solve_program(build_relaxation(problem, Discretization(tuple(ends))).program, clock=WallClock(60))
         assert answer.outcome is Outcome.OPTIMAL
@@ -212,10 +212,10 @@ def test_the_caller_may_end_a_solve_once_a_schedule_has_addresses() -> None:
     told: list[SolveProgress] = []
 
     def unending(request: Request) -> Result:
-        assert request.on_schedule is not None and not request.interrupted()
+        assert request.on_schedule is not None and not request.is_interrupted()
         request.on_schedule(everything, 0.0)
         request.tell("searching", graph.time_s, 0.0)
-        assert request.interrupted()
+        assert request.is_interrupted()
         return solve(request)
 
     budget = 2 * simulate(graph, everything).peak_bytes

@@ -11,11 +11,11 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_graph, with_overwriting
 from planner.capture.options import with_options
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.problem import OBJECTIVE_SCALE, problem_of
+from solvers.problem import OBJECTIVE_SCALE, build_problem
 from solvers.result import Status
 from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
@@ -54,8 +54,8 @@ def case(seed: int, most_ops: int) -> Case | None:
     rates = (1.0, 2.0, 4.0)
     link = Link(draw.choice(rates), draw.choice(rates), draw.choice((0.0, 0.0, 0.5)))
     graph = with_options(program, ("offload",), Surroundings(link, host_bytes))
-    offloads = problem_of(graph, 1).offloads
-    least = least_budget_bound(program, offloads).budget_bytes
+    offloads = build_problem(graph, 1).offloads
+    least = bound_least_budget(program, offloads).budget_bytes
     peak = simulate(program, keep_everything(program)).peak_bytes
     budget = max(1, least - (draw.random() < 0.2) + round((peak - least) * draw.random() ** 2))
     try:
@@ -105,7 +105,7 @@ def test_relaxation_with_offload_never_exceeds_the_brute_force_optimum(seeds: ra
     """Rows 1 to 13 with everything in them. HiGHS copes with nearly all of them, and has a bound for the others too."""
     failed = 0
     for one in cases(seeds, most_ops=5):
-        problem, n = problem_of(one.graph, one.budget_bytes), len(one.program.ops)
+        problem, n = build_problem(one.graph, one.budget_bytes), len(one.program.ops)
         for ends in {tuple(range(n)), tuple(sorted({n // 2, n - 1})), (n - 1,)}:
             pairs = frozenset((end, x) for end in ends for x in range(end))
             precedences = frozenset((end, x, z) for end, z in pairs for x in range(z))

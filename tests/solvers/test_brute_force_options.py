@@ -8,8 +8,8 @@ from graphs.options import without_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options, with_overwriting
-from solvers.bounds import least_budget_bound
-from solvers.problem import problem_of
+from solvers.bounds import bound_least_budget
+from solvers.problem import build_problem
 from solvers.result import Status
 from solvers.windows import solve
 from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_models
@@ -74,8 +74,8 @@ def test_relaxation_with_options_never_exceeds_the_brute_force_optimum(seeds: ra
     for one in cases(seeds):
         if one.optimum is not None:
             feasible += 1
-            assert problem_of(one.graph, one.budget_bytes).least_s <= one.optimum[0] + SLACK, one.seed
-            assert least_budget_bound(one.graph).budget_bytes <= one.budget_bytes, one.seed
+            assert build_problem(one.graph, one.budget_bytes).least_s <= one.optimum[0] + SLACK, one.seed
+            assert bound_least_budget(one.graph).budget_bytes <= one.budget_bytes, one.seed
         exact += check_models(one)
     # With a window for each place the bound is the optimum, nearly always.
     assert exact >= 0.95 * feasible

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.least import least_budget
-from solvers.problem import OBJECTIVE_SCALE, problem_of
+from solvers.least import bracket_least_budget
+from solvers.problem import OBJECTIVE_SCALE, build_problem
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.graphs.small_graphs import random_overwriting
@@ -25,7 +25,7 @@ seeds = st.integers(0, 10**6)
 
 
 def budget_of(graph: Graph, share: float) -> int:
-    least, peak = least_budget_bound(graph).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
+    least, peak = bound_least_budget(graph).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
     return least + round((peak - least) * share)
 
 
@@ -51,7 +51,7 @@ def test_equals_brute_force_on_many_graphs(seed: int, ops: int, tightness: float
 @given(seed=seeds, ops=st.integers(1, 7))
 def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:
     graph = random_overwriting(seed, ops)
-    bracket = least_budget(graph, precision=0.0)
+    bracket = bracket_least_budget(graph, precision=0.0)
     assert bracket.exact
     assert simulate(graph, bracket.schedule).peak_bytes == bracket.found_bytes
     assert fastest(graph, bracket.found_bytes) is not None
@@ -71,7 +71,7 @@ def test_relaxation_never_exceeds_the_brute_force_optimum(seed: int, ops: int, s
         pairs = frozenset((end, x) for end in ends for x in range(end))
         precedences = frozenset((end, x, z) for end in ends for z in range(end) for x in range(z))
         discretization = Discretization(tuple(sorted(set(ends))), frozenset(range(ops)), pairs, precedences)
-        answer = solve_program(build_relaxation(problem_of(graph, budget), discretization).program, clock=WallClock(60))
+        answer = solve_program(build_relaxation(build_problem(graph, budget), discretization).program, clock=WallClock(60))
         assert answer.outcome is Outcome.OPTIMAL
         assert graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE) <= optimum * (1 + SLACK) + SLACK
 
@@ -81,6 +81,6 @@ def test_writing_over_inputs_makes_a_difference() -> None:
     harder = 0
     for seed in range(20):
         graph = random_overwriting(seed, 6)
-        budget = least_budget(graph, precision=0.0).found_bytes
+        budget = bracket_least_budget(graph, precision=0.0).found_bytes
         harder += fastest(graph.out_of_place(), budget) != fastest(graph, budget)
     assert harder > 10

@@ -11,8 +11,8 @@ from planner.capture.options import with_options
 from solvers.clock import WallClock, WorkClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.pass_ends import with_pass_ends
-from solvers.problem import OBJECTIVE_SCALE, problem_of
+from solvers.pass_ends import add_pass_ends
+from solvers.problem import OBJECTIVE_SCALE, build_problem
 from solvers.request import Request
 from solvers.result import Status
 from solvers.tolerance import Tolerance
@@ -48,7 +48,7 @@ def test_relaxations_in_one_window_and_in_all_are_no_higher_than_the_best_schedu
             expected = optimum(graph, budget)
         except TimeoutError:
             continue
-        problem = problem_of(with_pass_ends(graph).graph, budget)
+        problem = build_problem(add_pass_ends(graph).graph, budget)
         last = problem.places.last
         for ends in ((problem.ops - 1,), tuple(sorted(set(last)))):
             program = build_relaxation(problem, Discretization(ends, places=last)).program
@@ -104,7 +104,7 @@ def test_results_of_the_forward_pass_come_before_the_backward_pass() -> None:
         if not early:
             continue
         try:
-            expected = optimum(with_pass_ends(graph).graph, budget)
+            expected = optimum(add_pass_ends(graph).graph, budget)
         except TimeoutError:
             continue
         result = solve(Request(graph, budget, Tolerance.of(CLOSE), WorkClock(0.5)))
@@ -132,12 +132,12 @@ def test_schedules_with_all_choices_at_once_are_none_that_a_bound_excludes() -> 
         if any(len(graph.ops[op].replaces) > 1 for op in schedule.computed):
             continue
         judged = simulate(graph, schedule)
-        problem = problem_of(with_pass_ends(graph).graph, judged.peak_bytes)
+        problem = build_problem(add_pass_ends(graph).graph, judged.peak_bytes)
         last = problem.places.last
         for ends in ((problem.ops - 1,), tuple(sorted(set(last)))):
             program = build_relaxation(problem, Discretization(ends, places=last)).program
             answer = solve_program(program, clock=WallClock(30.0))
             assert answer.outcome is not Outcome.INFEASIBLE, (seed, ends)
-            assert answer.bound <= problem.units(judged.time_s - problem.base_s) * (1 + 1e-5) + 1e-3, (seed, ends)
+            assert answer.bound <= problem.convert_to_units(judged.time_s - problem.base_s) * (1 + 1e-5) + 1e-3, (seed, ends)
             compared += 1
     assert compared >= 16

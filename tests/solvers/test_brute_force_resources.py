@@ -12,7 +12,7 @@ from graphs.options.compress import VARIANCE
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_options
-from solvers.problem import problem_of
+from solvers.problem import build_problem
 from solvers.result import Status
 from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
@@ -91,7 +91,7 @@ def test_unbinding_resource_limits_leave_the_program_unchanged() -> None:
         bare = replace(free, ops=tuple(replace(op, uses=()) for op in graph.ops))
         programs = []
         for one in (bare, free, wide):
-            problem = problem_of(one, budget)
+            problem = build_problem(one, budget)
             discretization = Discretization(tuple(sorted(set(problem.places.last))), places=problem.places.last)
             programs.append(build_relaxation(problem, discretization).program)
         for other in programs[1:]:

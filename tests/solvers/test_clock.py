@@ -13,8 +13,8 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
 from planner.plans.document import plan_to_dict
 from planner.plans.solving import solve as plan
-from solvers.bounds import least_budget_bound
-from solvers.clock import Clock, WallClock, WorkClock, left
+from solvers.bounds import bound_least_budget
+from solvers.clock import Clock, WallClock, WorkClock, measure_rest
 from solvers.highs.run import HighsRun
 from solvers.request import Request
 from solvers.result import Result, Status
@@ -23,7 +23,7 @@ from solvers.windows import search, solve
 
 GRAPH = random_training_step(2, 80)
 # Between the least and the peak: a quarter of the way.
-_LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
+_LEAST, _PEAK = bound_least_budget(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4
 LIMIT = 4.0
 
@@ -31,15 +31,15 @@ LIMIT = 4.0
 @pytest.mark.parametrize("make", [WallClock, WorkClock])
 def test_a_part_has_no_more_than_the_whole(make: type[WallClock] | type[WorkClock]) -> None:
     clock = make(10.0)
-    assert clock.part(3.0).limit == 3.0
-    assert clock.part(30.0).limit == pytest.approx(10.0, abs=1.0)
-    assert left(clock) <= 10.0
+    assert clock.start_part(3.0).limit == 3.0
+    assert clock.start_part(30.0).limit == pytest.approx(10.0, abs=1.0)
+    assert measure_rest(clock) <= 10.0
 
 
 def test_work_is_counted_in_the_whole_and_in_its_parts() -> None:
     clock = WorkClock(10.0)
     clock.spend(2.0)
-    part = clock.part(100.0)
+    part = clock.start_part(100.0)
     assert (part.now, part.limit) == (0.0, 8.0)
     part.spend(3.0)
     assert (part.now, clock.now) == (3.0, 5.0)
@@ -144,13 +144,13 @@ def test_work_done_is_the_same_on_a_slower_machine(slow: str, monkeypatch: pytes
 
         monkeypatch.setattr(search, "try_out", try_out)
     else:
-        called = HighsRun._called
+        called = HighsRun._handle_callback
 
         def late(run: HighsRun, *told: Any) -> None:
             time.sleep(0.002)
             called(run, *told)
 
-        monkeypatch.setattr(HighsRun, "_called", late)
+        monkeypatch.setattr(HighsRun, "_handle_callback", late)
     slow_one, slow_spent = searched(LIMIT)
     assert quick.schedule is not None
     assert (quick.schedule, quick.bound_s, quick.status) == (slow_one.schedule, slow_one.bound_s, slow_one.status)

@@ -5,23 +5,23 @@ import pytest
 from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import training_chain
-from solvers.margins import Margins, MarginSearch, between, most_above, with_margins
+from solvers.margins import Margins, MarginSearch, add_margins, find_largest_difference, find_middle
 
 
 def test_a_schedule_has_room_for_the_margin_while_its_op_runs() -> None:
     graph = training_chain(3)
     schedule = keep_everything(graph)
-    before, after = (simulate(one, schedule) for one in (graph, with_margins(graph, {1: 5})))
+    before, after = (simulate(one, schedule) for one in (graph, add_margins(graph, {1: 5})))
     grown = [more - less for less, more in zip(before.memory_bytes, after.memory_bytes, strict=True)]
     assert schedule.steps[1] == Compute(1)
     assert grown == [0, 5, *[0] * (len(grown) - 2)]
-    assert with_margins(graph, {}) is graph
+    assert add_margins(graph, {}) is graph
 
 
 def test_margins_are_interpolated_half_way() -> None:
-    assert between({0: 4, 1: 7}, {0: 10, 2: 1, 3: 6}) == {0: 7, 3: 3}
-    assert most_above({0: 10, 2: 1}, {0: 4, 1: 90}) == 6
-    assert most_above({}, {1: 90}) == 0
+    assert find_middle({0: 4, 1: 7}, {0: 10, 2: 1, 3: 6}) == {0: 7, 3: 3}
+    assert find_largest_difference({0: 10, 2: 1}, {0: 4, 1: 90}) == 6
+    assert find_largest_difference({}, {1: 90}) == 0
 
 
 def doubled(now: Margins) -> Margins:

@@ -7,17 +7,17 @@ import pytest
 from graphs.ir import Graph
 from graphs.synthetic.small import training_chain
 from solvers.clock import WallClock
-from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.eviction.least_peak import find_least_evicting_schedule
 from solvers.eviction.rules import EvictionRule, EvictionSettings
 from solvers.highs.builder import BuildStoppedError
-from solvers.problem import Problem, problem_of
+from solvers.problem import Problem, build_problem
 from solvers.windows import driver
 from solvers.windows.decoding.decode import Order
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import Search
 from solvers.windows.strategies import first_schedules
-from solvers.windows.strategies.first_schedules import evicted
+from solvers.windows.strategies.first_schedules import find_evicted
 from solvers.windows.strategies.refinement import Relaxation, refine
 from tests.support.solvers.answers import ask
 
@@ -40,7 +40,7 @@ class Clock:
 
 
 def test_building_a_large_model_stops_on_request() -> None:
-    problem = problem_of(untimed(40), 20)
+    problem = build_problem(untimed(40), 20)
     discretization = Discretization(tuple(range(problem.ops)))
     whole = build_relaxation(problem, discretization, should_stop=Clock(10**9)).program
     assert whole.matrix.nnz > 20_000
@@ -65,9 +65,9 @@ def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.Mo
         stops.append(settings.should_stop())
         search.stopping.halt()
         stops.append(settings.should_stop())
-        return evicted(problem, rule, settings)
+        return find_evicted(problem, rule, settings)
 
-    monkeypatch.setattr(first_schedules, "evicted", order)
+    monkeypatch.setattr(first_schedules, "find_evicted", order)
     search = Search.of(ask(untimed(20), 8, tolerance=1e-3, time_limit_s=3600.0))
     monkeypatch.setattr(Relaxation, "step", lambda *_: True)
     driver.run(search)
@@ -77,8 +77,8 @@ def test_rules_of_eviction_look_at_the_clock_of_the_solve(monkeypatch: pytest.Mo
 
 def test_no_rule_is_begun_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
-    monkeypatch.setattr("solvers.eviction.least_peak.evicting_order", lambda *_, **__: begun.append(1))
-    assert least_evicting_schedule(untimed(20), WallClock(-1.0)) is None
+    monkeypatch.setattr("solvers.eviction.least_peak.find_evicting_order", lambda *_, **__: begun.append(1))
+    assert find_least_evicting_schedule(untimed(20), WallClock(-1.0)) is None
     assert begun == []
-    assert least_evicting_schedule(untimed(20), WallClock(60.0)) is None
+    assert find_least_evicting_schedule(untimed(20), WallClock(60.0)) is None
     assert begun

@@ -12,7 +12,7 @@ from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from planner.plans.plan_check import check_plan
 from planner.plans.solving import solve as plan
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
 from solvers.registry import get_solver
 from solvers.request import Request
@@ -24,16 +24,23 @@ from tests.support.solvers.answers import ask
 
 # Takes minutes to be solved to the last bit.
 GRAPH = random_training_step(2, 80)
-_LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
+_LEAST, _PEAK = bound_least_budget(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4
 
 
 def test_tolerance_schedule_widens_with_time_and_a_constant_does_not() -> None:
-    assert [WIDENING.at(seconds) for seconds in (0.0, 19.9, 20.0, 119.9, 120.0, 1e9)] == [0.001, 0.001, 0.005, 0.005, 0.02, 0.02]
-    assert [Tolerance.of(0.1).at(seconds) for seconds in (0.0, 1e9)] == [0.1, 0.1]
+    assert [WIDENING.compute_at(seconds) for seconds in (0.0, 19.9, 20.0, 119.9, 120.0, 1e9)] == [
+        0.001,
+        0.001,
+        0.005,
+        0.005,
+        0.02,
+        0.02,
+    ]
+    assert [Tolerance.of(0.1).compute_at(seconds) for seconds in (0.0, 1e9)] == [0.1, 0.1]
     assert Tolerance.of(WIDENING) is WIDENING
-    assert [WIDENING.at_most(3e-3).at(seconds) for seconds in (0.0, 20.0, 120.0)] == [0.001, 0.003, 0.003]
-    assert WIDENING.at_most(1e-4).at(1e9) == WIDENING.first
+    assert [WIDENING.limit(3e-3).compute_at(seconds) for seconds in (0.0, 20.0, 120.0)] == [0.001, 0.003, 0.003]
+    assert WIDENING.limit(1e-4).compute_at(1e9) == WIDENING.first
 
 
 @pytest.mark.parametrize("given", [-1e-9, float("nan"), float("inf")])
@@ -54,26 +61,26 @@ def search_at(gap: float, tolerance: float | Tolerance) -> Search:
 def test_a_search_is_solved_when_the_tolerance_comes_to_its_gap() -> None:
     search = search_at(0.004, WIDENING)
     search.clock.spend(19.9)
-    assert not search.stopping.solved() and not search.stopping.satisfied()
-    assert search.stopping.settled_for() == 0.001
+    assert not search.stopping.is_solved() and not search.stopping.is_satisfied()
+    assert search.stopping.compute_settled() == 0.001
     search.clock.spend(0.2)
-    assert search.stopping.solved() and not search.stopping.satisfied()
-    assert search.stopping.settled_for() == 0.005
+    assert search.stopping.is_solved() and not search.stopping.is_satisfied()
+    assert search.stopping.compute_settled() == 0.005
     search.clock.spend(0.9)  # no more than a moment for better: it has had 20 seconds
-    assert search.stopping.satisfied()
+    assert search.stopping.is_satisfied()
     search.clock.spend(109.0)
-    assert search.stopping.settled_for() == 0.005
+    assert search.stopping.compute_settled() == 0.005
 
 
 def test_a_search_within_its_tolerance_goes_on_for_half_as_long() -> None:
     for tolerance in (0.005, Tolerance(((0.0, 0.005), (1000.0, 0.1)))):
         search = search_at(0.004, tolerance)
         search.clock.spend(100.0)
-        assert not search.stopping.satisfied()
+        assert not search.stopping.is_satisfied()
         search.clock.spend(49.0)
-        assert not search.stopping.satisfied()
+        assert not search.stopping.is_satisfied()
         search.clock.spend(2.0)
-        assert search.stopping.satisfied()
+        assert search.stopping.is_satisfied()
 
 
 def test_result_records_the_accepted_tolerance() -> None:

@@ -18,9 +18,9 @@ from graphs.simulate import simulate
 from planner.plans.plan import Plan
 from planner.plans.solving import solve_graph
 from planner.settings.budgets import budget_in_bytes
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock
-from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.eviction.least_peak import find_least_evicting_schedule
 
 HALF_WAY = "least + 50%"  # a share, as others that end so: of the first batch, of the first graph
 
@@ -32,7 +32,7 @@ def peak_bytes(graph: Graph) -> int:
 
 def budget_at(graph: Graph, share: float) -> int:
     """`share` of the way from the least that single ops need to the peak without recomputation."""
-    least_bytes = least_budget_bound(graph).budget_bytes
+    least_bytes = bound_least_budget(graph).budget_bytes
     return least_bytes + int(share * (peak_bytes(graph) - least_bytes))
 
 
@@ -46,7 +46,7 @@ def on_the_way(graph: Graph, *shares: float) -> tuple[int, ...]:
     """The budgets at these shares of the way from the least that rules of eviction come to, to the peak."""
     kept = keep_everything(graph)
     peak = peak_bytes(graph)
-    least = simulate(graph, least_evicting_schedule(graph, WallClock(60.0)) or kept).peak_bytes
+    least = simulate(graph, find_least_evicting_schedule(graph, WallClock(60.0)) or kept).peak_bytes
     return tuple(int(least + share * (peak - least)) for share in shares)
 
 

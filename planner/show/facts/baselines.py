@@ -10,7 +10,7 @@ from graphs.simulate import simulate
 from planner.memory.reserved import reserved_bytes_of
 from planner.plans.record import PlanRecord
 from planner.settings.counted_memory import CountedMemory
-from solvers.baselines.common.blocks import blockings
+from solvers.baselines.common.blocks import find_blockings
 from solvers.baselines.common.recomputation import recompute_groups
 
 
@@ -46,7 +46,9 @@ def baselines(graph: Graph, plan: PlanRecord) -> tuple[Baseline, ...]:
     program = without_options(graph).out_of_place()
     memory = plan.memory
     kept = _judged("keep everything", program, keep_everything(program), memory)
-    blocks = [_judged("checkpoint blocks", program, recompute_groups(program, way.blocks), memory) for way in blockings(program)]
+    blocks = [
+        _judged("checkpoint blocks", program, recompute_groups(program, way.blocks), memory) for way in find_blockings(program)
+    ]
     if not blocks:
         return (kept,)
     fitting = [one for one in blocks if one.counted_bytes <= plan.budget_bytes]

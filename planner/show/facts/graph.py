@@ -20,8 +20,8 @@ from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.other_devices import decode_devices
-from solvers.bounds import any_order_need, describe_need, least_budget_bound
-from solvers.order.reorder import reordered
+from solvers.bounds import bound_least_budget, describe_need, find_any_order_need
+from solvers.order.reorder import find_order
 
 LISTED = 10
 
@@ -146,8 +146,8 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     traced = {name: _option_facts(restricted_to(_here(graph), (name,))) for name in traced_with(graph)}
     graph = without_options(graph).out_of_place()
     whole = OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
-    order = reordered(graph).graph
-    bound, least, offloading = least_budget_bound(order), least_budget(graph), least_budget(whole)
+    order = find_order(graph).graph
+    bound, least, offloading = bound_least_budget(order), least_budget(graph), least_budget(whole)
     reserved = least_budget(graph, CountedMemory.RESERVED) if on_cuda(graph) else None
     reserved_offloading = least_budget(whole, CountedMemory.RESERVED) if on_cuda(graph) else None
     ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
@@ -170,7 +170,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         least_reserved_offload_found_bytes=reserved_offloading.found_bytes if reserved_offloading else None,
         traced=traced,
         placement={device.name: _device_facts(graph, device) for device in devices},
-        least_budget_any_order_bytes=min(least.proved_bytes, any_order_need(graph).total_bytes),
+        least_budget_any_order_bytes=min(least.proved_bytes, find_any_order_need(graph).total_bytes),
         least_budget_op=order.ops[bound.need.op].name,
         least_budget_reason=describe_need(order, bound.need),
         largest_ops=tuple(ops[:LISTED]),

@@ -13,7 +13,7 @@ from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule, Step, boundary, keep_everything, live_after, schedule_of
 from graphs.simulate import simulate
 from solvers.clock import WallClock
-from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.eviction.least_peak import find_least_evicting_schedule
 
 _TRIES = 5  # bisection steps for the bytes that are left to the rest
 _TRY_S = 2.0
@@ -66,7 +66,7 @@ def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, t
 
     def leaving(rest_bytes: int) -> Schedule | None:
         roomy = with_rest(graph, made, rest_bytes)
-        found = least_evicting_schedule(roomy, WallClock(end)) or schedule_of(roomy, range(len(roomy.ops)))
+        found = find_least_evicting_schedule(roomy, WallClock(end)) or schedule_of(roomy, range(len(roomy.ops)))
         return without_rest(graph, found) if simulate(roomy, found).peak_bytes <= budget_bytes else None
 
     best = leaving(0)

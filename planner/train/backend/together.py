@@ -13,7 +13,7 @@ from planner.train.backend.rest_of_step import keeping_all, kept_bytes, lean_sch
 from planner.train.backend.shared_channels import host_room
 from planner.train.backend.step_memory import PassStorages, bytes_of_others, peak_bytes, peak_of_unplanned
 from solvers.clock import WallClock
-from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.eviction.least_peak import find_least_evicting_schedule
 
 _HALVINGS = 4  # bisection steps for the share that graphs may keep
 _WITNESS_S = 2.0  # seconds to show that a graph fits
@@ -141,7 +141,7 @@ class Together:
             roomy = with_rest(captured, graph.tangents, self._rest(graph, room, kept))
             schedule: Schedule | None = keep_everything(roomy)
             if schedule is not None and simulate(roomy, schedule).peak_bytes > room:
-                schedule = least_evicting_schedule(roomy, WallClock(min(_WITNESS_S, self._limit_s)))
+                schedule = find_least_evicting_schedule(roomy, WallClock(min(_WITNESS_S, self._limit_s)))
             if schedule is None or simulate(roomy, schedule).peak_bytes > room:
                 return None
             found[graph] = without_rest(captured, schedule)

@@ -4,8 +4,8 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.train.eager.step_log import StepGraph
 from solvers.baselines.common.online import OnlineFailedError, OnlineRun
-from solvers.bounds import least_budget_bound
-from solvers.online.heuristics import heuristic_of
+from solvers.bounds import bound_least_budget
+from solvers.online.heuristics import make_heuristic
 
 _HALVINGS = 5
 
@@ -25,12 +25,12 @@ def enough_bytes(step: StepGraph, heuristic: str, max_recomputation: float) -> i
 
     def ends(budget_bytes: int) -> bool:
         try:
-            OnlineRun(graph, budget_bytes, heuristic_of(heuristic), thrash_factor=1 + max_recomputation).run()
+            OnlineRun(graph, budget_bytes, make_heuristic(heuristic), thrash_factor=1 + max_recomputation).run()
         except OnlineFailedError:
             return False
         return True
 
-    low_bytes = least_budget_bound(graph).budget_bytes
+    low_bytes = bound_least_budget(graph).budget_bytes
     if ends(low_bytes):
         return low_bytes
     enough = simulate(graph, keep_everything(graph)).peak_bytes

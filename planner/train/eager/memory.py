@@ -133,11 +133,11 @@ class Memory:
                     self.on_release(storage)
                 if storage.ledger_id is not None and self.ledger is not None:
                     self._in_use.pop(storage.ledger_id, None)
-                    self.ledger.evicted(storage.ledger_id)
+                    self.ledger.note_evicted(storage.ledger_id)
         while self._dropped:
             watch_of_ledger = self._dropped.popleft()
             if self.ledger is not None and self._by_id.pop(watch_of_ledger.ledger_id, None) is not None:
-                self.ledger.dropped(watch_of_ledger.ledger_id)
+                self.ledger.drop(watch_of_ledger.ledger_id)
 
     def not_evicted(self, storage: TrackedStorage) -> None:
         """Record that `storage` is resident again, or that no saved tensor needs it."""
@@ -160,7 +160,7 @@ class Memory:
     def recomputed(self, op: RecordedOp) -> None:
         """Record that an op was recomputed."""
         if op.ledger_id is not None and self.ledger is not None:
-            self.ledger.recomputed(op.ledger_id)
+            self.ledger.note_recomputed(op.ledger_id)
 
     def touch(self, storage: TrackedStorage, now_s: float) -> None:
         """Record a read at `now_s`."""
@@ -174,7 +174,7 @@ class Memory:
         storage.base = make_alias(tensor)
         self.add(tensor, storage, visible=storage.saved > 0)
         if storage.ledger_id is not None and self.ledger is not None:
-            self.ledger.computed(storage.ledger_id)
+            self.ledger.note_computed(storage.ledger_id)
             self.allow(storage)
 
     def allow(self, storage: TrackedStorage, *, in_use: bool = False) -> None:
@@ -183,9 +183,9 @@ class Memory:
         if storage.ledger_id is not None and self.ledger is not None and storage.barred == evictable:
             storage.barred = not evictable
             if evictable:
-                self.ledger.unpinned(storage.ledger_id)
+                self.ledger.unpin(storage.ledger_id)
             else:
-                self.ledger.pinned(storage.ledger_id)
+                self.ledger.pin(storage.ledger_id)
 
     def forget(self) -> None:
         """Pin all resident storages, and drop the records to recompute them, which no saved tensor needs any more."""
@@ -240,7 +240,7 @@ class Memory:
         for ledger_id in list(itertools.islice(self._in_use, _ASKED_AGAIN)):
             self._ask_again(ledger_id)
         for last in (False, True):
-            while (chosen := ledger.victim(self.clock_s)) is not None:
+            while (chosen := ledger.choose_victim(self.clock_s)) is not None:
                 storage = self._by_id[chosen]()
                 assert storage is not None and storage.address, "the ledger chose a storage that is not resident"
                 if self.evict(storage):
@@ -318,7 +318,7 @@ class Memory:
             made = [self._enter(self.ledger, storage, (op.number, place)) for place, storage in outputs.items()]
             if op.draws is not None and self.ledger.heuristic.keeps_random:
                 for ledger_id in made:
-                    self.ledger.pinned(ledger_id)
+                    self.ledger.pin(ledger_id)
             if op.in_place:
                 read += made
             moved_bytes = sum(storage.size_bytes for storage in (*inputs, *outputs.values()))
@@ -334,7 +334,7 @@ class Memory:
             watch.ledger_id = ledger_id
             ledger.touch((ledger_id,), storage.touched_s)
             if not storage.address:
-                ledger.evicted(ledger_id)
+                ledger.note_evicted(ledger_id)
             storage.barred = False
             self.allow(storage)
         return storage.ledger_id

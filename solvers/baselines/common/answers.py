@@ -7,7 +7,7 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers.request import Request
-from solvers.result import Reason, Result, Status, status_of
+from solvers.result import Reason, Result, Status, decide_status
 
 _WORK_PER_STEP = 8e-6  # per step of a schedule and its simulation
 
@@ -31,7 +31,7 @@ class Verdict:
     reason: Reason | None = None
 
 
-def result_of(
+def build_result(
     request: Request, solver: str, verdict: Verdict, *, settings: Mapping[str, object], versions: Mapping[str, str] | None = None
 ) -> Result:
     """Return the result of `solver`, the name in the registry, with a verdict."""
@@ -50,13 +50,13 @@ def result_of(
     )
 
 
-def judged(request: Request, schedule: Schedule, bound_s: float) -> Verdict:
+def judge(request: Request, schedule: Schedule, bound_s: float) -> Verdict:
     """Return the verdict on the schedule of a program's solution; no schedule of the program's is faster than the bound."""
     found = simulate(request.graph, schedule)
     if found.peak_bytes > request.budget_bytes:
         over = f"{found.peak_bytes - request.budget_bytes} B over the budget"
         return Verdict(Status.ERROR, message=f"the solver's arithmetic is not exact enough: its schedule is {over}")
-    return Verdict(status_of(found.time_s, bound_s, request.tolerance.first), schedule, min(bound_s, found.time_s))
+    return Verdict(decide_status(found.time_s, bound_s, request.tolerance.first), schedule, min(bound_s, found.time_s))
 
 
 def answer(
@@ -84,21 +84,23 @@ def answer(
             best = (simulation.time_s, peak_bytes, trial)
         request.clock.spend(_WORK_PER_STEP * len(trial.schedule.steps))
         request.tell(solver, best[0] if best else None, request.graph.time_s)
-        if ended := request.ended():
+        if ended := request.explain_end():
             break
     if least is None:
         why = f"{what} does not apply: the graph has no forward pass"
-        return failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
+        return build_failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
     if best is None:
         found = f"{what} needs {format_bytes(least)}" + (f" (of what was tried before {ended})" if ended else "")
         budget = format_bytes(request.budget_bytes)
         why = f"{found}, over the budget of {budget}: use a solver that chooses, such as windows"
-        return failure(request, solver, why, Reason.TIME if ended else Reason.MEMORY, settings=settings)
-    status = status_of(best[0], request.graph.time_s, request.tolerance.first)
+        return build_failure(request, solver, why, Reason.TIME if ended else Reason.MEMORY, settings=settings)
+    status = decide_status(best[0], request.graph.time_s, request.tolerance.first)
     verdict = Verdict(status, best[2].schedule, request.graph.time_s)
-    return result_of(request, solver, verdict, settings={**(settings or {}), **best[2].settings})
+    return build_result(request, solver, verdict, settings={**(settings or {}), **best[2].settings})
 
 
-def failure(request: Request, solver: str, why: str, reason: Reason, *, settings: Mapping[str, object] | None = None) -> Result:
+def build_failure(
+    request: Request, solver: str, why: str, reason: Reason, *, settings: Mapping[str, object] | None = None
+) -> Result:
     """Return the result of a policy that found nothing, which proves nothing about other schedules."""
-    return result_of(request, solver, Verdict(Status.LIMIT, message=why, reason=reason), settings=settings or {})
+    return build_result(request, solver, Verdict(Status.LIMIT, message=why, reason=reason), settings=settings or {})

@@ -23,30 +23,30 @@ class Blocking:
     blocks: tuple[str | None, ...]
 
 
-def blockings(graph: Graph) -> list[Blocking]:
+def find_blockings(graph: Graph) -> list[Blocking]:
     """Return the distinct divisions of the forward pass of `graph` into blocks."""
     ways = [
         Blocking({"level": level}, tuple(block_of(op.module, level) or None for op in graph.ops))
-        for level in range(1, levels(graph) + 1)
+        for level in range(1, count_levels(graph) + 1)
     ]
     tree = ModuleTree(graph)
     for depth in range(1, tree.depth + 1):
-        ways.append(Blocking({"depth": depth}, tree.modules_at(depth, layers=False)))
-        ways.append(Blocking({"depth": depth, "layers": True}, tree.modules_at(depth, layers=True)))
+        ways.append(Blocking({"depth": depth}, tree.list_modules_at(depth, layers=False)))
+        ways.append(Blocking({"depth": depth, "layers": True}, tree.list_modules_at(depth, layers=True)))
     distinct: dict[tuple[int, ...], Blocking] = {}
     for way in ways:
         if any(way.blocks):
-            distinct.setdefault(_unnamed(way.blocks), way)
+            distinct.setdefault(_number_blocks(way.blocks), way)
     return list(distinct.values())
 
 
-def _unnamed(blocks: Sequence[str | None]) -> tuple[int, ...]:
+def _number_blocks(blocks: Sequence[str | None]) -> tuple[int, ...]:
     """Return `blocks` as numbers that do not depend on names."""
     numbers: dict[str | None, int] = {None: 0}
     return tuple(numbers.setdefault(block, len(numbers)) for block in blocks)
 
 
-def levels(graph: Graph) -> int:
+def count_levels(graph: Graph) -> int:
     """Return the nesting depth of numbered modules; 0 if there are none."""
     return max((sum(part.isdecimal() for part in op.module.split(".")) for op in graph.ops), default=0)
 
@@ -75,18 +75,18 @@ class ModuleTree:
     def __init__(self, graph: Graph) -> None:
         self.paths: list[Path] = [tuple(op.module.split(".")) if _has_module(graph, op.id) else () for op in graph.ops]
         there = sorted({path for path in self.paths if path})
-        self.root = _common(there[0], there[-1]) if there else ()
+        self.root = _find_common_prefix(there[0], there[-1]) if there else ()
         self.depth = max((len(path) for path in there), default=0) - len(self.root)
         self.compound = {path[:end] for path in there for end in range(len(path))}
         self.lists = self._find_lists()
 
-    def modules_at(self, depth: int, *, layers: bool) -> tuple[str | None, ...]:
+    def list_modules_at(self, depth: int, *, layers: bool) -> tuple[str | None, ...]:
         """Return for each op the module `depth` steps below the root that it belongs to; None if there is none.
 
         Elements of lists take their place. Modules without submodules count only if `layers`, then also at lower depths. A module
         that is called again, with others in between, counts as another one.
         """
-        found = [self._module_of(path, depth) for path in self.paths]
+        found = [self._find_module(path, depth) for path in self.paths]
         names: list[str | None] = [None] * len(found)
         calls: dict[Path, int] = {}
         placed = ((i, module) for i, module in enumerate(found) if self.paths[i])
@@ -99,7 +99,7 @@ class ModuleTree:
                 names[i] = name
         return tuple(names)
 
-    def _module_of(self, path: Path, depth: int) -> Path:
+    def _find_module(self, path: Path, depth: int) -> Path:
         """Return the prefix of `path` that is `depth` steps below the root, not counting steps to lists.
 
         It is shorter only if there are no submodules; () for ops that a module with submodules executes itself.
@@ -138,7 +138,7 @@ def _has_module(graph: Graph, op_id: int) -> bool:
     return op.phase is Phase.FORWARD and bool(op.module)
 
 
-def _common(a: Path, b: Path) -> Path:
+def _find_common_prefix(a: Path, b: Path) -> Path:
     end = 0
     while end < min(len(a), len(b)) and a[end] == b[end]:
         end += 1

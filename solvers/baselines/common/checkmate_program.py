@@ -21,8 +21,8 @@ import pulp
 
 from graphs.ir import Graph
 from solvers.baselines.common.program_size import find_refusal
-from solvers.bounds import least_budget_bound
-from solvers.problem import Problem, problem_of
+from solvers.bounds import bound_least_budget
+from solvers.problem import Problem, build_problem
 from solvers.result import Reason
 
 MOST_BINARIES = 500_000  # of R and S: PuLP takes several GB for more
@@ -64,16 +64,16 @@ Term = Any  # a variable of PuLP, NEVER or ALWAYS
 Weighted = tuple[Term, float]
 
 
-def least_time_s(count: int) -> float:
+def estimate_least_time_s(count: int) -> float:
     """Return about the least seconds after which a program of `count` variables R and S can have a solution."""
     return _LEAST_S * math.pow(count, _LEAST_POWER)
 
 
-def program_time_s(graph: Graph, budget_bytes: int) -> float:
-    """Return ``least_time_s`` of the program of a graph; 0 if it is refused in any time."""
-    model = CheckmateModel(problem_of(graph, budget_bytes))
-    refused = budget_bytes < least_budget_bound(graph).budget_bytes or model.refusal(math.inf)
-    return 0.0 if refused else least_time_s(model.count())
+def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
+    """Return ``estimate_least_time_s`` of the program of a graph; 0 if it is refused in any time."""
+    model = CheckmateModel(build_problem(graph, budget_bytes))
+    refused = budget_bytes < bound_least_budget(graph).budget_bytes or model.explain_refusal(math.inf)
+    return 0.0 if refused else estimate_least_time_s(model.count())
 
 
 class CheckmateModel:
@@ -103,9 +103,9 @@ class CheckmateModel:
         for t in range(self.ops):
             for i in range(t):
                 if t <= self.last_stage[i]:
-                    self.R[t, i] = self.binary(f"R_{t}_{i}")
-            for x in self.passing_before(t):
-                self.S[t, x] = self.binary(f"S_{t}_{x}")
+                    self.R[t, i] = self.add_binary(f"R_{t}_{i}")
+            for x in self.iterate_passing(t):
+                self.S[t, x] = self.add_binary(f"S_{t}_{x}")
             if expired():
                 return False
         self.add_objective()
@@ -119,14 +119,14 @@ class CheckmateModel:
 
     def count(self) -> int:
         """Return the number of variables R and S; nothing is built."""
-        passing = sum(self.ops - 1 - self.problem.producer[x] for x in self.passing_before(self.ops))
+        passing = sum(self.ops - 1 - self.problem.producer[x] for x in self.iterate_passing(self.ops))
         return passing + sum(last - i for i, last in enumerate(self.last_stage))
 
-    def refusal(self, limit_s: float) -> tuple[str, Reason] | None:
+    def explain_refusal(self, limit_s: float) -> tuple[str, Reason] | None:
         """Return why the program is not begun: too large, or too long for a time limit; None if neither. Nothing is built."""
         count = self.count()
         what = f"Checkmate's program for {self.ops:,} ops has {count:,} variables R and S"
-        return find_refusal(what, count, MOST_BINARIES, least_time_s(count), limit_s)
+        return find_refusal(what, count, MOST_BINARIES, estimate_least_time_s(count), limit_s)
 
     @property
     def is_mip(self) -> bool:
@@ -143,12 +143,12 @@ class CheckmateModel:
             if self.r(t, j) is NEVER:
                 continue
             for x in self.problem.inputs[j]:
-                self.at_most([(self.r(t, j), 1), (self.r(t, self.problem.producer[x]), -1), (self.s(t, x), -1)], 0)
+                self.add_at_most([(self.r(t, j), 1), (self.r(t, self.problem.producer[x]), -1), (self.s(t, x), -1)], 0)
 
     def add_handover(self, t: int) -> None:
         """Add S[t+1,x] <= S[t,x] + R[t,p(x)] for each x produced before stage t; a new one may always be handed over."""
-        for x in self.passing_before(t) if t + 1 < self.ops else ():
-            self.at_most([(self.s(t + 1, x), 1), (self.s(t, x), -1), (self.r(t, self.problem.producer[x]), -1)], 0)
+        for x in self.iterate_passing(t) if t + 1 < self.ops else ():
+            self.add_at_most([(self.s(t + 1, x), 1), (self.s(t, x), -1), (self.r(t, self.problem.producer[x]), -1)], 0)
 
     def add_memory(self, t: int) -> None:
         """Add U[t,1] = sum of b_x S[t,x] + R[t,1] b(out(1)), and along the ops of stage t the following rows.
@@ -165,14 +165,14 @@ class CheckmateModel:
                 continue
             change.append((executed, sum(self.size[x] for x in op.outputs)))
             used = self.variable(f"U_{t}_{k}", 0, self.capacity)
-            self.equal([(used, 1), (previous, -1), *((term, -size) for term, size in change)], 0)
+            self.add_equal([(used, 1), (previous, -1), *((term, -size) for term, size in change)], 0)
             if op.workspace_bytes:
-                self.at_most([(used, 1), (executed, op.workspace_bytes / self.memory_unit)], self.capacity)
+                self.add_at_most([(used, 1), (executed, op.workspace_bytes / self.memory_unit)], self.capacity)
             previous = used
-            change = [(freed, -self.size[x]) for x, freed in self.frees(t, k)]
-            change += [(double, -self.size[x]) for x, double in self.doubles(t, k)]
+            change = [(freed, -self.size[x]) for x, freed in self.iterate_frees(t, k)]
+            change += [(double, -self.size[x]) for x, double in self.iterate_doubles(t, k)]
 
-    def frees(self, t: int, k: int) -> Iterator[tuple[int, Term]]:
+    def iterate_frees(self, t: int, k: int) -> Iterator[tuple[int, Term]]:
         """Yield x and F[t,x,k] = R[t,k] (1 - S[t+1,x]) prod over readers j of x, k < j <= t, of (1 - R[t,j]) for x in io(k)."""
         op = self.graph.ops[k]
         own = op.outputs if self.variant.unused_outputs is UnusedOutputs.AT_ONCE else ()
@@ -194,16 +194,16 @@ class CheckmateModel:
         if self.variant.frees is Frees.SPLIT:
             freed = self.variable(name, 0, 1)
             for factor in [executed] if executed is not ALWAYS else []:
-                self.at_most([(freed, 1), (factor, -1)], 0)
+                self.add_at_most([(freed, 1), (factor, -1)], 0)
             for hazard in hazards:
-                self.at_most([(freed, 1), (hazard, 1)], 1)
+                self.add_at_most([(freed, 1), (hazard, 1)], 1)
             return freed
-        freed, count = self.binary(name), [(executed, -1.0), *((hazard, 1.0) for hazard in hazards)]
-        self.at_most([(freed, -1), *((term, -weight) for term, weight in count)], 0)
-        self.at_most([(freed, len(count)), *count], len(count) - 1)
+        freed, count = self.add_binary(name), [(executed, -1.0), *((hazard, 1.0) for hazard in hazards)]
+        self.add_at_most([(freed, -1), *((term, -weight) for term, weight in count)], 0)
+        self.add_at_most([(freed, len(count)), *count], len(count) - 1)
         return freed
 
-    def doubles(self, t: int, k: int) -> Iterator[tuple[int, Term]]:
+    def iterate_doubles(self, t: int, k: int) -> Iterator[tuple[int, Term]]:
         """Yield x and D[t,x] = R[t,k] S[t,x] for x in out(k), which may be in memory when k is recomputed."""
         outputs = self.graph.ops[k].outputs
         for x in outputs if k < t else ():
@@ -211,21 +211,21 @@ class CheckmateModel:
                 yield x, self.r(t, k)
             elif len(outputs) > 1 and self.s(t, x) is not NEVER:
                 double = self.variable(f"D_{t}_{x}", 0, 1)
-                self.at_most([(double, 1), (self.r(t, k), -1)], 0)
-                self.at_most([(double, 1), (self.s(t, x), -1)], 0)
-                self.at_most([(self.r(t, k), 1), (self.s(t, x), 1), (double, -1)], 1)
+                self.add_at_most([(double, 1), (self.r(t, k), -1)], 0)
+                self.add_at_most([(double, 1), (self.s(t, x), -1)], 0)
+                self.add_at_most([(self.r(t, k), 1), (self.s(t, x), 1), (double, -1)], 1)
                 yield x, double
 
-    def solution_s(self) -> float:
+    def compute_solution_s(self) -> float:
         """Return the seconds of a solution, including first executions: sum over t, i of c_i R[t,i]."""
-        return self.problem.base_s + sum(self.problem.time_s[i] * value_of(R) for (_, i), R in self.R.items())
+        return self.problem.base_s + sum(self.problem.time_s[i] * get_value(R) for (_, i), R in self.R.items())
 
-    def executed(self) -> list[int] | None:
+    def read_executions(self) -> list[int] | None:
         """Return the ops in the order of a solution's schedule; None if a binary is neither 0 nor 1."""
         order: list[int] = []
         for t in range(self.ops):
             for i in range(t):
-                value = value_of(self.r(t, i))
+                value = get_value(self.r(t, i))
                 if min(value, 1 - value) > _WHOLE:
                     return None
                 if value > 0.5:
@@ -243,20 +243,20 @@ class CheckmateModel:
             return ALWAYS if self.problem.producer[x] < t else NEVER
         return self.S.get((t, x), NEVER)
 
-    def passing_before(self, t: int) -> Iterator[int]:
+    def iterate_passing(self, t: int) -> Iterator[int]:
         """Yield the tensors produced before stage t that have readers and are not kept."""
         for k in range(t):
             yield from (x for x in self.graph.ops[k].outputs if self.graph.consumers[x] and not self.problem.kept[x])
 
-    def binary(self, name: str) -> Any:
+    def add_binary(self, name: str) -> Any:
         """Add a 0-1 variable and return it; it is continuous in the relaxation."""
         return self.variable(name, 0, 1, "Binary" if self.whole else "Continuous")
 
-    def at_most(self, terms: Sequence[Weighted], limit: float) -> None:
+    def add_at_most(self, terms: Sequence[Weighted], limit: float) -> None:
         """Add the row: sum of `terms` <= `limit`."""
         self._add(_sum(terms) <= limit)
 
-    def equal(self, terms: Sequence[Weighted], value: float) -> None:
+    def add_equal(self, terms: Sequence[Weighted], value: float) -> None:
         """Add the row: sum of `terms` = `value`."""
         self._add(_sum(terms) == value)
 
@@ -265,7 +265,7 @@ class CheckmateModel:
         self.rows += 1
 
 
-def value_of(term: Term) -> float:
+def get_value(term: Term) -> float:
     """Return the value of a variable in a solution; 0 if it is in no row."""
     return float(term if isinstance(term, int) else term.varValue or 0.0)
 

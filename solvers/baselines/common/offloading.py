@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from graphs.ir import Graph, Phase
 from graphs.options.offload import HostTransfers, without_offload
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
-from solvers.baselines.common.answers import Candidate, answer, failure
-from solvers.baselines.common.blocks import blockings
+from solvers.baselines.common.answers import Candidate, answer, build_failure
+from solvers.baselines.common.blocks import find_blockings
 from solvers.request import Request
 from solvers.result import Reason, Result
 
@@ -34,32 +34,34 @@ class Offer:
     by_tensor: Mapping[int, HostTransfers]
     host_bytes: int | None
 
-    def size_bytes(self, t: int) -> int:
+    def get_size_bytes(self, t: int) -> int:
         """Return the size of tensor `t`."""
         return self.program.tensors[t].size_bytes
 
-    def made_at(self, t: int) -> int:
+    def get_producer(self, t: int) -> int:
         """Return the op that produces tensor `t`."""
         return self.program.tensors[t].producers[0]
 
-    def readers(self, t: int, *, forward: bool) -> list[int]:
+    def list_readers(self, t: int, *, forward: bool) -> list[int]:
         """Return the ops that read tensor `t` in the forward pass, or after it."""
         return [r for r in self.program.consumers[t] if (self.program.ops[r].phase is Phase.FORWARD) == forward]
 
-    def saved(self) -> list[int]:
+    def list_saved(self) -> list[int]:
         """Return the offloadable saved tensors: produced in the forward pass and read after it, in order of production."""
         ops = self.program.ops
-        made = [t for t in self.by_tensor if ops[self.made_at(t)].phase is Phase.FORWARD and self.readers(t, forward=False)]
-        return sorted(made, key=lambda t: (self.made_at(t), t))
+        made = [
+            t for t in self.by_tensor if ops[self.get_producer(t)].phase is Phase.FORWARD and self.list_readers(t, forward=False)
+        ]
+        return sorted(made, key=lambda t: (self.get_producer(t), t))
 
-    def fitting(self, tensors: Iterable[int]) -> list[int]:
+    def select_fitting(self, tensors: Iterable[int]) -> list[int]:
         """Return the first of `tensors` that fit on the host together; those that are too large are skipped."""
         fit: list[int] = []
         taken = 0
         for t in tensors:
-            if self.host_bytes is None or taken + self.size_bytes(t) <= self.host_bytes:
+            if self.host_bytes is None or taken + self.get_size_bytes(t) <= self.host_bytes:
                 fit.append(t)
-                taken += self.size_bytes(t)
+                taken += self.get_size_bytes(t)
         return fit
 
 
@@ -73,7 +75,7 @@ def offer_of(graph: Graph) -> Offer | None:
     return Offer(graph, program, offloads.by_tensor, offloads.host_bytes) if offloads else None
 
 
-def offloading_answer(
+def answer_by_offloading(
     request: Request,
     solver: str,
     trials: Callable[[Offer], Iterable[Candidate]],
@@ -86,10 +88,10 @@ def offloading_answer(
     offer = offer_of(request.graph)
     if offer is None:
         why = f"{what} does not apply: the graph offers no transfers to the host; solve with the option offload"
-        return failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
-    if by_blocks and not blockings(request.graph):
+        return build_failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
+    if by_blocks and not find_blockings(request.graph):
         why = f"{what} does not apply: the graph has no blocks, for no op belongs to a module inside the model"
-        return failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
+        return build_failure(request, solver, why, Reason.INAPPLICABLE, settings=settings)
     return answer(request, solver, trials(offer), what=what, settings=settings)
 
 
@@ -145,7 +147,7 @@ def schedule_with(offer: Offer, computed: Sequence[int], moves: Moves) -> Schedu
     return schedule_of(offer.whole, order, stays)
 
 
-def runs(readers: Sequence[int]) -> Iterator[int]:
+def iterate_run_starts(readers: Sequence[int]) -> Iterator[int]:
     """Yield the first of each run of consecutive `readers`: one autograd node reads one copy."""
     for place, reader in enumerate(readers):
         if not place or readers[place - 1] != reader - 1:
@@ -190,29 +192,29 @@ class Layers:
         """Return the saved tensors that may be offloaded, of all layers but the last; with one layer also of that."""
         again = frozenset(self.computed[self.begin_backward :])
         made = [(op, layer) for op, layer in self.of_op.items() if op not in again and (layer < self.last or not self.last)]
-        reads = self._first_reads()
+        reads = self._find_first_reads()
         outputs = self.offer.program.ops
         return [t for op, _ in made for t in outputs[op].outputs if t in reads and t in self.offer.by_tensor]
 
-    def moves(self, tensors: Iterable[int]) -> Moves:
+    def plan_moves(self, tensors: Iterable[int]) -> Moves:
         """Return the transfers of `tensors`: offloaded when produced, freed a layer after the last layer that reads them.
 
         They are reloaded before the backward pass of the layer after their own.
         """
-        reads = self._first_reads()
+        reads = self._find_first_reads()
         moves = Moves()
         for t in tensors:
-            layer = self.of_op[self.offer.made_at(t)]
-            readers = [self.of_op[r] for r in self.offer.readers(t, forward=True) if r in self.of_op]
+            layer = self.of_op[self.offer.get_producer(t)]
+            readers = [self.of_op[r] for r in self.offer.list_readers(t, forward=True) if r in self.of_op]
             asked = self.first_backward.get(min(layer + 1, self.last), reads[t])
-            made = self.offer.made_at(t)
+            made = self.offer.get_producer(t)
             goes = self.last_op[min(max((layer, *readers)) + 1, self.last)]
             moves.sent.append((t, made))
             moves.held.append((t, max(made, goes)))  # ops of layers may be interleaved
             moves.fetches.append(Fetch(t, min(asked, reads[t]), reads[t]))
         return moves
 
-    def _first_reads(self) -> dict[int, int]:
+    def _find_first_reads(self) -> dict[int, int]:
         """Return by tensor the position at which it is first read after the forward pass."""
         reads: dict[int, int] = {}
         for position in range(self.begin_backward, len(self.computed)):
@@ -266,16 +268,16 @@ class Device:
     def fits(self, size_bytes: int) -> bool:
         """Return True if there is space for `size_bytes` now, without waiting."""
         for t in [t for t, done_s in self.leaving.items() if done_s <= self.now_s]:
-            self._gone(t)
+            self._finish_leaving(t)
         return self.memory_bytes + size_bytes <= self.budget_bytes
 
     def make_room(self, size_bytes: int) -> bool:
         """Wait for leaving tensors, the first first, until `size_bytes` fit; return False if that is not enough."""
         while not self.fits(size_bytes) and self.leaving:
-            self._gone(min(self.leaving, key=lambda t: self.leaving[t]))
+            self._finish_leaving(min(self.leaving, key=lambda t: self.leaving[t]))
         return self.fits(size_bytes)
 
-    def _gone(self, t: int) -> None:
+    def _finish_leaving(self, t: int) -> None:
         self.now_s = max(self.now_s, self.leaving.pop(t))
         self.free(t)
 
@@ -284,7 +286,7 @@ class Device:
         self.now_s = max(self.now_s, self.host.get(t, 0.0), self.ready_s.get(t, 0.0))
         self.leaving.pop(t, None)
         self.live.remove(t)
-        self.memory_bytes -= self.offer.size_bytes(t)
+        self.memory_bytes -= self.offer.get_size_bytes(t)
         self.steps.append(Free(t))
 
     def compute(self, op_id: int) -> None:
@@ -296,28 +298,28 @@ class Device:
             if t not in self.live:
                 self.live.add(t)
                 self.ready_s[t] = self.now_s
-                self.memory_bytes += self.offer.size_bytes(t)
+                self.memory_bytes += self.offer.get_size_bytes(t)
 
     def can_send(self, t: int) -> bool:
         """Return True if tensor `t` may be offloaded, and the host has or can make space for it."""
         if t not in self.offer.by_tensor:
             return False
         limit = self.offer.host_bytes
-        idle_bytes = sum(self.offer.size_bytes(u) for u in self.host if self.has(u))
-        return t in self.host or limit is None or self.host_bytes - idle_bytes + self.offer.size_bytes(t) <= limit
+        idle_bytes = sum(self.offer.get_size_bytes(u) for u in self.host if self.has(u))
+        return t in self.host or limit is None or self.host_bytes - idle_bytes + self.offer.get_size_bytes(t) <= limit
 
     def send(self, t: int) -> None:
         """Offload tensor `t`, for which the host has or can make space."""
         if t not in self.host:
             limit = self.offer.host_bytes
             for other in [u for u in self.host if self.has(u)]:
-                if limit is None or self.host_bytes + self.offer.size_bytes(t) <= limit:
+                if limit is None or self.host_bytes + self.offer.get_size_bytes(t) <= limit:
                     break
                 self.out_s = max(self.out_s, self.host.pop(other), self.read_s.get(other, 0.0))
-                self.host_bytes -= self.offer.size_bytes(other)
+                self.host_bytes -= self.offer.get_size_bytes(other)
                 self.steps.append(Free(self.offer.by_tensor[other].host_tensor))
             self.out_s = self.host[t] = max(self.out_s, self.ready_s[t]) + self.offer.by_tensor[t].offload_s
-            self.host_bytes += self.offer.size_bytes(t)
+            self.host_bytes += self.offer.get_size_bytes(t)
             self.steps.append(Compute(self.offer.by_tensor[t].offload_op))
         self.leaving[t] = max(self.host[t], self.ready_s[t])
 
@@ -326,5 +328,5 @@ class Device:
         begins_s = max(self.in_s, self.now_s, self.host[t])
         self.in_s = self.ready_s[t] = self.read_s[t] = begins_s + self.offer.by_tensor[t].reload_s
         self.live.add(t)
-        self.memory_bytes += self.offer.size_bytes(t)
+        self.memory_bytes += self.offer.get_size_bytes(t)
         self.steps.append(Compute(self.offer.by_tensor[t].reload_op))

@@ -17,8 +17,8 @@ from typing import Self
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.units import format_bytes
-from solvers.baselines.common.answers import Candidate, answer, failure
-from solvers.baselines.common.recomputation import last_needed, repeatable
+from solvers.baselines.common.answers import Candidate, answer, build_failure
+from solvers.baselines.common.recomputation import find_last_needed, find_repeatable
 from solvers.online.heuristics import Heuristic
 from solvers.online.ledger import Deallocation, Ledger
 from solvers.request import Request
@@ -89,7 +89,7 @@ class OnlineRun:
         self.deallocation, self.stop = deallocation, stop
         self.thrash_s = (thrash_factor - 1.0) * graph.time_s
         count = len(graph.tensors)
-        self.estimates_s = [heuristic.estimate_s(op.time_s, _moved_bytes(graph, op)) for op in graph.ops]
+        self.estimates_s = [heuristic.estimate_s(op.time_s, _count_moved_bytes(graph, op)) for op in graph.ops]
         self.ledger = Ledger(heuristic)
         self.storage = [-1] * count
         self.tensor: dict[int, int] = {}  # by storage
@@ -102,7 +102,7 @@ class OnlineRun:
         self.memory_bytes = graph.static_bytes
         self.steps: list[Step] = []
         self.now = 0
-        fit = repeatable(graph)
+        fit = find_repeatable(graph)
         self.evictable = [
             not t.static
             and t.id not in graph.kept
@@ -119,7 +119,7 @@ class OnlineRun:
         for view in base:
             self.views.setdefault(base[view], []).append(view)
             self.evictable[view] = False
-        self.dies = self._deaths()
+        self.dies = self._find_deaths()
         if isinstance(heuristic, Foresight):
             heuristic.follow(self)
 
@@ -134,16 +134,16 @@ class OnlineRun:
             self.now = op.id
             if op.id not in of_references:
                 self.execute(op.id)
-                self.ledger.touch(self._storages(op.outputs), self.clock_s)
+                self.ledger.touch(self._list_storages(op.outputs), self.clock_s)
             for t in self.dies.get(op.id, ()):
                 self._release(t)
         for t in tuple(self.held):
             self._leave(t)
         return Schedule(tuple(self.steps))
 
-    def _deaths(self) -> dict[int, list[int]]:
+    def _find_deaths(self) -> dict[int, list[int]]:
         """Return by op the tensors whose last use it is; for those that are never evicted, the last possible use."""
-        needed = last_needed(self.graph)
+        needed = find_last_needed(self.graph)
         of_references = set(self.held.values())
         dies: dict[int, list[int]] = {}
         for t in self.graph.tensors:
@@ -170,7 +170,7 @@ class OnlineRun:
                 continue
             stack.pop()
             self._compute(op, wanted)
-            for t in self._inputs(op):
+            for t in self._list_inputs(op):
                 self._unlock(t)
                 if self.deallocation is Deallocation.BANISH:
                     self._try_to_banish(self.base[t])
@@ -185,7 +185,7 @@ class OnlineRun:
         if reason := self.stop():
             raise OnlineFailedError(reason, Reason.TIME)
 
-    def _inputs(self, op_id: int) -> tuple[int, ...]:
+    def _list_inputs(self, op_id: int) -> tuple[int, ...]:
         """Return the inputs of op `op_id`, without static tensors and bases of views that it reads."""
         inputs = [t for t in self.graph.ops[op_id].inputs if not self.graph.tensors[t].static]
         bases = {self.base[t] for t in inputs if self.base[t] != t}
@@ -193,9 +193,9 @@ class OnlineRun:
 
     def _begin(self, op_id: int) -> list[int]:
         """Touch the inputs and lock those in memory; return the others, the first one last."""
-        inputs = self._inputs(op_id)
+        inputs = self._list_inputs(op_id)
         used = (t for t in inputs if self.deallocation is not Deallocation.BANISH or not self.released[self.base[t]])
-        self.ledger.touch(self._storages(used), self.clock_s)
+        self.ledger.touch(self._list_storages(used), self.clock_s)
         missing = [t for t in reversed(inputs) if not self.live[t]]
         for t in inputs:
             if self.live[t]:
@@ -222,7 +222,7 @@ class OnlineRun:
             self.live[t] = True
             self.memory_bytes += self.graph.tensors[t].size_bytes
             if self.base[t] == t:
-                self.ledger.computed(self.storage[t])
+                self.ledger.note_computed(self.storage[t])
         self._note(op_id)
 
     def _add(self, t: int, origin: tuple[int, int]) -> None:
@@ -231,28 +231,28 @@ class OnlineRun:
             self.storage[t] = storage = self.ledger.add_storage(self.graph.tensors[t].size_bytes, origin)
             self.tensor[storage] = t
             if not self.evictable[t]:
-                self.ledger.pinned(storage)
+                self.ledger.pin(storage)
 
     def _note(self, op_id: int) -> None:
         """Add op `op_id` to the ledger, or note that it ran again; views add to the cost of their base, not to its neighbours."""
         if self.noted[op_id] >= 0:
-            self.ledger.recomputed(self.noted[op_id])
+            self.ledger.note_recomputed(self.noted[op_id])
             return
         outputs = self.graph.ops[op_id].outputs
-        made = self._storages(t for t in outputs if self.base[t] == t)
-        for viewed in self._storages(t for t in outputs if self.base[t] != t):
+        made = self._list_storages(t for t in outputs if self.base[t] == t)
+        for viewed in self._list_storages(t for t in outputs if self.base[t] != t):
             self.noted[op_id] = self.ledger.add_op([viewed], [viewed], self.estimates_s[op_id])
         if made:
-            inputs = self._storages(self._inputs(op_id))
+            inputs = self._list_storages(self._list_inputs(op_id))
             self.noted[op_id] = self.ledger.add_op(inputs, made, self.estimates_s[op_id])
 
-    def _storages(self, tensors: Iterable[int]) -> list[int]:
+    def _list_storages(self, tensors: Iterable[int]) -> list[int]:
         """Return the storages of `tensors`, or of their bases, that are in the ledger."""
         return [storage for t in tensors if (storage := self.storage[self.base[t]]) >= 0]
 
     def _make_room(self, op_id: int, wanted_bytes: int) -> None:
         while self.memory_bytes + wanted_bytes > self.budget_bytes:
-            victim = self.ledger.victim(self.clock_s)
+            victim = self.ledger.choose_victim(self.clock_s)
             if victim is None:
                 raise OnlineFailedError.out_of_memory(self.graph.ops[op_id], wanted_bytes, self.memory_bytes)
             self.free(self.tensor[victim])
@@ -262,18 +262,18 @@ class OnlineRun:
 
     def _lock(self, t: int) -> None:
         self.locks[self.base[t]] += 1
-        for storage in self._storages((t,)):
-            self.ledger.pinned(storage)
+        for storage in self._list_storages((t,)):
+            self.ledger.pin(storage)
 
     def _unlock(self, t: int) -> None:
         self.locks[self.base[t]] -= 1
-        for storage in self._storages((t,)):
-            self.ledger.unpinned(storage)
+        for storage in self._list_storages((t,)):
+            self.ledger.unpin(storage)
 
     def free(self, t: int) -> None:
         """Free tensor `t`, which may be recomputed."""
         self._leave(t)
-        self.ledger.evicted(self.storage[t])
+        self.ledger.note_evicted(self.storage[t])
 
     def _leave(self, t: int) -> None:
         """Remove `t` and its views from memory; the first time, release the reference that the program held."""
@@ -307,15 +307,15 @@ class OnlineRun:
             return
         self._leave(t)
         self.banished[t] = True
-        self.ledger.dropped(self.storage[t])
+        self.ledger.drop(self.storage[t])
         self.storage[t] = -1
 
 
-def _moved_bytes(graph: Graph, op: Op) -> int:
+def _count_moved_bytes(graph: Graph, op: Op) -> int:
     return sum(graph.tensors[t].size_bytes for t in (*op.inputs, *op.outputs))
 
 
-def online_result(
+def solve_online(
     request: Request,
     solver: str,
     rules: Iterable[tuple[Heuristic, Mapping[str, object]]],
@@ -331,7 +331,7 @@ def online_result(
 
     def stop() -> str:
         request.clock.spend(_WORK_PER_OP)
-        return request.ended()
+        return request.explain_end()
 
     for rule, own in rules:
         run = OnlineRun(graph, budget_bytes, rule, deallocation=deallocation, thrash_factor=thrash_factor, stop=stop)
@@ -339,11 +339,11 @@ def online_result(
             trials.append(Candidate(run.run(), own))
         except OnlineFailedError as error:
             failures.append(error)
-        if request.ended():
+        if request.explain_end():
             break
     if trials:
         return answer(request, solver, trials, what=solver, settings=settings)
     # With more time, or a larger thrash factor, it might have ended; out of memory it cannot.
     nearest = min(failures, key=lambda failed: _HOPES.index(failed.reason))
     why = f"{solver} fails at {format_bytes(budget_bytes)}: {nearest}. Raise the budget, or use the solver windows"
-    return failure(request, solver, why, nearest.reason, settings=settings)
+    return build_failure(request, solver, why, nearest.reason, settings=settings)

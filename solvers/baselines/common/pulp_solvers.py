@@ -10,7 +10,7 @@ import pulp
 from graphs.errors import PlannerError
 from solvers import highs
 from solvers.baselines.common.checkmate_program import CheckmateModel
-from solvers.clock import Clock, left
+from solvers.clock import Clock, measure_rest
 from solvers.highs.program import Option, Outcome
 from solvers.request import Request
 
@@ -84,14 +84,14 @@ def check_clock(clock: Clock) -> None:
         raise PlannerError("solvers that PuLP calls cannot be limited by work: give a time limit, or use the solver windows")
 
 
-def versions(name: str) -> dict[str, str]:
+def read_versions(name: str) -> dict[str, str]:
     """Return the versions of the libraries that solve programs with the solver `name`."""
-    return {"pulp": pulp.__version__, **({"highs": highs.version()} if name == HIGHS else {})}
+    return {"pulp": pulp.__version__, **({"highs": highs.read_version()} if name == HIGHS else {})}
 
 
 def solve_model(model: CheckmateModel, name: str, absolute_gap_s: float, request: Request) -> PulpAnswer:
     """Solve `model` with the solver `name` until it is within the gap, the time is up, or the caller stops it."""
-    if request.stopped():
+    if request.is_stopped():
         return PulpAnswer(Outcome.STOPPED, False, None, "no time left")
     absolute_gap = absolute_gap_s / model.time_unit
     if name == HIGHS:
@@ -103,7 +103,7 @@ def _run_highs(model: CheckmateModel, absolute_gap: float, request: Request) -> 
     """Solve the model that PuLP builds with HiGHS itself, which reports more than PuLP does."""
     solver, engine = pulp.getSolver(HIGHS), highs.SilentHighs()  # type: ignore[no-untyped-call]
     settings: dict[str, Option] = {
-        "time_limit": left(request.clock),
+        "time_limit": measure_rest(request.clock),
         "mip_abs_gap": absolute_gap,
         "mip_rel_gap": 0.0,
         "mip_feasibility_tolerance": 1e-6,
@@ -117,23 +117,27 @@ def _run_highs(model: CheckmateModel, absolute_gap: float, request: Request) -> 
 
     told = 0.0
 
-    def called(kind: Any, message: str, out: Any, into: Any, data: Any) -> None:
+    def handle_callback(kind: Any, message: str, out: Any, into: Any, data: Any) -> None:
         nonlocal told
         try:
-            if request.stopped() and into is not None:
+            if request.is_stopped() and into is not None:
                 into.user_interrupt = True
             if model.is_mip and (kind == kinds.kCallbackMipImprovingSolution or request.clock.seconds - told > _TELL_S):
                 told = request.clock.seconds
-                request.tell("solving Checkmate's program", seconds(out.mip_primal_bound), seconds(out.mip_dual_bound))
+                request.tell(
+                    "solving Checkmate's program",
+                    convert_to_seconds(out.mip_primal_bound),
+                    convert_to_seconds(out.mip_dual_bound),
+                )
         except BaseException as raised:  # noqa: BLE001 (raised again once HiGHS has let go)
             error.append(raised)
             if into is not None:
                 into.user_interrupt = True
 
-    def seconds(objective: float) -> float | None:
+    def convert_to_seconds(objective: float) -> float | None:
         return model.graph.time_s + objective * model.time_unit if abs(objective) < highspy.kHighsInf else None
 
-    engine.setCallback(called, None)
+    engine.setCallback(handle_callback, None)
     for kind in (
         kinds.kCallbackMipImprovingSolution,
         kinds.kCallbackMipInterrupt,
@@ -154,15 +158,15 @@ def _run_highs(model: CheckmateModel, absolute_gap: float, request: Request) -> 
         for variable, value in zip(columns, engine.getSolution().col_value, strict=True):
             variable.varValue = value
     if model.is_mip:
-        bound_s = seconds(info.mip_dual_bound)
+        bound_s = convert_to_seconds(info.mip_dual_bound)
     else:
-        bound_s = seconds(info.objective_function_value) if outcome is Outcome.OPTIMAL else None
+        bound_s = convert_to_seconds(info.objective_function_value) if outcome is Outcome.OPTIMAL else None
     return PulpAnswer(outcome, found, bound_s if outcome is not Outcome.INFEASIBLE else None, detail)
 
 
 def _run_other(model: CheckmateModel, name: str, absolute_gap: float, request: Request) -> PulpAnswer:
     """Solve without callbacks; a bound is known only if the solve ended within the gap."""
-    wanted = {"msg": False, "timeLimit": max(1.0, left(request.clock)), "gapAbs": absolute_gap, "gapRel": 0.0}
+    wanted = {"msg": False, "timeLimit": max(1.0, measure_rest(request.clock)), "gapAbs": absolute_gap, "gapRel": 0.0}
     accepted = inspect.signature(type(pulp.getSolver(name, msg=False)).__init__).parameters
     solver = pulp.getSolver(name, **{option: value for option, value in wanted.items() if option in accepted})
     try:
@@ -177,5 +181,5 @@ def _run_other(model: CheckmateModel, name: str, absolute_gap: float, request: R
     outcome = OUTCOMES[word]
     bound_s = None
     if outcome is Outcome.OPTIMAL:
-        bound_s = model.solution_s() - absolute_gap * model.time_unit
+        bound_s = model.compute_solution_s() - absolute_gap * model.time_unit
     return PulpAnswer(outcome, found, bound_s, word)

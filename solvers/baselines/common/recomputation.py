@@ -7,7 +7,7 @@ from graphs.ir import Graph, Phase
 from graphs.schedule import Schedule, schedule_of
 
 
-def repeatable(graph: Graph) -> tuple[bool, ...]:
+def find_repeatable(graph: Graph) -> tuple[bool, ...]:
     """Return for each op True if it may be recomputed at any time: no later op writes its inputs in place."""
     writers: dict[int, int] = {}
     for op in graph.ops:
@@ -16,12 +16,12 @@ def repeatable(graph: Graph) -> tuple[bool, ...]:
     return tuple(op.recomputable and all(writers.get(t, -1) <= op.id for t in (*op.inputs, *op.mutates)) for op in graph.ops)
 
 
-def last_needed(graph: Graph) -> tuple[int, ...]:
+def find_last_needed(graph: Graph) -> tuple[int, ...]:
     """Return for each op the last op of the program that may need a recomputation of it, directly or indirectly.
 
     An op that cannot be recomputed, or all of whose outputs are kept, is needed for itself only.
     """
-    fit = repeatable(graph)
+    fit = find_repeatable(graph)
     needed = list(range(len(graph.ops)))
     for op in reversed(graph.ops):
         if fit[op.id]:
@@ -36,9 +36,9 @@ def free_source(graph: Graph, op_id: int) -> bool:
     return op.time_s == 0.0 and all(graph.tensors[t].static for t in op.inputs)
 
 
-def droppable(graph: Graph) -> frozenset[int]:
+def find_droppable(graph: Graph) -> frozenset[int]:
     """Return the tensors of the forward pass that may be freed and recomputed."""
-    fit = repeatable(graph)
+    fit = find_repeatable(graph)
     return frozenset(t for op in graph.ops if op.phase is Phase.FORWARD and fit[op.id] for t in op.outputs if t not in graph.kept)
 
 
@@ -47,7 +47,7 @@ def read_later(graph: Graph) -> frozenset[int]:
     return frozenset(t for op in graph.ops if op.phase is not Phase.FORWARD for t in op.inputs)
 
 
-def needed_for(graph: Graph, wanted: Iterable[int], ops: Iterable[int], absent: AbstractSet[int]) -> list[int]:
+def find_needed(graph: Graph, wanted: Iterable[int], ops: Iterable[int], absent: AbstractSet[int]) -> list[int]:
     """Return those of `ops` that produce `wanted` and the `absent` tensors that these need, in program order."""
     needed = set(wanted)
     again = []
@@ -75,7 +75,7 @@ def recompute_groups(
             itself.
     """
     groups = [group if op.phase is Phase.FORWARD else None for op, group in zip(graph.ops, groups, strict=True)]
-    dropped = {t for t in droppable(graph) - saved if _is_inside(graph, groups, t)}
+    dropped = {t for t in find_droppable(graph) - saved if _is_inside(graph, groups, t)}
     members: dict[Hashable, list[int]] = {}
     for op_id, group in enumerate(groups):
         members.setdefault(group, []).append(op_id)
@@ -88,7 +88,7 @@ def recompute_groups(
                 if t not in absent:
                     continue
                 inside = members[groups[graph.tensors[t].producers[0]]]
-                again = needed_for(graph, wanted & absent if at_once else [t], inside, absent)
+                again = find_needed(graph, wanted & absent if at_once else [t], inside, absent)
                 computed += again
                 absent.difference_update(made for i in again for made in graph.ops[i].outputs)
         computed.append(op.id)

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from graphs.ir import Graph, Phase
 from graphs.schedule import Schedule, schedule_of
-from solvers.baselines.common.recomputation import droppable, free_source, needed_for, read_later
+from solvers.baselines.common.recomputation import find_droppable, find_needed, free_source, read_later
 
 
 class Cuts(StrEnum):
@@ -32,10 +32,10 @@ class StageRun:
     saving: bool
 
 
-def crossings(graph: Graph) -> list[frozenset[int]]:
+def find_crossings(graph: Graph) -> list[frozenset[int]]:
     """Return for each forward op the tensors that cross a cut after it: produced up to it, and read by later forward ops."""
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
-    may_go = {t for t in droppable(graph) if not free_source(graph, graph.tensors[t].producers[0])}
+    may_go = {t for t in find_droppable(graph) if not free_source(graph, graph.tensors[t].producers[0])}
     last = {t: op.id for op in forward for t in op.inputs if t in may_go}
     crossing: set[int] = set()
     after = []
@@ -48,14 +48,14 @@ def crossings(graph: Graph) -> list[frozenset[int]]:
 
 def cut_places(graph: Graph, cuts: Cuts) -> list[int]:
     """Return the forward ops after which `graph` may be cut, including the last one."""
-    after = crossings(graph)
+    after = find_crossings(graph)
     if cuts is Cuts.LINEARISED:
         return list(range(len(after)))
     places = [i for i, crossing in enumerate(after) if crossing and crossing.issubset(graph.ops[i].outputs)]
     return [*places, *([len(after) - 1] if after else [])]
 
 
-def evenly(places: Sequence[int], count: int) -> list[int]:
+def select_evenly(places: Sequence[int], count: int) -> list[int]:
     """Return `count` of `places` (or all), evenly spaced, including the last one."""
     count = min(count, len(places))
     return [places[-(-(k + 1) * len(places) // count) - 1] for k in range(count)]
@@ -72,16 +72,16 @@ class ForwardStages:
 
     def __init__(self, graph: Graph, ends: Sequence[int]) -> None:
         self.graph = graph
-        after = crossings(graph)
+        after = find_crossings(graph)
         self.ops = [range(begin, end + 1) for begin, end in zip([0, *(e + 1 for e in ends[:-1])], ends, strict=True)]
         self.crossing = [after[end] for end in ends]
         self.ends = ends
-        self.absent = droppable(graph)
+        self.absent = find_droppable(graph)
 
     def __len__(self) -> int:
         return len(self.ops)
 
-    def stage_of(self, op_id: int) -> int:
+    def find_stage(self, op_id: int) -> int:
         """Return the stage of forward op `op_id`."""
         return bisect_left(self.ends, op_id)
 
@@ -89,7 +89,7 @@ class ForwardStages:
     def groups(self) -> list[int | None]:
         """The stage of each op for ``recompute_groups``; None for the last stage, whose backward pass comes next."""
         forward = (op.phase is Phase.FORWARD for op in self.graph.ops)
-        stages = [self.stage_of(i) if is_forward else None for i, is_forward in enumerate(forward)]
+        stages = [self.find_stage(i) if is_forward else None for i, is_forward in enumerate(forward)]
         return [None if stage == len(self) - 1 else stage for stage in stages]
 
     @cached_property
@@ -100,15 +100,15 @@ class ForwardStages:
         """
         reach = {}
         for t in read_later(self.graph) & self.absent:
-            made = self.stage_of(self.graph.tensors[t].producers[0])
+            made = self.find_stage(self.graph.tensors[t].producers[0])
             readers = [r for r in self.graph.consumers[t] if self.graph.ops[r].phase is Phase.FORWARD]
             crossed = made < len(self) and t in self.crossing[made]
-            reach[t] = (made, self.stage_of(readers[-1]) if crossed else made)
+            reach[t] = (made, self.find_stage(readers[-1]) if crossed else made)
         return reach
 
-    def advancing(self, stage: int) -> list[int]:
+    def list_advancing(self, stage: int) -> list[int]:
         """Return the ops of `stage` that produce the tensors crossing the cut after it."""
-        return needed_for(self.graph, self.crossing[stage], self.ops[stage], self.absent)
+        return find_needed(self.graph, self.crossing[stage], self.ops[stage], self.absent)
 
     def schedule(self, plan: Iterable[StageRun]) -> Schedule:
         """Return the schedule that runs stages as in `plan`, and the rest of the program in between.
@@ -131,9 +131,9 @@ class ForwardStages:
             elif step.saving:
                 made = (t for i in self.ops[step.stage] for t in graph.ops[i].outputs)
                 left = [t for t in made if t in self.reach and graph.consumers[t][-1] >= ready]
-                computed.extend(needed_for(graph, left, self.ops[step.stage], self.absent))
+                computed.extend(find_needed(graph, left, self.ops[step.stage], self.absent))
             else:
-                computed.extend(self.advancing(step.stage))
+                computed.extend(self.list_advancing(step.stage))
             seen[step.stage] = True
             saved[step.stage] |= step.saving
 

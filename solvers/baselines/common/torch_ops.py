@@ -29,7 +29,7 @@ CHEAP = frozenset(
 )
 
 
-def base_name(target: str) -> str:
+def extract_base_name(target: str) -> str:
     """Return the name of a target without namespace, overload, and the suffix of in-place ops."""
     parts = target.split(".")
     return (parts[1] if parts[0] == "aten" and len(parts) > 1 else parts[0]).rstrip("_") or target
@@ -37,4 +37,4 @@ def base_name(target: str) -> str:
 
 def is_one_of(op: Op, names: frozenset[str]) -> bool:
     """Return True if `names` has the target of `op`, or its base name."""
-    return op.target in names or base_name(op.target) in names
+    return op.target in names or extract_base_name(op.target) in names

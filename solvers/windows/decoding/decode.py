@@ -9,11 +9,11 @@ from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from graphs.schedule import Compute, Schedule, schedule_of
 from graphs.simulate import simulate
 from solvers.highs.program import Floats
-from solvers.problem import Problem, problem_of
+from solvers.problem import Problem, build_problem
 from solvers.windows.decoding.expand import Solution, expand
-from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
+from solvers.windows.decoding.plain_graph import PlainGraph, build_plain_graph
 from solvers.windows.decoding.transfer_plan import Reloads
-from solvers.windows.decoding.transfers import with_transfers
+from solvers.windows.decoding.transfers import add_transfers
 from solvers.windows.relaxation.discretization import Discretization, Model
 
 NOWHERE_BYTES = 2**62  # peak of a schedule that does not fit another pool, at any budget
@@ -60,7 +60,7 @@ def read_solution(model: Model, values: Floats) -> Solution:
     """Return the binaries of a solution, rounded at one half (HiGHS has checked that they are integer)."""
     windows = len(model.discretization.ends)
 
-    def chosen(columns: dict[tuple[int, int], int], count: int) -> tuple[frozenset[int], ...]:
+    def list_chosen(columns: dict[tuple[int, int], int], count: int) -> tuple[frozenset[int], ...]:
         found: list[set[int]] = [set() for _ in range(count)]
         for (k, x), column in columns.items():
             if values[column] > 0.5:
@@ -68,8 +68,8 @@ def read_solution(model: Model, values: Floats) -> Solution:
         return tuple(map(frozenset, found))
 
     instead = frozenset(b for b, column in model.instead.items() if values[column] > 0.5)
-    taken = chosen(model.taken, windows)
-    return Solution(chosen(model.recomputed, windows), chosen(model.handed, windows + 1), taken=taken, instead=instead)
+    taken = list_chosen(model.taken, windows)
+    return Solution(list_chosen(model.recomputed, windows), list_chosen(model.handed, windows + 1), taken=taken, instead=instead)
 
 
 def try_out(problem: Problem, order: Order) -> Trial:
@@ -93,7 +93,7 @@ def try_out(problem: Problem, order: Order) -> Trial:
 def _try_out_transfers(problem: Problem, order: Order) -> Trial:
     """Return the trial of an order with transfers, each issued at the right time."""
     ids = problem.places.ids
-    found = with_transfers(problem, [ids[i] for i in order.computed], order.reloads)
+    found = add_transfers(problem, [ids[i] for i in order.computed], order.reloads)
     order = replace(
         order,
         computed=tuple(order.computed[index] for index in found.moved),
@@ -111,18 +111,18 @@ def _try_out_transfers(problem: Problem, order: Order) -> Trial:
 
 def _try_out_plain(problem: Problem, order: Order) -> Trial:
     """Return the trial of an order with both optional ops and offloading, by way of its plain graph."""
-    plain = plain_graph(problem, order.computed)
-    reloads = frozenset((here, place) for t, place in order.reloads if (here := plain.only(t)) is not None)
-    own = problem_of(plain.graph, problem.budget_bytes)
+    plain = build_plain_graph(problem, order.computed)
+    reloads = frozenset((here, place) for t, place in order.reloads if (here := plain.find_only(t)) is not None)
+    own = build_problem(plain.graph, problem.budget_bytes)
     trial = try_out(own, order_of(own, plain.order, reloads))
-    return trial_of_whole(problem, plain, order, trial)
+    return map_trial_back(problem, plain, order, trial)
 
 
-def trial_of_whole(problem: Problem, plain: PlainGraph, order: Order, trial: Trial) -> Trial:
+def map_trial_back(problem: Problem, plain: PlainGraph, order: Order, trial: Trial) -> Trial:
     """Return the trial of `order` in the problem, given the trial of its plain graph."""
     schedule = plain.schedule_of_whole(problem, trial.schedule)
     if problem.placed:
-        found = with_transfers(problem, schedule.computed)
+        found = add_transfers(problem, schedule.computed)
         schedule = found.schedule
         if not found.fits_elsewhere:
             return replace(trial, order=order, schedule=schedule, time_s=math.inf, peak_bytes=NOWHERE_BYTES, ends=())
@@ -132,10 +132,10 @@ def trial_of_whole(problem: Problem, plain: PlainGraph, order: Order, trial: Tri
 
 def is_possible(problem: Problem, order: Order) -> bool:
     """Return True if each op finds its inputs unchanged, and the order respects the graph's limits on resources."""
-    return not late_writers(problem, order) and problem.allows(order.computed)
+    return not find_late_writers(problem, order) and problem.allows(order.computed)
 
 
-def late_writers(problem: Problem, order: Order) -> set[int]:
+def find_late_writers(problem: Problem, order: Order) -> set[int]:
     """Return the ops that write in place a tensor that another op, recomputed after them, reads.
 
     Return also ops before which an input of an execution is missing: where ops depend on each other's recomputed outputs, a
@@ -144,7 +144,7 @@ def late_writers(problem: Problem, order: Order) -> set[int]:
     late: set[int] = set()
     done = 0
     if not problem.places.plain:
-        late = _reads_of_nothing(problem, order)
+        late = _find_reads_of_nothing(problem, order)
     for op, first in zip(order.computed, order.first, strict=True):
         if not first and problem.recompute_before[op] < done:
             late.add(problem.recompute_before[op])
@@ -152,7 +152,7 @@ def late_writers(problem: Problem, order: Order) -> set[int]:
     return late
 
 
-def _reads_of_nothing(problem: Problem, order: Order) -> set[int]:
+def _find_reads_of_nothing(problem: Problem, order: Order) -> set[int]:
     made: set[int] = set()
     lacking = False
     late: set[int] = set()
@@ -181,12 +181,12 @@ def order_of(
     windows: list[int] = []
     first: list[bool] = []
     discretization = discretization or Discretization.whole(problem)
-    expected = None if problem.places.plain else [*problem.places.executed(instead), problem.ops]
+    expected = None if problem.places.plain else [*problem.places.list_executed(instead), problem.ops]
     done = 0
     for op in computed:
         following = done if expected is None else expected[done]
         first.append(op == following)
-        windows.append(discretization.window_of(following))
+        windows.append(discretization.find_window(following))
         done += op == following
     return Order(tuple(computed), tuple(windows), tuple(first), reloads, instead)
 
@@ -218,16 +218,16 @@ def order_of_schedule(problem: Problem, schedule: Schedule) -> Order | None:
         waiting.difference_update(problem.inputs[i])
         computed.append(i)
     order = order_of(problem, computed, frozenset(reloads), frozenset(instead))
-    return order if sum(order.first) == len(problem.places.executed(order.instead)) else None
+    return order if sum(order.first) == len(problem.places.list_executed(order.instead)) else None
 
 
-def decoded(problem: Problem, discretization: Discretization, solution: Solution) -> Order:
+def decode(problem: Problem, discretization: Discretization, solution: Solution) -> Order:
     """Return the order of a model's solution, with the reloads of offloaded tensors."""
     order = order_of(problem, expand(problem, discretization, solution), instead=solution.instead, discretization=discretization)
-    return replace(order, reloads=_reloads_of(problem, solution, order)) if problem.offloads and solution.taken else order
+    return replace(order, reloads=_find_reloads(problem, solution, order)) if problem.offloads and solution.taken else order
 
 
-def _reloads_of(problem: Problem, solution: Solution, order: Order) -> Reloads:
+def _find_reloads(problem: Problem, solution: Solution, order: Order) -> Reloads:
     """Return the reloads: before reads of tensors that were not handed over continuously since the last read.
 
     A tensor that is reloaded although it was handed over is offloaded in its longest interval without reads.

@@ -12,7 +12,7 @@ from solvers.windows.decoding.expand import Solution
 from solvers.windows.relaxation.discretization import Discretization, Model
 
 
-def solution_of(
+def encode_order(
     problem: Problem, discretization: Discretization, computed: Sequence[int], instead: frozenset[int] = frozenset()
 ) -> Solution:
     """Return the values of R, Q, S and z for an order of execution: the inverse of ``expand``."""
@@ -41,10 +41,10 @@ def solution_of(
     return Solution(tuple(map(frozenset, recomputed)), tuple(map(frozenset, handed)), frozenset(twice), instead=instead)
 
 
-def solution_of_trial(problem: Problem, discretization: Discretization, trial: Trial) -> Solution:
+def encode_trial(problem: Problem, discretization: Discretization, trial: Trial) -> Solution:
     """Return the values of R, Q, S and A for a trial."""
     if not problem.offloads:
-        return solution_of(problem, discretization, trial.order.computed, trial.order.instead)
+        return encode_order(problem, discretization, trial.order.computed, trial.order.instead)
     order = order_of(problem, trial.order.computed, discretization=discretization)
     recomputed, handed, taken = ([set[int]() for _ in range(len(discretization.ends) + 1)] for _ in range(3))
     twice: set[tuple[int, int]] = set()

@@ -60,15 +60,15 @@ class _Expansion:
         self.made: set[int] = set()
         self.pending: set[int] = set()
         self.kept = [t for outputs in problem.outputs for t in outputs if problem.kept[t]]
-        self.in_order = problem.places.executed(solution.instead)
+        self.in_order = problem.places.list_executed(solution.instead)
         self.optional = {i for i, optional in enumerate(problem.places.optional) if optional}
 
     def run(self) -> tuple[int, ...]:
         for k in range(len(self.discretization.ends)):
-            self.window(k)
+            self.expand_window(k)
         return tuple(self.computed)
 
-    def window(self, k: int) -> None:
+    def expand_window(self, k: int) -> None:
         start, end = self.discretization.start_of(k), self.discretization.ends[k]
         ops = self.in_order[bisect_left(self.in_order, start) : bisect_right(self.in_order, end)]
         if not ops:
@@ -81,13 +81,13 @@ class _Expansion:
         self.there = (handed & self.made).union(t for t in self.kept if t in self.made)
         self.pending.update(self.solution.recomputed[k])
         wanted_on = self.solution.handed[k + 1]
-        gone = self.gaps(k, frozenset(ops))
+        gone = self.find_gaps(k, frozenset(ops))
         self.there.difference_update(gone.get(start - 1, ()))
         for v in ops:
             wanted: Iterable[int] = self.problem.inputs[v]
             if v == ops[-1]:
                 wanted = (*wanted, *(t for t in wanted_on if t not in self.problem.outputs[v]))
-            for i in self.lacking(wanted, v):
+            for i in self.find_lacking(wanted, v):
                 self.execute(i)
             self.execute(v)
             self.there.difference_update(gone.get(v, ()))
@@ -112,7 +112,7 @@ class _Expansion:
                 if not later.issuperset(problem.inputs[i]):
                     self.execute(i)
 
-    def lacking(self, wanted: Iterable[int], v: int) -> list[int]:
+    def find_lacking(self, wanted: Iterable[int], v: int) -> list[int]:
         """Return the pending ops to execute before op v so that `wanted` is in memory."""
         ops: set[int] = set()
         wanted = [t for t in wanted if t not in self.there]
@@ -125,11 +125,11 @@ class _Expansion:
                     stack.extend(self.problem.inputs[i])
         if self.places.plain:
             return sorted(ops)
-        found, missing = self.cheapest(ops, self.there, wanted)
+        found, missing = self.find_cheapest(ops, self.there, wanted)
         if not missing.issubset(self.made):
             # The solution does not say how: keep the tensors produced so far, and compute the rest from them.
             able = {i for i, may in enumerate(self.problem.recomputable) if may and self.may_run(i, v)}
-            found, _ = self.cheapest(able, self.made | self.there, wanted)
+            found, _ = self.find_cheapest(able, self.made | self.there, wanted)
         return found
 
     def may_run(self, i: int, v: int) -> bool:
@@ -139,7 +139,7 @@ class _Expansion:
             return True
         return places.last[i] < v if places.replaces[i] else i < v
 
-    def cheapest(self, ops: Collection[int], there: Collection[int], wanted: Iterable[int]) -> tuple[list[int], set[int]]:
+    def find_cheapest(self, ops: Collection[int], there: Collection[int], wanted: Iterable[int]) -> tuple[list[int], set[int]]:
         """Return those of `ops` that produce `wanted` at least cost, in a valid order, and the tensors that none can produce.
 
         Knuth, A generalization of Dijkstra's algorithm, Information Processing Letters 1977.
@@ -151,7 +151,7 @@ class _Expansion:
             for t in problem.inputs[i]:
                 if t not in there:
                     readers.setdefault(t, []).append(i)
-        cost_s = {i: problem.seconds(i) for i in ops}
+        cost_s = {i: problem.get_seconds(i) for i in ops}
         producer: dict[int, int] = {}
         ready = [(cost_s[i], i) for i in ops if not waiting[i]]
         heapify(ready)
@@ -180,7 +180,7 @@ class _Expansion:
                 stack.extend(u for u in problem.inputs[producer[t]] if u not in there)
         return [i for i in done if i in chosen], missing
 
-    def gaps(self, k: int, ops: Collection[int]) -> dict[int, list[int]]:
+    def find_gaps(self, k: int, ops: Collection[int]) -> dict[int, list[int]]:
         """Return for ops that are recomputed although their outputs are in memory the new op after which each output is freed.
 
         It is freed for the longest interval of window k without a reader.
@@ -191,7 +191,7 @@ class _Expansion:
             for t in self.problem.outputs[i]:
                 if self.problem.kept[t]:
                     continue
-                since = self.born(t, start, ops)
+                since = self.find_birth(t, start, ops)
                 if since is None:
                     continue
                 readers = self.problem.consumers[t]
@@ -204,7 +204,7 @@ class _Expansion:
                     gone.setdefault(after, []).append(t)
         return gone
 
-    def born(self, t: int, start: int, ops: Collection[int]) -> int | None:
+    def find_birth(self, t: int, start: int, ops: Collection[int]) -> int | None:
         """Return the op after which t is in memory in a window from `start` on; None if it is not."""
         if t in self.there:
             return start - 1

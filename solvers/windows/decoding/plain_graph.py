@@ -37,7 +37,7 @@ class PlainGraph:
     ids: tuple[int, ...]
     tensors: tuple[int, ...]
 
-    def only(self, t: int) -> int | None:
+    def find_only(self, t: int) -> int | None:
         """Return the tensor that represents t of the problem, None if there are several or none."""
         found = self.copies_of.get(t, ())
         return found[0] if len(found) == 1 else None
@@ -59,7 +59,7 @@ class PlainGraph:
         return Schedule(tuple(steps))
 
 
-def plain_graph(problem: Problem, computed: Sequence[int]) -> PlainGraph:
+def build_plain_graph(problem: Problem, computed: Sequence[int]) -> PlainGraph:
     """Return the plain graph of a valid order of executions."""
     draft = _PlainGraphBuilder(problem)
     number: dict[int, int] = {}
@@ -69,7 +69,7 @@ def plain_graph(problem: Problem, computed: Sequence[int]) -> PlainGraph:
         else:
             number[op] = draft.add(op)
     ops = tuple(number)
-    graph = draft.graph()
+    graph = draft.build_graph()
     order = tuple(number[op] for op in computed)
     return PlainGraph(graph, ops, order, draft.copies_of, tuple(draft.ids), tuple(draft.whole))
 
@@ -97,9 +97,9 @@ class _PlainGraphBuilder:
     def __post_init__(self) -> None:
         for t in self.problem.graph.tensors:
             if t.static:
-                self.now[t.id] = self.new(t, ())
+                self.now[t.id] = self.add_tensor(t, ())
 
-    def new(self, tensor: Tensor, producers: tuple[int, ...]) -> int:
+    def add_tensor(self, tensor: Tensor, producers: tuple[int, ...]) -> int:
         """Add a tensor that represents `tensor` of the problem's graph and return its id."""
         number = len(self.tensors)
         name = f"{tensor.name}#{number}"
@@ -121,7 +121,7 @@ class _PlainGraphBuilder:
         graph, number = self.problem.graph, len(self.ops)
         op = graph.ops[self.problem.places.ids[i]]
         inputs, mutates = tuple(self.now[t] for t in op.inputs), tuple(self.now[t] for t in op.mutates)
-        outputs = tuple((t, self.new(graph.tensors[t], (number,))) for t in op.outputs)
+        outputs = tuple((t, self.add_tensor(graph.tensors[t], (number,))) for t in op.outputs)
         recomputable = all(graph.ops[p].recomputable for p in (*op.replaces, op.id))
         before = self.ops[-1].phase if self.ops else Phase.FORWARD
         phase = max(before, op.phase, key=lambda phase: phase.place)
@@ -144,14 +144,14 @@ class _PlainGraphBuilder:
         """Record a recomputation; kept tensors stay as first produced."""
         self.now.update((t, of_op) for t, of_op in self.made[number] if t not in self.problem.graph.kept)
 
-    def graph(self) -> Graph:
+    def build_graph(self) -> Graph:
         """Return the graph, with transfers to the host of tensors that have one representative."""
         whole = self.problem.whole
         for t, transfers in self.problem.offloads.by_tensor.items():
             if len(self.copies_of.get(t, ())) == 1:
                 (here,) = self.copies_of[t]
                 out = len(self.ops)
-                on_host = self.new(whole.tensors[transfers.host_tensor], (out,))
+                on_host = self.add_tensor(whole.tensors[transfers.host_tensor], (out,))
                 self.put(whole.ops[transfers.offload_op], (here,), (on_host,))
                 self.put(whole.ops[transfers.reload_op], (on_host,), (here,))
                 self.tensors[here] = replace(self.tensors[here], producers=(*self.tensors[here].producers, out + 1))

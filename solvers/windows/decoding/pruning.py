@@ -29,7 +29,7 @@ def prune(
     for _ in range(passes):
         if should_stop():
             break
-        unnecessary = _unnecessary(problem, trial, budget_bytes)
+        unnecessary = _find_unnecessary(problem, trial, budget_bytes)
         if not unnecessary:
             break
         computed = [op for position, op in enumerate(trial.order.computed) if position not in unnecessary]
@@ -37,13 +37,13 @@ def prune(
     return trial
 
 
-def _unnecessary(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
+def _find_unnecessary(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
     """Return the positions of executions in `trial` that can be removed together, at most one of each op."""
-    useless = set[int]() if problem.places.plain else _for_nothing(problem, trial)
-    return useless or _affordable(problem, trial, budget_bytes)
+    useless = set[int]() if problem.places.plain else _find_useless(problem, trial)
+    return useless or _find_affordable(problem, trial, budget_bytes)
 
 
-def _affordable(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
+def _find_affordable(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
     """Return the positions of recomputations whose outputs there is memory to keep, the longest first."""
     memory = np.array(trial.memory_bytes)
     last_use: dict[int, int] = {}
@@ -72,7 +72,7 @@ def _affordable(problem: Problem, trial: Trial, budget_bytes: int) -> set[int]:
     return affordable
 
 
-def _for_nothing(problem: Problem, trial: Trial) -> set[int]:
+def _find_useless(problem: Problem, trial: Trial) -> set[int]:
     """Return the positions of executions whose outputs are neither kept nor read before they are recomputed."""
     wanted: set[int] = set()
     unnecessary: set[int] = set()
@@ -97,7 +97,7 @@ def prune_with_transfers(
 ) -> Trial:
     """Return `trial`, which fits, without recomputations whose outputs fit in memory, as long as that takes less time."""
     for _ in range(passes):
-        computed, reloads = _with_fewer(problem, trial, budget_bytes)
+        computed, reloads = _remove_affordable(problem, trial, budget_bytes)
         if len(computed) == len(trial.order.computed) or should_stop():
             break
         found = try_out(problem, order_of(problem, computed, reloads))
@@ -107,13 +107,13 @@ def prune_with_transfers(
     return trial
 
 
-def _with_fewer(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequence[int], Reloads]:
+def _remove_affordable(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequence[int], Reloads]:
     """Return the order of `trial` without executions, the longest first, whose outputs fit in memory since their last use.
 
     At most one execution of each op is removed: then its last use stays valid.
     """
     computed = trial.order.computed
-    last_use, next_read = uses_of(problem, computed)
+    last_use, next_read = find_uses(problem, computed)
     memory = np.array(trial.memory_bytes)
     recomputed = (place for place, first in enumerate(trial.order.first) if not first)
     left_out: set[int] = set()
@@ -130,10 +130,10 @@ def _with_fewer(problem: Problem, trial: Trial, budget_bytes: int) -> tuple[Sequ
             memory[since:place] = longer
             left_out.add(place)
             ops.add(computed[place])
-    return without_executions(computed, left_out, trial.order.reloads, next_read)
+    return remove_executions(computed, left_out, trial.order.reloads, next_read)
 
 
-def uses_of(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+def find_uses(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
     """Return for each tensor and position that reads or produces it the previous use, and the next position that reads it."""
     last_use: dict[tuple[int, int], int] = {}
     next_read: dict[tuple[int, int], int] = {}
@@ -149,7 +149,7 @@ def uses_of(problem: Problem, computed: Sequence[int]) -> tuple[dict[tuple[int, 
     return last_use, next_read
 
 
-def without_executions(
+def remove_executions(
     computed: Sequence[int], left_out: Collection[int], reloads: Reloads, next_read: dict[tuple[int, int], int]
 ) -> tuple[Sequence[int], Reloads]:
     """Return the order without some executions; a reload for one of them becomes a reload for the next reader."""

@@ -14,7 +14,7 @@ _NEARLY = 0.9  # of the budget: what needs so much is likely to exceed it next
 _MOST_WAITS = 4  # places with the longest waits for transfers that are refined
 
 
-def worst_of_runs(trial: Trial, budget_bytes: int) -> Iterator[int]:
+def find_worst_in_runs(trial: Trial, budget_bytes: int) -> Iterator[int]:
     """Yield for each run of consecutive executions over the budget the one that needs most; several for long runs."""
     over = [step for step, taken in enumerate(trial.memory_bytes) if taken > budget_bytes]
     runs: list[list[int]] = []
@@ -30,7 +30,7 @@ def worst_of_runs(trial: Trial, budget_bytes: int) -> Iterator[int]:
             yield max(run[begin : begin + size], key=lambda step: (trial.memory_bytes[step], -step))
 
 
-def refined(discretization: Discretization, trial: Trial, budget_bytes: int, *, ahead: int = 1) -> Discretization:
+def refine_windows(discretization: Discretization, trial: Trial, budget_bytes: int, *, ahead: int = 1) -> Discretization:
     """Return `discretization`, refined at every place where `trial` exceeds the budget.
 
     At a first execution of v: row 6; if it is there, a window ends at v. At a recomputation of x before v: a window of its own
@@ -42,20 +42,20 @@ def refined(discretization: Discretization, trial: Trial, budget_bytes: int, *, 
     """
     ends, firsts = set(discretization.ends), set(discretization.firsts)
     recomputations, precedences = set(discretization.recomputations), set(discretization.precedences)
-    for step in worst_of_runs(trial, budget_bytes):
+    for step in find_worst_in_runs(trial, budget_bytes):
         op = trial.order.computed[step]
         if trial.order.first[step]:
             (ends if op in firsts else firsts).add(op)
             continue
         before = next(trial.order.computed[s] for s in range(step, len(trial.order.first)) if trial.order.first[s])
-        for v in _up_to(before, ahead):
-            single = discretization.is_single(discretization.window_of(v))
+        for v in _list_ops_up_to(before, ahead):
+            single = discretization.is_single(discretization.find_window(v))
             if not single:
                 first, last = discretization.place_of(v)
                 ends.update((first - 1, last) if first > 0 else (last,))
             if single or ahead > 1:
                 recomputations.add((v, op))
-                precedences.update((v, x, op) for x in _recomputed_before(trial, step))
+                precedences.update((v, x, op) for x in _list_recomputed_before(trial, step))
     closer = replace(
         discretization,
         firsts=frozenset(firsts),
@@ -65,7 +65,7 @@ def refined(discretization: Discretization, trial: Trial, budget_bytes: int, *, 
     return closer.split(ends)
 
 
-def where_it_waits(discretization: Discretization, trial: Trial) -> Discretization:
+def split_at_waits(discretization: Discretization, trial: Trial) -> Discretization:
     """Return `discretization` with windows that end at the first executions with the longest waits of `trial`."""
     new = [op for op, first in zip(trial.order.computed, trial.order.first, strict=True) if first]
     done = list(accumulate(trial.order.first, initial=0))
@@ -73,7 +73,7 @@ def where_it_waits(discretization: Discretization, trial: Trial) -> Discretizati
     return discretization.split({new[done[place]] for _, place in waits[:_MOST_WAITS]}) if waits else discretization
 
 
-def _recomputed_before(trial: Trial, step: int) -> list[int]:
+def _list_recomputed_before(trial: Trial, step: int) -> list[int]:
     """Return the consecutive recomputations that end before `step`, itself one."""
     begin = step
     while begin and not trial.order.first[begin - 1]:
@@ -81,15 +81,15 @@ def _recomputed_before(trial: Trial, step: int) -> list[int]:
     return list(trial.order.computed[begin:step])
 
 
-def _up_to(op: int, count: int) -> range:
+def _list_ops_up_to(op: int, count: int) -> range:
     return range(max(0, op - count + 1), op + 1)
 
 
-def with_stages_in_order(discretization: Discretization, trial: Trial, budget_bytes: int, *, ahead: int = 1) -> Discretization:
+def order_stages(discretization: Discretization, trial: Trial, budget_bytes: int, *, ahead: int = 1) -> Discretization:
     """Return `discretization` with Checkmate's memory rows for the recomputations in stages where `trial` exceeds the budget.
 
     Args:
-        ahead: as in ``refined``.
+        ahead: as in ``refine_windows``.
     """
     order = trial.order
     ordered = set(discretization.ordered)
@@ -101,13 +101,13 @@ def with_stages_in_order(discretization: Discretization, trial: Trial, budget_by
             continue
         done = op
         if any(taken > budget_bytes for _, taken in recomputed):
-            stages = [v for v in _up_to(done, ahead) if discretization.is_single(discretization.window_of(v))]
+            stages = [v for v in _list_ops_up_to(done, ahead) if discretization.is_single(discretization.find_window(v))]
             ordered.update((v, x) for v in stages for x, taken in recomputed if taken > _NEARLY * budget_bytes)
         recomputed = []
     return replace(discretization, ordered=frozenset(ordered))
 
 
-def halved(discretization: Discretization) -> Discretization:
+def halve(discretization: Discretization) -> Discretization:
     """Return `discretization` with every window of several ops split in the middle."""
     ends = set(discretization.ends)
     for window, end in enumerate(discretization.ends):
@@ -117,8 +117,8 @@ def halved(discretization: Discretization) -> Discretization:
     return discretization.split(ends)
 
 
-def even_windows(discretization: Discretization, time_s: Sequence[float], parts: int) -> Discretization:
+def split_evenly(discretization: Discretization, time_s: Sequence[float], parts: int) -> Discretization:
     """Return `discretization` with windows that split the step into `parts` of equal time."""
     done_s = np.cumsum(time_s)
     places = np.searchsorted(done_s, np.linspace(0.0, done_s[-1], parts + 1)[1:-1])
-    return discretization.ending_at(int(op) for op in places if op < len(time_s) - 1)
+    return discretization.split_at(int(op) for op in places if op < len(time_s) - 1)

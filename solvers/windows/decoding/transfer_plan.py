@@ -166,7 +166,7 @@ class TransferPlan:
     def _plan(self) -> None:
         """Set the positions from which transfers are issued; their memory is allocated from there on."""
         self._set_ends()
-        memory = self._memory_bytes()
+        memory = self._compute_memory_bytes()
         self._set_due(memory)
         self._plan_late()
         for transfer in self.transfers:
@@ -200,13 +200,13 @@ class TransferPlan:
             if source is not None:
                 transfer.early = transfer.urgent = 0 <= source.end < read
                 if self.streams.computes[self.streams.home[transfer.op]]:  # tensors leave devices because memory is needed
-                    needed = self._needed(memory, source, read)
+                    needed = self._find_needed(memory, source, read)
                     transfer.urgent, read = needed < read, needed
             transfer.due_s = min(transfer.due_s, starts_s[read])
             if source is not None and source.by is not None:
                 source.by.due_s = min(source.by.due_s, transfer.due_s - self.streams.time_s[transfer.op])
 
-    def _needed(self, memory: BytesByPool, stay: PoolStay, until: int) -> int:
+    def _find_needed(self, memory: BytesByPool, stay: PoolStay, until: int) -> int:
         """Return the first position after a stay at which its memory is needed, at most `until`."""
         d, begin, size = self.streams.pool[stay.tensor], max(stay.end, stay.begin) + 1, self.streams.sizes[stay.tensor]
         if d not in memory or begin >= until:
@@ -239,7 +239,7 @@ class TransferPlan:
             if source is not None and source.by is not None:
                 source.by.due_s = min(source.by.due_s, begin_s)
 
-    def _memory_bytes(self) -> BytesByPool:
+    def _compute_memory_bytes(self) -> BytesByPool:
         """Return the memory of the devices' pools that have a limit during each execution, with the shortest lifetimes."""
         streams, n = self.streams, len(self.executed)
         limited = [d for d, limit in enumerate(self.limits_bytes) if streams.computes[d] and limit < math.inf]

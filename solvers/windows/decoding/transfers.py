@@ -21,7 +21,7 @@ from solvers.windows.decoding.transfer_plan import PlannedTransfer, PoolStay, Re
 _EXACT_ATTEMPTS = 16
 
 
-def with_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads = frozenset()) -> "TransferRun":
+def add_transfers(problem: Problem, computed: Sequence[int], reloads: Reloads = frozenset()) -> "TransferRun":
     """Return the run of an order of ops of the whole graph, with its transfers at the right time.
 
     Args:
@@ -121,7 +121,7 @@ class TransferRun:
         end_s = start_s + streams.time_s[op]
         for channel, queue in self.queues.items():
             while queue and clock_s[channel] < end_s:
-                ready = [x for x in queue if self._ready_s(x) < end_s and not self._would_wait(x, op, start_s)]
+                ready = [x for x in queue if self._compute_ready_s(x) < end_s and not self._would_wait(x, op, start_s)]
                 if not ready:
                     break
                 self._send(channel, ready)
@@ -217,17 +217,17 @@ class TransferRun:
         """Issue the next of these transfers, when the channel is free: of those that are ready, the most urgent one."""
         transfer = queue[0]
         if len(queue) > 1:
-            owner, ready_s = self.streams.owner[self.streams.home[transfer.op]], [self._ready_s(x) for x in queue]
+            owner, ready_s = self.streams.owner[self.streams.home[transfer.op]], [self._compute_ready_s(x) for x in queue]
             free_s = max(self.clock_s[channel], self.clock_s[owner], min(ready_s))
-            transfer = min((x for x, at_s in zip(queue, ready_s, strict=True) if at_s <= free_s), key=self._urgency)
+            transfer = min((x for x, at_s in zip(queue, ready_s, strict=True) if at_s <= free_s), key=self._compute_urgency)
         self._require(transfer)
 
-    def _ready_s(self, transfer: PlannedTransfer) -> float:
+    def _compute_ready_s(self, transfer: PlannedTransfer) -> float:
         """Return the time from which the source is there, inf if it must be transferred first."""
         waits = transfer.source is not None and transfer.source.by is not None and not transfer.source.by.issued
         return math.inf if waits else self.ready_s[self.streams.source[transfer.op]]
 
-    def _urgency(self, transfer: PlannedTransfer) -> tuple[float, ...]:
+    def _compute_urgency(self, transfer: PlannedTransfer) -> tuple[float, ...]:
         source = transfer.source
         if source is None or self.streams.computes[self.streams.home[transfer.op]]:
             return transfer.turn
@@ -248,7 +248,7 @@ class TransferRun:
                     self._require(transfer)
                 self._free(t)
 
-    def _next_channel(self, d: int) -> int:
+    def _find_next_channel(self, d: int) -> int:
         """Return the channel from pool `d` with a queue that is free first, -1 if there is none."""
         channels = (c for c, queue in self.queues.items() if queue and self.streams.pool[self.streams.source[queue[0].op]] == d)
         return min(channels, key=self.clock_s.__getitem__, default=-1)
@@ -267,7 +267,7 @@ class TransferRun:
             sent = [(self.busy_s[t], t) for t, stay in lingering.items() if not stay.unsent]
             if sent:
                 self._free(min(sent)[1])
-            elif (channel := self._next_channel(d)) >= 0:
+            elif (channel := self._find_next_channel(d)) >= 0:
                 self._send(channel, self.queues[channel])
             else:
                 break

@@ -12,14 +12,14 @@ def add_conflicts(draft: ModelDraft) -> None:
     """Add row 21 for each conflict of residency: sum over its stays of (1 - S) and (R or Q) in their windows >= 1."""
     for conflict in draft.problem.conflicts:
         if isinstance(conflict, Residency):
-            found = [_breaks(draft, stay) for stay in conflict.stays]
+            found = [_list_breaks(draft, stay) for stay in conflict.stays]
             literals = sorted({literal for breaks in found if breaks for literal in breaks})
             if all(breaks is not None for breaks in found):
                 signs = [1.0 if value else -1.0 for _, value in literals]
                 draft.add_row([column for column, _ in literals], signs, 1.0 - signs.count(-1.0), np.inf)
 
 
-def _breaks(draft: ModelDraft, stay: Stay) -> Literals | None:
+def _list_breaks(draft: ModelDraft, stay: Stay) -> Literals | None:
     """Return columns and values such that with all others the tensor stays; None if it never does.
 
     In the windows from that of the first op to that of the last one, t stays if it is handed over, S[k+1,t] = 1, and not
@@ -30,7 +30,7 @@ def _breaks(draft: ModelDraft, stay: Stay) -> Literals | None:
     if problem.kept[t]:
         return set()
     found: Literals = set()
-    for k in range(discretization.window_of(stay.first), discretization.window_of(stay.last) + 1):
+    for k in range(discretization.find_window(stay.first), discretization.find_window(stay.last) + 1):
         end = discretization.ends[k]
         begins_at_end = end == stay.first
         if not begins_at_end and (k, problem.producer[t]) in draft.recomputed:

@@ -18,7 +18,7 @@ def add_inputs_of_new(draft: ModelDraft, k: int) -> None:
     for t, ops in sorted(readers.items()):
         if draft.is_made(k, t):
             continue
-        sources = draft.sources(k, t)
+        sources = draft.list_sources(k, t)
         sure = next((v for v in ops if places.sure[v]), None)
         if sure is not None and not any(draft.starts[k] <= p <= sure for p in problem.producers[t]):
             draft.add_at_most((1.0, [], []), sources, NONE)
@@ -28,7 +28,9 @@ def add_inputs_of_new(draft: ModelDraft, k: int) -> None:
             by_place.setdefault(places.last[v], []).append(v)
         for of_place in by_place.values():
             # At most one op is executed in a place.
-            draft.add_at_most(draft.executions(of_place), sources, draft.makes(k, t, places.first(of_place[0])))
+            draft.add_at_most(
+                draft.sum_executions(of_place), sources, draft.sum_productions(k, t, places.find_first(of_place[0]))
+            )
 
 
 def add_inputs_of_recomputed(draft: ModelDraft, k: int) -> None:
@@ -40,7 +42,7 @@ def add_inputs_of_recomputed(draft: ModelDraft, k: int) -> None:
             continue
         for t in draft.problem.inputs[i]:
             if not draft.is_made(k, t):
-                draft.add_only_with(column, draft.sources(k, t), draft.makes(k, t, end + 1))
+                draft.add_only_with(column, draft.list_sources(k, t), draft.sum_productions(k, t, end + 1))
 
 
 def add_beginnings_of_circles(draft: ModelDraft, k: int) -> None:
@@ -58,9 +60,9 @@ def add_beginnings_of_circles(draft: ModelDraft, k: int) -> None:
         if any(draft.is_settled(k, t) for t in inside):
             continue
         outside = sorted({p for t in inside for p in problem.producers[t]}.difference(circle))
-        sources = [column for t in sorted(inside) for column in draft.held(k, t)]
+        sources = [column for t in sorted(inside) for column in draft.list_held(k, t)]
         sources += [draft.recomputed[k, p] for p in outside if (k, p) in draft.recomputed]
-        also = draft.executions(p for p in outside if draft.starts[k] <= p <= draft.discretization.ends[k])
+        also = draft.sum_executions(p for p in outside if draft.starts[k] <= p <= draft.discretization.ends[k])
         for column in recomputations:
             draft.add_only_with(column, sources, also)
 
@@ -74,4 +76,4 @@ def add_hand_over(draft: ModelDraft, k: int) -> None:
             if column is None or column == draft.handed.get((k, t)) or i != draft.problem.producer[t]:
                 continue
             if not draft.is_made(k, t):
-                draft.add_only_with(column, draft.room(k, t), draft.makes(k, t, end + 1))
+                draft.add_only_with(column, draft.list_memory_columns(k, t), draft.sum_productions(k, t, end + 1))

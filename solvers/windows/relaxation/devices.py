@@ -18,7 +18,7 @@ import numpy as np
 
 from graphs.pools import COMPUTE
 from solvers.problem import OBJECTIVE_SCALE
-from solvers.streams import sizes_in, workspace_bytes_in
+from solvers.streams import get_workspace_bytes, list_sizes
 from solvers.windows.relaxation.draft import ModelDraft, Sum
 from solvers.windows.relaxation.paths import Paths
 
@@ -36,10 +36,10 @@ def add_kept(draft: ModelDraft, k: int) -> None:
         if after is None:
             continue
         before = draft.handed.get((k, t))
-        for column in (*([] if before in {None, after} else [before]), *draft.recomputing(k, t)):
+        for column in (*([] if before in {None, after} else [before]), *draft.list_recomputing(k, t)):
             assert column is not None
             draft.add_row([after, column], [1.0, -1.0], 0.0, np.inf)
-        constant, columns, values = draft.makes(k, t, draft.discretization.ends[k] + 1)
+        constant, columns, values = draft.sum_productions(k, t, draft.discretization.ends[k] + 1)
         if constant or columns:
             draft.add_row([after, *columns], [1.0, *(-value for value in values)], constant, np.inf)
 
@@ -53,20 +53,23 @@ def add_memory_elsewhere(draft: ModelDraft, k: int) -> None:
     for pool in problem.graph.pools[1:]:
         if pool.capacity_bytes is None:
             continue
-        sizes, capacity_bytes = sizes_in(problem.graph, pool), pool.capacity_bytes - problem.graph.static_bytes_by_pool[pool.name]
+        sizes, capacity_bytes = (
+            list_sizes(problem.graph, pool),
+            pool.capacity_bytes - problem.graph.static_bytes_by_pool[pool.name],
+        )
         there = [t for t, size in enumerate(sizes) if size and (k + 1, t) in draft.handed]
         unit = max(1.0, capacity_bytes / 1e3)
-        for v in problem.places.alternatives(end):
+        for v in problem.places.list_alternatives(end):
             row = LinearExpression()
             io = {*problem.inputs[v], *problem.outputs[v]}
             for t in there:
                 if t not in io:
                     row.add(draft.handed[k + 1, t], sizes[t] / unit)
             op = problem.graph.ops[problem.places.ids[v]]
-            if own_bytes := sum(sizes[t] for t in io) + workspace_bytes_in(pool, op):
-                row.add_sum(draft.executed(v), own_bytes / unit)
+            if own_bytes := sum(sizes[t] for t in io) + get_workspace_bytes(pool, op):
+                row.add_sum(draft.get_execution(v), own_bytes / unit)
             if row.terms:
-                draft.add_row(*row.sides(), -np.inf, capacity_bytes / unit - row.constant)
+                draft.add_row(*row.list_terms(), -np.inf, capacity_bytes / unit - row.constant)
 
 
 def add_makespan(draft: ModelDraft) -> None:
@@ -92,7 +95,7 @@ class LinearExpression:
         for column, value in zip(total[1], total[2], strict=True):
             self.add(column, weight * value)
 
-    def sides(self) -> tuple[list[int], list[float]]:
+    def list_terms(self) -> tuple[list[int], list[float]]:
         """Return the columns and their values."""
         return list(self.terms), list(self.terms.values())
 
@@ -112,19 +115,21 @@ class _Makespan:
         for (_, i), column in (*draft.recomputed.items(), *draft.twice.items()):
             self.recomputed[i].append(column)
         self.paths = Paths(self.problem)
-        seconds = sum(map(self.problem.seconds, range(self.problem.ops)))
-        self.longest = self.problem.units(seconds) * (2 * draft.windows + 1)  # all costs of R, Q, D and z, one after the other
+        seconds = sum(map(self.problem.get_seconds, range(self.problem.ops)))
+        self.longest = self.problem.convert_to_units(seconds) * (
+            2 * draft.windows + 1
+        )  # all costs of R, Q, D and z, one after the other
 
-    def units(self, i: int) -> float:
-        return self.problem.units(self.problem.seconds(i))
+    def convert_to_units(self, i: int) -> float:
+        return self.problem.convert_to_units(self.problem.get_seconds(i))
 
     def time(self) -> int:
         """Add a variable for a point in time and return its column."""
-        return self.draft.column(upper=self.longest)
+        return self.draft.add_column(upper=self.longest)
 
     def add(self) -> None:
         draft = self.draft
-        draft.column(1.0, upper=self.longest)  # idle
+        draft.add_column(1.0, upper=self.longest)  # idle
         costs = {column: -cost for column, cost in enumerate(draft.cost) if cost}
         end = self.time()
         draft.add_row([end, *costs], [1.0, *costs.values()], -np.inf, OBJECTIVE_SCALE)
@@ -137,26 +142,26 @@ class _Makespan:
         """Add row 18: sum over the ops of a stream of their times, for each execution, <= end."""
         row = LinearExpression()
         for i in ops:
-            if unit := self.units(i):
-                row.add_sum(self.draft.executed(i), unit)
+            if unit := self.convert_to_units(i):
+                row.add_sum(self.draft.get_execution(i), unit)
                 for column in self.recomputed[i]:
                     row.add(column, unit)
         row.add(end, -1.0)
-        self.draft.add_row(*row.sides(), -np.inf, -row.constant)
+        self.draft.add_row(*row.list_terms(), -np.inf, -row.constant)
 
     def add_paths(self, end: int) -> None:
         """Add row 19 for each op of the program and its dependencies."""
-        self.only = self.executed_elsewhere()
+        self.only = self.add_executed_elsewhere()
         times: dict[int, int] = {}
         followed: set[int] = set()
         for v in self.paths.program:
             times[v] = self.time()
-            self.add_path(v, self.paths.longest_static(v), times)
-            for t in self.paths.needed(v):
+            self.add_path(v, self.paths.find_longest_static(v), times)
+            for t in self.paths.list_needed(v):
                 producer = self.paths.producer[t]
                 followed.add(producer)
                 self.add_path(v, (t, None, 0.0), times)
-                for device in self.paths.reading(v, t):
+                for device in self.paths.list_reading_devices(v, t):
                     if copied := self.paths.copied.get((t, device)):
                         self.add_path(v, (t, device, copied), times)
         for v, column in times.items():
@@ -169,13 +174,13 @@ class _Makespan:
         done: dict[int, int] = {}  # by device, the column of C at the previous place
         for v in self.paths.program:
             ended = self.time()
-            others = [self.only[b] for b in self.paths.with_replacements(v) if b in self.only]
+            others = [self.only[b] for b in self.paths.list_with_replacements(v) if b in self.only]
             self.draft.add_row([ended, times[v], *others], [1.0, -1.0, *[-self.longest] * len(others)], -np.inf, 0.0)
             self.draft.add_row([ended, end], [1.0, -1.0], -np.inf, 0.0)
-            for t in self.paths.needed(v):
-                for device in self.paths.reading(v, t):
+            for t in self.paths.list_needed(v):
+                for device in self.paths.list_reading_devices(v, t):
                     self.add_path(v, (t, device, self.paths.copied.get((t, device), 0.0)), times, ended)
-            for device, alternatives in self.paths.by_device(v).items():
+            for device, alternatives in self.paths.group_by_device(v).items():
                 done[device] = self.add_turn(alternatives, done.get(device), ended)
         for column in done.values():
             self.draft.add_row([column, end], [1.0, -1.0], -np.inf, 0.0)
@@ -190,20 +195,20 @@ class _Makespan:
         if before is not None:
             row.add(before, 1.0)
         for c in alternatives:
-            row.add_sum(self.draft.executed(c), self.units(c))
-            executed.add_sum(self.draft.executed(c), longest)
+            row.add_sum(self.draft.get_execution(c), self.convert_to_units(c))
+            executed.add_sum(self.draft.get_execution(c), longest)
         late = LinearExpression(row.constant + executed.constant - longest, dict(row.terms))
         for column, value in executed.terms.items():
             late.add(column, value)
         for one, later in ((row, after), (late, ended)):
             one.add(later, -1.0)
-            self.draft.add_row(*one.sides(), -np.inf, -one.constant)
+            self.draft.add_row(*one.list_terms(), -np.inf, -one.constant)
         executed.add(ended, 1.0)
         executed.add(after, -1.0)
-        self.draft.add_row(*executed.sides(), -np.inf, longest - executed.constant)
+        self.draft.add_row(*executed.list_terms(), -np.inf, longest - executed.constant)
         return after
 
-    def executed_elsewhere(self) -> dict[int, int]:
+    def add_executed_elsewhere(self) -> dict[int, int]:
         """Return the columns of O[i], for ops that may be executed outside their place only.
 
         O[i] <= sum of R[k,i], O[i] <= 1 - first_i
@@ -211,9 +216,9 @@ class _Makespan:
         only: dict[int, int] = {}
         for i, recomputed in enumerate(self.recomputed):
             if recomputed and not (self.problem.places.sure[i] or self.problem.places.optional[i]):
-                column = only[i] = self.draft.column()
+                column = only[i] = self.draft.add_column()
                 self.draft.add_only_with(column, list(dict.fromkeys(recomputed)))
-                constant, columns, values = self.draft.executed(i)
+                constant, columns, values = self.draft.get_execution(i)
                 self.draft.add_row([column, *columns], [1.0, *values], -np.inf, 1.0 - constant)
         return only
 
@@ -231,21 +236,21 @@ class _Makespan:
         """
         t, device, copied = over
         draft, paths, row = self.draft, self.paths, LinearExpression()
-        alternatives = paths.alternatives(v)
+        alternatives = paths.list_alternatives(v)
         for c in alternatives:
-            row.add_sum(draft.executed(c), self.units(c))
-            if t is not None and copied and device in paths.reads(c, t):
-                row.add_sum(draft.executed(c), copied)
+            row.add_sum(draft.get_execution(c), self.convert_to_units(c))
+            if t is not None and copied and device in paths.list_devices_of_read(c, t):
+                row.add_sum(draft.get_execution(c), copied)
         if t is not None and copied:
-            for q in paths.computing(t, device):
-                row.add_sum(draft.executed(q), -copied)
+            for q in paths.list_computing(t, device):
+                row.add_sum(draft.get_execution(q), -copied)
                 if q in self.only:
                     row.add(self.only[q], -copied)
-        most = max(map(self.units, alternatives)) + copied
-        for b in paths.with_replacements(v) if ended is None else ():
+        most = max(map(self.convert_to_units, alternatives)) + copied
+        for b in paths.list_with_replacements(v) if ended is None else ():
             if b in self.only:
-                row.add(self.only[b], min(0.0, self.units(b) - most))
+                row.add(self.only[b], min(0.0, self.convert_to_units(b) - most))
         if t in paths.producer:
             row.add(times[paths.producer[t]], 1.0)
         row.add(times[v] if ended is None else ended, -1.0)
-        draft.add_row(*row.sides(), -np.inf, -row.constant)
+        draft.add_row(*row.list_terms(), -np.inf, -row.constant)

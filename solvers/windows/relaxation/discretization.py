@@ -41,7 +41,7 @@ class Discretization:
         places = problem.places
         return cls((problem.ops - 1,), places=() if places.plain else places.last)
 
-    def window_of(self, op: int) -> int:
+    def find_window(self, op: int) -> int:
         """Return the index of the window in which `op` is first executed."""
         return bisect_left(self.ends, op)
 
@@ -60,17 +60,17 @@ class Discretization:
             return op, op
         return bisect_left(self.places, self.places[op]), self.places[op]
 
-    def ending_at(self, ends: Iterable[int]) -> "Discretization":
+    def split_at(self, ends: Iterable[int]) -> "Discretization":
         """Return this discretization with windows that also end at `ends`, or at the last ops of their places."""
         ends = (self.places[end] for end in ends) if self.places else ends
         return replace(self, ends=tuple(sorted({*self.ends, *ends})))
 
     def split(self, ends: Iterable[int]) -> "Discretization":
-        """Return the result of ``ending_at``, with split windows as merged ones, so that their rows remain."""
-        finer = self.ending_at(ends)
+        """Return the result of ``split_at``, with split windows as merged ones, so that their rows remain."""
+        finer = self.split_at(ends)
         windows = [(self.start_of(k), end) for k, end in enumerate(self.ends)]
-        merged = {(start, end) for start, end in windows if finer.window_of(start) < finer.window_of(end)}
-        merged |= {(self.start_of(first), self.ends[last]) for first, last in halves(1, len(self.ends) - 1)}
+        merged = {(start, end) for start, end in windows if finer.find_window(start) < finer.find_window(end)}
+        merged |= {(self.start_of(first), self.ends[last]) for first, last in list_halves(1, len(self.ends) - 1)}
         return replace(finer, merged=self.merged | merged)
 
 
@@ -88,9 +88,9 @@ class Model:
     instead: dict[int, int] = field(default_factory=dict)  # z, by op
 
 
-def halves(first: int, last: int) -> list[tuple[int, int]]:
+def list_halves(first: int, last: int) -> list[tuple[int, int]]:
     """Return the runs first..last, its two halves, their halves, ... down to two windows."""
     if first >= last:
         return []
     middle = (first + last) // 2
-    return [(first, last), *halves(first, middle), *halves(middle + 1, last)]
+    return [(first, last), *list_halves(first, middle), *list_halves(middle + 1, last)]

@@ -18,12 +18,12 @@ NONE: Sum = (0.0, [], [])
 Wording = Callable[["ModelDraft", int, list[int], list[float]], Terms]  # rewrites a memory row of a window
 
 
-def dense(draft: "ModelDraft", k: int, columns: list[int], values: list[float]) -> Terms:
+def keep_dense(draft: "ModelDraft", k: int, columns: list[int], values: list[float]) -> Terms:
     """Return a memory row unchanged, as in the equations."""
     return columns, values
 
 
-def _found(columns: Mapping[tuple[int, int], int], key: tuple[int, int]) -> list[int]:
+def _list_found(columns: Mapping[tuple[int, int], int], key: tuple[int, int]) -> list[int]:
     column = columns.get(key)
     return [] if column is None else [column]
 
@@ -46,7 +46,7 @@ class ModelDraft(ProgramBuilder):
         discretization: Discretization,
         *,
         should_stop: Callable[[], bool] | None = None,
-        wording: Wording = dense,
+        wording: Wording = keep_dense,
     ) -> None:
         super().__init__(should_stop)
         self.problem = problem
@@ -67,7 +67,7 @@ class ModelDraft(ProgramBuilder):
         self.memory_unit = max(1.0, problem.capacity_bytes / _MEMORY_SCALE)
         self._wording = wording
 
-    def executed(self, i: int) -> Sum:
+    def get_execution(self, i: int) -> Sum:
         """Return the execution of i in its place, as a sum of columns.
 
         It is z of an alternative; for an op of the program, 1 less the z of those that replace it.
@@ -77,45 +77,45 @@ class ModelDraft(ProgramBuilder):
         columns = [self.instead[b] for b in self.problem.places.replaced_by[i]]
         return float(not self.problem.places.optional[i]), columns, [-1.0] * len(columns)
 
-    def executions(self, ops: Iterable[int]) -> Sum:
+    def sum_executions(self, ops: Iterable[int]) -> Sum:
         """Return the number of these ops that are executed in their places."""
         total, terms = 0.0, dict[int, float]()
         for i in ops:
-            constant, columns, values = self.executed(i)
+            constant, columns, values = self.get_execution(i)
             total += constant
             for column, value in zip(columns, values, strict=True):
                 terms[column] = terms.get(column, 0.0) + value
         terms = {column: value for column, value in terms.items() if value}
         return total, list(terms), list(terms.values())
 
-    def makes(self, k: int, t: int, before: int) -> Sum:
+    def sum_productions(self, k: int, t: int, before: int) -> Sum:
         """Return the number of producers of t in window k before op `before` that are executed in their places."""
         producers, start = self.problem.producers[t], self.starts[k]
-        return NONE if producers[-1] < start else self.executions(p for p in producers if start <= p < before)
+        return NONE if producers[-1] < start else self.sum_executions(p for p in producers if start <= p < before)
 
-    def recomputing(self, k: int, t: int) -> list[int]:
+    def list_recomputing(self, k: int, t: int) -> list[int]:
         """Return the columns of executions outside their places of producers of t in window k."""
         return [self.recomputed[k, p] for p in self.problem.producers[t] if (k, p) in self.recomputed]
 
-    def sources(self, k: int, t: int) -> list[int]:
+    def list_sources(self, k: int, t: int) -> list[int]:
         """Return the columns that allow reading t in window k: S[k,t] or V[k,t], and R[k,p] and Y[k,t] if they exist."""
-        return [*(_found(self.valid, (k, t)) or _found(self.handed, (k, t))), *self.brought(k, t)]
+        return [*(_list_found(self.valid, (k, t)) or _list_found(self.handed, (k, t))), *self.list_arrivals(k, t)]
 
-    def brought(self, k: int, t: int) -> list[int]:
+    def list_arrivals(self, k: int, t: int) -> list[int]:
         """Return the columns of R[k,p] and Y[k,t], if they exist: t becomes readable in window k."""
-        return [*self.recomputing(k, t), *_found(self.fetched, (k, t))]
+        return [*self.list_recomputing(k, t), *_list_found(self.fetched, (k, t))]
 
-    def room(self, k: int, t: int) -> list[int]:
-        """Return the columns that give t its memory in window k: S[k,t], and those of ``allocated``."""
-        return [*_found(self.handed, (k, t)), *self.allocated(k, t)]
+    def list_memory_columns(self, k: int, t: int) -> list[int]:
+        """Return the columns that give t its memory in window k: S[k,t], and those of ``list_allocations``."""
+        return [*_list_found(self.handed, (k, t)), *self.list_allocations(k, t)]
 
-    def allocated(self, k: int, t: int) -> list[int]:
+    def list_allocations(self, k: int, t: int) -> list[int]:
         """Return the columns of R[k,p] and A[k,t], if they exist: memory is allocated for t in window k."""
-        return [*self.recomputing(k, t), *_found(self.taken, (k, t))]
+        return [*self.list_recomputing(k, t), *_list_found(self.taken, (k, t))]
 
-    def held(self, k: int, t: int) -> list[int]:
+    def list_held(self, k: int, t: int) -> list[int]:
         """Return the columns of S[k,t] and Y[k,t], if they exist: t is readable in window k although no op produces it there."""
-        return [*_found(self.handed, (k, t)), *_found(self.fetched, (k, t))]
+        return [*_list_found(self.handed, (k, t)), *_list_found(self.fetched, (k, t))]
 
     def is_settled(self, k: int, t: int) -> bool:
         """Return True if t is kept, and has certainly been produced before window k."""
@@ -153,5 +153,12 @@ class ModelDraft(ProgramBuilder):
     def model(self) -> Model:
         """Return the finished model."""
         return Model(
-            self.problem, self.discretization, self.recomputed, self.handed, self.twice, self.milp(), self.taken, self.instead
+            self.problem,
+            self.discretization,
+            self.recomputed,
+            self.handed,
+            self.twice,
+            self.build_milp(),
+            self.taken,
+            self.instead,
         )

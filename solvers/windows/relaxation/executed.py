@@ -31,19 +31,19 @@ def add_executed_at_all(draft: ModelDraft) -> None:
             if not problem.producers[t] or any(places.sure[p] for p in problem.producers[t]):
                 continue
             if i in draft.used:
-                draft.add_only_with(draft.used[i], _uses(draft, [p for p in problem.producers[t] if p != i]))
+                draft.add_only_with(draft.used[i], _list_uses(draft, [p for p in problem.producers[t] if p != i]))
             elif places.sure[i] and t not in read:
                 read.add(t)
-                draft.add_at_most((1.0, [], []), _uses(draft, problem.producers[t]), NONE)
+                draft.add_at_most((1.0, [], []), _list_uses(draft, problem.producers[t]), NONE)
     _add_places(draft, unsure)
 
 
 def _add_use(draft: ModelDraft, i: int, recomputed: Sequence[int]) -> None:
     """Add the column of u[i], between each execution of i and their sum; none if i has no execution."""
-    constant, columns, values = draft.executed(i)
+    constant, columns, values = draft.get_execution(i)
     if not (constant or columns or recomputed):
         return
-    used = draft.used[i] = draft.column()
+    used = draft.used[i] = draft.add_column()
     for column in recomputed:
         draft.add_only_with(column, [used])
     draft.add_at_most((constant, columns, values), [used], NONE)
@@ -60,8 +60,8 @@ def _add_places(draft: ModelDraft, unsure: Sequence[int]) -> None:
                 readers.setdefault((places.last[i], t), []).append(i)
     for (_, t), ops in readers.items():
         if len(ops) > 1:
-            draft.add_at_most(draft.executions(ops), _uses(draft, problem.producers[t]), NONE)
+            draft.add_at_most(draft.sum_executions(ops), _list_uses(draft, problem.producers[t]), NONE)
 
 
-def _uses(draft: ModelDraft, ops: Sequence[int]) -> list[int]:
+def _list_uses(draft: ModelDraft, ops: Sequence[int]) -> list[int]:
     return [draft.used[p] for p in ops if p in draft.used]

@@ -18,7 +18,7 @@ def add_memory_in_order(draft: ModelDraft) -> None:
     """
     stages = _Stages(draft)
     for v, x in sorted(draft.discretization.ordered):
-        stages.add_memory(draft.discretization.window_of(v), v, x)
+        stages.add_memory(draft.discretization.find_window(v), v, x)
 
 
 class _Stages:
@@ -43,13 +43,13 @@ class _Stages:
                 if problem.kept[t] or (i < x and t in read):
                     taken += size
                     continue
-                live = draft.handed.get((k, t)) if i > x else self.wanted_after(k, t, x)
+                live = draft.handed.get((k, t)) if i > x else self.require_wanted_after(k, t, x)
                 if live is not None:
                     columns.append(live)
                     values.append(size)
         draft.add_memory(k, columns, values, taken)
 
-    def wanted_after(self, k: int, t: int, x: int) -> int | None:
+    def require_wanted_after(self, k: int, t: int, x: int) -> int | None:
         """Return the column of: t, which the new op does not read, is read in window k after x or is handed over."""
         draft = self.draft
         reader = next((c for c in draft.problem.graph.consumers[t] if c > x and (k, c) in draft.recomputed), None)
@@ -57,9 +57,9 @@ class _Stages:
             return draft.handed.get((k + 1, t))
         key = (k, t, reader)
         if key not in self.wanted:
-            column = self.wanted[key] = draft.column()
+            column = self.wanted[key] = draft.add_column()
             draft.add_row([column, draft.recomputed[k, reader]], [1.0, -1.0], 0.0, float("inf"))
-            later = self.wanted_after(k, t, reader)
+            later = self.require_wanted_after(k, t, reader)
             if later is not None:
                 draft.add_row([column, later], [1.0, -1.0], 0.0, float("inf"))
         return self.wanted[key]

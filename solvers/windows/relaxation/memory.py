@@ -19,12 +19,12 @@ def add_memory_at_end(draft: ModelDraft, k: int) -> None:
     There is a row for each op that may be executed in the place at the end of window k.
     """
     problem, end = draft.problem, draft.discretization.ends[k]
-    for v in problem.places.alternatives(end):
+    for v in problem.places.list_alternatives(end):
         columns: list[int] = []
         values: list[float] = []
         taken = 0
         counted: list[int] = []
-        for t in _other_tensors(draft, v, range(end + 1)):
+        for t in _iterate_other_tensors(draft, v, range(end + 1)):
             if problem.kept[t] and problem.settled[t] <= end:
                 taken += problem.sizes[t]
             elif (column := draft.handed.get((k + 1, t))) is not None:
@@ -48,12 +48,12 @@ def add_memory_inside(draft: ModelDraft) -> None:
     """
     places = draft.problem.places
     for v in sorted(draft.discretization.firsts):
-        k = draft.discretization.window_of(v)
+        k = draft.discretization.find_window(v)
         last, end = places.last[v], draft.discretization.ends[k]
         if last != end:  # at the end of a window row 5 is exact
-            read = _wanted(draft, range(last + 1, end + 1))
-            others = _made_only_before(draft, _other_tensors(draft, v, range(last + 1)), range(last + 1, end + 1))
-            _add_memory_of_place(draft, k, v, *_certain(draft, k, others, read, last))
+            read = _find_wanted(draft, range(last + 1, end + 1))
+            others = _select_made_before(draft, _iterate_other_tensors(draft, v, range(last + 1)), range(last + 1, end + 1))
+            _add_memory_of_place(draft, k, v, *_sum_certain(draft, k, others, read, last))
 
 
 def _add_memory_of_place(draft: ModelDraft, k: int, v: int, terms: Total, tensors: Iterable[int]) -> None:
@@ -64,8 +64,8 @@ def _add_memory_of_place(draft: ModelDraft, k: int, v: int, terms: Total, tensor
     problem = draft.problem
     taken, columns, values = terms
     counted = set(tensors)
-    for c in problem.places.alternatives(v):
-        constant, of_c, ones = draft.executed(c)
+    for c in problem.places.list_alternatives(v):
+        constant, of_c, ones = draft.get_execution(c)
         size = problem.own_bytes[c] - sum(problem.sizes[t] for t in problem.held[c] & counted)
         taken += int(constant) * size
         columns = [*columns, *of_c]
@@ -74,14 +74,14 @@ def _add_memory_of_place(draft: ModelDraft, k: int, v: int, terms: Total, tensor
 
 
 def add_memory_of_recomputations(draft: ModelDraft) -> None:
-    """Add row 7 for `discretization.recomputations`, see ``memory_of_recomputation``."""
+    """Add row 7 for `discretization.recomputations`, see ``sum_recomputation_memory``."""
     for end, x in sorted(draft.discretization.recomputations):
-        k = draft.discretization.window_of(end)
+        k = draft.discretization.find_window(end)
         if (k, x) in draft.recomputed:
-            draft.add_memory(k, *memory_of_recomputation(draft, k, x))
+            draft.add_memory(k, *sum_recomputation_memory(draft, k, x))
 
 
-def memory_of_recomputation(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list[float], int]:
+def sum_recomputation_memory(draft: ModelDraft, k: int, x: int) -> tuple[list[int], list[float], int]:
     """Return the columns, their bytes and the constant bytes of row 7.
 
     again(x) R[k,x] + sum over old t outside held(x) of b_t h_t <= M, where again(x) = bytes(held(x)) + w_x, plus the kept outputs
@@ -93,9 +93,9 @@ def memory_of_recomputation(draft: ModelDraft, k: int, x: int) -> tuple[list[int
     """
     problem, places, start = draft.problem, draft.problem.places, draft.starts[k]
     window = range(start, draft.discretization.ends[k] + 1)
-    read = _wanted(draft, window) if draft.discretization.is_single(k) else {}
-    others = _made_only_before(draft, _other_tensors(draft, x, range(start)), window)
-    (taken, columns, values), _ = _certain(draft, k, others, read, start - 1)
+    read = _find_wanted(draft, window) if draft.discretization.is_single(k) else {}
+    others = _select_made_before(draft, _iterate_other_tensors(draft, x, range(start)), window)
+    (taken, columns, values), _ = _sum_certain(draft, k, others, read, start - 1)
     # Kept outputs are in memory twice, if they have certainly been produced.
     twice = [t for t in problem.outputs[x] if problem.kept[t]]
     if x < start or not places.sure[x]:
@@ -104,7 +104,7 @@ def memory_of_recomputation(draft: ModelDraft, k: int, x: int) -> tuple[list[int
     return [draft.recomputed[k, x], *columns], [float(recompute_bytes), *values], taken
 
 
-def _wanted(draft: ModelDraft, ops: range) -> dict[int, Sum]:
+def _find_wanted(draft: ModelDraft, ops: range) -> dict[int, Sum]:
     """Return for the tensors that `ops` read in their places the executions that do: a sure op, or the ops of a place."""
     problem, places = draft.problem, draft.problem.places
     read: dict[int, Sum] = {}
@@ -116,11 +116,11 @@ def _wanted(draft: ModelDraft, ops: range) -> dict[int, Sum]:
                 if places.sure[c]:
                     read[t] = (1.0, [], [])
                 elif t not in read:
-                    read[t] = draft.executions(i for i in places.alternatives(c) if t in problem.inputs[i])
+                    read[t] = draft.sum_executions(i for i in places.list_alternatives(c) if t in problem.inputs[i])
     return read
 
 
-def _made_only_before(draft: ModelDraft, tensors: Iterable[int], ops: range) -> Iterable[int]:
+def _select_made_before(draft: ModelDraft, tensors: Iterable[int], ops: range) -> Iterable[int]:
     """Return those of `tensors` that none of `ops` produces in its place."""
     problem, places = draft.problem, draft.problem.places
     if places.plain:
@@ -128,14 +128,16 @@ def _made_only_before(draft: ModelDraft, tensors: Iterable[int], ops: range) -> 
     return [t for t in tensors if not any(p in ops and not places.optional[p] for p in problem.producers[t])]
 
 
-def _other_tensors(draft: ModelDraft, op: int, producers: Iterable[int]) -> Iterator[int]:
+def _iterate_other_tensors(draft: ModelDraft, op: int, producers: Iterable[int]) -> Iterator[int]:
     """Return the nonempty tensors that `producers` produce first, outside held(op)."""
     problem = draft.problem
     own, first = problem.held[op], problem.producer
     return (t for i in producers for t in problem.outputs[i] if t not in own and problem.sizes[t] and first[t] == i)
 
 
-def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Mapping[int, Sum], done: int) -> tuple[Total, list[int]]:
+def _sum_certain(
+    draft: ModelDraft, k: int, tensors: Iterable[int], read: Mapping[int, Sum], done: int
+) -> tuple[Total, list[int]]:
     """Return the sum of b_t h_t (the constant bytes, columns, and bytes for each) and its tensors.
 
     Args:
@@ -154,12 +156,12 @@ def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Mapping[in
         elif t in read:
             wanted, of_readers, ones = read[t]
             taken += size * int(wanted)
-            columns += (allocated := draft.brought(k, t))
+            columns += (allocated := draft.list_arrivals(k, t))
             values += [-size] * len(allocated)
             columns += of_readers
             values += [size * one for one in ones]
         elif (k + 1, t) in draft.handed:
-            columns.append(_lasts(draft, k, t))
+            columns.append(_require_lasting(draft, k, t))
             values.append(size)
         else:
             continue
@@ -167,12 +169,12 @@ def _certain(draft: ModelDraft, k: int, tensors: Iterable[int], read: Mapping[in
     return (taken, columns, values), counted
 
 
-def _lasts(draft: ModelDraft, k: int, t: int) -> int:
+def _require_lasting(draft: ModelDraft, k: int, t: int) -> int:
     """Return the column of H[k,t] >= S[k+1,t] - R[k,p(t)] - A[k,t], or of S if p(t) is not recomputed nor t reloaded."""
-    allocated = draft.allocated(k, t)
+    allocated = draft.list_allocations(k, t)
     if not allocated:
         return draft.handed[k + 1, t]
     if (k, t) not in draft.lasting:
-        column = draft.lasting[k, t] = draft.column()
+        column = draft.lasting[k, t] = draft.add_column()
         draft.add_row([column, draft.handed[k + 1, t], *allocated], [1.0, -1.0] + [1.0] * len(allocated), 0.0, np.inf)
     return draft.lasting[k, t]

@@ -7,7 +7,7 @@
 For integers it follows from rows 1 to 3, but not for fractions, where half a tensor could be used again in every window.
 """
 
-from solvers.windows.relaxation.discretization import halves
+from solvers.windows.relaxation.discretization import list_halves
 from solvers.windows.relaxation.draft import NONE, ModelDraft
 
 
@@ -17,8 +17,8 @@ def add_merged_windows(draft: ModelDraft) -> None:
     Without the latter the linear relaxation of a finer model may be the weaker one.
     """
     discretization = draft.discretization
-    split = {(discretization.window_of(start), discretization.window_of(end)) for start, end in discretization.merged}
-    for first, last in sorted({*split, *halves(1, draft.windows - 1)}):
+    split = {(discretization.find_window(start), discretization.find_window(end)) for start, end in discretization.merged}
+    for first, last in sorted({*split, *list_halves(1, draft.windows - 1)}):
         if first >= 1:
             _MergedWindows(draft, first, last).add()
 
@@ -44,18 +44,20 @@ class _MergedWindows:
         inputs, places = self.draft.problem.inputs, self.draft.problem.places
         for t in sorted({t for v in range(self.start, self.end + 1) if places.sure[v] for t in inputs[v]}):
             if self.is_old(t):
-                self.draft.add_at_most((1.0, [], []), self.sources(t), NONE)
+                self.draft.add_at_most((1.0, [], []), self.list_sources(t), NONE)
 
     def add_inputs_of_recomputed(self) -> None:
         """Add U[i] <= S[first,t] + U[p(t)] for old t in in(i) that are not kept; Q of a new i likewise."""
         draft = self.draft
         for i in range(self.end + 1):
-            column = self.recomputed(i) if i < self.start else draft.recomputed.get((draft.discretization.window_of(i), i))
+            column = (
+                self.require_recomputed(i) if i < self.start else draft.recomputed.get((draft.discretization.find_window(i), i))
+            )
             if column is None:
                 continue
             for t in draft.problem.inputs[i]:
                 if self.is_old(t):
-                    draft.add_only_with(column, self.sources(t))
+                    draft.add_only_with(column, self.list_sources(t))
 
     def add_hand_over(self) -> None:
         """Add S[last+1,t] <= S[first,t] + U[p(t)] for old t (+ E[t]); V likewise, + F[t]."""
@@ -66,20 +68,20 @@ class _MergedWindows:
                 if column is None or not self.is_old(t) or draft.problem.producer[t] != i:
                     continue
                 if (self.first, t) not in draft.taken:
-                    draft.add_only_with(column, self.sources(t))
+                    draft.add_only_with(column, self.list_sources(t))
                     continue
-                draft.add_only_with(column, [draft.handed[self.first, t], *self.recomputing(t), *self.copy(t, whole=False)])
-                draft.add_only_with(draft.valid[self.last + 1, t], self.sources(t))
+                draft.add_only_with(column, [draft.handed[self.first, t], *self.list_recomputing(t), *self.copy(t, whole=False)])
+                draft.add_only_with(draft.valid[self.last + 1, t], self.list_sources(t))
 
-    def sources(self, t: int) -> list[int]:
+    def list_sources(self, t: int) -> list[int]:
         """Return the columns of S[first,t] or V[first,t] and, if they exist, of U[p(t)] and F[t]."""
         draft = self.draft
         handed = draft.valid.get((self.first, t), draft.handed[self.first, t])
-        return [handed, *self.recomputing(t), *(self.copy(t, whole=True) if draft.fetched else ())]
+        return [handed, *self.list_recomputing(t), *(self.copy(t, whole=True) if draft.fetched else ())]
 
-    def recomputing(self, t: int) -> list[int]:
+    def list_recomputing(self, t: int) -> list[int]:
         """Return the columns of U[p], if they exist, for the producers p of old t."""
-        return [column for p in self.draft.problem.producers[t] if (column := self.recomputed(p)) is not None]
+        return [column for p in self.draft.problem.producers[t] if (column := self.require_recomputed(p)) is not None]
 
     def is_old(self, t: int) -> bool:
         """Return True if t is old and not settled, and no op first produces it in these windows."""
@@ -97,7 +99,7 @@ class _MergedWindows:
             columns = [parts[k, t] for k in windows if (k, t) in parts]
             self.copied[key] = []
             if columns:
-                column = draft.column()
+                column = draft.add_column()
                 self.copied[key] = [column]
                 draft.add_only_with(column, columns)
                 if not whole or draft.problem.offloads.host_bytes is None:
@@ -105,13 +107,13 @@ class _MergedWindows:
                     draft.add_only_with(column, [draft.hosted[self.first, t], *stored])
         return self.copied[key]
 
-    def recomputed(self, i: int) -> int | None:
+    def require_recomputed(self, i: int) -> int | None:
         """Return the column of U[i] <= sum of R[k,i] over these windows, None if i cannot be recomputed there."""
         if i not in self.columns:
             draft = self.draft
             recomputations = [draft.recomputed[k, i] for k in range(self.first, self.last + 1) if (k, i) in draft.recomputed]
             self.columns[i] = None
             if recomputations:
-                column = self.columns[i] = draft.column()
+                column = self.columns[i] = draft.add_column()
                 draft.add_only_with(column, recomputations)
         return self.columns[i]

@@ -28,7 +28,7 @@ from solvers.windows.relaxation.merged_windows import add_merged_windows
 from solvers.windows.relaxation.precedence import add_precedence_cuts
 from solvers.windows.relaxation.resources import add_resources
 from solvers.windows.relaxation.transfers import add_channels, add_offloads
-from solvers.windows.relaxation.variables import every_op, variables
+from solvers.windows.relaxation.variables import list_ops, make_variables
 
 
 def build_relaxation(problem: Problem, discretization: Discretization, should_stop: Callable[[], bool] | None = None) -> Model:
@@ -39,7 +39,7 @@ def build_relaxation(problem: Problem, discretization: Discretization, should_st
     """
     return compose(
         ModelDraft(problem, discretization, should_stop=should_stop),
-        variables(every_op),
+        make_variables(list_ops),
         add_offloads,
         window_rows,
         add_merged_windows,
@@ -61,7 +61,7 @@ def compose(draft: ModelDraft, *families: Family) -> Model:
     return draft.model()
 
 
-def each_window(*families: WindowFamily) -> Family:
+def make_window_family(*families: WindowFamily) -> Family:
     """Return the family of rows that every window has, window by window."""
 
     def add_rows(draft: ModelDraft) -> None:
@@ -73,7 +73,7 @@ def each_window(*families: WindowFamily) -> Family:
 
 
 # Rows 1 to 5 of every program, and 16 and 17 with other devices.
-window_rows = each_window(
+window_rows = make_window_family(
     *(add_inputs_of_new, add_inputs_of_recomputed, add_beginnings_of_circles, add_hand_over, add_kept),
     *(add_memory_at_end, add_memory_elsewhere),
 )

@@ -24,65 +24,65 @@ class Paths:
         for i, op in enumerate(self.ops):
             if op.is_transfer:
                 key = self.streams.base[op.inputs[0]], self.streams.pool[op.outputs[0]]
-                self.copied[key] = min(self.copied.get(key, np.inf), problem.units(problem.seconds(i)))
+                self.copied[key] = min(self.copied.get(key, np.inf), problem.convert_to_units(problem.get_seconds(i)))
         self.producer: dict[int, int] = {}
         for v in self.program:
-            known = set(self.with_replacements(v))
+            known = set(self.list_with_replacements(v))
             for t in problem.outputs[v]:
                 if all(p in known or self.ops[p].is_transfer for p in problem.producers[t]):
                     self.producer[t] = v
         self._needed: dict[int, list[int]] = {}
 
-    def with_replacements(self, v: int) -> list[int]:
+    def list_with_replacements(self, v: int) -> list[int]:
         """Return op v of the program and all ops that replace it."""
         return [v, *self.places.replaced_by[v]]
 
-    def alternatives(self, v: int) -> range:
+    def list_alternatives(self, v: int) -> range:
         """Return the ops that may be executed in the place of v."""
-        return self.places.alternatives(v)
+        return self.places.list_alternatives(v)
 
-    def reads(self, i: int, t: int) -> set[int]:
+    def list_devices_of_read(self, i: int, t: int) -> set[int]:
         """Return the devices on which op i reads t."""
         return {self.streams.pool[u] for u in self.ops[i].inputs if self.streams.base[u] == t}
 
-    def reading(self, v: int, t: int) -> list[int]:
+    def list_reading_devices(self, v: int, t: int) -> list[int]:
         """Return the devices on which an op in the place of v reads t."""
-        return sorted({device for c in self.alternatives(v) for device in self.reads(c, t)})
+        return sorted({device for c in self.list_alternatives(v) for device in self.list_devices_of_read(c, t)})
 
-    def by_device(self, v: int) -> dict[int, list[int]]:
+    def group_by_device(self, v: int) -> dict[int, list[int]]:
         """Return the ops that may be executed in the place of v, by device."""
         found: dict[int, list[int]] = {}
-        for c in self.alternatives(v):
+        for c in self.list_alternatives(v):
             outputs = self.problem.outputs[c]
             found.setdefault(self.streams.pool[outputs[0]] if outputs else 0, []).append(c)
         return found
 
-    def computing(self, t: int, device: int | None) -> list[int]:
+    def list_computing(self, t: int, device: int | None) -> list[int]:
         """Return the ops that compute t on a device."""
-        producers = self.with_replacements(self.producer[t]) if t in self.producer else []
+        producers = self.list_with_replacements(self.producer[t]) if t in self.producer else []
         made = ((p, u) for p in producers for u in self.problem.outputs[p] if self.streams.base[u] == t)
         return [p for p, u in made if self.streams.pool[u] == device]
 
-    def needed(self, v: int) -> list[int]:
+    def list_needed(self, v: int) -> list[int]:
         """Return the tensors with known producers that v depends on in each alternative, directly or indirectly."""
         if v not in self._needed:
             found: dict[int, None] = {}
             for t in self.ops[v].inputs:
-                if all(self.reads(b, t) for b in self.places.replaced_by[v]):
+                if all(self.list_devices_of_read(b, t) for b in self.places.replaced_by[v]):
                     found |= {t: None} if t in self.producer else {}
                 elif t in self.producer:  # produced inside an alternative, which reads its dependencies
-                    before = self.needed(self.producer[t])
-                    found |= {u: None for u in before if all(self.reads(b, u) for b in self.places.replaced_by[v])}
+                    before = self.list_needed(self.producer[t])
+                    found |= {u: None for u in before if all(self.list_devices_of_read(b, u) for b in self.places.replaced_by[v])}
             self._needed[v] = list(found)
         return self._needed[v]
 
-    def longest_static(self, v: int) -> tuple[int | None, int | None, float]:
+    def find_longest_static(self, v: int) -> tuple[int | None, int | None, float]:
         """Return the static tensor that v reads with the longest transfer, the target device, and its seconds."""
         found = [
             (self.copied[t, device], t, device)
-            for c in self.alternatives(v)
+            for c in self.list_alternatives(v)
             for t in {self.streams.base[u] for u in self.ops[c].inputs}
-            for device in self.reads(c, t)
+            for device in self.list_devices_of_read(c, t)
             if self.problem.graph.tensors[t].static and (t, device) in self.copied
         ]
         if not found:

@@ -17,7 +17,7 @@ With offloading, A[k,t] is added to S[k,t] and A[k,u] to S[k,u] above, and subtr
 """
 
 from solvers.windows.relaxation.draft import ModelDraft
-from solvers.windows.relaxation.memory import memory_of_recomputation
+from solvers.windows.relaxation.memory import sum_recomputation_memory
 
 
 def add_precedence_cuts(draft: ModelDraft) -> None:
@@ -27,7 +27,7 @@ def add_precedence_cuts(draft: ModelDraft) -> None:
         sources.setdefault((end, z), []).append(x)
     cuts = _PrecedenceCuts(draft)
     for (end, z), ops in sources.items():
-        cuts.add_memory(draft.discretization.window_of(end), z, ops)
+        cuts.add_memory(draft.discretization.find_window(end), z, ops)
 
 
 class _PrecedenceCuts:
@@ -39,28 +39,28 @@ class _PrecedenceCuts:
         draft, problem = self.draft, self.draft.problem
         if (k, z) not in draft.recomputed or z >= draft.starts[k]:
             return
-        columns, values, taken = memory_of_recomputation(draft, k, z)
+        columns, values, taken = sum_recomputation_memory(draft, k, z)
         own = problem.held[z]
         for x in sources:
             for t in problem.outputs[x]:
                 if t not in own and problem.sizes[t] and not problem.kept[t] and len(problem.producers[t]) == 1:
-                    column = self.stays(k, x, t, z)
+                    column = self.add_stay(k, x, t, z)
                     if column is not None:
                         columns.append(column)
                         values.append(problem.sizes[t])
         draft.add_memory(k, columns, values, taken)
 
-    def stays(self, k: int, x: int, t: int, z: int) -> int | None:
+    def add_stay(self, k: int, x: int, t: int, z: int) -> int | None:
         """Return the column of G[k,t,z], None if it is 0."""
         draft = self.draft
-        after = self.comes_after(k, x, z)
+        after = self.require_later(k, x, z)
         start = draft.starts[k]
         read = draft.discretization.is_single(k) and draft.problem.places.sure[start] and t in draft.problem.inputs[start]
         handed = draft.handed.get((k + 1, t))
         if after is None or (not read and handed is None):
             return None
-        column = draft.column()
-        columns, values = [column, after, self.executed_twice(k, x)], [1.0, -1.0, 1.0]
+        column = draft.add_column()
+        columns, values = [column, after, self.require_executed_twice(k, x)], [1.0, -1.0, 1.0]
         if (k, t) in draft.taken:
             columns, values = [*columns, draft.taken[k, t]], [*values, 1.0]
         if read:
@@ -69,14 +69,14 @@ class _PrecedenceCuts:
             draft.add_row([*columns, handed], [*values, -1.0], -1.0, float("inf"))
         return column
 
-    def executed_twice(self, k: int, x: int) -> int:
+    def require_executed_twice(self, k: int, x: int) -> int:
         """Return the column of D[k,x]."""
         draft = self.draft
         if (k, x) not in draft.twice:
-            draft.twice[k, x] = draft.column(integer=True, cost=draft.cost[draft.recomputed[k, x]])
+            draft.twice[k, x] = draft.add_column(integer=True, cost=draft.cost[draft.recomputed[k, x]])
         return draft.twice[k, x]
 
-    def comes_after(self, k: int, x: int, z: int) -> int | None:
+    def require_later(self, k: int, x: int, z: int) -> int | None:
         """Return the column of P[k,x,z], None if it is not bounded from below."""
         key = (k, x, z)
         if key in self.follows:
@@ -92,11 +92,11 @@ class _PrecedenceCuts:
             if y < x or problem.kept[u] or len(problem.producers[u]) > 1:
                 continue
             there = [draft.handed[k, u], *([draft.taken[k, u]] if (k, u) in draft.taken else [])]
-            earlier = None if y == x else self.comes_after(k, x, y)
+            earlier = None if y == x else self.require_later(k, x, y)
             if y != x and earlier is None:
                 continue
             if column is None:
-                column = draft.column()
+                column = draft.add_column()
             if earlier is None:
                 draft.add_row([column, recomputed, *there], [1.0, -1.0] + [1.0] * len(there), 0.0, float("inf"))
             else:

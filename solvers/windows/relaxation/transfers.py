@@ -44,14 +44,14 @@ def _add_variables(draft: ModelDraft, k: int, t: int) -> None:
     producer, start, end = problem.producer[t], draft.starts[k], draft.discretization.ends[k]
     if producer > end or problem.last_use[t] < start:
         return
-    draft.stored[k, t] = draft.column()
+    draft.stored[k, t] = draft.add_column()
     if producer < end and problem.last_use[t] > producer:
-        draft.taken[k, t] = draft.column(integer=True)
-        draft.fetched[k, t] = draft.column()
+        draft.taken[k, t] = draft.add_column(integer=True)
+        draft.fetched[k, t] = draft.add_column()
     if producer < start:
-        draft.hosted[k, t] = draft.column()
+        draft.hosted[k, t] = draft.add_column()
         if (k - 1, t) in draft.taken:
-            draft.valid[k, t] = draft.column()
+            draft.valid[k, t] = draft.add_column()
 
 
 def add_reload(draft: ModelDraft, offloads: Offloads, k: int, t: int) -> None:
@@ -73,8 +73,8 @@ def add_reload(draft: ModelDraft, offloads: Offloads, k: int, t: int) -> None:
     if (k, t) in draft.valid:
         draft.add_only_with(draft.valid[k, t], [draft.handed[k, t]])
     if (k + 1, t) in draft.valid:
-        valid, arriving = draft.valid[k + 1, t], [fetched, *draft.recomputing(k, t)]
-        makes = draft.makes(k, t, draft.discretization.ends[k] + 1)
+        valid, arriving = draft.valid[k + 1, t], [fetched, *draft.list_recomputing(k, t)]
+        makes = draft.sum_productions(k, t, draft.discretization.ends[k] + 1)
         if old:
             draft.add_only_with(valid, [draft.valid.get((k, t), draft.handed[k, t]), *arriving], makes)
         # A tensor that an op certainly produces in its place is produced before it can be offloaded.
@@ -87,8 +87,8 @@ def add_offload(draft: ModelDraft, k: int, t: int) -> None:
     """Add row 11: X[k,t] <= S[k,t] + R[k,p(t)] for old t, and W[k+1,t] <= W[k,t] + X[k,t]."""
     old = (k, t) in draft.hosted
     if old:
-        makes = draft.makes(k, t, draft.discretization.ends[k] + 1)
-        draft.add_only_with(draft.stored[k, t], [draft.handed[k, t], *draft.recomputing(k, t)], makes)
+        makes = draft.sum_productions(k, t, draft.discretization.ends[k] + 1)
+        draft.add_only_with(draft.stored[k, t], [draft.handed[k, t], *draft.list_recomputing(k, t)], makes)
     if (k + 1, t) in draft.hosted:
         earlier = [draft.hosted[k, t]] if old else []
         draft.add_only_with(draft.hosted[k + 1, t], [*earlier, draft.stored[k, t]])
@@ -126,7 +126,7 @@ def add_channels(draft: ModelDraft) -> None:
 class _Channels:
     def __init__(self, draft: ModelDraft, offloads: Offloads) -> None:
         self.draft = draft
-        units = draft.problem.units
+        units = draft.problem.convert_to_units
         sure = draft.problem.places.sure
         self.new = [units(time_s) if sure[v] else 0.0 for v, time_s in enumerate(draft.problem.time_s)]
         self.out = {t: units(transfers.offload_s) for t, transfers in offloads.by_tensor.items()}
@@ -138,32 +138,32 @@ class _Channels:
 
     def add_window(self, k: int) -> None:
         draft, ops = self.draft, range(self.draft.starts[k], self.draft.discretization.ends[k] + 1)
-        clock = [*self.recomputed[k], (draft.column(1.0, upper=self.most), 1.0)]
+        clock = [*self.recomputed[k], (draft.add_column(1.0, upper=self.most), 1.0)]
         # Optional executions count anywhere in the window.
         self.unsure = 0.0
         for v in ops if not draft.problem.places.plain else ():
             if not draft.problem.places.sure[v]:
-                executed, columns, ones = draft.executed(v)
-                unit = draft.problem.units(draft.problem.time_s[v])
+                executed, columns, ones = draft.get_execution(v)
+                unit = draft.problem.convert_to_units(draft.problem.time_s[v])
                 self.unsure += unit * executed
                 clock += [(column, unit * one) for column, one in zip(columns, ones, strict=True)]
         for parts, seconds in ((draft.stored, self.out), (draft.fetched, self.back)):
             self.add(clock, ops, [(parts[k, t], of_t) for t, of_t in seconds.items() if (k, t) in parts])
-        gone = self.gone(k)
+        gone = self.add_departures(k)
         self.add(clock, ops[:-1], [(column, self.out[t]) for t, column in gone.items()])
-        for v in self.places(ops, late=True):
+        for v in self.choose_places(ops, late=True):
             first = draft.problem.producer
             made = [t for i in range(v, ops.stop) for t in draft.problem.outputs[i] if (k, t) in draft.stored and first[t] == i]
             self.add(clock, ops[v + 1 - ops.start :], [(draft.stored[k, t], self.out[t]) for t in made])
             self.add(clock, ops[v + 1 - ops.start : -1], [(gone[t], self.out[t]) for t in made if t in gone])
-        for v in self.places(ops, late=False):
+        for v in self.choose_places(ops, late=False):
             sure = [i for i in range(ops.start, v + 1) if draft.problem.places.sure[i]]
             inputs = sorted({t for i in sure for t in draft.problem.inputs[i]})
-            read = [t for t in inputs if t in self.back and (k, t) in draft.handed and draft.makes(k, t, v) is NONE]
-            terms = [(column, -self.back[t]) for t in read for column in (self.valid(k, t), *draft.recomputing(k, t))]
+            read = [t for t in inputs if t in self.back and (k, t) in draft.handed and draft.sum_productions(k, t, v) is NONE]
+            terms = [(column, -self.back[t]) for t in read for column in (self.get_valid(k, t), *draft.list_recomputing(k, t))]
             self.add(clock, range(ops.start, v), terms, sum(self.back[t] for t in read))
 
-    def gone(self, k: int) -> dict[int, int]:
+    def add_departures(self, k: int) -> dict[int, int]:
         """Return for t not in io(e_k) the column of Z[k,t] >= X[k,t] - S[k+1,t], or of X if t is not handed over.
 
         The result is empty in the last window, and if e_k is so short that the rows gain nothing.
@@ -178,15 +178,15 @@ class _Channels:
                 continue
             columns[t] = draft.stored[k, t]
             if (k + 1, t) in draft.handed:
-                columns[t] = draft.column()
+                columns[t] = draft.add_column()
                 draft.add_only_with(draft.stored[k, t], [columns[t], draft.handed[k + 1, t]])
         return columns
 
-    def valid(self, k: int, t: int) -> int:
+    def get_valid(self, k: int, t: int) -> int:
         """Return the column of V[k,t], or of S[k,t] if t cannot have been reloaded before."""
         return self.draft.valid.get((k, t), self.draft.handed[k, t])
 
-    def places(self, ops: range, *, late: bool) -> list[int]:
+    def choose_places(self, ops: range, *, late: bool) -> list[int]:
         """Return ops of the window before the last one: at half of its time from its end (or start), a quarter, and so on."""
         done = list(accumulate(self.new[v] for v in ops[:-1]))
         shares = [2.0**-part for part in range(1, _PARTS)]

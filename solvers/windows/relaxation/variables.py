@@ -20,12 +20,12 @@ from solvers.windows.relaxation.draft import Family, ModelDraft
 RecomputableOps = Callable[[ModelDraft, int], Iterable[int]]  # ops that may be recomputed in a window, in program order
 
 
-def every_op(draft: ModelDraft, k: int) -> Iterable[int]:
+def list_ops(draft: ModelDraft, k: int) -> Iterable[int]:
     """Return all ops that are old or new in window k."""
     return range(draft.discretization.ends[k] + 1)
 
 
-def variables(recomputable: RecomputableOps) -> Family:
+def make_variables(recomputable: RecomputableOps) -> Family:
     """Return the family of z, R, Q and S, with R and Q for the `recomputable` ops."""
 
     def add_variables(draft: ModelDraft) -> None:
@@ -44,7 +44,7 @@ def _add_alternatives(draft: ModelDraft) -> None:
         if group:
             seconds = problem.time_s[b] - sum(problem.time_s[i] for i in group)
             fits = problem.own_bytes[b] <= problem.capacity_bytes
-            draft.instead[b] = draft.column(integer=True, cost=problem.units(seconds), upper=float(fits))
+            draft.instead[b] = draft.add_column(integer=True, cost=problem.convert_to_units(seconds), upper=float(fits))
     for group in sorted({of_op for of_op in places.replaced_by if len(of_op) > 1}):
         draft.add_row([draft.instead[b] for b in group], [1.0] * len(group), -np.inf, 1.0)
     for alternatives, is_executed in sorted(draft.discretization.decided):
@@ -67,7 +67,7 @@ def _add_recomputations(draft: ModelDraft, k: int, recomputable: Iterable[int]) 
         else:
             worth = not places.replaces[i] or places.last[i] < draft.discretization.ends[k]
         if worth and problem.recomputable[i] and problem.recompute_before[i] >= start:
-            draft.recomputed[k, i] = draft.column(integer=True, cost=problem.units(problem.time_s[i]))
+            draft.recomputed[k, i] = draft.add_column(integer=True, cost=problem.convert_to_units(problem.time_s[i]))
             if places.optional[i] and not problem.graph.ops[places.ids[i]].recomputable:
                 earlier = [draft.recomputed[j, i] for j in range(k) if (j, i) in draft.recomputed]
                 draft.add_row([draft.recomputed[k, i], *earlier], [1.0] * (1 + len(earlier)), -np.inf, 1.0)
@@ -85,14 +85,14 @@ def _add_handed(draft: ModelDraft, k: int) -> None:
                 same = draft.handed.get((k - 1, t)) if _is_idle(draft, k - 1, t) else None
                 # Tensors without size are handed over whenever possible.
                 whole = not problem.placed or problem.sizes[t] > 0
-                draft.handed[k, t] = draft.column(integer=whole) if same is None else same
+                draft.handed[k, t] = draft.add_column(integer=whole) if same is None else same
 
 
 def _is_idle(draft: ModelDraft, k: int, t: int) -> bool:
     """Return True if old t is neither produced, read nor transferred in window k, so that it is handed over on or was useless."""
     if t in draft.problem.offloads.by_tensor:
         return False
-    if k <= 0 or draft.recomputing(k, t):
+    if k <= 0 or draft.list_recomputing(k, t):
         return False
     start, end = draft.starts[k], draft.discretization.ends[k]
     if any(start <= p <= end for p in draft.problem.producers[t]):

@@ -17,12 +17,12 @@ from solvers.highs.program import Outcome
 from solvers.problem import OBJECTIVE_SCALE, Problem
 from solvers.result import is_within
 from solvers.windows.decoding.decode import Order, try_out
-from solvers.windows.decoding.refinement import halved
+from solvers.windows.decoding.refinement import halve
 from solvers.windows.relaxation.discretization import Decision, Discretization
 from solvers.windows.search import Search
 from solvers.windows.strategies.refinement import RelaxationResult, solve_linear_relaxation, solve_relaxation
 from solvers.windows.strategies.strategy import Strategy
-from solvers.windows.strategies.substitution import with_alternatives
+from solvers.windows.strategies.substitution import substitute
 
 Alternatives = tuple[tuple[int, ...], ...]  # alternatives for one heavy place, each a set of ops of which one is executed
 Decided = frozenset[Decision]
@@ -67,7 +67,7 @@ class Branches(Strategy):
         self.orders: deque[Order] = deque()
         self.whole = Discretization.whole(search.problem)
         self.here = replace(search.problem, offloads=NO_OFFLOADS)  # keeping everything offloads nothing
-        self.alternatives = _alternatives(search.problem)
+        self.alternatives = _find_alternatives(search.problem)
         self.all = [self._branch(frozenset(), -np.inf)]
         if self.alternatives:
             self._solve_linear_relaxation(self.all[0])
@@ -80,21 +80,21 @@ class Branches(Strategy):
     @property
     def closed(self) -> bool:
         """True if no branch can raise the bound."""
-        return self._next().closed
+        return self._choose_next().closed
 
     def step(self, limit: float) -> bool:
         """Refine the branch of the least bound, for its own limit; once more when the problem is solved."""
         search = self.search
-        if search.stopping.solved():
-            if not search.stopping.stopped():
-                self._look(self._next(), search.stopping.extra(search.clock.now))
+        if search.stopping.is_solved():
+            if not search.stopping.is_stopped():
+                self._look(self._choose_next(), search.stopping.compute_extra(search.clock.now))
             return False
-        if search.stopping.stopped() or self.closed:
+        if search.stopping.is_stopped() or self.closed:
             return False
-        self._look(self._next())
+        self._look(self._choose_next())
         return True
 
-    def _next(self) -> Branch:
+    def _choose_next(self) -> Branch:
         return min(self.all, key=lambda branch: (branch.bound, branch.closed, -len(branch.discretization.decided)))
 
     def _look(self, branch: Branch, limit: float | None = None) -> None:
@@ -108,21 +108,21 @@ class Branches(Strategy):
         result = solve_relaxation(
             search,
             branch.discretization,
-            search.clock.part(limit or branch.limit),
+            search.clock.start_part(limit or branch.limit),
             from_best=not branch.discretization.decided,
             prove=lambda overhead: self._prove(branch, overhead),
             should_stop=self._is_of_no_use(branch),
         )
-        if result is None or search.stopping.solved() or branch.bound == np.inf:
+        if result is None or search.stopping.is_solved() or branch.bound == np.inf:
             return
-        if alternatives := self._to_decide(branch, result):
+        if alternatives := self._find_undecided(branch, result):
             self._split(branch, alternatives)
         elif result.outcome is not Outcome.OPTIMAL:
             branch.limit *= self.params.longer
             # Another try would neither free memory nor improve HiGHS's arithmetic.
-            branch.closed = result.outcome is Outcome.FAILED or search.stopping.out_of_memory()
+            branch.closed = result.outcome is Outcome.FAILED or search.stopping.is_out_of_memory()
         elif result.finer == branch.discretization:
-            branch.discretization = halved(result.finer)
+            branch.discretization = halve(result.finer)
             branch.closed = branch.discretization == result.finer
         else:
             branch.discretization = result.finer
@@ -140,7 +140,7 @@ class Branches(Strategy):
 
         return is_above if branch.discretization.decided else lambda: False
 
-    def _to_decide(self, branch: Branch, result: RelaxationResult) -> Alternatives:
+    def _find_undecided(self, branch: Branch, result: RelaxationResult) -> Alternatives:
         """Return the alternatives of the heavy place at which the solution exceeds the budget most, unless decided."""
         trial, budget = result.trial, self.search.budget_bytes
         if trial is None or trial.peak_bytes <= budget:
@@ -192,8 +192,8 @@ class Branches(Strategy):
 
         If the peak is at a heavy place that is not decided, that place is decided next.
         """
-        own_order = self._least_order(decided) if decided else None
-        order = own_order or self._least_order(frozenset())
+        own_order = self._find_least_order(decided) if decided else None
+        order = own_order or self._find_least_order(frozenset())
         assert order is not None  # the program alone runs
         memory = try_out(self.here, order).memory_bytes
         peak = order.computed[int(np.argmax(memory))]
@@ -202,16 +202,16 @@ class Branches(Strategy):
         discretization = replace(self.whole.split({peak}), decided=decided)
         return Branch(discretization, bound, self.params.first_slice, alternatives if is_open else (), own_order)
 
-    def _least_order(self, decided: Decided) -> Order | None:
+    def _find_least_order(self, decided: Decided) -> Order | None:
         """Return the order that executes each op once, with the op of least memory of each decided alternative."""
         own = self.search.problem.own_bytes
-        return with_alternatives(
+        return substitute(
             self.search.problem,
             frozenset(min(alternative, key=own.__getitem__) for alternative, is_executed in decided if is_executed),
         )
 
 
-def _alternatives(problem: Problem) -> dict[int, Alternatives]:
+def _find_alternatives(problem: Problem) -> dict[int, Alternatives]:
     """Return for ops of heavy places the alternatives that are worth a decision, grouped by shared replaced ops.
 
     The result is empty if many places are equally heavy: then no single one matters.
@@ -227,14 +227,17 @@ def _alternatives(problem: Problem) -> dict[int, Alternatives]:
     heavy = {found for found in together.values() if max(spread[b] for b in found) >= least}
     if len(heavy) > _PLACES:
         return {}
-    alternatives = {found: _alike(problem, found, _ALIKE) for found in heavy}
+    alternatives = {found: _group_alike(problem, found, _ALIKE) for found in heavy}
     return {i: alternatives[found] for found in heavy for b in found for i in (b, *groups[b])}
 
 
-def _alike(problem: Problem, found: frozenset[int], alike: float) -> Alternatives:
+def _group_alike(problem: Problem, found: frozenset[int], alike: float) -> Alternatives:
     """Return the ops of `found` grouped into alternatives: same replaced ops, same inputs, and about the same time."""
     alternatives: list[list[int]] = []
-    for _, same in groupby(sorted(found, key=lambda b: (*_what(problem, b), problem.time_s[b], b)), lambda b: _what(problem, b)):
+    for _, same in groupby(
+        sorted(found, key=lambda b: (*_get_replaced_and_inputs(problem, b), problem.time_s[b], b)),
+        lambda b: _get_replaced_and_inputs(problem, b),
+    ):
         alternatives.append([])
         for b in same:
             if alternatives[-1] and problem.time_s[b] - problem.time_s[alternatives[-1][0]] > alike * problem.base_s:
@@ -243,5 +246,5 @@ def _alike(problem: Problem, found: frozenset[int], alike: float) -> Alternative
     return tuple(map(tuple, alternatives))
 
 
-def _what(problem: Problem, b: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _get_replaced_and_inputs(problem: Problem, b: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return problem.places.replaces[b], problem.inputs[b]

@@ -13,17 +13,17 @@ from graphs.ir import Graph
 from graphs.options.offload import without_offload
 from graphs.options.selection import PartOf
 from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
-from solvers.places import places_of
+from solvers.places import find_places
 from solvers.tolerance import Tolerance
-from solvers.windows.decoding.decode import Order, Trial, decoded, is_possible, order_of, order_of_schedule, trial_of_whole
-from solvers.windows.decoding.plain_graph import PlainGraph, plain_graph
+from solvers.windows.decoding.decode import Order, Trial, decode, is_possible, map_trial_back, order_of, order_of_schedule
+from solvers.windows.decoding.plain_graph import PlainGraph, build_plain_graph
 from solvers.windows.decoding.transfer_plan import Reloads
 from solvers.windows.part_process import PartProcess, SearchEnd
 from solvers.windows.parts import POLL, note_end, search_of_part
 from solvers.windows.search import Search
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOptions
 from solvers.windows.strategies.placement import Placements
-from solvers.windows.strategies.substitution import least_instead, simple, with_alternatives
+from solvers.windows.strategies.substitution import find_least_substitution, list_simple_substitutions, substitute
 
 _TOLERANCE_SHARE = 0.25  # of the tolerance: plain graphs of solutions with optional ops are solved to it
 _OPTIONS_SHARE = 2.0  # of such a solve: duration of the search for other options of the best schedule
@@ -97,7 +97,7 @@ class Commitments:
         self._placements = Placements(search) if Placements.applies(search.problem) else None
 
     @classmethod
-    def begun(cls, search: Search) -> Self:
+    def begin(cls, search: Search) -> Self:
         """Return a set with the program alone, without recomputation, and with the schedule of the request's start."""
         found, start = cls(search), search.request.start
         kept = found.try_instead(frozenset())
@@ -115,7 +115,7 @@ class Commitments:
     def add_simple(self) -> None:
         """Commit to orders that need no model: alternatives of least memory or time, the least peak, placements."""
         search, params = self.search, self.search.params
-        for instead in simple(search.problem):
+        for instead in list_simple_substitutions(search.problem):
             self.try_instead(instead)
         if search.incumbent.best is None and not search.problem.offloads:
             self.try_least(params.bound.first_slice)
@@ -123,7 +123,7 @@ class Commitments:
 
     def try_instead(self, instead: frozenset[int]) -> Trial | None:
         """Return the trial with `instead` in place of others and only necessary recomputations; None if impossible."""
-        order = with_alternatives(self.search.problem, instead)
+        order = substitute(self.search.problem, instead)
         if order is None:
             return None
         self.add(order)
@@ -131,7 +131,7 @@ class Commitments:
 
     def try_least(self, limit: float) -> None:
         """Commit to the alternatives with the least peak, at any time."""
-        order = least_instead(self.search.problem, self.search.clock.part(limit), self.search.stopping.stopped)
+        order = find_least_substitution(self.search.problem, self.search.clock.start_part(limit), self.search.stopping.is_stopped)
         if order is not None:
             self.add(order)
             self.search.offer(order)
@@ -146,7 +146,7 @@ class Commitments:
         problem = self.search.problem
         of_whole = PartOf(problem.whole, part)
         place = {op: i for i, op in enumerate(problem.places.ids)}
-        own = places_of(without_offload(part)[0]).ids
+        own = find_places(without_offload(part)[0]).ids
 
         def lift(trial: Trial) -> None:
             schedule = of_whole.schedule(trial.schedule)
@@ -175,7 +175,7 @@ class Commitments:
         search = self.search
         while search.models.solutions:
             discretization, solution = search.models.solutions.popleft()
-            order = decoded(search.problem, discretization, solution)
+            order = decode(search.problem, discretization, solution)
             if is_possible(search.problem, order):
                 yield order
         while orders.orders:
@@ -194,13 +194,13 @@ class Commitments:
         Args:
             promise_s: as in ``Commitment``.
         """
-        plain = plain_graph(self.search.problem, order.computed)
-        reloads = frozenset((here, place) for t, place in order.reloads if (here := plain.only(t)) is not None)
+        plain = build_plain_graph(self.search.problem, order.computed)
+        reloads = frozenset((here, place) for t, place in order.reloads if (here := plain.find_only(t)) is not None)
         key = (plain.ops, tuple(op.inputs for op in plain.graph.ops))
         commitment = self.all.setdefault(key, Commitment(plain, order.instead, reloads))
         commitment.promise_s = min(commitment.promise_s, promise_s)
 
-    def searches(self, orders: Orders, until: float = inf) -> Iterator[Search]:
+    def generate_searches(self, orders: Orders, until: float = inf) -> Iterator[Search]:
         """Yield searches to be run in turn, each longer than the last, until all are closed and no orders will arrive.
 
         In between, the strategies for options and placements run for as long.
@@ -210,12 +210,12 @@ class Commitments:
             until: latest end, by the clock.
         """
         search, params = self.search, self.search.params
-        while not (search.stopping.solved() or search.stopping.stopped()):
+        while not (search.stopping.is_solved() or search.stopping.is_stopped()):
             closed = orders.closed  # read before the orders are taken from it
             self.learn(orders)
             if search.clock.now >= until:
                 return
-            began, commitment = search.clock.now, self.next_one()
+            began, commitment = search.clock.now, self.choose_next()
             if commitment is not None:
                 sub = self._begin(commitment)
                 yield sub
@@ -233,7 +233,7 @@ class Commitments:
                     return
                 search.clock.wait(POLL)
 
-    def next_one(self) -> Commitment | None:
+    def choose_next(self) -> Commitment | None:
         """Return the best one until it has had as much time as all others, then the best of those solved least often.
 
         Return None if none is open. New ones arrive as long as the bound is refined: if they came first, the best would not be
@@ -251,7 +251,7 @@ class Commitments:
         search = self.search
         best, fewer, sent_closed = None, self._without_offloading, False
         with process:
-            while not (search.stopping.solved() or search.stopping.stopped()):
+            while not (search.stopping.is_solved() or search.stopping.is_stopped()):
                 closed = orders.closed
                 for order in self._come_in(orders):
                     process.send(order)
@@ -277,7 +277,7 @@ class Commitments:
         """Return the search of a plain graph, with a longer limit than the last time."""
         params = self.search.params
         tolerance = Tolerance.of(_TOLERANCE_SHARE * self.search.stopping.tolerance)
-        clock = self.search.clock.part(params.bound.first_slice * params.bound.longer**commitment.runs)
+        clock = self.search.clock.start_part(params.bound.first_slice * params.bound.longer**commitment.runs)
         sub = search_of_part(
             self.search,
             commitment.plain.graph,
@@ -297,7 +297,7 @@ class Commitments:
         commitment.runs += 1
         commitment.spent += self.search.clock.now - began
         of_no_use = sub.incumbent.bound_s >= self.search.incumbent.best_s
-        commitment.closed = sub.stopping.solved() or bool(sub.incumbent.failure) or of_no_use
+        commitment.closed = sub.stopping.is_solved() or bool(sub.incumbent.failure) or of_no_use
 
     def take(self, commitment: Commitment, trial: Trial | None) -> None:
         """Offer a schedule of a plain graph as a schedule of the graph with options."""
@@ -311,7 +311,7 @@ class Commitments:
         if not problem.offloads:
             found = self.search.offer(order)
         else:
-            found = trial_of_whole(problem, plain, order, trial)
+            found = map_trial_back(problem, plain, order, trial)
             self.search.incumbent.take(found)
         if found is not None and found.peak_bytes <= self.search.budget_bytes:
             commitment.found_s = min(commitment.found_s, found.time_s)

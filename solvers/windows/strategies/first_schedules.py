@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from solvers.clock import left
-from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
-from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.clock import measure_rest
+from solvers.eviction.engine import WORK_PER_EVICTION, find_evicting_order
+from solvers.eviction.least_peak import find_least_evicting_schedule
 from solvers.eviction.rules import TIGHT_RULES, EvictionRule, EvictionSettings
 from solvers.problem import Problem
 from solvers.registry import get_solver
@@ -43,7 +43,7 @@ class KeepEverything(Strategy):
         if start is None or order is None or search.offer(order) is None:
             return
         ends = [end for end in start.windows if 0 <= end < search.problem.ops]
-        search.models.refined = search.models.refined.ending_at(ends)
+        search.models.refined = search.models.refined.split_at(ends)
 
 
 class EvictionRules(Strategy):
@@ -51,21 +51,21 @@ class EvictionRules(Strategy):
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
-        self._rules = with_prices(search.problem, search.params.first_schedule.rules)
+        self._rules = add_prices(search.problem, search.params.first_schedule.rules)
         self._begun = False
 
     def step(self, limit: float) -> bool:
         """Try rules for about `limit`; return False once there are no more."""
         search, first, self._begun = self.search, not self._begun, True
         stopping, until = search.stopping, search.clock.now + limit
-        while not (stopping.solved() or stopping.stopped() or search.clock.now >= until):
+        while not (stopping.is_solved() or stopping.is_stopped() or search.clock.now >= until):
             if first and search.incumbent.best is not None:
                 break
             if (rule := next(self._rules, None)) is None:
                 return False
-            stopped = stopping.polled(WORK_PER_EVICTION, stopping.stopped)
+            stopped = stopping.count_polls(WORK_PER_EVICTION, stopping.is_stopped)
             most = _FEW_EXECUTIONS
-            if (order := evicted(search.problem, rule, EvictionSettings(max_factor=most, should_stop=stopped))) is not None:
+            if (order := find_evicted(search.problem, rule, EvictionSettings(max_factor=most, should_stop=stopped))) is not None:
                 search.offer(order)
         return True
 
@@ -81,20 +81,20 @@ class TightEviction(Strategy):
         began = search.clock.now
         until = began + limit
 
-        def ended() -> bool:
+        def has_ended() -> bool:
             search.progress.tell()
-            return search.incumbent.best is not None or search.clock.now > until or search.stopping.stopped()
+            return search.incumbent.best is not None or search.clock.now > until or search.stopping.is_stopped()
 
-        should_stop = search.stopping.polled(WORK_PER_EVICTION, ended)
-        for rule in with_prices(search.problem, (*rules, *TIGHT_RULES)):
+        should_stop = search.stopping.count_polls(WORK_PER_EVICTION, has_ended)
+        for rule in add_prices(search.problem, (*rules, *TIGHT_RULES)):
             if should_stop():
                 return False
             # The rules may take longer than the limit: half of it is reserved for the least peak.
             if search.problem.offloads and search.clock.now > (began + until) / 2:
                 break
-            if (order := evicted(search.problem, rule, EvictionSettings(should_stop=should_stop))) is not None:
+            if (order := find_evicted(search.problem, rule, EvictionSettings(should_stop=should_stop))) is not None:
                 search.offer(order)
-        least = least_evicting_schedule(search.problem.graph, search.clock, should_stop=ended)
+        least = find_least_evicting_schedule(search.problem.graph, search.clock, should_stop=has_ended)
         if least is not None and not should_stop():
             offer_program(search, least.computed)
         return False
@@ -105,28 +105,28 @@ class Imitation(Strategy):
 
     def step(self, limit: float) -> bool:
         """Run the baselines for at most `limit` and offer their schedules; return False."""
-        search, clock = self.search, self.search.clock.part(limit)
+        search, clock = self.search, self.search.clock.start_part(limit)
         for name in search.params.first_schedule.imitated:
-            if search.stopping.solved() or search.stopping.stopped() or left(clock) <= 0:
+            if search.stopping.is_solved() or search.stopping.is_stopped() or measure_rest(clock) <= 0:
                 break
             search.progress.tell(f"trying {name}")
-            request = Request(search.problem.graph, search.budget_bytes, clock=clock, should_stop=search.stopping.stopped)
+            request = Request(search.problem.graph, search.budget_bytes, clock=clock, should_stop=search.stopping.is_stopped)
             found = get_solver(name)(request)
             if found.schedule is not None:
                 offer_program(search, found.schedule.computed)
         return False
 
 
-def evicted(problem: Problem, rule: EvictionRule, settings: EvictionSettings) -> Order | None:
+def find_evicted(problem: Problem, rule: EvictionRule, settings: EvictionSettings) -> Order | None:
     """Return the order that `rule` finds; None if the rule fails.
 
     It may be impossible: eviction ignores that tensors may have been written in place since they were first read.
     """
-    found = evicting_order(problem, rule, settings)
+    found = find_evicting_order(problem, rule, settings)
     return None if found is None else order_of(problem, *found)
 
 
-def with_prices(problem: Problem, rules: Sequence[EvictionRule]) -> Iterator[EvictionRule]:
+def add_prices(problem: Problem, rules: Sequence[EvictionRule]) -> Iterator[EvictionRule]:
     """Yield `rules`; with transfers to the host, at one price of channel time after another."""
     for price in _PRICES if problem.offloads else _PRICES[:1]:
         yield from (replace(rule, channel=price) for rule in rules)

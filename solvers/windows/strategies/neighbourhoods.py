@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from solvers.highs.program import Floats, Milp, Outcome
-from solvers.problem import OBJECTIVE_SCALE, Problem, without_small
-from solvers.windows.decoding.decode import Trial, decoded, late_writers, order_of, read_solution
-from solvers.windows.decoding.encode import solution_of_trial, start_values
+from solvers.problem import OBJECTIVE_SCALE, Problem, keep_small
+from solvers.windows.decoding.decode import Trial, decode, find_late_writers, order_of, read_solution
+from solvers.windows.decoding.encode import encode_trial, start_values
 from solvers.windows.decoding.expand import Solution
-from solvers.windows.decoding.refinement import refined, where_it_waits, with_stages_in_order
+from solvers.windows.decoding.refinement import order_stages, refine_windows, split_at_waits
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import Search
 from solvers.windows.strategies.refinement import solve_for_schedules
-from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, tight_windows
-from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, even_shares, share_time
+from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, find_tight_windows
+from solvers.windows.strategies.strategy import SteppedStrategy, Strategy, share_evenly, share_time
 
 Columns = list[int]
 _SMALL_SHARE = 5e-4  # of the capacity, for all tensors that are assumed to be always in memory
@@ -49,13 +49,13 @@ class EncodedTrial:
     model: Model
     start: Floats
 
-    def recomputed(self) -> Iterator[tuple[tuple[int, int], float]]:
+    def iterate_recomputed(self) -> Iterator[tuple[tuple[int, int], float]]:
         """Yield (window, op) and the cost of each recomputation, and of each reload, by the producer."""
         model, problem = self.model, self.model.problem
         yield from ((key, model.program.cost[column]) for key, column in model.recomputed.items() if self.start[column] > 0.5)
         for (k, t), column in model.taken.items():
             if self.start[column] > 0.5:
-                yield (k, problem.producer[t]), problem.units(problem.offloads.by_tensor[t].reload_s)
+                yield (k, problem.producer[t]), problem.convert_to_units(problem.offloads.by_tensor[t].reload_s)
 
 
 class RestrictedModel:
@@ -67,7 +67,7 @@ class RestrictedModel:
         self.coarse = coarse
         # With optional ops, a tensor that is always in memory would need a sure producer.
         plain = search.problem.places.plain
-        self.small = without_small(search.problem, _SMALL_SHARE) if plain else search.problem
+        self.small = keep_small(search.problem, _SMALL_SHARE) if plain else search.problem
         self.known = CandidateSet()
         self.discretization = coarse
         self._best: EncodedTrial | None = None
@@ -75,7 +75,7 @@ class RestrictedModel:
 
     def begin(self) -> None:
         """Choose windows and candidates from coarse solutions, and find a first schedule."""
-        trials = self.coarse_trials()
+        trials = self.solve_coarse_models()
         self.add_tight_windows(trials)
         fresh, before_s = self.discretization, self.search.incumbent.best_s
         self.restart(self.params.whole_limit)
@@ -88,8 +88,8 @@ class RestrictedModel:
     def add_tight_windows(self, trials: Iterable[Trial]) -> None:
         """Add windows wherever `trials` need much memory."""
         windows = max(self.params.windows, self.params.size // self.search.problem.ops)
-        discretization = tight_windows(self.search.problem, trials, _TIGHT_SHARE * self.search.budget_bytes, windows)
-        self.discretization = self.discretization.ending_at(discretization.ends)
+        discretization = find_tight_windows(self.search.problem, trials, _TIGHT_SHARE * self.search.budget_bytes, windows)
+        self.discretization = self.discretization.split_at(discretization.ends)
 
     def choose_from(self, ops: Iterable[int]) -> None:
         """Add `ops` to the candidates for recomputation."""
@@ -98,17 +98,17 @@ class RestrictedModel:
         if len(self.known.ops) > before:
             self._best = None
 
-    def more_candidates(self) -> bool:
-        """Allow more candidates, as ``CandidateSet.more_candidates`` does."""
+    def allow_more_candidates(self) -> bool:
+        """Allow more candidates, as ``CandidateSet.allow_more_candidates`` does."""
         self._best = None
-        return self.known.more_candidates(self.search.problem.ops)
+        return self.known.allow_more_candidates(self.search.problem.ops)
 
-    def coarse_trials(self) -> list[Trial]:
+    def solve_coarse_models(self) -> list[Trial]:
         """Return the trials of solutions of coarse models, for several capacities."""
         trials: list[Trial] = []
         search, small, coarse = self.search, self.small, self.coarse
         for share in _COARSE_CAPACITIES:
-            if search.stopping.enough():
+            if search.stopping.is_enough():
                 break
             search.progress.tell("looking for recomputations that pay")
             model = build_relaxation(replace(small, capacity_bytes=int(share * small.capacity_bytes)), coarse)
@@ -117,14 +117,14 @@ class RestrictedModel:
                 break
             solution = read_solution(model, answer.values)
             self.known.learn(solution)
-            if (trial := search.offer(decoded(small, coarse, solution), coarse)) is not None:
+            if (trial := search.offer(decode(small, coarse, solution), coarse)) is not None:
                 trials.append(trial)
         return trials
 
     def restart(self, limit: float) -> bool:
         """Solve the model with nothing fixed and repair its solution; return True if nothing more can be found in it."""
         search = self.search
-        if search.stopping.enough():
+        if search.stopping.is_enough():
             return True
         model = self.model()
         search.progress.tell(f"searching in {len(self.discretization.ends)} windows")
@@ -138,7 +138,7 @@ class RestrictedModel:
         gap = _SETTLE_GAP * search.stopping.tolerance
         answer = solve_for_schedules(search, model.program, limit, gap=gap, on_incumbent=try_solution)
         if answer.outcome is Outcome.INFEASIBLE:
-            return not self.more_candidates()
+            return not self.allow_more_candidates()
         if answer.values is None:
             return False
         trial = self.offer_solution(model, read_solution(model, answer.values))
@@ -146,17 +146,17 @@ class RestrictedModel:
             self.settle(trial)
         return answer.outcome is Outcome.OPTIMAL and model.discretization == self.discretization
 
-    def best_in_model(self) -> EncodedTrial:
+    def encode_best(self) -> EncodedTrial:
         """Return the best schedule as a solution of the restricted model."""
         trial = self.search.incumbent.best_trial
         if self._best is None or self._best.trial is not trial or self._best.model.discretization != self.discretization:
             self.known.learn_order(trial.order)
-            self._best = self.encoded(self.model(), trial)
+            self._best = self.encode(self.model(), trial)
         return self._best
 
-    def encoded(self, model: Model, trial: Trial) -> EncodedTrial:
+    def encode(self, model: Model, trial: Trial) -> EncodedTrial:
         """Return `trial` as a solution of `model`."""
-        solution = solution_of_trial(self.search.problem, model.discretization, trial)
+        solution = encode_trial(self.search.problem, model.discretization, trial)
         return EncodedTrial(trial, model, start_values(model, solution))
 
     def settle(self, trial: Trial) -> bool:
@@ -171,18 +171,18 @@ class RestrictedModel:
             if fits and not any(trial.waits_s):
                 return True
             if fits:
-                finer = where_it_waits(self.discretization, trial)
+                finer = split_at_waits(self.discretization, trial)
             else:
-                finer = refined(self.discretization, trial, budget_bytes, ahead=ahead)
+                finer = refine_windows(self.discretization, trial, budget_bytes, ahead=ahead)
             if not fits and search.problem.places.plain:
-                finer = with_stages_in_order(finer, trial, budget_bytes, ahead=ahead)
+                finer = order_stages(finer, trial, budget_bytes, ahead=ahead)
             finer = replace(finer, precedences=frozenset())
-            if finer == self.discretization or search.stopping.enough():
+            if finer == self.discretization or search.stopping.is_enough():
                 return fits
             self.discretization = finer
             self.known.learn_order(trial.order)
             model = self.model()
-            solution = self.around(model, trial)
+            solution = self.encode_around(model, trial)
             tried = None if solution is None else self.offer_solution(model, solution)
             if tried is None:
                 return fits
@@ -193,21 +193,21 @@ class RestrictedModel:
             trial = tried
         return trial.peak_bytes <= budget_bytes
 
-    def around(self, model: Model, trial: Trial) -> Solution | None:
+    def encode_around(self, model: Model, trial: Trial) -> Solution | None:
         """Return a solution of `model` that equals `trial` except in the windows around those that exceed the budget."""
         search, problem = self.search, self.search.problem
         order = order_of(problem, trial.order.computed, instead=trial.order.instead, discretization=model.discretization)
         over = {w for w, taken in zip(order.windows, trial.memory_bytes, strict=True) if taken > search.budget_bytes}
         over.update(w for w, wait_s in zip(order.windows, trial.waits_s, strict=False) if wait_s)
-        encoded = self.encoded(model, trial)
-        much = problem.units(trial.time_s - problem.base_s * (1 - _MUCH))
+        encoded = self.encode(model, trial)
+        much = problem.convert_to_units(trial.time_s - problem.base_s * (1 - _MUCH))
         windows = len(model.discretization.ends)
         radius = _RADIUS
         best: Floats | None = None
         least = np.inf
-        while not search.stopping.enough():
+        while not search.stopping.is_enough():
             opened = {w for middle in over for w in range(max(0, middle - radius), min(windows, middle + radius + 1))}
-            program = fixed_but_for(encoded, columns_in(model, opened))
+            program = fix_all_but(encoded, list_window_columns(model, opened))
             gap = _SETTLE_GAP * search.stopping.tolerance
             answer = solve_for_schedules(search, program, self.params.part_limit, gap=gap)
             if answer.values is not None and answer.objective is not None and answer.objective < least:
@@ -219,10 +219,10 @@ class RestrictedModel:
 
     def offer_solution(self, model: Model, solution: Solution) -> Trial | None:
         """Return the trial of a solution; None if it would read an overwritten tensor or exceeds a resource."""
-        order = decoded(model.problem, model.discretization, solution)
+        order = decode(model.problem, model.discretization, solution)
         trial = self.search.offer(order, model.discretization)
-        if trial is None and (writers := late_writers(self.search.problem, order)):
-            self.discretization = model.discretization.ending_at(writers)
+        if trial is None and (writers := find_late_writers(self.search.problem, order)):
+            self.discretization = model.discretization.split_at(writers)
         return trial
 
     def model(self) -> Model:
@@ -237,7 +237,7 @@ class Restarts(SteppedStrategy):
         super().__init__(search)
         self.restricted = restricted
 
-    def steps(self) -> Iterator[None]:
+    def take_steps(self) -> Iterator[None]:
         """Solve the model once per step."""
         limit = self.search.params.neighbourhoods.whole_limit
         while not self.restricted.restart(limit):
@@ -262,24 +262,24 @@ class FixAndOptimize(SteppedStrategy):
         """Return the number of elements of `model` that can be opened."""
 
     @abstractmethod
-    def columns(self, best: EncodedTrial, size: int) -> Columns:
+    def choose_columns(self, best: EncodedTrial, size: int) -> Columns:
         """Return the columns of `size` of these elements."""
 
-    def steps(self) -> Iterator[None]:
+    def take_steps(self) -> Iterator[None]:
         """Open some elements per step; more of them if the last solve was fast."""
         search, restricted = self.search, self.restricted
         if search.incumbent.best is None:
             return
-        size = max(4, self.count(restricted.best_in_model().model) // _FIRST_PART)
+        size = max(4, self.count(restricted.encode_best().model) // _FIRST_PART)
         while True:
-            best = restricted.best_in_model()
+            best = restricted.encode_best()
             whole = self.count(best.model)
             search.progress.tell(f"improving {min(size, whole)} of {whole} {self.opened}")
             began = search.clock.now
-            program = fixed_but_for(best, self.columns(best, size))
+            program = fix_all_but(best, self.choose_columns(best, size))
             answer = solve_for_schedules(search, program, _OPEN_LIMIT, gap=_OPEN_GAP, start=best.start)
             took = search.clock.now - began
-            before = search.problem.units(best.trial.time_s - search.problem.base_s)
+            before = search.problem.convert_to_units(best.trial.time_s - search.problem.base_s)
             enough = before - _OPEN_GAP * OBJECTIVE_SCALE
             if answer.values is not None and answer.objective is not None and answer.objective < enough:
                 trial = restricted.offer_solution(best.model, read_solution(best.model, answer.values))
@@ -305,13 +305,13 @@ class FixAndOptimizeWindows(FixAndOptimize):
         """Return the number of windows."""
         return len(model.discretization.ends)
 
-    def columns(self, best: EncodedTrial, size: int) -> Columns:
+    def choose_columns(self, best: EncodedTrial, size: int) -> Columns:
         """Return the columns of `size` consecutive windows around a random one."""
         costs = np.zeros(len(best.model.discretization.ends))
-        for (k, _), cost in best.recomputed():
+        for (k, _), cost in best.iterate_recomputed():
             costs[k] += cost
-        middle = int(self.restricted.draw.choice(len(costs), p=_shares(costs)))
-        return columns_in(best.model, range(middle - size // 2, middle + size // 2 + 1))
+        middle = int(self.restricted.draw.choice(len(costs), p=_compute_shares(costs)))
+        return list_window_columns(best.model, range(middle - size // 2, middle + size // 2 + 1))
 
 
 class FixAndOptimizeOps(FixAndOptimize):
@@ -323,14 +323,14 @@ class FixAndOptimizeOps(FixAndOptimize):
         """Return the number of ops."""
         return model.problem.ops
 
-    def columns(self, best: EncodedTrial, size: int) -> Columns:
+    def choose_columns(self, best: EncodedTrial, size: int) -> Columns:
         """Return the columns of `size` ops, half of them around each of two random ones."""
         costs = np.zeros(best.model.problem.ops)
-        for (_, i), cost in best.recomputed():
+        for (_, i), cost in best.iterate_recomputed():
             costs[i] += cost
         half = size // 4
-        middles = self.restricted.draw.choice(len(costs), 2, p=_shares(costs))
-        return columns_of(best.model, {i for middle in middles for i in range(middle - half, middle + half + 1)})
+        middles = self.restricted.draw.choice(len(costs), 2, p=_compute_shares(costs))
+        return list_op_columns(best.model, {i for middle in middles for i in range(middle - half, middle + half + 1)})
 
 
 class FixAndOptimizeOptions(Strategy):
@@ -359,18 +359,18 @@ class FixAndOptimizeOptions(Strategy):
         search = self.search
         if search.incumbent.best is None or (self._none_left and search.incumbent.best is self._from):
             return False
-        stop, before = search.stopping.enough_after(limit), search.incumbent.best
+        stop, before = search.stopping.make_enough_after(limit), search.incumbent.best
         self._none_left = False
         while not (stop() or self._none_left):
             if not self._strategies:
                 self._begin()
-            share_time(search, even_shares(self._strategies), should_stop=stop)
+            share_time(search, share_evenly(self._strategies), should_stop=stop)
             if not stop():  # all has been chosen again together
                 self._strategies = []
-                self._none_left = search.incumbent.best is self._from and not self.near.more_candidates()
+                self._none_left = search.incumbent.best is self._from and not self.near.allow_more_candidates()
         if limit > 0 and search.incumbent.best is before:
             self.near.choose_from(range(search.problem.ops))
-        return not (self._none_left or search.stopping.enough())
+        return not (self._none_left or search.stopping.is_enough())
 
     def _begin(self) -> None:
         """Start from the best schedule: add windows where it needs much memory."""
@@ -380,7 +380,7 @@ class FixAndOptimizeOptions(Strategy):
         self._strategies = [FixAndOptimizeWindows(self.search, self.near), FixAndOptimizeOps(self.search, self.near)]
 
 
-def _shares(costs: Floats) -> Floats:
+def _compute_shares(costs: Floats) -> Floats:
     """Return the probabilities of the elements: half uniform, half by cost."""
     if not costs.any():
         costs = np.ones(len(costs))
@@ -388,7 +388,7 @@ def _shares(costs: Floats) -> Floats:
     return shares
 
 
-def fixed_but_for(encoded: EncodedTrial, opened: Columns) -> Milp:
+def fix_all_but(encoded: EncodedTrial, opened: Columns) -> Milp:
     """Return the program with its variables fixed as in `encoded`, except the columns `opened`."""
     model, start = encoded.model, encoded.start
     fixed = np.zeros(len(start), dtype=bool)
@@ -400,9 +400,9 @@ def fixed_but_for(encoded: EncodedTrial, opened: Columns) -> Milp:
     return replace(model.program, lower=lower, upper=upper)
 
 
-def columns_in(model: Model, windows: Container[int]) -> Columns:
+def list_window_columns(model: Model, windows: Container[int]) -> Columns:
     """Return the columns of variables in these windows, and at their ends."""
-    window, replaces = model.discretization.window_of, model.problem.places.replaces
+    window, replaces = model.discretization.find_window, model.problem.places.replaces
     return [
         *(column for (k, _), column in model.recomputed.items() if k in windows),
         *(column for (k, _), column in model.handed.items() if k in windows or k - 1 in windows),
@@ -411,7 +411,7 @@ def columns_in(model: Model, windows: Container[int]) -> Columns:
     ]
 
 
-def columns_of(model: Model, ops: Container[int]) -> Columns:
+def list_op_columns(model: Model, ops: Container[int]) -> Columns:
     """Return the columns of these ops and their outputs in all windows, and of the ops that replace them."""
     producer, replaces = model.problem.producer, model.problem.places.replaces
     return [

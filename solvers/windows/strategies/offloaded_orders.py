@@ -14,10 +14,10 @@ from graphs.ir import Graph, Phase
 from graphs.schedule import schedule_of
 from graphs.simulate import simulate
 from solvers.clock import Clock
-from solvers.eviction.engine import WORK_PER_EVICTION, evicting_order
-from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.eviction.engine import WORK_PER_EVICTION, find_evicting_order
+from solvers.eviction.least_peak import find_least_evicting_schedule
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionSettings
-from solvers.problem import Problem, problem_of
+from solvers.problem import Problem, build_problem
 from solvers.windows.decoding.decode import Order, Trial, order_of, try_out
 from solvers.windows.strategies.strategy import Strategy
 
@@ -41,31 +41,33 @@ class OffloadedOrders(Strategy):
         """Offer such orders for about `limit`; return False."""
         search, until = self.search, self.search.clock.now + limit
 
-        def ended() -> bool:
+        def has_ended() -> bool:
             search.progress.tell("offloading tensors that are not needed soon")
-            return search.stopping.enough() or search.clock.now > until
+            return search.stopping.is_enough() or search.clock.now > until
 
-        for order in offloaded_orders(search.problem, should_stop=search.stopping.polled(WORK_PER_EVICTION, ended)):
-            if ended():
+        for order in generate_offloaded_orders(
+            search.problem, should_stop=search.stopping.count_polls(WORK_PER_EVICTION, has_ended)
+        ):
+            if has_ended():
                 break
             search.offer(order)
         return False
 
 
-def offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> Iterator[Order]:
+def generate_offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> Iterator[Order]:
     """Yield orders that fit, provided that the host has space for the tensors that recomputations read.
 
     The first ones offload as much as necessary; later ones offload less and recompute more.
     """
-    ranked, backward_first = _rankings(problem)
+    ranked, backward_first = _rank_tensors(problem)
     chosen = [backward_first[: round(share * len(ranked))] for share in _BACKWARD_FIRST]
     chosen += (ranked[: round(share * len(ranked))] for share in _SOONEST_FIRST)
     evicting = []
     for tensors in chosen:
-        sent = _hosted(problem, tensors)
-        apart = problem_of(elsewhere(problem.graph, sent), problem.budget_bytes)
-        if _peak_bytes(apart.graph, range(problem.ops)) <= problem.budget_bytes:
-            yield _with_reloads(problem, range(problem.ops), sent)
+        sent = _select_hosted(problem, tensors)
+        apart = build_problem(assume_offloaded(problem.graph, sent), problem.budget_bytes)
+        if _compute_peak_bytes(apart.graph, range(problem.ops)) <= problem.budget_bytes:
+            yield _add_reloads(problem, range(problem.ops), sent)
         else:
             evicting.append((sent, apart))
     settings = EvictionSettings(max_factor=_FEW_EXECUTIONS, should_stop=should_stop)
@@ -73,27 +75,29 @@ def offloaded_orders(problem: Problem, *, should_stop: Callable[[], bool]) -> It
         for sent, apart in evicting:
             if should_stop():
                 return
-            found = evicting_order(apart, rule, settings)
+            found = find_evicting_order(apart, rule, settings)
             if found is not None:
-                yield _with_reloads(problem, found.computed, sent)
+                yield _add_reloads(problem, found.computed, sent)
 
 
-def least_offloaded(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Trial:
+def find_least_offloaded(graph: Graph, clock: Clock, *, should_stop: Callable[[], bool] | None = None) -> Trial:
     """Return the schedule of least peak found before the clock's limit or `should_stop`; `graph` has transfers to the host."""
-    problem = problem_of(graph, graph.static_bytes)
-    _, ranking = _rankings(problem)
+    problem = build_problem(graph, graph.static_bytes)
+    _, ranking = _rank_tensors(problem)
     trials = []
     for share in _LEAST_SHARES:
-        sent = _hosted(problem, ranking[: round(share * len(ranking))])
-        apart = elsewhere(problem.graph, sent)
-        evicting = least_evicting_schedule(apart, clock.part(clock.limit / len(_LEAST_SHARES)), should_stop=should_stop)
+        sent = _select_hosted(problem, ranking[: round(share * len(ranking))])
+        apart = assume_offloaded(problem.graph, sent)
+        evicting = find_least_evicting_schedule(
+            apart, clock.start_part(clock.limit / len(_LEAST_SHARES)), should_stop=should_stop
+        )
         computed = range(problem.ops) if evicting is None else evicting.computed
-        within = problem_of(graph, _peak_bytes(apart, computed))
-        trials.append(try_out(within, _with_reloads(within, computed, sent)))
+        within = build_problem(graph, _compute_peak_bytes(apart, computed))
+        trials.append(try_out(within, _add_reloads(within, computed, sent)))
     return min(trials, key=lambda trial: (trial.peak_bytes, trial.time_s))
 
 
-def _rankings(problem: Problem) -> tuple[list[int], list[int]]:
+def _rank_tensors(problem: Problem) -> tuple[list[int], list[int]]:
     """Return two rankings of the tensors that can be offloaded: those that cannot be recomputed, then those with cheap transfers.
 
     The second one also starts with tensors of the backward pass, whose recomputation deep in the step is rarely useful.
@@ -106,7 +110,7 @@ def _rankings(problem: Problem) -> tuple[list[int], list[int]]:
     return ranked, sorted(ranked, key=lambda t: producer[t].recomputable and producer[t].phase is not Phase.BACKWARD)
 
 
-def _hosted(problem: Problem, ranked: Sequence[int]) -> frozenset[int]:
+def _select_hosted(problem: Problem, ranked: Sequence[int]) -> frozenset[int]:
     """Return the first tensors of `ranked` that fit on the host together, from their production to their last read."""
     room = problem.offloads.host_bytes
     if room is None:
@@ -121,7 +125,7 @@ def _hosted(problem: Problem, ranked: Sequence[int]) -> frozenset[int]:
     return frozenset(sent)
 
 
-def elsewhere(graph: Graph, sent: Set[int]) -> Graph:
+def assume_offloaded(graph: Graph, sent: Set[int]) -> Graph:
     """Return `graph` with `sent` in memory only while an op reads or produces them.
 
     Ops that produce only such and kept tensors are not recomputable.
@@ -139,13 +143,13 @@ def elsewhere(graph: Graph, sent: Set[int]) -> Graph:
     return Graph(ops, tensors, graph.kept, graph.provenance)
 
 
-def _peak_bytes(graph: Graph, computed: Sequence[int]) -> int:
+def _compute_peak_bytes(graph: Graph, computed: Sequence[int]) -> int:
     return simulate(graph, schedule_of(graph, computed)).peak_bytes
 
 
-def _with_reloads(problem: Problem, computed: Sequence[int], sent: frozenset[int]) -> Order:
+def _add_reloads(problem: Problem, computed: Sequence[int], sent: frozenset[int]) -> Order:
     """Return the order `computed` with reloads of `sent` so that it fits: the tensors that are read last are offloaded."""
-    graph, reads = problem.graph, _next_reads(problem, computed)
+    graph, reads = problem.graph, _find_next_reads(problem, computed)
     there: dict[int, int] = {}  # tensors on the device, with their next reads
     reloads: set[tuple[int, int]] = set()
     live_bytes = done = 0
@@ -172,7 +176,7 @@ def _with_reloads(problem: Problem, computed: Sequence[int], sent: frozenset[int
     return order_of(problem, computed, frozenset(reloads))
 
 
-def _next_reads(problem: Problem, computed: Sequence[int]) -> list[dict[int, int]]:
+def _find_next_reads(problem: Problem, computed: Sequence[int]) -> list[dict[int, int]]:
     """Return for each execution the next reads of its inputs and outputs, unless a tensor is recomputed before."""
     found: list[dict[int, int]] = []
     following: dict[int, int] = {}

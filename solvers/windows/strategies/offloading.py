@@ -13,10 +13,10 @@ import numpy as np
 
 from solvers.highs.program import Floats
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import Trial, decoded, order_of, read_solution, try_out
-from solvers.windows.decoding.pruning import uses_of, without_executions
+from solvers.windows.decoding.decode import Trial, decode, order_of, read_solution, try_out
+from solvers.windows.decoding.pruning import find_uses, remove_executions
 from solvers.windows.decoding.transfer_plan import PoolStay, Reloads, TransferPlan
-from solvers.windows.decoding.transfers import with_transfers
+from solvers.windows.decoding.transfers import add_transfers
 from solvers.windows.relaxation.discretization import Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import WORK_PER_EXECUTION, Search
@@ -39,7 +39,7 @@ class CoarseVariations(SteppedStrategy):
         super().__init__(search)
         self.known = known
 
-    def steps(self) -> Iterator[None]:
+    def take_steps(self) -> Iterator[None]:
         """Solve one variation per step and offer its solutions."""
         search = self.search
         changes = [(share, slower) for share in _CAPACITIES for slower in _SLOWER]
@@ -57,12 +57,12 @@ class CoarseVariations(SteppedStrategy):
 def _solve_and_offer(search: Search, model: Model, known: CandidateSet) -> None:
     """Offer the solutions of `model` that may be the best, as they are and with recomputation in place of waits."""
     problem, discretization = search.problem, model.discretization
-    below = problem.units(search.incumbent.best_s - problem.base_s)
+    below = problem.convert_to_units(search.incumbent.best_s - problem.base_s)
 
     def try_solution(values: Floats, objective: float) -> bool:
         solution = read_solution(model, values)
         known.learn(solution)
-        order = decoded(problem, discretization, solution)
+        order = decode(problem, discretization, solution)
         if objective < below and (trial := search.offer(order, discretization)) is not None:
             offer_without_waits(search, trial)
         return False
@@ -76,8 +76,8 @@ def offer_without_waits(search: Search, trial: Trial) -> None:
     """Offer `trial` with recomputation in place of waits, if it fits and may be the best."""
     if trial.peak_bytes > search.budget_bytes or trial.time_s - sum(trial.waits_s) >= search.incumbent.best_s:
         return
-    stop = search.stopping.polled(WORK_PER_EXECUTION * len(trial.order.computed), search.stopping.enough)
-    better = recomputing_where_it_waits(search.problem, trial, search.budget_bytes, stop)
+    stop = search.stopping.count_polls(WORK_PER_EXECUTION * len(trial.order.computed), search.stopping.is_enough)
+    better = recompute_where_it_waits(search.problem, trial, search.budget_bytes, stop)
     if better is not trial:
         search.offer(better.order)
 
@@ -85,7 +85,7 @@ def offer_without_waits(search: Search, trial: Trial) -> None:
 class Polishing(SteppedStrategy):
     """Removal of one recomputation or transfer of the best schedule at a time, until none can be removed."""
 
-    def steps(self) -> Iterator[None]:
+    def take_steps(self) -> Iterator[None]:
         """Try one removal per step."""
         search = self.search
         problem = search.problem
@@ -95,7 +95,7 @@ class Polishing(SteppedStrategy):
             best = search.incumbent.best_trial
             offer_without_waits(search, best)
             best = search.incumbent.best_trial
-            for place, computed, reloads in simpler(problem, best, search.budget_bytes, below_s):
+            for place, computed, reloads in generate_simpler(problem, best, search.budget_bytes, below_s):
                 search.progress.tell("leaving out transfers and executions")
                 _offer_faster(search, computed, reloads)
                 yield
@@ -112,12 +112,12 @@ def _offer_faster(search: Search, computed: Sequence[int], reloads: Reloads) -> 
     """Offer an order if it fits and takes less time than the best."""
     problem = search.problem
     search.clock.spend(WORK_PER_EXECUTION * len(computed))
-    found = with_transfers(problem, computed, reloads)
+    found = add_transfers(problem, computed, reloads)
     if found.time_s < search.incumbent.best_s and max(found.memory_bytes) <= search.budget_bytes:
         search.offer(order_of(problem, computed, found.reloads))
 
 
-def simpler(
+def generate_simpler(
     problem: Problem, trial: Trial, budget_bytes: int, below_s: float = np.inf
 ) -> Iterator[tuple[int | None, Sequence[int], Reloads]]:
     """Yield orders with one recomputation less than `trial`, the longest first; then with one transfer less, if it waits at all.
@@ -129,7 +129,7 @@ def simpler(
         below_s: executions of longer ops are skipped.
     """
     computed, reloads = trial.order.computed, trial.order.reloads
-    last_use, next_read = uses_of(problem, computed)
+    last_use, next_read = find_uses(problem, computed)
     memory = np.array(trial.memory_bytes)
     recomputed = [place for place, first in enumerate(trial.order.first) if not first]
     for place in sorted(recomputed, key=lambda place: -problem.time_s[computed[place]]):
@@ -138,7 +138,7 @@ def simpler(
         if problem.time_s[computed[place]] > below_s:
             continue
         wanted = [t for t in problem.outputs[computed[place]] if (t, place) in next_read and not problem.kept[t]]
-        fewer, shifted = without_executions(computed, {place}, reloads, next_read)
+        fewer, shifted = remove_executions(computed, {place}, reloads, next_read)
         stays = {
             t: not len(between := memory[last_use[t, place] + 1 : place]) or int(between.max()) + problem.sizes[t] <= budget_bytes
             for t in wanted
@@ -153,15 +153,15 @@ def simpler(
             yield None, computed, reloads - {pair}
 
 
-def recomputing_where_it_waits(problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool]) -> Trial:
+def recompute_where_it_waits(problem: Problem, trial: Trial, budget_bytes: int, should_stop: Callable[[], bool]) -> Trial:
     """Return `trial`, which fits, with recomputation in place of transfers, one tensor after another, while it becomes faster."""
     found: Trial | None = trial
     while found is not None:
         trial, found = found, None
-        for computed, reloads in _computing_instead(problem, trial):
+        for computed, reloads in _generate_recomputing(problem, trial):
             if should_stop():
                 return trial
-            run = with_transfers(problem, computed, reloads)
+            run = add_transfers(problem, computed, reloads)
             fits = max(run.memory_bytes) <= budget_bytes
             if fits and run.time_s < trial.time_s * (1 - _LEAST_GAIN):
                 found = try_out(problem, order_of(problem, computed, run.reloads))
@@ -169,7 +169,7 @@ def recomputing_where_it_waits(problem: Problem, trial: Trial, budget_bytes: int
     return trial
 
 
-def _computing_instead(problem: Problem, trial: Trial) -> Iterator[tuple[Sequence[int], Reloads]]:
+def _generate_recomputing(problem: Problem, trial: Trial) -> Iterator[tuple[Sequence[int], Reloads]]:
     """Yield orders with one transfer less: at the longest waits, the cheapest recomputation per second first."""
     computed, reloads = trial.order.computed, trial.order.reloads
     stays = TransferPlan(problem, computed, reloads).stays
@@ -183,7 +183,7 @@ def _computing_instead(problem: Problem, trial: Trial) -> Iterator[tuple[Sequenc
             if pair not in reloads or stay.after >= place or pair in tried:
                 continue
             if pair not in chains:
-                chains[pair] = _chain(problem, stays, computed, pair, _LONGEST)
+                chains[pair] = _find_chain(problem, stays, computed, pair, _LONGEST)
             chain = chains[pair]
             cost_s = 0.0 if chain is None else sum(problem.time_s[op] for op in chain)
             if chain is not None and cost_s < wait_s:
@@ -192,10 +192,10 @@ def _computing_instead(problem: Problem, trial: Trial) -> Iterator[tuple[Sequenc
             tried.add(pair)
             chain = chains[pair]
             assert chain is not None
-            yield _inserted(problem, computed, reloads, pair, chain)
+            yield _insert_chain(problem, computed, reloads, pair, chain)
 
 
-def _chain(
+def _find_chain(
     problem: Problem, stays: Sequence[PoolStay], computed: Sequence[int], pair: tuple[int, int], longest: int
 ) -> list[int] | None:
     """Return the ops that recompute a tensor right before its reload; None if there are too many, or they must not run."""
@@ -216,7 +216,7 @@ def _chain(
     return sorted(chain)
 
 
-def _inserted(
+def _insert_chain(
     problem: Problem, computed: Sequence[int], reloads: Reloads, pair: tuple[int, int], chain: Sequence[int]
 ) -> tuple[Sequence[int], Reloads]:
     """Return `computed` with `chain` in place of the reload `pair`; other reloads there move before the readers in it."""

@@ -17,7 +17,7 @@ import numpy as np
 from graphs.pools import COMPUTE
 from solvers.problem import Problem
 from solvers.windows.decoding.decode import NOWHERE_BYTES, Order, Trial, is_possible, order_of, try_out
-from solvers.windows.decoding.transfers import with_transfers
+from solvers.windows.decoding.transfers import add_transfers
 from solvers.windows.search import WORK_PER_EXECUTION, Search
 from solvers.windows.strategies.strategy import Strategy
 
@@ -86,7 +86,7 @@ class DeviceOps:
         self.static = [(t.id, 0) for t in problem.graph.tensors if t.static]
         self.static_or_kept = {*self.static, *((t, 0) for t in problem.graph.kept)}
 
-    def computed(self, placing: Placing) -> list[int] | None:
+    def list_computed(self, placing: Placing) -> list[int] | None:
         """Return the executions and transfers, each before its readers; None if a tensor cannot be produced."""
         return _OrderBuilder(self, placing).run()
 
@@ -112,9 +112,9 @@ class _OrderBuilder:
             device = placing.device.get(v, 0)
             if not self.execute(v if v in placing.instead else device_ops.runs[v, device], device):
                 return None
-        return self.without_unread()
+        return self.remove_unread()
 
-    def without_unread(self) -> list[int]:
+    def remove_unread(self) -> list[int]:
         """Return the order without transfers whose result is not read before it is transferred again."""
         device_ops, device = self.device_ops, self.device_ops.device
         wanted = {t for t, kept in enumerate(device_ops.problem.kept) if kept}
@@ -157,7 +157,7 @@ class _OrderBuilder:
             if (t, device) in self.there and (t, device) in device_ops.static_or_kept:
                 return True  # though something else that was made could not be sent: what is kept is there once
         transfers = [
-            (device_ops.problem.seconds(i), i)
+            (device_ops.problem.get_seconds(i), i)
             for d in range(device_ops.count)
             if d != device and (t, d) in self.there and (i := device_ops.copies.get((t, d, device))) is not None
         ]
@@ -195,14 +195,14 @@ class Placements(Strategy):
 
     def step(self, limit: float) -> bool:
         """Vary the placement for about `limit`; return False once several restarts have failed."""
-        search, stop = self.search, self.search.stopping.enough_after(limit)
+        search, stop = self.search, self.search.stopping.make_enough_after(limit)
         self.lacking = None
         while not stop():
             if self._now is None or self._idle > _IDLE or search.incumbent.best is not self._from:
                 self._begin()
             assert self._now is not None
-            varied = self.varied(self._now)
-            cost = None if varied == self._now else self.cost_of(varied)
+            varied = self.vary(self._now)
+            cost = None if varied == self._now else self.compute_cost(varied)
             self._idle += 1
             if cost is None:
                 continue
@@ -224,9 +224,9 @@ class Placements(Strategy):
         """True if several restarts have not improved the best schedule."""
         return self._fruitless > _BEGINNINGS
 
-    def cost_of(self, placing: Placing) -> Cost | None:
+    def compute_cost(self, placing: Placing) -> Cost | None:
         """Return the cost of a placement; None if it is invalid."""
-        computed = self.device_ops.computed(placing)
+        computed = self.device_ops.list_computed(placing)
         if computed is None:
             return None
         problem, search = self.search.problem, self.search
@@ -236,19 +236,19 @@ class Placements(Strategy):
             search.clock.spend(1.5 * WORK_PER_EXECUTION * len(computed))
             if len(self._costs) == _MOST_KNOWN:
                 self._costs.clear()
-            found = with_transfers(problem, [problem.places.ids[i] for i in computed])
+            found = add_transfers(problem, [problem.places.ids[i] for i in computed])
             over = max(found.memory_bytes) - search.budget_bytes if found.fits_elsewhere else NOWHERE_BYTES
-            cost = self._costs[key] = max(0, over), found.time_s, math.fsum(map(problem.seconds, computed))
+            cost = self._costs[key] = max(0, over), found.time_s, math.fsum(map(problem.get_seconds, computed))
         return cost
 
     def order(self, placing: Placing) -> Order:
         """Return a valid placement as an order of executions."""
-        computed = self.device_ops.computed(placing)
+        computed = self.device_ops.list_computed(placing)
         assert computed is not None
         away = frozenset(self.device_ops.runs[v, d] for v, d in placing.device.items() if d)
         return order_of(self.search.problem, computed, instead=away | placing.instead)
 
-    def varied(self, placing: Placing) -> Placing:
+    def vary(self, placing: Placing) -> Placing:
         """Return a variation: some ops on another device, or a recomputation or a transfer away added or removed."""
         draw, device_ops = self._draw, self.device_ops
         movable = [v for v in device_ops.movable if v in placing.device]
@@ -267,11 +267,11 @@ class Placements(Strategy):
         begin = int(draw.integers(len(movable)))
         chosen: Collection[int] = movable[begin : begin + size]
         if draw.random() < _LINKED_SHARE:
-            chosen = self._linked(movable[begin], set(movable), size)
+            chosen = self._find_linked(movable[begin], set(movable), size)
         moved = {v: device for v in chosen if (v, device) in device_ops.runs}
         return replace(placing, device=MappingProxyType({**placing.device, **moved}))
 
-    def _linked(self, v: int, among: set[int], size: int) -> list[int]:
+    def _find_linked(self, v: int, among: set[int], size: int) -> list[int]:
         """Return up to `size` ops that depend on each other, including v."""
         found, waiting = {v}, [v]
         while waiting and len(found) < size:
@@ -288,24 +288,24 @@ class Placements(Strategy):
         """Start from the best schedule, or without ops on other devices."""
         self._fruitless = self._fruitless + 1 if self._from is self.search.incumbent.best else 0
         self._from, self._idle = self.search.incumbent.best, 0
-        start = self._placing_of(() if self._from is None else self._from.order.instead)
+        start = self._build_placing(() if self._from is None else self._from.order.instead)
         if self._from is not None:
-            start = replace(start, recomputed=self._recomputed(self._from.order))
-        cost = self.cost_of(start)
+            start = replace(start, recomputed=self._list_recomputed(self._from.order))
+        cost = self.compute_cost(start)
         if cost is None:
-            start = self._placing_of(())
-            cost = self.cost_of(start)
+            start = self._build_placing(())
+            cost = self.compute_cost(start)
         self._now, self._cost = start, cost or (0, np.inf, np.inf)
         self._best = self._cost
         # A longer memory takes longer to converge, to better placements.
         self._accepted = [self._cost] * min(_MEMORY * 2**self._fruitless, _MOST_MEMORY)
 
-    def _placing_of(self, instead: Iterable[int]) -> Placing:
+    def _build_placing(self, instead: Iterable[int]) -> Placing:
         away = dict(self.device_ops.spots[b] for b in instead if b in self.device_ops.spots)
         here = frozenset(b for b in instead if b not in self.device_ops.spots)
-        executed = [v for v in self.search.problem.places.executed(here) if v not in here]
+        executed = [v for v in self.search.problem.places.list_executed(here) if v not in here]
         return Placing(MappingProxyType({v: away.get(v, 0) for v in executed}), instead=here)
 
-    def _recomputed(self, order: Order) -> frozenset[tuple[int, int]]:
+    def _list_recomputed(self, order: Order) -> frozenset[tuple[int, int]]:
         pairs = zip(order.computed, order.first, strict=True)
         return frozenset(self.device_ops.spots[i] for i, first in pairs if not first and i in self.device_ops.spots)

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from solvers.problem import Problem
-from solvers.windows.decoding.refinement import even_windows
+from solvers.windows.decoding.refinement import split_evenly
 from solvers.windows.search import Search
 from solvers.windows.strategies.first_schedules import OFFLOADING_RULES_LIMIT
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, Restarts, RestrictedModel
 from solvers.windows.strategies.offloading import CoarseVariations, Polishing
 from solvers.windows.strategies.random_keys import RandomKeys
-from solvers.windows.strategies.strategy import EVEN_SHARE, Share, SteppedStrategy, Strategy, even_shares, share_time
+from solvers.windows.strategies.strategy import EVEN_SHARE, Share, SteppedStrategy, Strategy, share_evenly, share_time
 
 _IDLE_RUNS = 200  # evictions without improvement before random keys end
 _RESTARTS_SHARE = 0.05  # of the time, as ``EVEN_SHARE``, for restarts
@@ -38,13 +38,13 @@ class Portfolio(Strategy):
         began_with = search.clock.now - began
         restarts = Restarts(search, self.restricted)
         if search.incumbent.best is None:
-            share_time(search, [Share(restarts, 1.0)], should_stop=lambda: found_or_enough(search))
+            share_time(search, [Share(restarts, 1.0)], should_stop=lambda: is_found_or_enough(search))
         shares = (
             Share(FixAndOptimizeWindows(search, self.restricted), EVEN_SHARE),
             Share(FixAndOptimizeOps(search, self.restricted), EVEN_SHARE),
             Share(restarts, _RESTARTS_SHARE, spent=began_with),
         )
-        share_time(search, shares, should_stop=search.stopping.enough)
+        share_time(search, shares, should_stop=search.stopping.is_enough)
         return False
 
 
@@ -64,14 +64,14 @@ class OffloadingPortfolio(Strategy):
         """Run the portfolio to its end; return False."""
         search, restricted = self.search, self.restricted
         # Transfers overlap with computation in windows of equal time.
-        restricted.discretization = even_windows(search.models.coarse, search.problem.time_s, _EVEN_WINDOWS)
+        restricted.discretization = split_evenly(search.models.coarse, search.problem.time_s, _EVEN_WINDOWS)
         evicting, varying = RandomEviction(search), CoarseVariations(search, restricted.known)
         restarts = Restarts(search, restricted)
-        stop = search.stopping.enough_after(OFFLOADING_RULES_LIMIT)
+        stop = search.stopping.make_enough_after(OFFLOADING_RULES_LIMIT)
         while evicting.step() and not stop():
             pass
         for _ in range(_FIRST_VARIATIONS):
-            if search.stopping.enough():
+            if search.stopping.is_enough():
                 return False
             varying.step()
         # Not before: with a good schedule without offloading as the incumbent, rough ones with offloading, which may become
@@ -80,33 +80,33 @@ class OffloadingPortfolio(Strategy):
         strategies: list[SteppedStrategy] = [evicting, varying, restarts]
         if search.incumbent.best is None:
             restricted.begin()
-            shares = even_shares(strategies)
-            share_time(search, shares, should_stop=lambda: found_or_enough(search))
+            shares = share_evenly(strategies)
+            share_time(search, shares, should_stop=lambda: is_found_or_enough(search))
         if search.incumbent.best is not None:
             strategies += [Polishing(search), FixAndOptimizeWindows(search, restricted), FixAndOptimizeOps(search, restricted)]
-            share_time(search, even_shares(strategies), should_stop=search.stopping.enough)
+            share_time(search, share_evenly(strategies), should_stop=search.stopping.is_enough)
         return False
 
 
 class RandomEviction(SteppedStrategy):
     """Eviction with random keys until that gains nothing more; its best schedule is polished."""
 
-    def steps(self) -> Iterator[None]:
+    def take_steps(self) -> Iterator[None]:
         """Try some evictions per step."""
         search, keys = self.search, RandomKeys(self.search)
         idle = 0
         while idle < _IDLE_RUNS:
             best, before = search.incumbent.best, keys.runs
-            keys.guided(search.stopping.enough_after(_GUIDED_LIMIT))
+            keys.repair_solutions(search.stopping.make_enough_after(_GUIDED_LIMIT))
             yield
-            keys.varied(_RUNS, search.stopping.enough)
+            keys.vary(_RUNS, search.stopping.is_enough)
             yield
             idle += keys.runs - before
             if search.incumbent.best is not best and search.incumbent.best is keys.found:
                 idle = 0
-                yield from Polishing(search).steps()
+                yield from Polishing(search).take_steps()
 
 
-def found_or_enough(search: Search) -> bool:
+def is_found_or_enough(search: Search) -> bool:
     """Return True if there is a schedule, or the search should end."""
-    return search.incumbent.best is not None or search.stopping.enough()
+    return search.incumbent.best is not None or search.stopping.is_enough()

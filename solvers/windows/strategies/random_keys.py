@@ -18,7 +18,7 @@ from solvers.eviction.rules import EvictionRule, EvictionSettings, Guide
 from solvers.windows.decoding.decode import Trial
 from solvers.windows.decoding.expand import Solution
 from solvers.windows.search import Search
-from solvers.windows.strategies.first_schedules import evicted, with_prices
+from solvers.windows.strategies.first_schedules import add_prices, find_evicted
 
 _EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # of random rules
 # Tried with each solution of a model as guide, with factors to the budget.
@@ -64,7 +64,7 @@ class RandomKeys:
         self._draw = np.random.default_rng(0)
         self._even = np.ones(len(self.problem.sizes))
 
-    def guided(self, should_stop: Callable[[], bool]) -> None:
+    def repair_solutions(self, should_stop: Callable[[], bool]) -> None:
         """Repair the new solutions of models."""
         while self.search.models.solutions:
             discretization, solution = self.search.models.solutions.pop()
@@ -75,25 +75,25 @@ class RandomKeys:
             for k, tensors in enumerate(solution.handed[1:]):
                 handed[k, list(tensors)] = True
             guide = Guide(discretization.ends, handed)
-            for rule in with_prices(self.problem, _GUIDED_RULES):
+            for rule in add_prices(self.problem, _GUIDED_RULES):
                 for factor in _FACTORS:
                     if should_stop():
                         return
                     self.take(EvictionKeys(rule, factor, guide, self._even), None)
 
-    def varied(self, runs: int, should_stop: Callable[[], bool]) -> None:
+    def vary(self, runs: int, should_stop: Callable[[], bool]) -> None:
         """Try `runs` more evictions: random ones, and variations of the best."""
         for _ in range(runs):
             if should_stop():
                 return
             if self.runs < _FRESH or not self.pool or self._draw.random() < _FRESH_SHARE:
-                self.take(self.fresh(), None)
+                self.take(self.draw_keys(), None)
             else:
                 # The best is varied most often.
                 parent = min(int(self._draw.integers(len(self.pool))), int(self._draw.integers(len(self.pool))))
-                self.take(self.variation(self.pool[parent][1]), parent)
+                self.take(self.vary_keys(self.pool[parent][1]), parent)
 
-    def fresh(self) -> EvictionKeys:
+    def draw_keys(self) -> EvictionKeys:
         """Return a random rule without a guide."""
         cost, size, distance = (float(e) for e in self._draw.choice(_EXPONENTS, 3))
         exact = self._draw.random() < _WHOLE_SHARE
@@ -101,7 +101,7 @@ class RandomKeys:
         rule = EvictionRule(cost, size, distance, channel=float(self._draw.choice(_PRICES)))
         return EvictionKeys(rule, factor, None, self._even)
 
-    def variation(self, keys: EvictionKeys) -> EvictionKeys:
+    def vary_keys(self, keys: EvictionKeys) -> EvictionKeys:
         """Return `keys` with other factors for some tensors, and sometimes another rule or budget."""
         draw = self._draw
         share = float(draw.choice(_VARIED))
@@ -127,7 +127,7 @@ class RandomKeys:
             max_factor=_MOST_EXECUTIONS,
             max_time_s=limit_s,
         )
-        order = evicted(self.problem, keys.rule, settings)
+        order = find_evicted(self.problem, keys.rule, settings)
         executed = self.problem.ops if order is None else len(order.computed)
         self.search.clock.spend(WORK_PER_EVICTION * executed)
         if order is None:

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from solvers.clock import Clock
-from solvers.conflicts import ends_of
+from solvers.conflicts import find_ends
 from solvers.highs import solve_program
 from solvers.highs.builder import POLL_EVERY, BuildStoppedError
 from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
 from solvers.memory import give_back
 from solvers.problem import OBJECTIVE_SCALE
-from solvers.windows.decoding.decode import Trial, decoded, late_writers, read_solution
-from solvers.windows.decoding.encode import solution_of_trial, start_values
+from solvers.windows.decoding.decode import Trial, decode, find_late_writers, read_solution
+from solvers.windows.decoding.encode import encode_trial, start_values
 from solvers.windows.decoding.expand import Solution
-from solvers.windows.decoding.refinement import halved, refined, where_it_waits
+from solvers.windows.decoding.refinement import halve, refine_windows, split_at_waits
 from solvers.windows.relaxation.discretization import Discretization, Model
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.search import Search
@@ -51,20 +51,20 @@ def solve_for_schedules(
     search.clock.spend(_WORK_PER_ENTRY * program.matrix.nnz)  # of its construction
     bound = -np.inf
 
-    def on_bound(value: float) -> None:
+    def note_bound(value: float) -> None:
         nonlocal bound
         bound = value
         search.progress.tell()
 
     def stop() -> bool:
-        return search.stopping.enough() or bound >= below
+        return search.stopping.is_enough() or bound >= below
 
     return solve_program(
         program,
-        clock=search.clock.part(limit),
+        clock=search.clock.start_part(limit),
         absolute_gap=gap * OBJECTIVE_SCALE,
         start=start,
-        callbacks=SolveCallbacks(stop, on_incumbent, on_bound, search.stopping.interrupted),
+        callbacks=SolveCallbacks(stop, on_incumbent, note_bound, search.stopping.is_interrupted),
         options={"mip_pscost_minreliable": _PSCOST_MINRELIABLE},
     )
 
@@ -84,7 +84,7 @@ class Relaxation(Strategy):
         search, first, self._begun = self.search, not self._begun, True
         discretization, exhausted = refine(search, search.models.refined, limit, from_best=not first)
         is_last = len(discretization.ends) == search.problem.ops or search.problem.ops <= search.params.bound.small_ops
-        search.models.refined = halved(discretization) if exhausted and not (first or is_last) else discretization
+        search.models.refined = halve(discretization) if exhausted and not (first or is_last) else discretization
         return first or not (exhausted and is_last)
 
 
@@ -111,14 +111,14 @@ def refine(
     Args:
         from_best: start from the best schedule, if its values in the model are known.
     """
-    clock = search.clock.part(limit)
-    while not (search.stopping.solved() or search.stopping.stopped()):
+    clock = search.clock.start_part(limit)
+    while not (search.stopping.is_solved() or search.stopping.is_stopped()):
         found = solve_relaxation(search, discretization, clock, from_best=from_best)
         if found is None:
             return discretization, False
         in_time = clock.now < limit
-        if search.stopping.solved():
-            more = search.clock.part(search.stopping.extra(search.clock.now))
+        if search.stopping.is_solved():
+            more = search.clock.start_part(search.stopping.compute_extra(search.clock.now))
             solve_relaxation(search, discretization, more, from_best=from_best)
             return discretization, False
         if found.outcome is not Outcome.OPTIMAL:
@@ -162,14 +162,14 @@ def solve_linear_relaxation(search: Search, discretization: Discretization) -> t
         return -np.inf, {}
     program = replace(model.program, integer=np.zeros_like(model.program.integer))
     # No polling: with other threads running, it would take longer than the program.
-    answer = solve_program(program, clock=search.clock, callbacks=SolveCallbacks(interrupted=search.stopping.interrupted))
+    answer = solve_program(program, clock=search.clock, callbacks=SolveCallbacks(interrupted=search.stopping.is_interrupted))
     values = answer.values
     return answer.bound, {} if values is None else {b: float(values[column]) for b, column in model.instead.items()}
 
 
 def _build(search: Search, discretization: Discretization) -> Model:
     search.progress.tell(f"bounding with {len(discretization.ends)} windows")
-    stopped = search.stopping.polled(_WORK_PER_ENTRY * POLL_EVERY, search.stopping.stopped)
+    stopped = search.stopping.count_polls(_WORK_PER_ENTRY * POLL_EVERY, search.stopping.is_stopped)
     return build_relaxation(search.problem, discretization, stopped)
 
 
@@ -189,9 +189,9 @@ def _solve_model(
         solution = read_solution(model, values)
         search.models.solutions.append((model.discretization, solution))
         latest[0] = _offer(search, model, solution)
-        return search.stopping.satisfied()
+        return search.stopping.is_satisfied()
 
-    def on_bound(overhead: float) -> None:
+    def note_bound(overhead: float) -> None:
         if np.isfinite(overhead):
             prove(overhead)
         search.progress.tell()
@@ -199,17 +199,17 @@ def _solve_model(
     start = None
     # A schedule with both optional ops and offloading has values only in the model of its plain graph.
     if from_best and search.incumbent.best is not None and (search.problem.places.plain or not search.problem.offloads):
-        start = start_values(model, solution_of_trial(search.problem, model.discretization, search.incumbent.best))
+        start = start_values(model, encode_trial(search.problem, model.discretization, search.incumbent.best))
     answer = solve_program(
         model.program,
         clock=clock,
-        absolute_gap=(CLOSE_GAP if search.stopping.solved() else _INNER_GAP) * search.stopping.tolerance * OBJECTIVE_SCALE,
+        absolute_gap=(CLOSE_GAP if search.stopping.is_solved() else _INNER_GAP) * search.stopping.tolerance * OBJECTIVE_SCALE,
         start=start,
         callbacks=SolveCallbacks(
-            lambda: search.stopping.enough() or search.stopping.out_of_memory() or should_stop(),
+            lambda: search.stopping.is_enough() or search.stopping.is_out_of_memory() or should_stop(),
             try_solution,
-            on_bound,
-            search.stopping.interrupted,
+            note_bound,
+            search.stopping.is_interrupted,
         ),
     )
     give_back()
@@ -223,12 +223,12 @@ def _solve_model(
 def _offer(search: Search, model: Model, solution: Solution) -> tuple[Discretization, Trial | None]:
     """Decode a solution and offer it; return the discretization, refined where it exceeds the budget, and the trial."""
     discretization = model.discretization
-    order = decoded(model.problem, discretization, solution)
+    order = decode(model.problem, discretization, solution)
     trial = search.offer(order, discretization)
     if trial is None:
-        writers = late_writers(search.problem, order)  # none if it needs ops that the solution does not execute
+        writers = find_late_writers(search.problem, order)  # none if it needs ops that the solution does not execute
         return (discretization.split(writers) if writers else discretization), None
     if trial.peak_bytes <= search.budget_bytes:
-        ends = ends_of(search.problem.conflicts, search.problem.whole, trial.schedule)
-        return (discretization.split(ends) if ends else where_it_waits(discretization, trial)), trial
-    return refined(discretization, trial, search.budget_bytes), trial
+        ends = find_ends(search.problem.conflicts, search.problem.whole, trial.schedule)
+        return (discretization.split(ends) if ends else split_at_waits(discretization, trial)), trial
+    return refine_windows(discretization, trial, search.budget_bytes), trial

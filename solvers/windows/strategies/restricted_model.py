@@ -27,7 +27,7 @@ from solvers.windows.relaxation.memory import add_memory_inside, add_memory_of_r
 from solvers.windows.relaxation.models import compose, window_rows
 from solvers.windows.relaxation.resources import add_resources
 from solvers.windows.relaxation.transfers import add_channels, add_offloads
-from solvers.windows.relaxation.variables import variables
+from solvers.windows.relaxation.variables import make_variables
 
 _CANDIDATES, _FEW_CANDIDATES = 2_000, 15  # recomputations that may be needed before an op, times windows; at least
 
@@ -41,7 +41,7 @@ class CandidateSet:
         self.pairs: set[tuple[int, int]] = set()  # (new op, op executed again just before it)
         self.factor = 1
 
-    def more_candidates(self, ops: int) -> bool:
+    def allow_more_candidates(self, ops: int) -> bool:
         """Allow twice as many recomputations for one op; return False if all `ops` are allowed already."""
         self.factor *= 2
         return self.factor < 2 * ops
@@ -66,13 +66,13 @@ class CandidateSet:
 def build_restricted(problem: Problem, discretization: Discretization, known: CandidateSet) -> Model:
     """Build the restricted model, with the candidates `known`."""
     problem = replace(problem, offloads=problem.offloads.only(known.tensors.__contains__))
-    return compose(ModelDraft(problem, discretization, wording=_RunningTotals()), *restricted_families(known))
+    return compose(ModelDraft(problem, discretization, wording=_RunningTotals()), *list_restricted_families(known))
 
 
-def restricted_families(known: CandidateSet) -> tuple[Family, ...]:
+def list_restricted_families(known: CandidateSet) -> tuple[Family, ...]:
     """Return the families of its rows, without merged windows, which serve bounds and enlarge the model."""
     return (
-        *(variables(_Near(known)), add_offloads, window_rows, add_memory_inside, add_memory_of_recomputations),
+        *(make_variables(_Near(known)), add_offloads, window_rows, add_memory_inside, add_memory_of_recomputations),
         *(add_memory_in_order, add_channels, add_executed_at_all, add_resources, add_makespan),
     )
 
@@ -90,12 +90,12 @@ class _Near:
         start, end = draft.starts[k], draft.discretization.ends[k]
         near: set[int] = set()
         for v in range(start, end + 1):
-            near |= self.lacking(draft, v, start)
+            near |= self.find_lacking(draft, v, start)
             near.update(self.recomputed_before.get(v, ()))
         near.update(i for i in range(start, end) if i in self.known.ops)
         return sorted(near)
 
-    def lacking(self, draft: ModelDraft, v: int, start: int) -> set[int]:
+    def find_lacking(self, draft: ModelDraft, v: int, start: int) -> set[int]:
         """Return the nearest ancestors of v, executed before op `start`, that are candidates."""
         problem = draft.problem
         most = self.known.factor * max(_FEW_CANDIDATES, _CANDIDATES // draft.windows)
@@ -124,7 +124,7 @@ class _RunningTotals:
         self.totals: dict[int, tuple[int, dict[int, float]]] = {}
 
     def __call__(self, draft: ModelDraft, k: int, columns: list[int], values: list[float]) -> Terms:
-        total, parts = self.total(draft, k)
+        total, parts = self.require_total(draft, k)
         row = dict.fromkeys(columns, 0.0)
         for column, value in zip(columns, values, strict=True):
             row[column] += value
@@ -133,7 +133,7 @@ class _RunningTotals:
         terms = {column: value for column, value in row.items() if value} | {total: draft.memory_unit}
         return list(terms), list(terms.values())
 
-    def total(self, draft: ModelDraft, k: int) -> tuple[int, dict[int, float]]:
+    def require_total(self, draft: ModelDraft, k: int) -> tuple[int, dict[int, float]]:
         """Return the column of T_k, in units of memory, and its terms."""
         if k not in self.totals:
             unit = draft.memory_unit
@@ -142,7 +142,7 @@ class _RunningTotals:
                 for t, size in enumerate(draft.problem.sizes)
                 if size and (k + 1, t) in draft.handed
             }
-            column = draft.column(upper=2 * draft.problem.capacity_bytes / unit)
+            column = draft.add_column(upper=2 * draft.problem.capacity_bytes / unit)
             terms = {column: unit}
             before: dict[int, float] = {}
             if k - 1 in self.totals:
@@ -155,7 +155,7 @@ class _RunningTotals:
         return self.totals[k]
 
 
-def tight_windows(problem: Problem, trials: Iterable[Trial], tight_bytes: float, limit: int) -> Discretization:
+def find_tight_windows(problem: Problem, trials: Iterable[Trial], tight_bytes: float, limit: int) -> Discretization:
     """Return windows for each new op that needs more than `tight_bytes` in one of `trials`, or has such recomputations before it.
 
     Args:

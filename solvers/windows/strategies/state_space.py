@@ -33,12 +33,12 @@ class StateSpace(Strategy):
         """Search all states, and record the schedule and the proof; return False."""
         search, incumbent, problem = self.search, self.search.incumbent, self.search.problem
 
-        def ended() -> bool:
+        def has_ended() -> bool:
             search.progress.tell("searching all states")
-            return search.stopping.stopped()
+            return search.stopping.is_stopped()
 
-        should_stop = search.stopping.polled(_WORK_PER_STATES, ended)
-        found = shortest(problem, search.params.bound.max_states, below_s=incumbent.best_s, should_stop=should_stop)
+        should_stop = search.stopping.count_polls(_WORK_PER_STATES, has_ended)
+        found = find_shortest(problem, search.params.bound.max_states, below_s=incumbent.best_s, should_stop=should_stop)
         offer_program(search, found.computed)
         if found.decided and incumbent.best is None:
             incumbent.prove(math.inf)
@@ -62,7 +62,7 @@ class StateSpaceResult:
     bound_s: float
 
 
-def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: Callable[[], bool]) -> StateSpaceResult:
+def find_shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: Callable[[], bool]) -> StateSpaceResult:
     """Return the fastest order with first executions in program order (Dijkstra's algorithm).
 
     A state is (number of ops executed for the first time, set of tensors in memory, how far each conflict has come about).
@@ -101,7 +101,7 @@ def shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: 
 
 
 class _Moves:
-    """The moves of ``shortest``."""
+    """The moves of ``find_shortest``."""
 
     def __init__(self, problem: Problem) -> None:
         self.watch = _ConflictWatch(problem)
@@ -109,7 +109,7 @@ class _Moves:
         self._inputs = [set_of(inputs) for inputs in problem.inputs]
         self._outputs = [set_of(outputs) for outputs in problem.outputs]
         # An op needs memory for its outputs and workspace, except outputs that overwrite inputs, which are then gone.
-        self._overwriting_choices = [_overwriting_choices(problem, i) for i in range(problem.ops)]
+        self._overwriting_choices = [_list_overwriting_choices(problem, i) for i in range(problem.ops)]
         # For each number of executed ops the tensors that are kept or may still be read.
         self._may_serve = [
             set_of(t for t, last in enumerate(problem.last_use) if problem.kept[t] or last >= done)
@@ -126,22 +126,22 @@ class _Moves:
             if self._inputs[i] & ~live:
                 continue
             reached, there = done if recomputes else done + 1, live | self._outputs[i]
-            marked = watch.during(marks, i, done, live, there)
+            marked = watch.mark_execution(marks, i, done, live, there)
             if marked is None:
                 continue
             for needed_bytes, over in self._overwriting_choices[i]:
                 if live_bytes + needed_bytes <= problem.capacity_bytes:
                     after = there & self._may_serve[reached] & ~over
-                    following = reached, after, watch.after(marked, reached, after)
+                    following = reached, after, watch.keep_live_marks(marked, reached, after)
                     if following != state:
-                        yield recomputes * problem.time_s[i], following, sum(problem.sizes[t] for t in _members(after)), i
-        for t in _members(live):
+                        yield recomputes * problem.time_s[i], following, sum(problem.sizes[t] for t in _iterate_members(after)), i
+        for t in _iterate_members(live):
             if not problem.kept[t]:
                 rest = live - (1 << t)
-                yield 0.0, (done, rest, watch.after(marks, done, rest)), live_bytes - problem.sizes[t], -1
+                yield 0.0, (done, rest, watch.keep_live_marks(marks, done, rest)), live_bytes - problem.sizes[t], -1
 
 
-def _overwriting_choices(problem: Problem, i: int) -> list[tuple[int, int]]:
+def _list_overwriting_choices(problem: Problem, i: int) -> list[tuple[int, int]]:
     """Return the memory that op i needs in addition, for each choice of overwritten inputs, which is returned too."""
     over = [t for t in problem.inputs[i] if problem.may_overwrite(i, t)]
     inside = [t for t in problem.inputs[i] if t not in over]
@@ -150,7 +150,7 @@ def _overwriting_choices(problem: Problem, i: int) -> list[tuple[int, int]]:
     return [(needed_bytes - sum(problem.sizes[t] for t in some), set_of(some)) for some in subsets]
 
 
-def _members(tensors: Tensors) -> Iterator[int]:
+def _iterate_members(tensors: Tensors) -> Iterator[int]:
     """Yield the tensors of a set."""
     while tensors:
         bit = tensors & -tensors
@@ -179,12 +179,12 @@ class _ConflictWatch:
             self._between.append([set_of(s.tensor for s in stays if s.first < i <= s.last) for i in ops])
             self._last.append(max((s.last for s in stays), default=-1))
 
-    def during(self, marks: _Marks, op: int, done: int, live: Tensors, there: Tensors) -> _Marks | None:
+    def mark_execution(self, marks: _Marks, op: int, done: int, live: Tensors, there: Tensors) -> _Marks | None:
         """Return the marks with an execution of `op`, while tensors are `there` that were `live` before; None if one occurs."""
         found = []
         for c, (conflict, mark) in enumerate(zip(self._conflicts, marks, strict=True)):
             if isinstance(conflict, Pattern):
-                mark = conflict.following(mark, op, live, there)
+                mark = conflict.advance(mark, op, live, there)
                 if conflict.is_complete(mark):
                     return None
             elif mark and op == done:
@@ -194,12 +194,12 @@ class _ConflictWatch:
             found.append(mark)
         return tuple(found)
 
-    def after(self, marks: _Marks, done: int, live: Tensors) -> _Marks:
+    def keep_live_marks(self, marks: _Marks, done: int, live: Tensors) -> _Marks:
         """Return the marks where the tensors `live` are in memory."""
         found = []
         for c, (conflict, mark) in enumerate(zip(self._conflicts, marks, strict=True)):
             if isinstance(conflict, Pattern):
-                found.append(conflict.intact(mark, live))
+                found.append(conflict.keep_intact(mark, live))
             else:
                 found.append(0 if self._between[c][done] & ~live else mark)
         return tuple(found)

@@ -36,10 +36,10 @@ class SteppedStrategy(Strategy):
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
-        self._steps = self.steps()
+        self._steps = self.take_steps()
 
     @abstractmethod
-    def steps(self) -> Iterator[None]:
+    def take_steps(self) -> Iterator[None]:
         """Work, and yield after each step."""
 
     def step(self, limit: float = 0.0) -> bool:
@@ -63,7 +63,7 @@ class Share:
     gained: float = 0.0
 
 
-def even_shares(strategies: Iterable[SteppedStrategy]) -> list[Share]:
+def share_evenly(strategies: Iterable[SteppedStrategy]) -> list[Share]:
     """Return a share for each strategy, equal while none of them gains anything."""
     return [Share(strategy, EVEN_SHARE) for strategy in strategies]
 

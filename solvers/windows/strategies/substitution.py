@@ -3,60 +3,60 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from solvers.clock import Clock
-from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.eviction.least_peak import find_least_evicting_schedule
 from solvers.problem import Problem
-from solvers.windows.decoding.decode import Order, decoded, is_possible, order_of
+from solvers.windows.decoding.decode import Order, decode, is_possible, order_of
 from solvers.windows.decoding.expand import Solution
-from solvers.windows.decoding.plain_graph import plain_graph
+from solvers.windows.decoding.plain_graph import build_plain_graph
 from solvers.windows.relaxation.discretization import Discretization
 
 
-def with_alternatives(problem: Problem, instead: frozenset[int]) -> Order | None:
+def substitute(problem: Problem, instead: frozenset[int]) -> Order | None:
     """Return the order that executes each op once, with `instead` in place of others; None if it is impossible.
 
     Only missing inputs are recomputed.
     """
     solution = Solution((frozenset(),), (frozenset(), frozenset()), instead=instead)
-    order = decoded(problem, Discretization.whole(problem), solution)
+    order = decode(problem, Discretization.whole(problem), solution)
     return order if is_possible(problem, order) else None
 
 
-def least_instead(problem: Problem, clock: Clock, should_stop: Callable[[], bool] | None) -> Order | None:
+def find_least_substitution(problem: Problem, clock: Clock, should_stop: Callable[[], bool] | None) -> Order | None:
     """Return the order of least peak that eviction rules find with the alternatives of least memory.
 
     Return None if there is none. The problem must not have transfers to the host.
     """
-    instead = _of_least_memory(problem)
-    if not instead or (order := with_alternatives(problem, instead)) is None:
+    instead = _choose_least_memory(problem)
+    if not instead or (order := substitute(problem, instead)) is None:
         return None
-    plain = plain_graph(problem, order.computed)
-    found = least_evicting_schedule(plain.graph, clock, should_stop=should_stop)
+    plain = build_plain_graph(problem, order.computed)
+    found = find_least_evicting_schedule(plain.graph, clock, should_stop=should_stop)
     if found is None:
         return order
     evicting = order_of(problem, [plain.ops[op] for op in found.computed], instead=instead)
     return evicting if is_possible(problem, evicting) else None
 
 
-def simple(problem: Problem) -> list[frozenset[int]]:
+def list_simple_substitutions(problem: Problem) -> list[frozenset[int]]:
     """Return the alternatives of least memory wherever that saves memory, and those of least time wherever that saves time."""
     places = problem.places
     gains_s = {b: sum(problem.time_s[i] for i in group) - problem.time_s[b] for b, group in enumerate(places.replaces) if group}
     fast = sorted((b for b, gain_s in gains_s.items() if gain_s > 0), key=lambda b: (-gains_s[b], b))
-    return [_of_least_memory(problem), _apart(places.replaces, fast)]
+    return [_choose_least_memory(problem), _select_disjoint(places.replaces, fast)]
 
 
-def _of_least_memory(problem: Problem) -> frozenset[int]:
+def _choose_least_memory(problem: Problem) -> frozenset[int]:
     """Return the alternatives of least memory, wherever one needs less memory than the ops that it replaces."""
     groups = problem.places.replaces
-    smaller = (b for b, group in enumerate(groups) if group and problem.own_bytes[b] < _most(problem, b))
-    return _apart(groups, sorted(smaller, key=lambda b: (problem.own_bytes[b], b)))
+    smaller = (b for b, group in enumerate(groups) if group and problem.own_bytes[b] < _compute_most_bytes(problem, b))
+    return _select_disjoint(groups, sorted(smaller, key=lambda b: (problem.own_bytes[b], b)))
 
 
-def _most(problem: Problem, b: int) -> int:
+def _compute_most_bytes(problem: Problem, b: int) -> int:
     return max(problem.own_bytes[i] for i in problem.places.replaces[b])
 
 
-def _apart(groups: Sequence[Sequence[int]], ranked: Iterable[int]) -> frozenset[int]:
+def _select_disjoint(groups: Sequence[Sequence[int]], ranked: Iterable[int]) -> frozenset[int]:
     """Return the first of `ranked` whose groups are disjoint."""
     chosen: set[int] = set()
     replaced: set[int] = set()

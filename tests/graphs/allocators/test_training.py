@@ -27,7 +27,7 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from solvers.clock import WorkClock
-from solvers.windows.strategies.offloaded_orders import least_offloaded
+from solvers.windows.strategies.offloaded_orders import find_least_offloaded
 from tests.support.graphs.small_graphs import random_overwriting
 
 MIB = 2**20
@@ -113,7 +113,7 @@ def test_overwriting_output_shares_the_block_of_its_input() -> None:
 
 def test_a_graph_with_transfers_reserves_memory_in_each_pool() -> None:
     graph = OFFLOAD.added_to(sized(training_chain(8), 12 * MIB), Surroundings(Link.even(1e9)))
-    schedule = least_offloaded(graph, WorkClock(1)).schedule
+    schedule = find_least_offloaded(graph, WorkClock(1)).schedule
     device, host = simulate(graph, schedule).pool_peaks_bytes
     assert host > 0 and device < 9 * 12 * MIB
     assert usage_of(training_of(graph, schedule)).reserved_bytes == device

@@ -26,8 +26,8 @@ from planner.studies.curve import curve
 from planner.studies.frontier import Frontier
 from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
-from solvers.least import least_known
-from solvers.order.reorder import in_program_order, reordered
+from solvers.least import find_least_known
+from solvers.order.reorder import find_order, keep_program_order
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import SOLVED, Result, Status
@@ -83,8 +83,8 @@ def test_the_rate_of_a_link_does_not_change_the_least_budget() -> None:
 def test_the_least_budget_is_the_better_of_two_orders(seed: int) -> None:
     graph = random_graph(seed, 12)
     least = least_budget(graph)
-    for order in (in_program_order(graph), reordered(graph)):
-        schedule = order.schedule_of_source(least_known(order.graph, WorkClock(1.0)))
+    for order in (keep_program_order(graph), find_order(graph)):
+        schedule = order.map_back(find_least_known(order.graph, WorkClock(1.0)))
         assert least.proved_bytes <= least.found_bytes <= simulate(graph, schedule).peak_bytes
     assert simulate(graph, least.schedule).peak_bytes == least.found_bytes
 
@@ -97,7 +97,7 @@ def test_least_budget_bracket_is_in_counted_memory(memory: CountedMemory) -> Non
     found = least_budget(graph, memory)
     assert found.proved_bytes <= counted_bytes(graph, found.schedule, memory) == found.found_bytes
     assert found.proved_bytes >= least_budget(graph).proved_bytes
-    known = Frontier(in_program_order(graph), 0.01, memory)
+    known = Frontier(keep_program_order(graph), 0.01, memory)
     known.learn_least(found)
     assert known.point(found.found_bytes, None).schedule == found.schedule
     assert known.point(found.proved_bytes - 1, None).status is Status.INFEASIBLE
@@ -112,8 +112,8 @@ def test_another_schedule_than_that_of_least_peak_reserves_less() -> None:
 
 def test_of_schedules_that_reserve_about_the_same_the_fastest_counts() -> None:
     graph = replace(transformer(TransformerSize(layers=2)), provenance={"device": "h200"})
-    orders = (in_program_order(graph), reordered(graph, WorkClock(2.0)))
-    unsolved = [order.schedule_of_source(least_known(order.graph, WorkClock(1.0))) for order in orders]
+    orders = (keep_program_order(graph), find_order(graph, WorkClock(2.0)))
+    unsolved = [order.map_back(find_least_known(order.graph, WorkClock(1.0))) for order in orders]
     memory = CountedMemory.RESERVED
     needs = [(counted_bytes(graph, schedule, memory, arena=False), simulate(graph, schedule).time_s) for schedule in unsolved]
     known_bytes, time_s = min(needs)
@@ -143,7 +143,7 @@ def test_stopped_search_returns_a_valid_bracket_and_is_not_remembered() -> None:
 def test_a_schedule_in_another_order_counts_where_none_in_this_order_fits() -> None:
     graph = random_training_step(1, 8)
     least = least_budget(graph)
-    known = Frontier(in_program_order(graph), 0.01)
+    known = Frontier(keep_program_order(graph), 0.01)
     known.learn_least(replace(least, order=tuple(reversed(range(len(graph.ops))))))
     known.infeasible_bytes = least.found_bytes  # in this order
     point = known.point(least.found_bytes, None)

@@ -14,14 +14,14 @@ from planner.plans.document import plan_to_dict
 from planner.plans.plan import plan_from_dict
 from planner.show.report.describe import plan_data, plan_text
 from solvers import clock
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.result import Ending, Status
 from solvers.windows import driver
 from solvers.windows.strategies.first_schedules import KeepEverything, TightEviction
 
 # Takes minutes to be solved to the last bit.
 GRAPH = random_training_step(2, 80)
-_LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
+_LEAST, _PEAK = bound_least_budget(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4
 
 

@@ -28,8 +28,8 @@ from planner.plans.summary import summarize
 from planner.progress import Event, Progress
 from planner.settings.counted_memory import CountedMemory
 from planner.show.report.describe import plan_text
-from solvers.clock import Clock, WallClock, left
-from solvers.order.reorder import Reordering, reordered
+from solvers.clock import Clock, WallClock, measure_rest
+from solvers.order.reorder import Reordering, find_order
 from solvers.registry import SOLVERS, Entry, get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
@@ -143,18 +143,18 @@ def test_the_time_limit_holds_for_the_order_and_for_the_solves_together(monkeypa
     given: list[tuple[str, float]] = []
 
     def order(graph: Graph, clock: Clock, should_stop: object = None) -> Reordering:
-        given.append(("order", left(clock)))
-        found = reordered(graph)
+        given.append(("order", measure_rest(clock)))
+        found = find_order(graph)
         clock.spend(10.0)
         return found
 
     def solve(request: Request) -> Result:
-        given.append(("solve", left(request.clock)))
+        given.append(("solve", measure_rest(request.clock)))
         found = get_solver("windows")(replace(request, clock=WallClock()))
         request.clock.spend(12.0)
         return replace(found, graph=request.graph)
 
-    monkeypatch.setattr("solvers.order.solve.reordered", order)
+    monkeypatch.setattr("solvers.order.solve.find_order", order)
     monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: solve)
     plan = planner.solve(graph, budget_bytes, work_limit=60.0, reorder=True)
     assert given == [("order", 15.0), ("solve", 50.0), ("solve", 38.0)]
@@ -179,7 +179,7 @@ def test_options_and_callbacks_reach_the_solver(graph: Graph, monkeypatch: pytes
     seen: list[object] = []
 
     def solve(request: Request) -> Result:
-        seen.extend((request.budget_bytes, request.interrupted(), request.settings))
+        seen.extend((request.budget_bytes, request.is_interrupted(), request.settings))
         request.tell("failing", None, None)
         return Result(request.graph, request.budget_bytes, Status.ERROR, None, None, "failing", 1.0, message="out of luck")
 

@@ -20,7 +20,7 @@ from planner.measure.tracing import capture_profiled
 from planner.plans.solving import solve
 from planner.runtime.executor import Executor
 from planner.settings.stages import TraceSettings
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from tests.support.budgets import on_the_way
 from tests.support.models.outcomes import assert_same, train
 from tests.support.models.packed import does, mixed, packing
@@ -113,7 +113,7 @@ def test_a_net_that_pools_fits_where_recomputing_does_not() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(16 * 64, 5))
     workload = Workload(model, nn.CrossEntropyLoss(), (torch.randn(8, 3, 34, 34), torch.randint(5, (8,))))
     capture = capture_profiled(workload, TraceSettings(passes=1, options=("pack",)))
-    below = least_budget_bound(with_options(capture.graph, ())).budget_bytes - 1
+    below = bound_least_budget(with_options(capture.graph, ())).budget_bytes - 1
     with pytest.raises(InfeasibleError):
         solve(capture.graph, below, work_limit=20.0)
     assert_exact(capture, workload, solve(capture.graph, below, options=["pack"], work_limit=20.0).schedule)

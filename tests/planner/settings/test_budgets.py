@@ -19,7 +19,7 @@ from planner.settings.budgets import (
     is_auto,
     read_budget,
 )
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from tests.support.solvers.brute_force import fastest
 
 
@@ -86,7 +86,7 @@ def test_the_least_memory_at_a_price_is_that_of_brute_force(seed: int) -> None:
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     within = [
         budget
-        for budget in range(least_budget_bound(graph).budget_bytes, peak_bytes + 1)
+        for budget in range(bound_least_budget(graph).budget_bytes, peak_bytes + 1)
         if (time_s := fastest(graph, budget)) is not None and time_s <= limit_s
     ]
     assert min(within) <= plan.budget_bytes <= min(within) + max(1, 0.01 * plan.budget_bytes)

@@ -53,9 +53,9 @@ def test_settings_that_cannot_be_are_refused_when_they_are_made(make: Callable[[
 def test_parameters_reach_the_solver() -> None:
     graph = training_chain(6)
     plan = planner.solve(graph, 4, params=PARAMS)
-    assert plan.settings["params"] == PARAMS.recorded()
+    assert plan.settings["params"] == PARAMS.export()
     at_most = planner.solve(graph, max_overhead=0.5, params=PARAMS)
-    assert at_most.settings["params"] == PARAMS.recorded()
+    assert at_most.settings["params"] == PARAMS.export()
     with pytest.raises(PlannerError, match="must be WindowsParams"):
         planner.solve(graph, 4, params=DtrParams())
 
@@ -79,7 +79,7 @@ def test_a_kept_plan_is_one_of_the_same_parameters(tmp_path: Path) -> None:
     given = {"budget": "100%", "passes": 1, "compare_eager": False, "cache": tmp_path, "wait": "5%"}
     for params in (None, PARAMS, PARAMS):
         step = planner.compile(model, nn.MSELoss(), batch, params=params, **given)
-        assert step.plan.settings["params"] == (params or WindowsParams()).recorded()
+        assert step.plan.settings["params"] == (params or WindowsParams()).export()
     assert len(list(tmp_path.glob("*.json"))) == 2
 
 
@@ -88,7 +88,7 @@ def test_the_command_reads_parameters(tmp_path: Path, capsys: pytest.CaptureFixt
     write_graph(training_chain(6), graph)
     Path(params).write_text("[bound]\nsmall_ops = 12\n")
     assert main(["solve", graph, "--budget", "100%", "--params", params, "-o", plan, "--quiet"]) == 0
-    assert read_plan(plan).settings["params"] == PARAMS.recorded()
+    assert read_plan(plan).settings["params"] == PARAMS.export()
     assert main(["solve", graph, "--budget", "100%", "--params", params, "--solver", "dtr"]) == 2
     assert "leave it out, or use --solver windows" in capsys.readouterr().err
 

@@ -29,7 +29,7 @@ from planner.studies.curve_table import curve_data
 from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
 from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
-from solvers.order.reorder import in_program_order
+from solvers.order.reorder import keep_program_order
 from solvers.registry import SOLVERS, Entry
 from solvers.request import Request
 from solvers.result import Result, Status
@@ -257,7 +257,7 @@ def test_budgets_are_spread_evenly_and_solved_from_the_ends() -> None:
 def turns(budgets: tuple[int, ...], limit: float) -> tuple[Turns, WorkClock]:
     clock = WorkClock(limit)
     graph = training_chain(6)
-    return Turns(Frontier(in_program_order(graph), 0.0), budgets, clock=clock, time_limit_s=60.0), clock
+    return Turns(Frontier(keep_program_order(graph), 0.0), budgets, clock=clock, time_limit_s=60.0), clock
 
 
 def unsolved(budget_bytes: int, bound_s: float, seconds: float) -> Result:

@@ -6,8 +6,8 @@ import pytest
 
 from graphs.addresses import Buffer, live_bytes
 from solvers.addresses import solve as solving
-from solvers.addresses.greedy import constructed, improve
-from solvers.addresses.instance import instances_of
+from solvers.addresses.greedy import construct_offsets, improve
+from solvers.addresses.instance import split_into_instances
 from solvers.addresses.solve import solve
 from solvers.clock import WorkClock
 from solvers.result import Status
@@ -57,14 +57,14 @@ def test_bounds_are_below_the_optimum_and_heuristics_above(seed: int) -> None:
     for _ in range(40):
         buffers = random_buffers(draw, 6, alignments=(1, 4) if seed % 2 else (1,))
         smallest = smallest_arena(buffers)
-        instances = instances_of(buffers)
+        instances = split_into_instances(buffers)
         assert live_bytes(buffers) <= max(instance.bound_bytes for instance in instances) <= smallest
-        for constructions in zip(*(constructed(instance, WorkClock(WORK)) for instance in instances), strict=True):
+        for constructions in zip(*(construct_offsets(instance, WorkClock(WORK)) for instance in instances), strict=True):
             heights = []
             for instance, offsets in zip(instances, constructions, strict=True):
                 better = improve(instance, offsets, 0, WorkClock(WORK), patience=5)
-                assert instance.height_bytes(better) <= instance.height_bytes(offsets)
-                heights.append(instance.height_bytes(better))
+                assert instance.compute_height_bytes(better) <= instance.compute_height_bytes(offsets)
+                heights.append(instance.compute_height_bytes(better))
             assert max(heights) >= smallest
 
 
@@ -81,9 +81,9 @@ def test_the_tightest_sections_are_placed_first(monkeypatch: pytest.MonkeyPatch)
     tight = packed_buffers(60, horizon=60, height=1000, seed=60)
     behind = [Buffer(f"{i} {k}", 60 + i, 62 + i, 100) for i in range(0, 100, 2) for k in range(4)]
     buffers = [*tight, *behind, Buffer("throughout", 0, 160, 50)]
-    (instance,) = instances_of(buffers)
-    assert set(instance.tight(0.9)) == {instance.index.index(u) for u in (*range(len(tight)), len(buffers) - 1)}
-    heights = [instance.height_bytes(offsets) for offsets in constructed(instance, WorkClock(WORK))]
+    (instance,) = split_into_instances(buffers)
+    assert set(instance.find_tight_buffers(0.9)) == {instance.index.index(u) for u in (*range(len(tight)), len(buffers) - 1)}
+    heights = [instance.compute_height_bytes(offsets) for offsets in construct_offsets(instance, WorkClock(WORK))]
     assert solve(buffers, work_limit=8.0).height_bytes == live_bytes(buffers) == 1050 < min(heights)
     monkeypatch.setattr(solving, "_TIGHT", ())
     assert solve(buffers, work_limit=1.0).height_bytes > 1050

@@ -9,8 +9,8 @@ import pytest
 from graphs.options.offload import without_offload
 from graphs.synthetic.small import training_chain
 from solvers.baselines import auto_perf_maxing
-from solvers.baselines.auto_perf_maxing import FractionsProgram, LayerTensor, chosen
-from solvers.baselines.common.blocks import blockings
+from solvers.baselines.auto_perf_maxing import FractionsProgram, LayerTensor, choose_positions
+from solvers.baselines.common.blocks import find_blockings
 from solvers.baselines.common.offloading import offer_of
 from solvers.clock import WallClock
 from solvers.result import Reason
@@ -21,7 +21,7 @@ from tests.support.solvers.answers import ask
 def outer() -> FractionsProgram:
     offer = offer_of(three_layers())
     assert offer is not None
-    return FractionsProgram(offer, blockings(offer.program)[0].blocks)
+    return FractionsProgram(offer, find_blockings(offer.program)[0].blocks)
 
 
 def test_layers_are_measured() -> None:
@@ -39,21 +39,21 @@ def test_layers_are_measured() -> None:
 
 def test_fractions_of_layers_match_hand_computed_values() -> None:
     found = outer()
-    r, o = found.fractions(8, WallClock()) or ([], [])
+    r, o = found.find_fractions(8, WallClock()) or ([], [])
     assert r == pytest.approx([0, 0, 0])
     # At g6 a byte too much: only what is offloaded of layer 0 is away then, at no cost.
-    r, o = found.fractions(7, WallClock()) or ([], [])
+    r, o = found.find_fractions(7, WallClock()) or ([], [])
     assert r == pytest.approx([0, 0, 0]) and o[0] >= 0.5 - 1e-9 and o[2] == 0
     # A byte too much at g4 too, when layer 0 is back already: half of it is computed again. Of the three at g6 that leaves
     # one, as much as may be away of layer 0, and one of layer 1.
-    r, o = found.fractions(5, WallClock()) or ([], [])
+    r, o = found.find_fractions(5, WallClock()) or ([], [])
     assert r == pytest.approx([0.5, 0.5, 0]) and o[0] == pytest.approx(0.5)
 
 
 def test_a_slow_link_is_a_limit() -> None:
     offer = offer_of(with_trips(without_offload(three_layers())[0], bytes_per_s=0.25))
     assert offer is not None
-    r, o = FractionsProgram(offer, blockings(offer.program)[0].blocks).fractions(7, WallClock()) or ([], [])
+    r, o = FractionsProgram(offer, find_blockings(offer.program)[0].blocks).find_fractions(7, WallClock()) or ([], [])
     # Half a byte in the 2 seconds of a layer: the other half of a byte is computed again, in layer 0 or 1.
     assert max(o) == pytest.approx(0.25) and sum(r) == pytest.approx(0.25)
 
@@ -68,8 +68,8 @@ def test_a_slow_link_is_a_limit() -> None:
 )
 def test_layer_program_chooses_tensors_to_recompute_and_offload(large_away: bool, again: list[int], away: list[int]) -> None:
     saved = [LayerTensor(t, size, 1.0, again=True, away=t > 0 or large_away) for t, size in enumerate((4, 3, 2, 1))]
-    assert chosen(saved, 5.0, 4.0, WallClock()) == (again, away)
-    assert chosen(saved, 0.0, 0.0, WallClock()) == ([], [])
+    assert choose_positions(saved, 5.0, 4.0, WallClock()) == (again, away)
+    assert choose_positions(saved, 0.0, 0.0, WallClock()) == ([], [])
 
 
 def test_rounds_end_with_a_schedule_that_fits() -> None:
@@ -87,7 +87,7 @@ def test_a_transformer_near_its_budget() -> None:
     graph = small_gpt(6)
     offer = offer_of(graph)
     assert offer is not None
-    peak = max(FractionsProgram(offer, blockings(offer.program)[0].blocks).live)
+    peak = max(FractionsProgram(offer, find_blockings(offer.program)[0].blocks).live)
     shares = (0.8, 0.7)
     found = [auto_perf_maxing.solve(ask(graph, int(share * peak))) for share in shares]
     assert all(one.peak_bytes is not None and one.peak_bytes <= share * peak for one, share in zip(found, shares, strict=True))

@@ -21,7 +21,7 @@ def test_capuchin_swaps_by_free_time() -> None:
     offer = offer_of(graph)
     assert offer is not None
     # f1 is idle from 2 to 6, f2 from 3 to 5; two seconds of that are copies. f3 and f4 never are.
-    assert [(s.tensor, s.after, s.before, s.free_s) for s in capuchin_swap.swaps_of(offer)] == [(0, 1, 6, 2.0), (1, 2, 5, 0.0)]
+    assert [(s.tensor, s.after, s.before, s.free_s) for s in capuchin_swap.list_swaps(offer)] == [(0, 1, 6, 2.0), (1, 2, 5, 0.0)]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.baselines import chen, griewank, rotor
-from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, crossings, cut_places, evenly
-from solvers.baselines.griewank import extra_runs, plan
+from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places, find_crossings, select_evenly
+from solvers.baselines.griewank import count_extra_runs, plan
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import peak_bytes
@@ -45,7 +45,7 @@ def training_chain_with_internals(layers: int) -> Graph:
 def test_where_a_graph_may_be_cut() -> None:
     # a -> b -> d, a -> c -> d: what is after b or c is not all made by the op before the cut.
     graph = diamond()
-    assert crossings(graph) == [{0}, {0, 1}, {0, 1, 2}, {0, 3}, frozenset()]
+    assert find_crossings(graph) == [{0}, {0, 1}, {0, 1, 2}, {0, 3}, frozenset()]
     assert cut_places(graph, Cuts.ARTICULATION) == [0, 4]
     assert cut_places(graph, Cuts.LINEARISED) == [0, 1, 2, 3, 4]
 
@@ -58,9 +58,9 @@ def test_blocks_of_a_transformer_end_at_articulation_points() -> None:
 
 
 def test_places_are_spaced_evenly() -> None:
-    assert evenly(range(10), 3) == [3, 6, 9]
-    assert evenly([4, 7], 5) == [4, 7]
-    assert evenly([], 3) == []
+    assert select_evenly(range(10), 3) == [3, 6, 9]
+    assert select_evenly([4, 7], 5) == [4, 7]
+    assert select_evenly([], 3) == []
 
 
 def test_a_plan_becomes_a_schedule() -> None:
@@ -127,7 +127,7 @@ def test_binomial_checkpointing_runs_the_least_number_of_stages(snapshots: int) 
     for length in range(1, 41):
         steps = list(plan(length, snapshots))
         assert [step.stage for step in steps if step.saving] == list(range(length))[::-1]
-        assert len(steps) - length == extra_runs(length, snapshots) == least_runs(length, snapshots)
+        assert len(steps) - length == count_extra_runs(length, snapshots) == least_runs(length, snapshots)
 
 
 def stored(length: int, snapshots: int) -> Iterator[int]:

@@ -6,7 +6,7 @@ from graphs.ir import Graph
 from graphs.synthetic.draft import Draft
 from solvers.baselines.checkmate import CheckmateParams, solve
 from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, CheckmateVariant, UnusedOutputs
-from solvers.problem import problem_of
+from solvers.problem import build_problem
 from solvers.result import Status
 from tests.support.solvers.answers import ask
 
@@ -51,7 +51,7 @@ def second_copy() -> Graph:
 
 
 def test_an_output_made_twice_is_there_once_afterwards() -> None:
-    model = CheckmateModel(problem_of(second_copy(), 7))
+    model = CheckmateModel(build_problem(second_copy(), 7))
     model.build()
     # By hand: y stays, a runs again before c.
     fixed = {"S_1_1": 1, "S_2_1": 1, "S_3_1": 1, "S_1_0": 0, "S_2_0": 0, "R_2_0": 1, "R_2_1": 0, "R_3_0": 0}

@@ -16,7 +16,7 @@ from solvers.baselines.checkmate import CheckmateParams, solve, write_model
 from solvers.baselines.common.checkmate_program import CheckmateModel
 from solvers.baselines.common.pulp_solvers import OUTCOMES, PulpAnswer
 from solvers.highs.program import Outcome
-from solvers.problem import problem_of
+from solvers.problem import build_problem
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import budget_at
@@ -50,12 +50,12 @@ def test_a_program_that_is_too_large_is_not_begun(tmp_path: Path) -> None:
 
 def test_the_size_of_the_program_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(10):
-        model = CheckmateModel(problem_of(random_graph(seed, 12), 1000))
+        model = CheckmateModel(build_problem(random_graph(seed, 12), 1000))
         model.build()
         monkeypatch.setattr("solvers.baselines.common.checkmate_program.MOST_BINARIES", len(model.R) + len(model.S) - 1)
-        assert f"has {len(model.R) + len(model.S)} variables" in str(model.refusal(math.inf))
+        assert f"has {len(model.R) + len(model.S)} variables" in str(model.explain_refusal(math.inf))
         monkeypatch.setattr("solvers.baselines.common.checkmate_program.MOST_BINARIES", len(model.R) + len(model.S))
-        assert model.refusal(math.inf) is None
+        assert model.explain_refusal(math.inf) is None
 
 
 @pytest.mark.parametrize("time_limit_s", [1e-9, 0.02])

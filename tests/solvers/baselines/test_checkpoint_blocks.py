@@ -16,7 +16,7 @@ from planner.capture.workload.models import build
 from planner.measure.tracing import trace
 from solvers.baselines import sac
 from solvers.baselines.checkpoint_blocks import checkpoint_blocks, solve
-from solvers.baselines.common.blocks import ModuleTree, block_of, blockings, levels
+from solvers.baselines.common.blocks import ModuleTree, block_of, count_levels, find_blockings
 from solvers.baselines.common.recomputation import recompute_groups
 from solvers.result import Reason, Status
 from tests.support.solvers.answers import ask
@@ -70,7 +70,7 @@ def test_a_block_runs_again_just_before_its_backward() -> None:
 @pytest.mark.parametrize("layers", [2, 5])
 def test_of_a_transformer_only_boundaries_stay(layers: int) -> None:
     graph = named_transformer(layers)
-    assert levels(graph) == 1
+    assert count_levels(graph) == 1
     schedule = checkpoint_blocks(graph, 1)
     simulation, kept = simulate(graph, schedule), simulate(graph, keep_everything(graph))
     assert simulation.peak_bytes < kept.peak_bytes
@@ -139,7 +139,7 @@ def in_modules(*paths: str) -> Graph:
 
 
 def modules(graph: Graph, depth: int, *, layers: bool = False) -> list[str | None]:
-    return list(ModuleTree(graph).modules_at(depth, layers=layers))[:-1]
+    return list(ModuleTree(graph).list_modules_at(depth, layers=layers))[:-1]
 
 
 def test_modules_some_steps_below_the_model() -> None:
@@ -165,11 +165,11 @@ def test_a_module_that_is_called_twice_is_no_list() -> None:
 
 def test_ways_that_divide_alike_are_tried_once() -> None:
     graph = in_modules("m.h.0.a", "m.h.0.b", "m.h.1.a", "m.h.1.b", "m.head")
-    divided = [way.blocks[:-1] for way in blockings(graph)]
+    divided = [way.blocks[:-1] for way in find_blockings(graph)]
     assert len(set(divided)) == len(divided)
     assert (("m.h.0",) * 2 + ("m.h.1",) * 2 + (None,)) in divided
     assert (("m.h",) * 4 + (None,)) in divided
-    assert blockings(in_modules("m", "m", "m")) == []
+    assert find_blockings(in_modules("m", "m", "m")) == []
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def unet() -> Graph:
 
 
 def test_the_blocks_of_a_unet_are_stem_down_and_up(unet: Graph) -> None:
-    way = next(way for way in blockings(unet) if way.settings == {"depth": 1})
+    way = next(way for way in find_blockings(unet) if way.settings == {"depth": 1})
     names = {"model.stem", *(f"model.{part}.{k}" for part in ("down", "up") for k in range(4))}
     assert set(way.blocks) == {None, *names}
     found, kept = simulate(unet, recompute_groups(unet, way.blocks)), simulate(unet, keep_everything(unet))
@@ -194,5 +194,5 @@ def test_a_unet_is_checkpointed_at_70_percent_of_its_peak(unet: Graph) -> None:
     assert blocks.time_s is not None and selective.time_s is not None
     assert selective.time_s < blocks.time_s < 1.3 * unet.time_s
     # By single layers, as numbered modules alone would have it, it needs more.
-    numbered = [simulate(unet, checkpoint_blocks(unet, level)).peak_bytes for level in range(1, levels(unet) + 1)]
+    numbered = [simulate(unet, checkpoint_blocks(unet, level)).peak_bytes for level in range(1, count_levels(unet) + 1)]
     assert min(numbered) > 0.7 * peak

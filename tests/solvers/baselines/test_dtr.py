@@ -13,9 +13,9 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from solvers.baselines.common.online import OnlineFailedError, OnlineRun
-from solvers.baselines.common.recomputation import repeatable
+from solvers.baselines.common.recomputation import find_repeatable
 from solvers.baselines.dtr import DtrParams, solve
-from solvers.online.heuristics import DtrRule, Heuristic, heuristic_of
+from solvers.online.heuristics import DtrRule, Heuristic, make_heuristic
 from solvers.online.ledger import Deallocation
 from solvers.registry import get_solver
 from solvers.result import Status
@@ -112,7 +112,7 @@ def test_without_eviction_the_peak_is_that_of_keeping_everything(name: str) -> N
 )
 def test_recomputation_on_a_linear_network(rule: DtrRule, length: int, again: float) -> None:
     graph = linear_network(length)
-    schedule = OnlineRun(graph, 2 * math.isqrt(length), heuristic_of(rule)).run()
+    schedule = OnlineRun(graph, 2 * math.isqrt(length), make_heuristic(rule)).run()
     simulation = simulate(graph, schedule)
     assert simulation.peak_bytes <= 2 * math.isqrt(length)
     assert simulation.recomputed / length == pytest.approx(again, rel=0.05)
@@ -136,7 +136,7 @@ def test_schedules_run_and_fit(seed: int, ops: int, share: float, rule: DtrRule,
     if result.status is Status.LIMIT:
         assert result.bound_s is None
         assert "out of memory" in result.message or "thrashes" in result.message
-    if share == 1.0 and deallocation is Deallocation.EAGER and all(repeatable(graph)):
+    if share == 1.0 and deallocation is Deallocation.EAGER and all(find_repeatable(graph)):
         assert result.time_s == graph.time_s
 
 
@@ -165,7 +165,7 @@ class FromScratch(Heuristic):
             stack += new
         return found
 
-    def scores(self, storages: np.ndarray, now_s: float) -> np.ndarray:  # type: ignore[type-arg]
+    def score(self, storages: np.ndarray, now_s: float) -> np.ndarray:  # type: ignore[type-arg]
         known = self.storages
         scores = []
         for storage in storages.tolist():
@@ -182,7 +182,7 @@ def test_the_exact_neighbourhood_is_exact(seed: int) -> None:
     graph = random_graph(seed, 60)
     budget = int(0.6 * simulate(graph, keep_everything(graph)).peak_bytes)
     ends = []
-    for rule in (heuristic_of(DtrRule.FULL), FromScratch()):
+    for rule in (make_heuristic(DtrRule.FULL), FromScratch()):
         run = OnlineRun(graph, budget, rule, thrash_factor=20.0)
         try:
             ends.append((run.run().steps, ""))

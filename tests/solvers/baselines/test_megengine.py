@@ -72,7 +72,7 @@ def scores_at_the_end(heuristic: Interpreter | StaticRule, ends_with: int) -> di
         run.free(b)
     run.now = 3
     candidates = [t for t in (a, b, c) if run.live[t]]
-    scores = heuristic.scores(np.array([run.storage[t] for t in candidates]), run.clock_s)
+    scores = heuristic.score(np.array([run.storage[t] for t in candidates]), run.clock_s)
     return {graph.tensors[t].name: float(score) for t, score in zip(candidates, scores, strict=True)}
 
 

@@ -14,7 +14,7 @@ from graphs.synthetic.small import training_chain
 from planner.measure.tracing import trace
 from planner.plans.solving import solve
 from solvers.baselines import monet
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock
 from solvers.registry import get_solver
 from solvers.request import Request
@@ -116,18 +116,18 @@ def test_monet_accepts_kernels_and_refuses_offload() -> None:
 
 def test_too_small_budgets_and_too_large_programs_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = training_chain(4)
-    found = get_solver("monet")(Request(graph, least_budget_bound(graph).budget_bytes - 1))
+    found = get_solver("monet")(Request(graph, bound_least_budget(graph).budget_bytes - 1))
     assert (found.status, found.reason) == (Status.LIMIT, Reason.MEMORY) and "raise the budget" in found.message
     monkeypatch.setattr(monet, "MOST_ENTRIES", 3)
     found = get_solver("monet")(Request(graph, simulate(graph, keep_everything(graph)).peak_bytes))
     assert (found.status, found.reason) == (Status.LIMIT, Reason.SIZE) and "more than 3" in found.message
-    assert monet.program_time_s(graph, 10**9) == 0.0
+    assert monet.estimate_program_time_s(graph, 10**9) == 0.0
 
 
 def test_a_limit_in_which_there_is_no_solution_is_refused_at_once() -> None:
     graph = training_chain(80)
     budget_bytes = simulate(graph, keep_everything(graph)).peak_bytes
-    limit_s = 0.9 * monet.program_time_s(graph, budget_bytes)
+    limit_s = 0.9 * monet.estimate_program_time_s(graph, budget_bytes)
     refused = get_solver("monet")(Request(graph, budget_bytes, clock=WallClock(limit_s)))
     assert refused.seconds < limit_s / 2
     assert refused.reason is Reason.TIME and "to write it and solve its relaxation once takes about" in refused.message

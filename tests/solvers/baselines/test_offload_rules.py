@@ -89,7 +89,7 @@ def test_deepspeed_brings_back_early_where_memory_allows() -> None:
     assert offer is not None
     plan = deepspeed_offload._OffloadPlan(offer, [0])
     # f1 is read by g2, two ops into the backward pass: asked for before g3, a second earlier, where 3 bytes are in use.
-    tight, roomy = (plan.early(budget_bytes=budget).computed for budget in (3, 4))
+    tight, roomy = (plan.reload_early(budget_bytes=budget).computed for budget in (3, 4))
     copy_in = offer.by_tensor[0].reload_op
     assert tight.index(copy_in) == tight.index(6) - 1
     assert roomy.index(copy_in) == roomy.index(5) - 1
@@ -99,7 +99,7 @@ def tried_with(saves: str, share: float) -> tuple[Graph, Schedule]:
     graph = three_layers()
     offer = offer_of(graph)
     assert offer is not None
-    candidates = list(sac_and_offload._trials(offer, (share,)))
+    candidates = list(sac_and_offload._generate_trials(offer, (share,)))
     (found,) = (c.schedule for c in candidates if c.settings["saves"] == saves and c.settings.get("level") == 1)
     return graph, found
 
@@ -150,5 +150,5 @@ def test_parts_of_layers_may_stand_among_those_of_others() -> None:
     # f3, of layer 0, is made after layer 1 has ended, at whose end it would go.
     result = sac_and_offload.solve(ask(graph, 10))
     check_by_both_judges(graph, result)
-    for candidate in sac_and_offload._trials(offer_of(graph), (1.0,)):  # type: ignore[arg-type]
+    for candidate in sac_and_offload._generate_trials(offer_of(graph), (1.0,)):  # type: ignore[arg-type]
         simulate(graph, candidate.schedule)

@@ -14,7 +14,7 @@ from planner.capture.workload.models import build
 from planner.measure.tracing import trace
 from solvers.baselines.deepspeed_offload import DeepSpeedParams
 from solvers.baselines.offload_activations import OffloadActivationsParams
-from solvers.problem import problem_of
+from solvers.problem import build_problem
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
 from solvers.windows import solve as solve_exactly
@@ -85,7 +85,7 @@ def test_no_baseline_is_faster_than_the_bound(name: str, wanted: int) -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_a_transformer_takes_less_memory(name: str) -> None:
     graph = small_gpt()
-    program = problem_of(graph, 1).graph
+    program = build_problem(graph, 1).graph
     kept = simulate(program, keep_everything(program)).peak_bytes
     budget = kept if name in WITHOUT_BUDGET else int(0.85 * kept)
     result = get_solver(name)(ask(graph, budget, params=RIVALS[name]))

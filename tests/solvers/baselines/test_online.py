@@ -15,7 +15,7 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.small import chain
 from solvers.baselines.common.online import OnlineFailedError, OnlineRun
 from solvers.baselines.dtr import DtrParams, solve
-from solvers.online.heuristics import DtrRule, heuristic_of
+from solvers.online.heuristics import DtrRule, make_heuristic
 from solvers.online.ledger import Deallocation
 from solvers.result import Status
 from tests.support.graphs.imported import public_log
@@ -89,10 +89,10 @@ def test_view_is_evicted_with_its_base_and_recomputed_when_read(tmp_path: Path) 
     assert [t.size_bytes for t in graph.tensors] == [5, 10, 0, 10, 10, 10]
     assert [t.view_of for t in graph.tensors] == [None, None, 1, None, None, None]
     graph = renamed(graph)
-    run = OnlineRun(graph, 45, heuristic_of(DtrRule.LRU))
+    run = OnlineRun(graph, 45, make_heuristic(DtrRule.LRU))
     assert run.run().computed == (0, 1, 2, 3, 4)
     assert run.ledger.own_s[run.storage[1]] == pytest.approx(2e-6)
-    run = OnlineRun(graph, 45, heuristic_of(DtrRule.LRU))
+    run = OnlineRun(graph, 45, make_heuristic(DtrRule.LRU))
     for op in range(4):
         run.execute(op)
     run.free(1)
@@ -115,13 +115,13 @@ def test_schedules_with_views_run_and_fit(rule: DtrRule, deallocation: Deallocat
 
 
 def test_eager_eviction_frees_after_the_last_use() -> None:
-    schedule = OnlineRun(chain(3), 10, heuristic_of(DtrRule.DTR)).run()
+    schedule = OnlineRun(chain(3), 10, make_heuristic(DtrRule.DTR)).run()
     assert schedule.steps == (Compute(0), Compute(1), Free(0), Compute(2), Free(1), Free(2))
 
 
 def test_without_deallocation_nothing_is_freed_before_memory_runs_out() -> None:
     graph = chain(5)
-    run = OnlineRun(graph, 3, heuristic_of(DtrRule.LRU), deallocation=Deallocation.IGNORE)
+    run = OnlineRun(graph, 3, make_heuristic(DtrRule.LRU), deallocation=Deallocation.IGNORE)
     assert run.run().steps == (*(Compute(i) for i in range(3)), Free(0), Compute(3), Free(1), Compute(4))
 
 
@@ -133,11 +133,11 @@ def test_children_of_a_banished_tensor_stay_until_released() -> None:
     (c,) = draft.op("c", [], [2])
     draft.op("d", [b, c], [1])
     graph = draft.graph()
-    assert OnlineRun(graph, 5, heuristic_of(DtrRule.DTR), deallocation=Deallocation.BANISH).run().computed == (0, 1, 2, 3)
+    assert OnlineRun(graph, 5, make_heuristic(DtrRule.DTR), deallocation=Deallocation.BANISH).run().computed == (0, 1, 2, 3)
     graph = replace(graph, ops=(*graph.ops[:2], replace(graph.ops[2], workspace_bytes=2), graph.ops[3]))
     with pytest.raises(OnlineFailedError, match="op 'c' needs 4 B more, 2 B are in use, and nothing is left to evict"):
-        OnlineRun(graph, 5, heuristic_of(DtrRule.DTR), deallocation=Deallocation.BANISH).run()
-    assert OnlineRun(graph, 5, heuristic_of(DtrRule.DTR)).run().computed == (0, 1, 2, 0, 1, 3)
+        OnlineRun(graph, 5, make_heuristic(DtrRule.DTR), deallocation=Deallocation.BANISH).run()
+    assert OnlineRun(graph, 5, make_heuristic(DtrRule.DTR)).run().computed == (0, 1, 2, 0, 1, 3)
 
 
 def test_unrecomputable_tensor_stays_while_it_may_be_read() -> None:
@@ -149,7 +149,7 @@ def test_unrecomputable_tensor_stays_while_it_may_be_read() -> None:
     (c,) = draft.op("c", [b], [1])
     (d,) = draft.op("d", [a, c], [1])
     draft.op("e", [d], [1])
-    schedule = OnlineRun(draft.graph([d]), 7, heuristic_of(DtrRule.DTR)).run()
+    schedule = OnlineRun(draft.graph([d]), 7, make_heuristic(DtrRule.DTR)).run()
     assert schedule.computed == (0, 1, 2, 3, 1, 4, 5)
     assert schedule.steps.index(Compute(4)) < schedule.steps.index(Free(s)) < schedule.steps.index(Compute(5))
 

@@ -56,7 +56,7 @@ def test_program_cost_bounds_the_cost_of_the_schedule(power: float) -> None:
         found = highs.solve_program(program, clock=WallClock(10))
         if found.values is None or found.objective is None:
             continue
-        schedule = poet.carried_out(model, found.values, int(0.85 * peak))
+        schedule = poet.carry_out(model, found.values, int(0.85 * peak))
         simulation = simulate(graph, schedule)
         assert simulation.peak_bytes <= int(0.85 * peak), seed
         times = [graph.ops[op].time_s * (power if graph.ops[op].optional else 1.0) for op in schedule.computed]
@@ -75,7 +75,7 @@ def test_large_graphs_are_not_tried() -> None:
 def test_a_limit_in_which_there_is_no_solution_is_refused_at_once() -> None:
     graph = with_trips(plain := training_chain(20), 50e9)
     budget_bytes = simulate(plain, keep_everything(plain)).peak_bytes
-    least_s = poet.program_time_s(graph, budget_bytes)
+    least_s = poet.estimate_program_time_s(graph, budget_bytes)
     refused = poet.solve(ask(graph, budget_bytes, time_limit_s=0.9 * least_s))
     assert refused.reason is Reason.TIME and "to write it and solve its relaxation once takes about" in refused.message
-    assert poet.program_time_s(plain, budget_bytes) == 0.0  # without transfers
+    assert poet.estimate_program_time_s(plain, budget_bytes) == 0.0  # without transfers

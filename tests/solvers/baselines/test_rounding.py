@@ -13,9 +13,9 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.baselines import checkmate, rounding
 from solvers.baselines.common.checkmate_program import CheckmateModel
 from solvers.baselines.common.pulp_solvers import PulpAnswer
-from solvers.baselines.rounding import RoundingParams, cheapest_executions, solve
+from solvers.baselines.rounding import RoundingParams, find_cheapest_executions, solve
 from solvers.highs.program import Outcome
-from solvers.problem import problem_of
+from solvers.problem import build_problem
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import budget_at
@@ -26,9 +26,9 @@ from tests.support.solvers.answers import ask
 
 
 def executions(graph: Graph, handed: set[tuple[int, int]]) -> list[int]:
-    model = CheckmateModel(problem_of(graph, 10**9), whole=False)
+    model = CheckmateModel(build_problem(graph, 10**9), whole=False)
     model.build()
-    return cheapest_executions(model, handed)
+    return find_cheapest_executions(model, handed)
 
 
 def everything(graph: Graph) -> set[tuple[int, int]]:

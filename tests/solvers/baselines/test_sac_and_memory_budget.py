@@ -16,9 +16,9 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from solvers.baselines import memory_budget, sac
-from solvers.baselines.common.torch_ops import COMPUTE_INTENSIVE, base_name
-from solvers.baselines.memory_budget import Partition, knapsack, trials
-from solvers.baselines.sac import SacParams, SacRule, ops_on, save_lists, saved_ops
+from solvers.baselines.common.torch_ops import COMPUTE_INTENSIVE, extract_base_name
+from solvers.baselines.memory_budget import Partition, generate_trials, solve_knapsack
+from solvers.baselines.sac import SacParams, SacRule, list_saved_ops, save_lists, select_listed_ops
 from solvers.registry import get_solver
 from solvers.result import Reason, Status
 from tests.support.solvers.answers import ask
@@ -55,17 +55,17 @@ def recomputed(graph: Graph, computed: Sequence[int]) -> list[str]:
 
 
 def test_base_name_strips_namespace_and_overload() -> None:
-    assert base_name("aten.mm.default") == base_name("mm") == "mm"
-    assert base_name("aten.relu_.default") == base_name("relu_") == "relu"
-    assert base_name("generator.get_state") == "generator"
+    assert extract_base_name("aten.mm.default") == extract_base_name("mm") == "mm"
+    assert extract_base_name("aten.relu_.default") == extract_base_name("relu_") == "relu"
+    assert extract_base_name("generator.get_state") == "generator"
 
 
 def test_sac_rules_save_the_listed_ops() -> None:
     graph = network(2)
-    assert [op.name for op in saved_ops(graph, SacRule.LISTED)] == ["0.0", "0.2", "0.3", "1.0", "1.2", "1.3"]
-    assert [op.name for op in saved_ops(graph, SacRule.EVERY_SECOND)] == ["0.0", "0.3", "1.0", "1.3"]
-    assert [op.name for op in saved_ops(graph, SacRule.ATTENTION)] == ["0.3", "1.3"]
-    assert [op.name for op in saved_ops(graph, SacRule.LISTED, frozenset({"relu", "aten.mm.default"}))][:3] == [
+    assert [op.name for op in list_saved_ops(graph, SacRule.LISTED)] == ["0.0", "0.2", "0.3", "1.0", "1.2", "1.3"]
+    assert [op.name for op in list_saved_ops(graph, SacRule.EVERY_SECOND)] == ["0.0", "0.3", "1.0", "1.3"]
+    assert [op.name for op in list_saved_ops(graph, SacRule.ATTENTION)] == ["0.3", "1.3"]
+    assert [op.name for op in list_saved_ops(graph, SacRule.LISTED, frozenset({"relu", "aten.mm.default"}))][:3] == [
         "0.0",
         "0.1",
         "0.2",
@@ -123,7 +123,9 @@ def test_lists_of_the_kinds_there_are() -> None:
 
 def test_save_lists_select_their_ops() -> None:
     graph = network(3)
-    lists = {known.name: [op.name for op in ops_on(known, graph)] for known in save_lists([op.target for op in graph.ops])}
+    lists = {
+        known.name: [op.name for op in select_listed_ops(known, graph)] for known in save_lists([op.target for op in graph.ops])
+    }
     assert lists["attention"] == ["0.3", "1.3", "2.3"]
     assert lists["every second matmul"] == ["0.0", "1.0", "2.0"]
     assert lists["attention + every second matmul"] == ["0.0", "0.3", "1.0", "1.3", "2.0", "2.3"]
@@ -159,7 +161,7 @@ def test_sac_is_tuned_over_its_lists() -> None:
 @given(items=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=8), room=st.integers(0, 100))
 def test_the_knapsack_is_optimal(items: list[tuple[int, int]], room: int) -> None:
     sizes, values = [size / 100 for size, _ in items], [float(value) for _, value in items]
-    chosen = knapsack(np.array(sizes), values, room / 100)
+    chosen = solve_knapsack(np.array(sizes), values, room / 100)
     assert sum(items[k][0] for k in chosen) <= room
     sets = (s for n in range(len(items) + 1) for s in combinations(range(len(items)), n))
     best = max(sum(values[k] for k in s) for s in sets if sum(items[k][0] for k in s) <= room)
@@ -199,17 +201,17 @@ def test_the_cut_is_the_least(seed: int) -> None:
 def test_memory_budget_1_saves_non_elementwise_tensors_and_0_none() -> None:
     graph = network(2)
     partition = Partition(graph)
-    names = {graph.tensors[t].name for t in partition.saved(1.0)}
+    names = {graph.tensors[t].name for t in partition.choose_saved(1.0)}
     assert names == {"0.0", "0.2", "0.3", "0.4", "1.0", "1.2", "1.3", "loss"}
-    assert partition.saved(0.0) == frozenset()
+    assert partition.choose_saved(0.0) == frozenset()
 
 
 def test_a_smaller_fraction_saves_less_and_takes_longer() -> None:
     graph = network(6)
     partition = Partition(graph)
-    saved = [partition.bytes_of(partition.saved(fraction)) for fraction in memory_budget.FRACTIONS]
+    saved = [partition.count_bytes(partition.choose_saved(fraction)) for fraction in memory_budget.FRACTIONS]
     assert all(size <= max(fraction * saved[0], 0) for fraction, size in zip(memory_budget.FRACTIONS, saved, strict=True))
-    times = [simulate(graph, trial.schedule).time_s for trial in trials(graph, (1.0, 0.6, 0.3, 0.0))]
+    times = [simulate(graph, trial.schedule).time_s for trial in generate_trials(graph, (1.0, 0.6, 0.3, 0.0))]
     assert times == sorted(times)
     assert len(set(times)) == 4
 
@@ -217,7 +219,7 @@ def test_a_smaller_fraction_saves_less_and_takes_longer() -> None:
 def test_without_names_the_knapsack_is_over_all_ops() -> None:
     graph = training_chain(20)
     partition = Partition(graph)
-    assert [len(partition.saved(fraction)) for fraction in (1.0, 0.5, 0.0)] == [20, 10, 0]
+    assert [len(partition.choose_saved(fraction)) for fraction in (1.0, 0.5, 0.0)] == [20, 10, 0]
 
 
 def test_a_budget_in_bytes_finds_its_fraction() -> None:

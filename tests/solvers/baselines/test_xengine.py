@@ -14,9 +14,9 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from solvers import highs
-from solvers.baselines.xengine import ScheduleClass, XEngineParams, XEngineProgram, add_clocks, lazy_schedule
+from solvers.baselines.xengine import ScheduleClass, XEngineParams, XEngineProgram, add_clocks, build_lazy_schedule
 from solvers.clock import WallClock
-from solvers.registry import get_solver, program_time_s
+from solvers.registry import estimate_program_time_s, get_solver
 from solvers.result import Reason, Result, Status
 from tests.support.graphs.options import check_by_both_judges, names, on_devices, random_placement, with_trips
 from tests.support.graphs.small_graphs import diamond
@@ -112,10 +112,10 @@ def test_the_clocks_of_the_program_are_those_of_the_judge() -> None:
         program = XEngineProgram(placement_of(graph), budget, ScheduleClass(stay=True, ahead=True), whole_frees=True)
         assert program.build()
         add_clocks(program, 100.0)
-        answer = highs.solve_program(program.milp(), clock=WallClock(60.0))
+        answer = highs.solve_program(program.build_milp(), clock=WallClock(60.0))
         if answer.values is None or answer.objective is None:
             continue
-        simulation = simulate(graph, lazy_schedule(program, answer.values))
+        simulation = simulate(graph, build_lazy_schedule(program, answer.values))
         assert simulation.peak_bytes <= budget
         assert simulation.time_s == pytest.approx(answer.objective * program.unit_s, rel=1e-5), seed
         compared += 1
@@ -230,11 +230,11 @@ def test_variables_are_counted_without_a_program(schedules: ScheduleClass) -> No
 @pytest.mark.parametrize("name", ["xengine", "xengine-overlapped"])
 def test_a_limit_in_which_there_is_no_solution_is_refused_at_once(name: str) -> None:
     graph, budget_bytes = on_two_devices(training_chain(20))
-    least_s = program_time_s(name, graph, budget_bytes)
+    least_s = estimate_program_time_s(name, graph, budget_bytes)
     refused = get_solver(name)(ask(graph, budget_bytes, time_limit_s=0.9 * least_s))
     assert (refused.status, refused.reason) == (Status.LIMIT, Reason.TIME)
     assert "to write it and solve its relaxation once takes about" in refused.message
-    assert program_time_s(name, training_chain(20), budget_bytes) == 0.0  # on one device
+    assert estimate_program_time_s(name, training_chain(20), budget_bytes) == 0.0  # on one device
 
 
 def test_hundreds_of_ops_are_refused_before_a_program_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,4 +243,4 @@ def test_hundreds_of_ops_are_refused_before_a_program_is_written(monkeypatch: py
     for name in ("xengine", "xengine-overlapped"):
         refused = get_solver(name)(ask(graph, budget_bytes, time_limit_s=1e9))
         assert refused.reason is Reason.SIZE and "more than 24,000, the most that this solver supports" in refused.message
-        assert program_time_s(name, graph, budget_bytes) == 0.0
+        assert estimate_program_time_s(name, graph, budget_bytes) == 0.0

@@ -12,22 +12,22 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock
-from solvers.eviction.engine import Eviction, evicting_order
-from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.eviction.engine import Eviction, find_evicting_order
+from solvers.eviction.least_peak import find_least_evicting_schedule
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule, EvictionSettings, Guide
-from solvers.problem import problem_of
+from solvers.problem import build_problem
 
 
 def between(graph: Graph, share: float) -> int:
     """A budget from the bound of single ops (0) to the peak (1)."""
-    least, peak = least_budget_bound(graph).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
+    least, peak = bound_least_budget(graph).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
     return least + int(share * (peak - least))
 
 
 def executed(graph: Graph, budget_bytes: int, rule: EvictionRule, **settings: Any) -> list[int] | None:
-    found = evicting_order(problem_of(graph, budget_bytes), rule, EvictionSettings(**settings))
+    found = find_evicting_order(build_problem(graph, budget_bytes), rule, EvictionSettings(**settings))
     return None if found is None else found.computed
 
 
@@ -48,10 +48,10 @@ def test_evicting_orders_fit_the_budget(graph: Graph, share: float) -> None:
 class CheckedCosts(Eviction):
     """Finds every cost that it remembers anew before it is used."""
 
-    def _ranks(self, tensors: Sequence[int]) -> list[float]:
+    def _compute_ranks(self, tensors: Sequence[int]) -> list[float]:
         for t in tensors:
-            assert self.cost[t] == self._cost(t)
-        return super()._ranks(tensors)
+            assert self.cost[t] == self._compute_cost(t)
+        return super()._compute_ranks(tensors)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -59,14 +59,14 @@ class CheckedCosts(Eviction):
 def test_cached_eviction_costs_equal_recomputed_costs(seed: int, share: float) -> None:
     graph = random_training_step(seed, 25)
     for rule in (*RULES, *TIGHT_RULES):
-        problem = problem_of(graph, between(graph, share))
-        assert CheckedCosts(problem, rule).run() == evicting_order(problem, rule)
+        problem = build_problem(graph, between(graph, share))
+        assert CheckedCosts(problem, rule).run() == find_evicting_order(problem, rule)
 
 
 @pytest.mark.parametrize("layers", [1, 4, 12])
 def test_transformers_run_in_little_more_than_their_largest_op(layers: int) -> None:
     graph = transformer(TransformerSize(layers=layers))
-    schedule = least_evicting_schedule(graph, WallClock(60.0))
+    schedule = find_least_evicting_schedule(graph, WallClock(60.0))
     assert schedule is not None
     assert simulate(graph, schedule).peak_bytes <= between(graph, 0.02)
 
@@ -109,10 +109,10 @@ def test_evicting_order_is_none_at_a_limit() -> None:
     assert executed(graph, budget, EvictionRule(), max_time_s=seconds) == order
     assert executed(graph, budget, EvictionRule(), max_time_s=0.99 * seconds) is None
     assert executed(graph, budget, EvictionRule(), should_stop=lambda: True) is None
-    assert executed(graph, least_budget_bound(graph).budget_bytes - 1, EvictionRule()) is None
+    assert executed(graph, bound_least_budget(graph).budget_bytes - 1, EvictionRule()) is None
 
 
 def test_the_least_peak_is_looked_for_no_longer_than_is_allowed() -> None:
     graph = training_chain(16)
-    assert least_evicting_schedule(graph, WallClock(0.0)) is None
-    assert least_evicting_schedule(graph, WallClock(60.0), should_stop=lambda: True) is None
+    assert find_least_evicting_schedule(graph, WallClock(0.0)) is None
+    assert find_least_evicting_schedule(graph, WallClock(60.0), should_stop=lambda: True) is None

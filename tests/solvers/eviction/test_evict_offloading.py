@@ -12,12 +12,12 @@ from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.options import with_options
-from solvers.bounds import least_budget_bound
-from solvers.eviction.engine import evicting_order
+from solvers.bounds import bound_least_budget
+from solvers.eviction.engine import find_evicting_order
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
-from solvers.problem import Problem, problem_of
+from solvers.problem import Problem, build_problem
 from solvers.windows import driver
-from solvers.windows.decoding.decode import Trial, late_writers, order_of, try_out
+from solvers.windows.decoding.decode import Trial, find_late_writers, order_of, try_out
 from solvers.windows.search import Search
 from solvers.windows.strategies.offloaded_orders import OffloadedOrders
 from solvers.windows.strategies.portfolio import OffloadingPortfolio
@@ -30,14 +30,14 @@ TRANSFORMER = transformer(TransformerSize(layers=2))
 def offering(graph: Graph, share: float, link_bytes_per_s: float) -> Problem:
     """With a budget from the bound of single ops (0) to the peak (1)."""
     whole = with_options(graph, ("offload",), Surroundings(Link.even(link_bytes_per_s)))
-    offloads = problem_of(whole, 1).offloads
-    least, peak = least_budget_bound(graph, offloads).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
-    return problem_of(whole, least + int(share * (peak - least)))
+    offloads = build_problem(whole, 1).offloads
+    least, peak = bound_least_budget(graph, offloads).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
+    return build_problem(whole, least + int(share * (peak - least)))
 
 
 def tried(problem: Problem, rule: EvictionRule) -> Trial | None:
-    found = evicting_order(problem, rule)
-    if found is None or late_writers(problem, order := order_of(problem, *found)):
+    found = find_evicting_order(problem, rule)
+    if found is None or find_late_writers(problem, order := order_of(problem, *found)):
         return None
     return try_out(problem, order)
 
@@ -59,7 +59,7 @@ def test_evicting_orders_with_offload_fit_the_budget(graph: Graph, share: float)
             assert trial.peak_bytes <= problem.budget_bytes
             copied += len(trial.order.reloads)
     assert copied > 0
-    assert evicting_order(problem, RULES[0]) == evicting_order(problem, RULES[0])
+    assert find_evicting_order(problem, RULES[0]) == find_evicting_order(problem, RULES[0])
 
 
 @pytest.mark.parametrize("share", [0.15, 0.5])
@@ -67,10 +67,10 @@ def test_the_way_that_costs_less_is_taken(share: float) -> None:
     graph = TRANSFORMER
     rule = EvictionRule(channel=0.01)
     fast, slow = (offering(graph, share, per_second(graph, steps)) for steps in (0.1, 1e6))
-    recomputing = evicting_order(problem_of(slow.graph, slow.budget_bytes), rule)
+    recomputing = find_evicting_order(build_problem(slow.graph, slow.budget_bytes), rule)
     assert recomputing is not None
     assert not recomputing.reloads
-    assert evicting_order(slow, rule) == recomputing
+    assert find_evicting_order(slow, rule) == recomputing
     # Where the link is no limit, next to nothing is executed again.
     trial = tried(fast, rule)
     assert trial is not None
@@ -93,7 +93,7 @@ def test_offload_fits_budgets_that_recomputation_cannot() -> None:
     for seed in range(30):
         graph = random_graph(seed, 12)
         problem = offering(graph, 0.1, 1.0)
-        if problem.budget_bytes >= least_budget_bound(graph).budget_bytes:
+        if problem.budget_bytes >= bound_least_budget(graph).budget_bytes:
             continue
         trials = [tried(problem, rule) for rule in (*RULES, *TIGHT_RULES)]
         assert all(trial is None or trial.peak_bytes <= problem.budget_bytes for trial in trials)
@@ -107,8 +107,8 @@ class ModelsNextError(Exception):
 
 def test_solve_finds_a_schedule_with_copies_before_using_models(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = offering(TRANSFORMER, 0.15, per_second(TRANSFORMER, 4.0))
-    plain = problem_of(TRANSFORMER, problem.budget_bytes)
-    found = filter(None, (evicting_order(plain, rule) for rule in RULES))
+    plain = build_problem(TRANSFORMER, problem.budget_bytes)
+    found = filter(None, (find_evicting_order(plain, rule) for rule in RULES))
     recomputing_s = min(simulate(TRANSFORMER, schedule_of(TRANSFORMER, one.computed)).time_s for one in found)
 
     def next_comes(strategy: OffloadedOrders, limit: float) -> bool:
@@ -131,7 +131,7 @@ def test_unrecomputable_ops_run_once_with_offload() -> None:
     for seed in range(30):
         problem = offering(random_graph(seed, 40), 0.1, 1.0)
         for rule in RULES:
-            if (found := evicting_order(problem, rule)) is not None:
+            if (found := find_evicting_order(problem, rule)) is not None:
                 executed, _ = found
                 again = {op for op in executed if executed.count(op) > 1}
                 once += len(executed) > problem.ops

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from solvers.online.heuristics import NAMES, Interpreter, heuristic_of
+from solvers.online.heuristics import NAMES, Interpreter, make_heuristic
 from solvers.online.ledger import Ledger
 
 MiB = 2**20
@@ -32,8 +32,8 @@ class Program:
         inputs = draw.sample(self.kept, min(len(self.kept), draw.randrange(3)))
         for storage in inputs:
             if ledger.gone[storage]:
-                ledger.computed(storage)
-                ledger.recomputed(self.ops[storage])
+                ledger.note_computed(storage)
+                ledger.note_recomputed(self.ops[storage])
         ledger.touch(inputs, self.now_s)
         made = [ledger.add_storage(draw.randrange(4) * MiB) for _ in range(draw.randrange(1, 3))]
         seconds = draw.randrange(5) / 4
@@ -54,13 +54,13 @@ class Program:
         for storage in self.kept[:-20]:
             if not self.ledger.is_needed(storage):
                 self.kept.remove(storage)
-                self.ledger.dropped(storage)
+                self.ledger.drop(storage)
                 self.ops.pop(storage)
 
 
 def by_brute_force(ledger: Ledger, candidates: list[int], now_s: float) -> int:
     """The candidate of least score; of equal ones the latest, but for scores of 0 the first."""
-    scores = dict(zip(candidates, ledger.heuristic.scores(np.array(candidates), now_s).tolist(), strict=True))
+    scores = dict(zip(candidates, ledger.heuristic.score(np.array(candidates), now_s).tolist(), strict=True))
     least = min(scores.values())
     tied = sorted((s for s in candidates if scores[s] == least), key=lambda s: ledger.since[s])
     return tied[0] if least == 0 else tied[-1]
@@ -77,11 +77,11 @@ def test_the_victim_has_the_least_score_of_all(name: str, seed: int) -> None:
         program.op()
         if candidates := program.candidates():
             least = by_brute_force(ledger, candidates, program.now_s)
-            victim = ledger.victim(program.now_s)
+            victim = ledger.choose_victim(program.now_s)
             assert victim == least
             if program.draw.random() < 0.6:
                 assert victim is not None
-                ledger.evicted(victim)
+                ledger.note_evicted(victim)
 
 
 @pytest.mark.parametrize("name", ["dtr", "dtr-full", "msps", "megengine"])
@@ -91,23 +91,23 @@ def test_cached_costs_of_neighbourhoods_are_those_from_scratch(name: str, seed: 
     program = Program(ledger, seed)
     for _ in range(100):
         program.op()
-        if (victim := ledger.victim(program.now_s)) is not None and program.draw.random() < 0.7:
-            ledger.evicted(victim)
+        if (victim := ledger.choose_victim(program.now_s)) is not None and program.draw.random() < 0.7:
+            ledger.note_evicted(victim)
         everything = np.array([s for s in program.kept if not ledger.gone[s]], dtype=np.int64)
-        cached = ledger.heuristic.neighbourhood_s(everything)  # type: ignore[attr-defined]
+        cached = ledger.heuristic.compute_neighbourhood_s(everything)  # type: ignore[attr-defined]
         for side in ("costs", "upwards", "downwards"):
             if (costs := getattr(ledger.heuristic, side, None)) is not None:
                 costs.outdated[:] = True
-        assert np.array_equal(cached, ledger.heuristic.neighbourhood_s(everything))  # type: ignore[attr-defined]
+        assert np.array_equal(cached, ledger.heuristic.compute_neighbourhood_s(everything))  # type: ignore[attr-defined]
 
 
 def victim_besides(ledger: Ledger, used: Collection[int], now_s: float = 0.0) -> int | None:
     """The storage that is evicted next while those in `used` may not be."""
     for storage in used:
-        ledger.pinned(storage)
-    victim = ledger.victim(now_s)
+        ledger.pin(storage)
+    victim = ledger.choose_victim(now_s)
     for storage in used:
-        ledger.unpinned(storage)
+        ledger.unpin(storage)
     return victim
 
 
@@ -121,7 +121,7 @@ def run_chain(ledger: Ledger, ops: int, most: int) -> None:
         if i >= most:
             victim = victim_besides(ledger, before, now_s)
             assert victim is not None
-            ledger.evicted(victim)
+            ledger.note_evicted(victim)
         storage = ledger.add_storage(draw.randrange(MiB, 2 * MiB) + 1)
         ledger.add_op(before, [storage], 1.0)
         now_s += 1.0
@@ -168,22 +168,22 @@ def in_use_as_well(ledger: Ledger, seed: int, tried: bool) -> list[int]:
         while (victim := victim_besides(ledger, barred if tried else in_use)) in in_use:
             barred.append(victim)
         assert victim is not None
-        ledger.evicted(victim)
+        ledger.note_evicted(victim)
         there.remove(victim)
         found.append(victim)
         if op % 3 == 0:
             again = draw.choice(found)
             if again not in there:
-                ledger.computed(again)
+                ledger.note_computed(again)
                 there.append(again)
     return found
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_victims_do_not_depend_on_rejected_candidates(seed: int) -> None:
-    evicted = in_use_as_well(Ledger(heuristic_of("dtr-random", seed)), seed, tried=False)
-    assert evicted == in_use_as_well(Ledger(heuristic_of("dtr-random", seed)), seed, tried=True)
-    assert evicted != in_use_as_well(Ledger(heuristic_of("dtr-random", seed + 1)), seed, tried=False)
+    evicted = in_use_as_well(Ledger(make_heuristic("dtr-random", seed)), seed, tried=False)
+    assert evicted == in_use_as_well(Ledger(make_heuristic("dtr-random", seed)), seed, tried=True)
+    assert evicted != in_use_as_well(Ledger(make_heuristic("dtr-random", seed + 1)), seed, tried=False)
 
 
 @pytest.mark.slow
@@ -196,12 +196,12 @@ def test_random_choices_are_uniform_whatever_was_chosen_before() -> None:
     for _ in range(choices):
         chosen: list[int] = []
         for _ in range(3):
-            victim = ledger.victim(0.0)
+            victim = ledger.choose_victim(0.0)
             assert victim is not None
-            ledger.evicted(victim)
+            ledger.note_evicted(victim)
             chosen.append(victim)
         for storage in chosen:
-            ledger.computed(storage)
+            ledger.note_computed(storage)
         counts[tuple(chosen)] += 1
     expected = choices / 336
     chi_square = sum((counts[order] - expected) ** 2 / expected for order in itertools.permutations(storages, 3))
@@ -211,13 +211,13 @@ def test_random_choices_are_uniform_whatever_was_chosen_before() -> None:
 def test_random_choices_treat_new_storages_as_those_that_were_spared() -> None:
     ages: Counter[int] = Counter()
     for seed in range(30):
-        ledger = Ledger(heuristic_of("dtr-random", seed))
+        ledger = Ledger(make_heuristic("dtr-random", seed))
         age = {ledger.add_storage(1, (op, 0)): op for op in range(10)}
         for op in range(10, 210):
-            victim = ledger.victim(0.0)
+            victim = ledger.choose_victim(0.0)
             assert victim is not None
             ages[sorted(age.values()).index(age.pop(victim))] += 1
-            ledger.dropped(victim)
+            ledger.drop(victim)
             age[ledger.add_storage(1, (op, 0))] = op
     assert all(abs(ages[rank] - 600) < 4 * math.sqrt(600) for rank in range(10)), ages
 
@@ -229,10 +229,10 @@ def test_memory_is_flat_over_a_thousand_steps() -> None:
     for step in range(1000):
         for _ in range(10):
             program.op()
-            if (victim := ledger.victim(program.now_s)) is not None and program.draw.random() < 0.5:
-                ledger.evicted(victim)
+            if (victim := ledger.choose_victim(program.now_s)) is not None and program.draw.random() < 0.5:
+                ledger.note_evicted(victim)
         for storage in program.kept:
-            ledger.dropped(storage)
+            ledger.drop(storage)
         program.kept.clear()
         program.ops.clear()
         assert (len(ledger), len(ledger.ops)) == (0, 0)
@@ -254,11 +254,11 @@ def test_choices_stay_exact_when_ids_are_used_again(name: str, seed: int) -> Non
         pinned = {s for s in program.kept if ledger._pins[s]}
         if candidates := [s for s in program.candidates() if s not in pinned]:
             least = by_brute_force(ledger, candidates, program.now_s)
-            victim = ledger.victim(program.now_s)
+            victim = ledger.choose_victim(program.now_s)
             assert victim == least
             if program.draw.random() < 0.7:
                 assert victim is not None
-                ledger.evicted(victim)
+                ledger.note_evicted(victim)
     assert len(ledger.parents) < 200
 
 
@@ -271,15 +271,15 @@ def test_scores_do_not_depend_on_evictions_before_or_after_add_op(name: str) -> 
         a, b, c, d = (ledger.add_storage(MiB) for _ in range(4))
         ledger.touch([a, b, c, d], 0.0)
         if late:
-            ledger.evicted(b)
-            ledger.evicted(c)
+            ledger.note_evicted(b)
+            ledger.note_evicted(c)
         for read, made, seconds in ((a, b, 2.0), (b, c, 3.0), (c, d, 5.0)):
-            ledger.heuristic.scores(np.array([a, d]), 1.0)  # what it keeps must be found out of date
+            ledger.heuristic.score(np.array([a, d]), 1.0)  # what it keeps must be found out of date
             ledger.add_op([read], [made], seconds)
         if not late:
-            ledger.evicted(b)
-            ledger.evicted(c)
-        scores.append((ledger.heuristic.scores(np.array([a, d]), 1.0) * MiB).tolist())
+            ledger.note_evicted(b)
+            ledger.note_evicted(c)
+        scores.append((ledger.heuristic.score(np.array([a, d]), 1.0) * MiB).tolist())
     assert scores[0] == scores[1] == ([0.0, 10.0] if name == "msps" else [5.0, 10.0])
 
 
@@ -291,15 +291,15 @@ def test_neither_pinned_nor_excluded_storages_are_evicted() -> None:
     a, b, c = (ledger.add_storage(1) for _ in range(3))
     for i, storage in enumerate((a, b, c)):
         ledger.touch([storage], i + 1.0)
-    ledger.pinned(a)
-    ledger.pinned(a)
-    assert ledger.victim(5.0) == b
+    ledger.pin(a)
+    ledger.pin(a)
+    assert ledger.choose_victim(5.0) == b
     assert victim_besides(ledger, [b], 5.0) == c
     assert victim_besides(ledger, [b, c], 5.0) is None
-    ledger.unpinned(a)
-    assert ledger.victim(5.0) == b
-    ledger.unpinned(a)
-    assert ledger.victim(5.0) == a
+    ledger.unpin(a)
+    assert ledger.choose_victim(5.0) == b
+    ledger.unpin(a)
+    assert ledger.choose_victim(5.0) == a
 
 
 def test_a_storage_computed_from_a_dropped_one_is_pinned() -> None:
@@ -308,14 +308,14 @@ def test_a_storage_computed_from_a_dropped_one_is_pinned() -> None:
     ledger.add_op([], [a], 1.0)
     b = ledger.add_storage(1)
     ledger.add_op([a], [b], 1.0)
-    ledger.evicted(b)
+    ledger.note_evicted(b)
     assert ledger.is_needed(a)
-    ledger.computed(b)
+    ledger.note_computed(b)
     assert not ledger.is_needed(a)
-    ledger.dropped(a)
-    assert ledger.victim(3.0) is None
+    ledger.drop(a)
+    assert ledger.choose_victim(3.0) is None
     assert ledger.add_storage(1) == a
-    assert ledger.victim(3.0) == a
+    assert ledger.choose_victim(3.0) == a
 
 
 def test_in_place_write_adds_its_cost_and_parents() -> None:
@@ -324,13 +324,13 @@ def test_in_place_write_adds_its_cost_and_parents() -> None:
     ledger.add_op([], [x], 1.0)
     ledger.add_op([], [y], 1.5)
     ledger.touch([x, y], 0.0)
-    assert ledger.victim(1.0) == x
+    assert ledger.choose_victim(1.0) == x
     ledger.add_op([x, y], [x], 2.0)
     assert ledger.own_s[x] == 3.0
     assert list(ledger.parents[x]) == [y]
-    assert ledger.victim(1.0) == y
+    assert ledger.choose_victim(1.0) == y
 
 
 def test_an_unknown_heuristic_is_refused() -> None:
     with pytest.raises(ValueError, match="there is no heuristic 'best'; choose one of dtr, dtr-full"):
-        heuristic_of("best")
+        make_heuristic("best")

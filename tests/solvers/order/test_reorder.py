@@ -23,9 +23,9 @@ from planner.plans.summary import summarize
 from planner.runtime.executor import Executor
 from planner.studies.curve import curve
 from planner.studies.max_batch import Wanted, max_batch
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
-from solvers.order.reorder import Reordering, permuted, reordered
+from solvers.order.reorder import Reordering, find_order, permute
 from solvers.registry import get_solver
 from solvers.result import Status
 from tests.support.budgets import peak_bytes
@@ -73,7 +73,7 @@ def read_in_between(*, stand_in: bool) -> Graph:
 
 def test_weight_gradients_go_where_they_need_least() -> None:
     graph = weight_gradients()
-    found = reordered(graph)
+    found = find_order(graph)
     assert [op.name for op in found.graph.ops] == ["a", "b", "c", "loss", "dc", "w2", "db", "da", "dx", "w1"]
     assert peak_bytes(graph) == 54_000
     assert peak_bytes(found.graph) == 36_000
@@ -82,7 +82,7 @@ def test_weight_gradients_go_where_they_need_least() -> None:
 
 def test_chain_is_not_reordered() -> None:
     graph = training_chain(6)
-    found = reordered(graph)
+    found = find_order(graph)
     assert not found.changed
     assert found.graph is graph
 
@@ -90,16 +90,16 @@ def test_chain_is_not_reordered() -> None:
 def test_where_time_is_short_the_program_order_is_the_answer() -> None:
     graph = weight_gradients()
     whole = WorkClock(1000)
-    assert reordered(graph, whole).changed
+    assert find_order(graph, whole).changed
     assert whole.now > 0
     short = WorkClock(0.5 * whole.now)
-    assert reordered(graph, short).graph is graph
+    assert find_order(graph, short).graph is graph
     assert 0.5 * whole.now <= short.now < whole.now  # what is not in time is not begun
 
 
 def test_an_order_that_is_none_is_refused() -> None:
     with pytest.raises(GraphError, match="topological order"):
-        permuted(chain(3), [1, 0, 2])
+        permute(chain(3), [1, 0, 2])
 
 
 def any_graph(seed: int, size: int) -> Graph:
@@ -121,18 +121,18 @@ graphs = st.builds(any_graph, st.integers(0, 10**6), st.integers(3, 14))
 @given(graph=graphs)
 @settings(max_examples=150)
 def test_reordering_never_raises_the_peak_and_is_idempotent(graph: Graph) -> None:
-    found = reordered(graph)
+    found = find_order(graph)
     assert peak_bytes(found.graph) <= peak_bytes(graph)
-    assert least_budget_bound(found.graph).budget_bytes <= least_budget_bound(graph).budget_bytes
+    assert bound_least_budget(found.graph).budget_bytes <= bound_least_budget(graph).budget_bytes
     assert found.graph.time_s == graph.time_s
-    assert reordered(graph) == found
-    assert not reordered(found.graph).changed
+    assert find_order(graph) == found
+    assert not find_order(found.graph).changed
 
 
 @given(graph=graphs)
 @settings(max_examples=150)
 def test_effects_random_ops_and_phases_keep_their_order(graph: Graph) -> None:
-    found = reordered(graph)
+    found = find_order(graph)
     assert sorted(found.original) == [op.id for op in graph.ops]
     assert [op.phase for op in found.graph.ops] == [op.phase for op in graph.ops]
     place = {op: position for position, op in enumerate(found.original)}
@@ -148,9 +148,9 @@ def test_effects_random_ops_and_phases_keep_their_order(graph: Graph) -> None:
 @given(graph=graphs, seed=st.integers(0, 10**6))
 @settings(max_examples=100)
 def test_a_schedule_means_the_same_on_the_original(graph: Graph, seed: int) -> None:
-    found = reordered(graph)
+    found = find_order(graph)
     schedule = random_schedule(replace_writers(found.graph), seed)
-    there, here = simulate(found.graph, schedule), simulate(graph, found.schedule_of_source(schedule))
+    there, here = simulate(found.graph, schedule), simulate(graph, found.map_back(schedule))
     assert here == there
 
 
@@ -169,8 +169,8 @@ def test_op_with_side_effects_keeps_its_place_among_readers() -> None:
     draft.op("effect", [a], [1], recomputable=False)
     draft.op("after", [a], [1])
     (last,) = draft.op("last", [], [1])
-    assert [op.name for op in reordered(draft.graph([1, 2, 3, last])).graph.ops][1:4] != ["effect", "after", "before"]
-    place = {op.name: op.id for op in reordered(draft.graph([1, 2, 3, last])).graph.ops}
+    assert [op.name for op in find_order(draft.graph([1, 2, 3, last])).graph.ops][1:4] != ["effect", "after", "before"]
+    place = {op.name: op.id for op in find_order(draft.graph([1, 2, 3, last])).graph.ops}
     assert place["before"] < place["effect"] < place["after"]
 
 
@@ -191,7 +191,7 @@ def test_plan_of_a_reordered_graph_refers_to_the_original() -> None:
 
 def test_program_order_is_used_if_only_it_fits() -> None:
     graph, budget_bytes = random_graph(350, 12), 27
-    in_new_order = get_solver("windows")(ask(reordered(graph).graph, budget_bytes))
+    in_new_order = get_solver("windows")(ask(find_order(graph).graph, budget_bytes))
     assert in_new_order.status is Status.INFEASIBLE
     plan = planner.solve(graph, budget_bytes)
     assert (plan.status, plan.settings["reordered"]) == ("optimal", False)
@@ -242,7 +242,7 @@ def test_the_command_reorders_says_so_and_can_be_told_not_to(tmp_path: Path, cap
 
 def schedules(found: Reordering) -> list[Schedule]:
     """In the new order: keeping everything, and with many ops again."""
-    return [found.schedule_of_source(schedule) for schedule in (keep_everything(found.graph), random_schedule(found.graph, 1))]
+    return [found.map_back(schedule) for schedule in (keep_everything(found.graph), random_schedule(found.graph, 1))]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -252,7 +252,7 @@ def schedules(found: Reordering) -> list[Schedule]:
 def test_a_step_in_another_order_is_the_same_to_the_last_bit(name: str) -> None:
     workload = make(name)
     captured = capture_of(name)
-    found = reordered(captured.graph)
+    found = find_order(captured.graph)
     assert found.changed
     eager = outcome(
         lambda *batch: workload.loss_fn(workload.model(*batch[:-1]), batch[-1]), workload.model, workload.batch, seed=3
@@ -263,5 +263,5 @@ def test_a_step_in_another_order_is_the_same_to_the_last_bit(name: str) -> None:
 
 
 def test_stand_ins_stay_before_the_readers_of_their_outputs() -> None:
-    assert reordered(read_in_between(stand_in=False)).graph.ops[1].name == "early"
-    assert not reordered(read_in_between(stand_in=True)).changed
+    assert find_order(read_in_between(stand_in=False)).graph.ops[1].name == "early"
+    assert not find_order(read_in_between(stand_in=True)).changed

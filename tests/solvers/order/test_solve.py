@@ -13,10 +13,10 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
 from graphs.synthetic.small import training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
-from solvers.order.peak import any_order_peak_bytes, keep_everything_peak_bytes
-from solvers.order.reorder import constraints, in_order_of, lowers_peak, may_lower_peak, permuted, reordered
+from solvers.order.peak import bound_any_order_peak_bytes, keep_everything_peak_bytes
+from solvers.order.reorder import find_order, list_constraints, lowers_peak, may_lower_peak, permute, reorder_by
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order
 from solvers.registry import get_solver
 from solvers.request import Request, Start
@@ -63,7 +63,7 @@ def test_no_other_order_is_tried_where_the_first_proof_leaves_nothing_to_gain() 
 def test_an_order_of_lower_peak_is_solved_in_and_its_bound_reported() -> None:
     graph = weight_gradients()
     found, given = solved(graph, 36_000)
-    assert given[-1] == reordered(graph).graph
+    assert given[-1] == find_order(graph).graph
     assert (found.result.time_s, found.result.bound_s, found.result.settings["reordered"]) == (graph.time_s, graph.time_s, True)
 
 
@@ -84,7 +84,7 @@ def test_a_schedule_of_program_order_is_kept_where_the_other_order_finds_none() 
 
 def test_infeasible_program_order_is_followed_by_another_order() -> None:
     graph = random_graph(2, 40)
-    order = reordered(graph)
+    order = find_order(graph)
     assert order.changed
     calls: list[Graph] = []
 
@@ -106,7 +106,7 @@ def test_without_a_schedule_in_program_order_another_takes_over() -> None:
     def solve(request: Request) -> Result:
         calls.append(request.graph)
         if len(calls) == 1:
-            while not request.stopped():
+            while not request.is_stopped():
                 request.clock.spend(1.0)
             return Result(request.graph, request.budget_bytes, Status.LIMIT, None, None, "windows", 1.0)
         return get_solver("windows")(request)
@@ -125,7 +125,7 @@ def test_a_schedule_found_as_patience_ends_does_not_end_the_solve() -> None:
         nonlocal calls
         calls += 1
         if calls == 1:
-            while not request.stopped():
+            while not request.is_stopped():
                 request.clock.spend(1.0)
             rough = get_solver("chen-sqrt")(Request(graph, budget_bytes)).schedule
             return Result(graph, budget_bytes, Status.FEASIBLE, rough, None, "windows", 1.0)
@@ -137,7 +137,7 @@ def test_a_schedule_found_as_patience_ends_does_not_end_the_solve() -> None:
 
 def waiting(request: Request) -> Result:
     """Spend the time of a solve that finds nothing."""
-    while not request.stopped():
+    while not request.is_stopped():
         request.clock.spend(1.0)
     return Result(request.graph, request.budget_bytes, Status.LIMIT, None, None, "windows", 1.0)
 
@@ -151,22 +151,22 @@ def test_an_order_without_a_schedule_leaves_time_for_program_order() -> None:
         return get_solver("windows")(request) if len(calls) > 2 else waiting(request)
 
     found = solve_in_best_order(solve, Request(graph, 53_000, clock=clock))
-    assert calls == [graph, reordered(graph).graph, graph] and clock.now < 60
+    assert calls == [graph, find_order(graph).graph, graph] and clock.now < 60
     assert found.result.status is Status.OPTIMAL and not found.order.changed
 
 
 def test_the_order_of_the_start_is_tried_before_others() -> None:
     graph = random_graph(2, 40)
-    before, _ = constraints(graph)
-    order = permuted(graph, swapped(before))
-    assert order.changed and order.original != reordered(graph).original
+    before, _ = list_constraints(graph)
+    order = permute(graph, swapped(before))
+    assert order.changed and order.original != find_order(graph).original
     calls: list[Request] = []
 
     def solve(request: Request) -> Result:
         calls.append(request)
         return waiting(request) if len(calls) == 1 else get_solver("windows")(request)
 
-    start = Start(order.schedule_of_source(keep_everything(order.graph)))
+    start = Start(order.map_back(keep_everything(order.graph)))
     peak_bytes = max(keep_everything_peak_bytes(graph), keep_everything_peak_bytes(order.graph))
     found = solve_in_best_order(solve, Request(graph, peak_bytes, clock=WorkClock(100.0), start=start))
     assert [call.graph for call in calls] == [graph, order.graph]
@@ -190,9 +190,9 @@ def test_a_solve_that_makes_way_for_another_order_says_why_all_ended() -> None:
         request.tell("searching", 1e9, None)
         if request.graph != graph:
             return waiting(request)
-        while not request.stopped():  # until another order is found
+        while not request.is_stopped():  # until another order is found
             request.clock.spend(0.1)
-        ended = request.ending()
+        ended = request.choose_ending()
         assert ended is Ending.STOPPED
         return Result(graph, request.budget_bytes, Status.FEASIBLE, known, graph.time_s, "windows", 1.0, ended=ended)
 
@@ -227,8 +227,8 @@ def test_a_failure_of_the_search_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
 @settings(max_examples=150)
 def test_no_order_that_is_found_has_a_peak_below_the_bound_on_all(seed: int, size: int) -> None:
     graph = random_training_step(seed, size) if seed % 2 else random_graph(seed, 2 * size)
-    order = reordered(graph)
-    bound = any_order_peak_bytes(graph, *constraints(graph))
+    order = find_order(graph)
+    bound = bound_any_order_peak_bytes(graph, *list_constraints(graph))
     assert bound <= keep_everything_peak_bytes(order.graph) <= keep_everything_peak_bytes(graph)
     assert may_lower_peak(graph) or not lowers_peak(order)
 
@@ -240,8 +240,10 @@ def test_the_bound_on_all_orders_is_that_of_all_orders_of_a_small_graph() -> Non
     (c,) = draft.op("c", [a], [30], phase=Phase.BACKWARD)
     graph = draft.graph([b, c])
     assert keep_everything_peak_bytes(graph) == 60
-    assert any_order_peak_bytes(graph, *constraints(graph)) == 40  # c before b holds a and c, and b is made beside these
-    assert keep_everything_peak_bytes(permuted(graph, [0, 2, 1]).graph) == 60
+    assert (
+        bound_any_order_peak_bytes(graph, *list_constraints(graph)) == 40
+    )  # c before b holds a and c, and b is made beside these
+    assert keep_everything_peak_bytes(permute(graph, [0, 2, 1]).graph) == 60
 
 
 def test_no_order_of_a_transformer_lowers_its_peak() -> None:
@@ -250,14 +252,14 @@ def test_no_order_of_a_transformer_lowers_its_peak() -> None:
 
 def test_program_order_goes_on_if_neither_order_proves_its_schedule() -> None:
     graph = weight_gradients()
-    budget_bytes = (least_budget_bound(graph).budget_bytes + keep_everything_peak_bytes(graph)) // 2
+    budget_bytes = (bound_least_budget(graph).budget_bytes + keep_everything_peak_bytes(graph)) // 2
     asked: list[Request] = []
 
     def solve(request: Request) -> Result:
         asked.append(request)
         if len(asked) == 3:
             return get_solver("windows")(request)
-        while not request.stopped() and request.clock.now < 20.0:
+        while not request.is_stopped() and request.clock.now < 20.0:
             request.clock.spend(1.0)
         rough = get_solver("largest")(Request(request.graph, budget_bytes)).schedule if len(asked) == 1 else None
         status = Status.LIMIT if rough is None else Status.FEASIBLE
@@ -272,19 +274,19 @@ def test_program_order_goes_on_if_neither_order_proves_its_schedule() -> None:
 
 def test_a_solve_starts_from_a_schedule_in_its_own_order() -> None:
     graph = random_graph(6, 12)
-    before, _ = constraints(graph)
+    before, _ = list_constraints(graph)
     swapped = next(op for op in range(1, len(graph.ops)) if op - 1 not in before[op])
-    order = permuted(graph, [*range(swapped - 1), swapped, swapped - 1, *range(swapped + 1, len(graph.ops))])
-    budget_bytes = (least_budget_bound(order.graph).budget_bytes + keep_everything_peak_bytes(order.graph)) // 2
+    order = permute(graph, [*range(swapped - 1), swapped, swapped - 1, *range(swapped + 1, len(graph.ops))])
+    budget_bytes = (bound_least_budget(order.graph).budget_bytes + keep_everything_peak_bytes(order.graph)) // 2
     solved = get_solver("windows")(Request(order.graph, budget_bytes, clock=WorkClock(20.0)))
     assert order.changed and solved.schedule is not None and solved.time_s != graph.time_s
-    start = Start(order.schedule_of_source(solved.schedule))
+    start = Start(order.map_back(solved.schedule))
     told: list[float] = []
 
     def note(progress: SolveProgress) -> None:
         told.extend([] if progress.best_s is None else [progress.best_s])
 
     asked = Request(graph, budget_bytes, clock=WorkClock(20.0), on_progress=note, should_stop=lambda: bool(told), start=start)
-    solve_in(in_order_of(graph, start.schedule), get_solver("windows"), asked)
+    solve_in(reorder_by(graph, start.schedule), get_solver("windows"), asked)
     assert told[0] == solved.time_s
-    assert in_order_of(graph, start.schedule).graph == order.graph
+    assert reorder_by(graph, start.schedule).graph == order.graph

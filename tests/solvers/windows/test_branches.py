@@ -32,11 +32,11 @@ def branches_of(seed: int) -> tuple[Search, Branches]:
 
 def all_of_them(branches: Branches) -> None:
     """Look at each branch until nothing is left, without schedules that would end that."""
-    branches.search.stopping.solved = lambda: False  # type: ignore[method-assign]
+    branches.search.stopping.is_solved = lambda: False  # type: ignore[method-assign]
     for _ in range(25):
         if branches.closed:
             break
-        branches._look(branches._next())
+        branches._look(branches._choose_next())
 
 
 @pytest.mark.parametrize("seeds", [range(30), *(pytest.param(range(n, n + 250), marks=pytest.mark.slow) for n in (1000, 1250))])

@@ -12,7 +12,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import random_training_step
 from planner.plans.solving import solve as plan
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.highs import solve_program
 from solvers.highs.program import Answer, Outcome
 from solvers.problem import OBJECTIVE_SCALE
@@ -28,7 +28,7 @@ from tests.support.solvers.answers import ask
 
 GRAPH = random_training_step(2, 40)
 # Between the least and the peak: a quarter of the way.
-_LEAST, _PEAK = least_budget_bound(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
+_LEAST, _PEAK = bound_least_budget(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4
 
 
@@ -77,7 +77,7 @@ def answers_once_known(monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer
 
     def waits(portfolio: Portfolio, limit: float) -> None:
         began.append(portfolio.search.incumbent.best is not None)
-        while not portfolio.search.stopping.stopped():
+        while not portfolio.search.stopping.is_stopped():
             time.sleep(0.01)
 
     def answer(*args: Any, **options: Any) -> Answer:

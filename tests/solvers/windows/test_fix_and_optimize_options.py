@@ -18,7 +18,7 @@ from solvers.windows import solve
 from solvers.windows.decoding.decode import order_of
 from solvers.windows.search import Search
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOptions
-from solvers.windows.strategies.substitution import with_alternatives
+from solvers.windows.strategies.substitution import substitute
 from tests.solvers.windows.test_options import head, in_chunks, with_packed_mask
 
 EXACT = Tolerance.of(0.0)
@@ -39,7 +39,7 @@ def begun(graph: Graph, share: float) -> Search | None:
     search = searched(graph, budget)
     places = search.problem.places
     search.offer(order_of(search.problem, [places.ids.index(op) for op in found.schedule.computed]))
-    return None if search.stopping.enough() else search
+    return None if search.stopping.is_enough() else search
 
 
 def instances() -> Iterator[tuple[Graph, float]]:
@@ -66,7 +66,7 @@ def test_the_head_in_fewer_chunks_and_a_packed_mask() -> None:
     search = searched(graph, 17)
     places = search.problem.places
     # layer; pack; the head in four chunks; unpack; its gradient.
-    order = with_alternatives(search.problem, frozenset({places.ids.index(6)}))
+    order = substitute(search.problem, frozenset({places.ids.index(6)}))
     assert order is not None
     computed = [places.ids.index(op) for op in (0, 7, 6, 8, 4)]
     search.offer(replace(order, computed=tuple(computed), windows=(0,) * 5, first=(True, False, True, False, True)))
@@ -91,10 +91,10 @@ def test_exhausted_strategy_resumes_after_a_new_best_schedule() -> None:
     strategy = exhausted(search)
     best, spent = search.incumbent.best_trial, search.clock.now
     assert not strategy.step(1.0)
-    assert search.incumbent.best is best and (search.stopping.enough() or search.clock.now == spent)
+    assert search.incumbent.best is best and (search.stopping.is_enough() or search.clock.now == spent)
     search.incumbent.best = replace(best)
     strategy.step(1.0)
-    assert search.stopping.enough() or search.clock.now > spent
+    assert search.stopping.is_enough() or search.clock.now > spent
 
 
 @pytest.mark.slow

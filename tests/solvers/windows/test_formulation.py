@@ -12,10 +12,10 @@ from graphs.synthetic.random_graphs import random_graph
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.problem import problem_of
+from solvers.problem import build_problem
 from solvers.windows import relaxation
 from solvers.windows.decoding.decode import order_of, try_out
-from solvers.windows.decoding.encode import solution_of
+from solvers.windows.decoding.encode import encode_order
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.graphs.small_graphs import random_overwriting
 from tests.support.solvers.random_orders import everything, random_order, short_form
@@ -32,14 +32,14 @@ def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(make: 
     draw = random.Random(seed)
     graph = make(seed, draw.randint(3, 9))
     n = len(graph.ops)
-    roomy = problem_of(graph, 10**9)
+    roomy = build_problem(graph, 10**9)
     computed = short_form(graph, random_order(draw, roomy))
     trial = try_out(roomy, order_of(roomy, computed))
-    problem = problem_of(graph, trial.peak_bytes)
+    problem = build_problem(graph, trial.peak_bytes)
     some = tuple(sorted({*draw.sample(range(n), n // 2), n - 1}))
     for discretization in (everything((n - 1,)), everything(some), everything(some).split(range(n))):
         model = build_relaxation(problem, discretization)
-        solution = solution_of(problem, discretization, computed)
+        solution = encode_order(problem, discretization, computed)
         # What the schedule does has a variable; R, Q, S and D are fixed to it, and there are H, U, P and G that fit.
         assert {(k, i) for k, ops in enumerate(solution.recomputed) for i in ops} <= model.recomputed.keys()
         assert {(k, t) for k, handed in enumerate(solution.handed) for t in handed} <= model.handed.keys()
@@ -53,7 +53,7 @@ def test_every_schedule_in_short_form_solves_the_relaxation_at_its_budget(make: 
         answer = solve_program(program, clock=WallClock(60))
         assert answer.outcome is Outcome.OPTIMAL
         assert answer.objective is not None
-        assert answer.objective <= problem.units(trial.time_s - problem.base_s) + 1e-6
+        assert answer.objective <= problem.convert_to_units(trial.time_s - problem.base_s) + 1e-6
 
 
 def test_families_of_rows_are_on_the_page() -> None:

@@ -11,7 +11,7 @@ from planner.capture.workload.models import build
 from planner.measure.tracing import trace
 from planner.plans.solving import solve
 from planner.plans.summary import summarize
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 
 
 # A quarter of its layers are still more than the memory that tracing them may take.
@@ -37,7 +37,7 @@ def test_large_model_is_traced_without_allocation(llama: Graph, layers: int) -> 
 @pytest.mark.parametrize("share", [0.6, 0.4])
 def test_large_model_is_solved_to_a_small_gap(llama: Graph, share: float) -> None:
     # Parameters and gradients alone are 68% of the peak: the shares are of what lies above the least budget.
-    peak, least = summarize(llama).keep_everything_peak_bytes, least_budget_bound(llama).budget_bytes
+    peak, least = summarize(llama).keep_everything_peak_bytes, bound_least_budget(llama).budget_bytes
     plan = solve(llama, int(least + share * (peak - least)), time_limit_s=60.0, memory="allocated")
     assert plan.gap is not None
     assert plan.gap < 0.005

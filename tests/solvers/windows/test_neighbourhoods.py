@@ -16,17 +16,22 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.clock import WallClock, WorkClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.least import least_budget
-from solvers.problem import Problem, problem_of
+from solvers.least import bracket_least_budget
+from solvers.problem import Problem, build_problem
 from solvers.windows.decoding.decode import Trial, order_of, try_out
-from solvers.windows.decoding.refinement import refined, with_stages_in_order
+from solvers.windows.decoding.refinement import order_stages, refine_windows
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.draft import ModelDraft
 from solvers.windows.relaxation.models import compose
 from solvers.windows.search import Search
 from solvers.windows.strategies.neighbourhoods import FixAndOptimizeOps, FixAndOptimizeWindows, Restarts, RestrictedModel
-from solvers.windows.strategies.restricted_model import CandidateSet, build_restricted, restricted_families, tight_windows
-from solvers.windows.strategies.strategy import SteppedStrategy, even_shares, share_time
+from solvers.windows.strategies.restricted_model import (
+    CandidateSet,
+    build_restricted,
+    find_tight_windows,
+    list_restricted_families,
+)
+from solvers.windows.strategies.strategy import SteppedStrategy, share_evenly, share_time
 from tests.support.budgets import peak_bytes
 from tests.support.solvers.answers import ask
 
@@ -42,7 +47,7 @@ def whole_trial(problem: Problem) -> Trial:
 
 
 def test_refinement_ahead_adds_windows_of_earlier_ops() -> None:
-    problem = problem_of(training_chain(6), 100)
+    problem = build_problem(training_chain(6), 100)
     v, x = 9, 2
     ops = list(range(problem.ops))
     discretization = Discretization((3, problem.ops - 1))
@@ -50,25 +55,25 @@ def test_refinement_ahead_adds_windows_of_earlier_ops() -> None:
     trial = replace(try_out(problem, order), memory_bytes=tuple(5 + (step == v) for step in range(problem.ops + 1)))
     budget_bytes = 5
 
-    near = refined(discretization, trial, budget_bytes)
+    near = refine_windows(discretization, trial, budget_bytes)
     assert near.ends == (3, 8, 9, problem.ops - 1)
     assert not near.recomputations
-    ahead = refined(discretization, trial, budget_bytes, ahead=3)
+    ahead = refine_windows(discretization, trial, budget_bytes, ahead=3)
     assert ahead.ends == (3, 6, 7, 8, 9, problem.ops - 1)
     assert ahead.recomputations == {(7, x), (8, x), (9, x)}
-    assert with_stages_in_order(ahead, trial, budget_bytes, ahead=3).ordered == {(7, x), (8, x), (9, x)}
-    assert with_stages_in_order(near, trial, budget_bytes).ordered == {(9, x)}
-    assert refined(discretization, trial, budget_bytes, ahead=100).ends[:9] == tuple(range(9))
+    assert order_stages(ahead, trial, budget_bytes, ahead=3).ordered == {(7, x), (8, x), (9, x)}
+    assert order_stages(near, trial, budget_bytes).ordered == {(9, x)}
+    assert refine_windows(discretization, trial, budget_bytes, ahead=100).ends[:9] == tuple(range(9))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_running_totals_say_the_same_as_dense_rows(seed: int) -> None:
     graph = random_training_step(seed, 8)
-    problem = problem_of(graph, int(0.8 * peak_bytes(graph)))
+    problem = build_problem(graph, int(0.8 * peak_bytes(graph)))
     discretization = Discretization(tuple(range(problem.ops)))
     known = knows_all(problem)
 
-    families = restricted_families(known)
+    families = list_restricted_families(known)
     models = (
         build_restricted(problem, discretization, known),
         compose(ModelDraft(problem, discretization), *families),
@@ -80,7 +85,7 @@ def test_running_totals_say_the_same_as_dense_rows(seed: int) -> None:
 
 def test_restricted_model_recomputes_candidate_ops_only() -> None:
     graph = training_chain(6)
-    problem = problem_of(graph, 7)
+    problem = build_problem(graph, 7)
     discretization = Discretization(tuple(range(problem.ops)))
     known = CandidateSet()
     known.ops.update((1, 2))
@@ -90,8 +95,8 @@ def test_restricted_model_recomputes_candidate_ops_only() -> None:
 
 def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
     graph = training_chain(8)
-    problem = problem_of(graph, 5)
-    found = least_budget(graph).schedule
+    problem = build_problem(graph, 5)
+    found = bracket_least_budget(graph).schedule
     computed = [step.op for step in found.steps if hasattr(step, "op")]
     discretization = Discretization(tuple(range(problem.ops)))
     known = CandidateSet()
@@ -100,24 +105,24 @@ def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
     answer = solve_program(build_restricted(problem, discretization, known).program, clock=WallClock(60))
     assert answer.outcome is Outcome.OPTIMAL
     assert answer.objective is not None
-    assert answer.objective <= problem.units(try_out(problem, order).time_s - problem.base_s) + 1e-3
+    assert answer.objective <= problem.convert_to_units(try_out(problem, order).time_s - problem.base_s) + 1e-3
 
 
 def test_more_candidates_until_all_are_there() -> None:
     known = CandidateSet()
-    assert known.more_candidates(30)
+    assert known.allow_more_candidates(30)
     assert known.factor == 2
     for _ in range(10):
-        last = known.more_candidates(30)
+        last = known.allow_more_candidates(30)
     assert not last
 
 
 def test_tight_windows_cover_all_tight_ops() -> None:
-    problem = problem_of(training_chain(50), 10)
+    problem = build_problem(training_chain(50), 10)
     trial = whole_trial(problem)
     tight = [op for op, taken in enumerate(trial.memory_bytes) if taken > 0.85 * 10]
     for limit in (4, 10, 30):
-        discretization = tight_windows(problem, [trial], 0.85 * 10, limit)
+        discretization = find_tight_windows(problem, [trial], 0.85 * 10, limit)
         assert len(discretization.ends) <= limit + 3
         # No stretch of tight ops is much longer than another without a window.
         ends = [tight[0], *(e for e in discretization.ends if tight[0] <= e <= tight[-1]), tight[-1]]
@@ -153,7 +158,7 @@ def test_reopening_ends_where_nothing_is_gained() -> None:
     search = neighbourhoods.search
     # The bound is that of nothing executed again, so that the search is never satisfied.
     for strategy in (FixAndOptimizeWindows(search, neighbourhoods), FixAndOptimizeOps(search, neighbourhoods)):
-        assert sum(1 for _ in strategy.steps()) < 1000
+        assert sum(1 for _ in strategy.take_steps()) < 1000
     assert search.incumbent.best is not None
 
 
@@ -186,7 +191,7 @@ class Gaining(SteppedStrategy):
         super().__init__(search)
         self.gain, self.count, self.taken = gain, count, 0
 
-    def steps(self) -> Iterator[None]:
+    def take_steps(self) -> Iterator[None]:
         for _ in range(self.count):
             self.search.clock.spend(1e-3)
             self.taken += 1
@@ -201,14 +206,14 @@ def search_for_faster() -> Any:
 def test_strategies_that_improve_get_more_time() -> None:
     search = search_for_faster()
     good, idle = Gaining(search, 1.0, 200), Gaining(search, 0.0, 200)
-    share_time(search, even_shares([good, idle]), should_stop=lambda: good.taken + idle.taken >= 120)
+    share_time(search, share_evenly([good, idle]), should_stop=lambda: good.taken + idle.taken >= 120)
     assert good.taken > idle.taken > 0
 
 
 def test_sharing_time_ends_when_all_strategies_have() -> None:
     search = search_for_faster()
     strategies = [Gaining(search, 0.0, count) for count in (1, 3, 0)]
-    share_time(search, even_shares(strategies), should_stop=lambda: False)
+    share_time(search, share_evenly(strategies), should_stop=lambda: False)
     assert [strategy.taken for strategy in strategies] == [1, 3, 0]
 
 
@@ -218,5 +223,5 @@ def test_a_problem_without_room_ends() -> None:
     neighbourhoods = RestrictedModel(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
     neighbourhoods.small = replace(neighbourhoods.small, capacity_bytes=2)
     neighbourhoods.begin()
-    assert sum(1 for _ in Restarts(search, neighbourhoods).steps()) < 100
+    assert sum(1 for _ in Restarts(search, neighbourhoods).take_steps()) < 100
     assert search.incumbent.best is None

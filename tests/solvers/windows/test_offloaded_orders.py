@@ -10,14 +10,14 @@ from graphs.options.offload import without_offload
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_graph, random_training_step
-from solvers.bounds import least_budget_bound, need_at
+from solvers.bounds import bound_least_budget, need_at
 from solvers.clock import WorkClock
-from solvers.least import least_budget, least_known
-from solvers.problem import problem_of
+from solvers.least import bracket_least_budget, find_least_known
+from solvers.problem import build_problem
 from solvers.registry import get_solver
 from solvers.result import Status
 from solvers.windows.decoding.decode import try_out
-from solvers.windows.strategies.offloaded_orders import least_offloaded, offloaded_orders
+from solvers.windows.strategies.offloaded_orders import find_least_offloaded, generate_offloaded_orders
 from tests.support.graphs.options import offered, with_trips
 from tests.support.solvers.answers import ask
 from tests.support.solvers.brute_force_transfers import fastest_with_copies
@@ -36,15 +36,15 @@ def once_each(made: int = 4, size: int = 10) -> Graph:
 @pytest.mark.parametrize(("host_bytes", "least"), [(None, 25), (40, 25), (39, 26), (30, 35), (12, 53), (0, 65)])
 def test_least_budget_depends_on_host_capacity(host_bytes: int | None, least: int) -> None:
     program, offloads = without_offload(with_trips(once_each(), host_bytes=host_bytes))
-    assert least_budget_bound(program, offloads).budget_bytes == least
+    assert bound_least_budget(program, offloads).budget_bytes == least
     assert need_at(program, None, offloads).held_bytes == least - 25
-    assert least_budget_bound(program).budget_bytes == 65
+    assert bound_least_budget(program).budget_bytes == 65
 
 
 @pytest.mark.parametrize(("host_bytes", "found"), [(None, 25), (40, 25), (39, 35), (30, 35), (12, 55), (0, 65)])
 def test_a_schedule_takes_as_little_where_whole_tensors_can(host_bytes: int | None, found: int) -> None:
     graph = with_trips(once_each(), host_bytes=host_bytes)
-    trial = least_offloaded(graph, WorkClock(1.0))
+    trial = find_least_offloaded(graph, WorkClock(1.0))
     simulation = simulate(graph, trial.schedule)
     assert simulation.peak_bytes == trial.peak_bytes == found
     assert simulation.pool_peaks_bytes[1] == 65 - found
@@ -54,10 +54,10 @@ def test_the_host_makes_less_possible_than_recomputing_alone() -> None:
     less = 0
     for seed in range(8):
         program = random_training_step(seed, 24)
-        without = simulate(program, least_known(program, WorkClock(0.5))).peak_bytes
+        without = simulate(program, find_least_known(program, WorkClock(0.5))).peak_bytes
         graph = with_trips(program, 1e9)
-        simulation = simulate(graph, least_known(graph, WorkClock(0.5)))
-        assert least_budget_bound(*without_offload(graph)).budget_bytes <= simulation.peak_bytes <= without
+        simulation = simulate(graph, find_least_known(graph, WorkClock(0.5)))
+        assert bound_least_budget(*without_offload(graph)).budget_bytes <= simulation.peak_bytes <= without
         less += simulation.peak_bytes < without
     assert less > 0
 
@@ -69,8 +69,8 @@ def test_least_offloaded_budget_is_bracketed() -> None:
         draw = random.Random(seed)
         program = random_graph(draw.randint(0, 10**6), draw.randint(3, 4))
         graph = with_trips(program, host_bytes=draw.choice((None, None, draw.randint(3, 20))))
-        proved = least_budget_bound(*without_offload(graph)).budget_bytes
-        found = simulate(graph, least_known(graph, WorkClock(0.5))).peak_bytes
+        proved = bound_least_budget(*without_offload(graph)).budget_bytes
+        found = simulate(graph, find_least_known(graph, WorkClock(0.5))).peak_bytes
         assert proved <= found
         try:
             if proved > 1:
@@ -84,23 +84,23 @@ def test_least_offloaded_budget_is_bracketed() -> None:
 def test_offloaded_orders_fit_and_do_not_copy_needlessly() -> None:
     for seed in range(30):
         graph = offered(seed)
-        problem = problem_of(graph, least_offloaded(graph, WorkClock(0.5)).peak_bytes)
+        problem = build_problem(graph, find_least_offloaded(graph, WorkClock(0.5)).peak_bytes)
         unlimited = problem.offloads and problem.offloads.host_bytes is None
-        for order in itertools.islice(offloaded_orders(problem, should_stop=lambda: False), 6):
+        for order in itertools.islice(generate_offloaded_orders(problem, should_stop=lambda: False), 6):
             trial = try_out(problem, order)
             assert simulate(graph, trial.schedule).peak_bytes == trial.peak_bytes
             assert trial.peak_bytes <= problem.budget_bytes or not unlimited
-        peak = simulate(graph, least_known(problem.graph, WorkClock(0.1))).peak_bytes
-        everything = problem_of(graph, 10 * peak)
-        assert not next(offloaded_orders(everything, should_stop=lambda: False)).reloads
+        peak = simulate(graph, find_least_known(problem.graph, WorkClock(0.1))).peak_bytes
+        everything = build_problem(graph, 10 * peak)
+        assert not next(generate_offloaded_orders(everything, should_stop=lambda: False)).reloads
 
 
 @pytest.mark.slow
 def test_the_exact_solver_has_a_schedule_at_the_least_budget() -> None:
     graph = with_trips(random_training_step(5, 40), 1e9)
-    bracket = least_budget(graph, clock=WorkClock(4.0))
+    bracket = bracket_least_budget(graph, clock=WorkClock(4.0))
     assert bracket.proved_bytes <= bracket.found_bytes
     result = get_solver("windows")(ask(graph, bracket.found_bytes, time_limit_s=5))
     assert result.schedule is not None and result.peak_bytes is not None and result.peak_bytes <= bracket.found_bytes
-    refused = get_solver("windows")(ask(graph, least_budget_bound(*without_offload(graph)).budget_bytes - 1))
+    refused = get_solver("windows")(ask(graph, bound_least_budget(*without_offload(graph)).budget_bytes - 1))
     assert refused.status is Status.INFEASIBLE

@@ -8,10 +8,10 @@ from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.random_graphs import random_training_step
 from planner.capture.options import with_options
-from solvers.problem import Problem, problem_of
+from solvers.problem import Problem, build_problem
 from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.pruning import prune_with_transfers
-from solvers.windows.strategies.offloading import recomputing_where_it_waits, simpler
+from solvers.windows.strategies.offloading import generate_simpler, recompute_where_it_waits
 from tests.support.solvers.random_orders import random_order, short_form
 
 GB = 10**9
@@ -36,24 +36,24 @@ def random_trial(draw: random.Random, problem: Problem) -> Trial:
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 8))])
 def test_recomputing_in_place_of_a_reload_shortens_waits(seed: int) -> None:
     draw = random.Random(seed)
-    problem = problem_of(offering(seed, 2e9), 100 * GB)
+    problem = build_problem(offering(seed, 2e9), 100 * GB)
     waiting = random_trial(draw, problem)
     assert any(waiting.waits_s)
     budget = waiting.peak_bytes
-    found = recomputing_where_it_waits(problem, waiting, budget, lambda: False)
+    found = recompute_where_it_waits(problem, waiting, budget, lambda: False)
     assert found.peak_bytes <= budget and found.time_s <= waiting.time_s
     assert sum(found.waits_s) < sum(waiting.waits_s)
     assert len(found.order.reloads) < len(waiting.order.reloads)
-    assert recomputing_where_it_waits(problem, waiting, budget, lambda: True) is waiting
+    assert recompute_where_it_waits(problem, waiting, budget, lambda: True) is waiting
 
 
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 8))])
 def test_simpler_orders_have_one_execution_or_copy_less(seed: int) -> None:
     draw = random.Random(seed)
-    problem = problem_of(offering(seed, 20e9), 100 * GB)
+    problem = build_problem(offering(seed, 20e9), 100 * GB)
     trial = random_trial(draw, problem)
     kinds = {0: 0, 1: 0}
-    for place, computed, reloads in simpler(problem, trial, trial.peak_bytes):
+    for place, computed, reloads in generate_simpler(problem, trial, trial.peak_bytes):
         found = try_out(problem, order_of(problem, computed, reloads))  # raises if what is read is not there
         fewer = len(trial.order.computed) - len(computed)
         kinds[fewer] += 1
@@ -68,7 +68,7 @@ def test_executions_there_is_room_for_are_left_out_together() -> None:
     left_out, none_recomputed = [], 0
     for seed in range(8):
         draw = random.Random(seed)
-        problem = problem_of(offering(seed, 20e9), 100 * GB)
+        problem = build_problem(offering(seed, 20e9), 100 * GB)
         trial = random_trial(draw, problem)
         found = prune_with_transfers(problem, trial, trial.peak_bytes, lambda: False, 8)
         assert found.peak_bytes <= trial.peak_bytes and found.time_s <= trial.time_s

@@ -13,12 +13,12 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_options
 from planner.capture.options import with_options
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
-from solvers.least import least_budget
-from solvers.order.reorder import reordered
-from solvers.places import may_replace, places_of
-from solvers.problem import problem_of
+from solvers.least import bracket_least_budget
+from solvers.order.reorder import find_order
+from solvers.places import find_places, may_replace
+from solvers.problem import build_problem
 from solvers.registry import SOLVERS, get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
@@ -102,11 +102,11 @@ def test_least_budget_with_options_matches_the_known_value() -> None:
     assert solved(graph, 12).schedule is not None
     result = solved(graph, 11)
     assert result.status is Status.INFEASIBLE and result.message
-    bracket = least_budget(graph, precision=0.0)
+    bracket = bracket_least_budget(graph, precision=0.0)
     assert bracket.found_bytes == 12 and bracket.proved_bytes > 8
     assert simulate(graph, bracket.schedule).peak_bytes == 12
     # The program alone has 10 + 1 + 10 at the loss, and makes the hidden and the mask again.
-    assert least_budget(head(), precision=0.0).found_bytes == 21
+    assert bracket_least_budget(head(), precision=0.0).found_bytes == 21
 
 
 def test_the_bound_may_be_below_the_step_of_the_program() -> None:
@@ -115,17 +115,17 @@ def test_the_bound_may_be_below_the_step_of_the_program() -> None:
         result = solved(graph, budget_bytes)
         assert result.status is Status.OPTIMAL
         assert (result.time_s, result.bound_s) == (8, 8)
-    assert problem_of(graph, 31).least_s == 8
+    assert build_problem(graph, 31).least_s == 8
 
 
 def test_places_of_optional_ops_are_known() -> None:
-    places = places_of(with_packed_mask(in_chunks(in_chunks(head(), 2, 7.75), 4, 8.5)))
+    places = find_places(with_packed_mask(in_chunks(in_chunks(head(), 2, 7.75), 4, 8.5)))
     # layer; pack and unpack can be executed from the next place on; what stands for the head comes in the place of its last op.
     assert places.ids == (0, 7, 8, 1, 2, 3, 5, 6, 4)
     assert places.last == (0, 3, 3, 3, 4, 7, 7, 7, 8)
     assert places.replaced_by[3] == places.replaced_by[4] == places.replaced_by[5] == (6, 7)
     assert [i for i, sure in enumerate(places.sure) if sure] == [0, 8]
-    assert places.executed({6}) == [0, 6, 8] and places.executed(()) == [0, 3, 4, 5, 8]
+    assert places.list_executed({6}) == [0, 6, 8] and places.list_executed(()) == [0, 3, 4, 5, 8]
 
 
 def test_optional_ops_that_cannot_replace_their_ops_are_rejected() -> None:
@@ -143,7 +143,7 @@ def test_options_that_cannot_be_used_make_no_difference() -> None:
     op = Op(5, "lossless", "f", (HIDDEN,), (GRADIENT,), 1.0, optional=True, replaces=(1, 2, 3))
     graph = with_op(head(), op)
     for offered in (graph, with_options(graph, ("offload",), Surroundings(Link.even(0.1)))):
-        assert problem_of(offered, 31).graph.plain
+        assert build_problem(offered, 31).graph.plain
         for budget_bytes in (31, 22, 21):
             assert solved(offered, budget_bytes).time_s == solved(head(), budget_bytes).time_s
 
@@ -161,7 +161,7 @@ def test_the_program_is_put_into_another_order_with_its_options() -> None:
     seen = 0
     for seed in range(60):
         graph = random_options(seed, 6)
-        found = reordered(graph).graph
+        found = find_order(graph).graph
         assert sorted(op.name for op in found.ops) == sorted(op.name for op in graph.ops)
         standing = {op.name for op in graph.ops if may_replace(graph, op)}
         assert standing <= {op.name for op in found.ops if may_replace(found, op)}
@@ -173,7 +173,7 @@ def test_counted_work_finds_the_same_schedule() -> None:
     for seed in (3, 11, 20):
         graph = with_options(random_options(seed, 6), ("offload",), Surroundings(Link.even(2.0)))
         program = without_options(graph)
-        budget = max(least_budget_bound(graph).budget_bytes, simulate(program, keep_everything(program)).peak_bytes * 7 // 10)
+        budget = max(bound_least_budget(graph).budget_bytes, simulate(program, keep_everything(program)).peak_bytes * 7 // 10)
         found = [get_solver("windows")(Request(graph, budget, Tolerance.of(1e-3), WorkClock(0.5))) for _ in range(2)]
         assert found[0].schedule == found[1].schedule
         assert found[0].bound_s == found[1].bound_s

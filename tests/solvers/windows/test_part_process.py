@@ -27,12 +27,12 @@ from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.windows import solve
 from solvers.windows.decoding.decode import Trial
-from solvers.windows.driver import _commit_in_process, _in_background, _run_in_process, run
+from solvers.windows.driver import _commit_in_process, _run_in_process, _search_in_background, run
 from solvers.windows.params import WindowsParams
 from solvers.windows.part_process import Inbox, PartProcess, PartTask, SearchEnd
 from solvers.windows.parts import OwnProcess, Part, start_process
 from solvers.windows.search import Search
-from solvers.windows.strategies.substitution import with_alternatives
+from solvers.windows.strategies.substitution import substitute
 
 # At once: small graphs are solved before anything else would begin.
 AT_ONCE = replace(WindowsParams(), parts=replace(WindowsParams().parts, between=0.0))
@@ -139,7 +139,7 @@ def test_a_part_whose_process_dies_is_searched_in_a_thread(command: str, monkeyp
     program, found = without_options(graph), list[Trial]()
     peak_bytes = simulate(program, keep_everything(program)).peak_bytes
     whole = Search.of(Request(graph, peak_bytes, TOLERANCE, WallClock(120)))
-    with _in_background(Part(whole, program, found.append, process=OwnProcess(0, 1, 0))):
+    with _search_in_background(Part(whole, program, found.append, process=OwnProcess(0, 1, 0))):
         pass
     assert [trial.time_s for trial in found] == [program.time_s]
 
@@ -156,7 +156,7 @@ def test_where_none_can_be_started_there_are_threads(monkeypatch: pytest.MonkeyP
 def test_commitments_are_solved_in_the_process() -> None:
     graph, budget = instance(LONG)
     search = Search.of(Request(graph, budget, TOLERANCE, WallClock(120)))
-    order = with_alternatives(search.problem, frozenset())
+    order = substitute(search.problem, frozenset())
     assert order is not None
     with PartProcess(task_of(LONG, partial(_commit_in_process, known={}))) as process:
         assert process.receive(0.2) is None
@@ -222,7 +222,7 @@ def _start_another(search: Search, _: Inbox, *, file: Path) -> None:
 
 
 def _until_stopped(search: Search, _: Inbox) -> None:
-    while not search.stopping.stopped():
+    while not search.stopping.is_stopped():
         search.clock.wait(0.01)
 
 

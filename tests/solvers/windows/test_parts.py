@@ -148,7 +148,7 @@ def searched_beside(graph: Graph, part: Graph, budget_bytes: int, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "run", run_part)
-        with driver._in_background(Part(search, part, search.incumbent.take)):
+        with driver._search_in_background(Part(search, part, search.incumbent.take)):
             pass
     return search, searches[0]
 
@@ -186,11 +186,11 @@ def test_a_part_that_is_behind_and_gets_no_better_ends(known: bool, spent: float
         search.incumbent.take(searched_beside(offloading(TRANSFORMER), TRANSFORMER, budget, monkeypatch)[1].incumbent.best_trial)
 
     def find_nothing(sub: Search) -> None:
-        while not sub.stopping.stopped():
+        while not sub.stopping.is_stopped():
             sub.clock.spend(0.25)
         ended.append(sub.clock.now)
 
     monkeypatch.setattr(driver, "run", find_nothing)
-    with driver._in_background(Part(search, TRANSFORMER, search.incumbent.take)):
+    with driver._search_in_background(Part(search, TRANSFORMER, search.incumbent.take)):
         pass
     assert ended == [pytest.approx(spent)]

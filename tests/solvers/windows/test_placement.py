@@ -13,7 +13,7 @@ from graphs.synthetic.random_graphs import random_options
 from graphs.synthetic.small import training_chain
 from planner.capture.options import with_options
 from solvers.clock import WorkClock
-from solvers.least import least_budget, least_known
+from solvers.least import bracket_least_budget, find_least_known
 from solvers.registry import get_solver
 from solvers.request import Request
 from solvers.result import Result, Status
@@ -54,7 +54,7 @@ def test_an_order_is_decoded_once() -> None:
     a, b, c = sorted(v for v, device in placements.device_ops.runs if not device)
     for device, seconds in ((1, (5.5, 9.5)), (1, (5.5, 9.5)), (0, (9.0, 9.0))):
         begun = request.clock.now
-        assert placements.cost_of(Placing({a: 0, b: device, c: 0})) == (0, *seconds)
+        assert placements.compute_cost(Placing({a: 0, b: device, c: 0})) == (0, *seconds)
         spent.append(request.clock.now - begun)
     assert spent[1] < spent[0] / 2 and spent[1] < spent[2]
 
@@ -154,17 +154,17 @@ def test_least_budgets_know_the_other_memory() -> None:
     (b,) = draft.op("b", [a], [8], time_s=1.0)
     (c,) = draft.op("c", [b], [1], time_s=1.0)
     graph = on_devices(draft.graph([c]), OtherDevice("second", (1.0, 1.0, 1.0), 4.0))
-    bracket = least_budget(graph, clock=WorkClock(2.0))
+    bracket = bracket_least_budget(graph, clock=WorkClock(2.0))
     assert (bracket.proved_bytes, bracket.found_bytes) == (1, 1)
     # It is too small for what b reads and makes: b runs here.
     tight = on_devices(draft.graph(), OtherDevice("second", (1.0, 1.0, 1.0), 4.0, capacity_bytes=15))
-    assert simulate(tight, least_known(tight, WorkClock(1.0))).peak_bytes == 16
+    assert simulate(tight, find_least_known(tight, WorkClock(1.0))).peak_bytes == 16
 
 
 def test_a_schedule_of_little_memory_is_known_without_solving() -> None:
     chain = training_chain(8)
-    peak = simulate(chain, least_known(chain, WorkClock(1.0))).peak_bytes
+    peak = simulate(chain, find_least_known(chain, WorkClock(1.0))).peak_bytes
     # What the last op reads, and what it makes, come to the main device; all else may stay on the other one.
     graph = on_devices(chain, OtherDevice("second", tuple(op.time_s for op in chain.ops), 4.0))
-    known = least_known(graph, WorkClock(1.0))
+    known = find_least_known(graph, WorkClock(1.0))
     assert simulate(graph, known).peak_bytes < peak and any(graph.ops[op].replaces for op in known.computed)

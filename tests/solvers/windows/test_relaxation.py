@@ -9,12 +9,12 @@ from graphs.synthetic.small import training_chain
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.problem import Problem, problem_of
+from solvers.problem import Problem, build_problem
 from solvers.windows import solve
 from solvers.windows.decoding.decode import order_of, try_out
-from solvers.windows.decoding.encode import solution_of
+from solvers.windows.decoding.encode import encode_order
 from solvers.windows.decoding.expand import expand
-from solvers.windows.relaxation.discretization import Discretization, halves
+from solvers.windows.relaxation.discretization import Discretization, list_halves
 from solvers.windows.relaxation.models import build_relaxation
 from tests.support.budgets import peak_bytes
 from tests.support.solvers.answers import ask
@@ -22,15 +22,15 @@ from tests.support.solvers.answers import ask
 
 def test_order_and_choice_are_inverse() -> None:
     graph = training_chain(6)
-    problem = problem_of(graph, 4)
+    problem = build_problem(graph, 4)
     result = solve(ask(graph, 4))
     assert result.schedule is not None
     # An op per window, and further executions in program order: nothing is left open.
     discretization = Discretization(tuple(range(len(graph.ops))))
-    solution = solution_of(problem, discretization, result.schedule.computed)
+    solution = encode_order(problem, discretization, result.schedule.computed)
     order = order_of(problem, expand(problem, discretization, solution), discretization=discretization)
     assert try_out(problem, order).time_s == result.time_s
-    assert solution_of(problem, discretization, order.computed) == solution
+    assert encode_order(problem, discretization, order.computed) == solution
 
 
 def test_a_schedule_that_fits_solves_every_relaxation() -> None:
@@ -38,12 +38,12 @@ def test_a_schedule_that_fits_solves_every_relaxation() -> None:
     budget = peak_bytes(graph) * 6 // 10
     result = solve(ask(graph, budget))
     assert result.schedule is not None
-    problem = problem_of(graph, budget)
+    problem = build_problem(graph, budget)
     n = len(graph.ops)
     for ends in ((n - 1,), (n // 2, n - 1), tuple(range(n))):
         discretization = Discretization(ends, frozenset(range(n)))
         model = build_relaxation(problem, discretization)
-        solution = solution_of(problem, discretization, result.schedule.computed)
+        solution = encode_order(problem, discretization, result.schedule.computed)
         # Its R, Q and S are fixed; what is left are the H and U, for which there must be values.
         program = model.program
         for (k, i), column in model.recomputed.items():
@@ -54,9 +54,9 @@ def test_a_schedule_that_fits_solves_every_relaxation() -> None:
 
 
 def test_spans_are_halved_down_to_two_windows() -> None:
-    assert halves(1, 1) == []
-    assert halves(1, 2) == [(1, 2)]
-    assert halves(1, 4) == [(1, 4), (1, 2), (3, 4)]
+    assert list_halves(1, 1) == []
+    assert list_halves(1, 2) == [(1, 2)]
+    assert list_halves(1, 4) == [(1, 4), (1, 2), (3, 4)]
 
 
 def test_splitting_windows_never_weakens_the_linear_relaxation() -> None:
@@ -69,7 +69,7 @@ def test_splitting_windows_never_weakens_the_linear_relaxation() -> None:
 
     for seed in (3, 5):
         graph = random_training_step(seed, 60)
-        problem = problem_of(graph, peak_bytes(graph) * 4 // 10)
+        problem = build_problem(graph, peak_bytes(graph) * 4 // 10)
         n = len(graph.ops)
         discretization = Discretization((n // 2, n - 1))
         bound = linear_bound(problem, discretization)

@@ -12,7 +12,7 @@ from graphs.synthetic.random_graphs import random_options
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.options import with_options
 from solvers.clock import WorkClock
-from solvers.problem import problem_of
+from solvers.problem import build_problem
 from solvers.registry import get_solver
 from solvers.request import Request, Start
 from solvers.result import SolveProgress
@@ -33,11 +33,11 @@ def test_the_first_schedule_is_that_of_the_start(graph: Graph) -> None:
     budget_bytes = budget_at(without_options(graph), 0.4)
     solved = get_solver("windows")(Request(graph, budget_bytes, clock=WorkClock(2.0)))
     assert solved.schedule is not None and solved.time_s is not None
-    order = order_of_schedule(problem_of(graph, budget_bytes), solved.schedule)
+    order = order_of_schedule(build_problem(graph, budget_bytes), solved.schedule)
     assert order is not None
     used = {op for op in solved.schedule.computed if graph.ops[op].optional}
     assert used  # the options make a difference
-    again = try_out(problem_of(graph, budget_bytes), order)
+    again = try_out(build_problem(graph, budget_bytes), order)
     assert again.time_s == pytest.approx(solved.time_s) and again.peak_bytes <= budget_bytes
 
     slower = replace(graph, ops=tuple(replace(op, time_s=op.time_s * (1 + op.id % 3)) for op in graph.ops))
@@ -48,13 +48,13 @@ def test_the_first_schedule_is_that_of_the_start(graph: Graph) -> None:
 
     ended = Request(slower, budget_bytes, clock=WorkClock(2.0), on_progress=note, should_stop=lambda: bool(told))
     get_solver("windows")(replace(ended, start=Start(solved.schedule)))
-    at_other_times = try_out(problem_of(slower, budget_bytes), order)
+    at_other_times = try_out(build_problem(slower, budget_bytes), order)
     assert told[0] == pytest.approx(at_other_times.time_s)
 
 
 def test_a_start_in_another_order_is_left_out() -> None:
     graph = transformer(TransformerSize(layers=1))
-    problem, kept = problem_of(graph, peak_bytes(graph)), keep_everything(graph)
+    problem, kept = build_problem(graph, peak_bytes(graph)), keep_everything(graph)
     assert order_of_schedule(problem, kept) is not None
     last = Compute(kept.computed[-1])
     assert order_of_schedule(problem, Schedule((last, *(step for step in kept.steps if step != last)))) is None

@@ -16,11 +16,11 @@ from planner.capture.options import with_options
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.problem import Problem, problem_of
+from solvers.problem import Problem, build_problem
 from solvers.windows.decoding.decode import order_of, try_out
-from solvers.windows.decoding.encode import solution_of_trial
+from solvers.windows.decoding.encode import encode_trial
 from solvers.windows.decoding.transfer_plan import TransferPlan
-from solvers.windows.decoding.transfers import with_transfers
+from solvers.windows.decoding.transfers import add_transfers
 from solvers.windows.relaxation.models import build_relaxation
 from solvers.windows.strategies.placement import DeviceOps, Placing
 from tests.support.graphs.options import on_devices, random_placement
@@ -47,9 +47,9 @@ def test_the_judge_says_the_same(seeds: range) -> None:
     for seed in seeds:
         draw = random.Random(seed)
         graph = offering(draw, 9)
-        problem = problem_of(graph, graph.static_bytes + draw.choice((10**9, draw.randint(5, 60))))
+        problem = build_problem(graph, graph.static_bytes + draw.choice((10**9, draw.randint(5, 60))))
         computed = random_order(draw, problem)
-        found = with_transfers(problem, computed, some_reloads(draw, problem, computed))
+        found = add_transfers(problem, computed, some_reloads(draw, problem, computed))
         simulation = simulate(graph, found.schedule)
         assert simulation.clocks_s[0] == pytest.approx(found.time_s), seed
         assert simulation.peak_bytes == max(found.memory_bytes), seed
@@ -76,17 +76,17 @@ def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: r
     for seed in seeds:
         draw = random.Random(seed)
         graph = offering(draw, 8)
-        loose = problem_of(graph, 10**9)
+        loose = build_problem(graph, 10**9)
         n = loose.ops
         computed = short_form(loose.graph, random_order(draw, loose))
         reloads = some_reloads(draw, loose, computed)
         trial = try_out(loose, order_of(loose, computed, reloads))
-        problem = problem_of(graph, trial.peak_bytes)
+        problem = build_problem(graph, trial.peak_bytes)
         copied += bool(trial.order.reloads)
         some = tuple(sorted({*draw.sample(range(n), n // 2), n - 1}))
         for discretization in (everything((n - 1,)), everything(some), everything(some).split(range(n))):
             model = build_relaxation(problem, discretization)
-            solution = solution_of_trial(problem, discretization, trial)
+            solution = encode_trial(problem, discretization, trial)
             assert {(k, t) for k, taken in enumerate(solution.taken) for t in taken} <= model.taken.keys(), seed
             program = model.program
             for columns, there in (
@@ -101,7 +101,7 @@ def test_every_schedule_with_copies_solves_the_relaxation_at_its_budget(seeds: r
             answer = solve_program(program, clock=WallClock(60))
             assert answer.outcome is Outcome.OPTIMAL, (seed, discretization.ends)
             assert answer.objective is not None
-            assert answer.objective <= problem.units(trial.time_s - problem.base_s) + 1e-4, (seed, discretization.ends)
+            assert answer.objective <= problem.convert_to_units(trial.time_s - problem.base_s) + 1e-4, (seed, discretization.ends)
     assert copied > len(seeds) / 3
 
 
@@ -112,8 +112,8 @@ def test_queued_offloads_are_ordered_by_last_read() -> None:
     tensors = tuple(Tensor(i, f"t{i}", 4, (i,)) for i in range(len(reads)))
     ops = tuple(Op(i, f"op{i}", "f", inputs, (i,), 1.0) for i, inputs in enumerate(reads))
     graph = with_options(Graph(ops, tensors, frozenset({8})), ("offload",), Surroundings(Link.even(1.0)))
-    problem = problem_of(graph, 100)
-    found = with_transfers(problem, range(9), {(b, 6), (a, 7), (z, 8)})
+    problem = build_problem(graph, 100)
+    found = add_transfers(problem, range(9), {(b, 6), (a, 7), (z, 8)})
     assert problem.offloads is not None
     out = {transfers.offload_op: t for t, transfers in problem.offloads.by_tensor.items()}
     assert [out[step.op] for step in found.schedule.steps if isinstance(step, Compute) and step.op in out] == [z, b, a]
@@ -126,14 +126,14 @@ def test_hundreds_of_tensors_without_space_on_the_host_take_few_attempts(monkeyp
     reads = (*((),) * count, *((t,) for t in reversed(range(count))))
     ops = tuple(Op(i, f"op{i}", "f", inputs, (i,), 1.0) for i, inputs in enumerate(reads))
     graph = with_options(Graph(ops, tensors, frozenset({2 * count - 1})), ("offload",), Surroundings(Link.even(4.0), 28))
-    problem = problem_of(graph, 10**6)
+    problem = build_problem(graph, 10**6)
 
     def plan(*args: Any) -> TransferPlan:
         attempts.append(args)
         return TransferPlan(*args)
 
     monkeypatch.setattr("solvers.windows.decoding.transfers.TransferPlan", plan)
-    found = with_transfers(problem, range(2 * count), {(t, 2 * count - 1 - t) for t in range(count - 1)})
+    found = add_transfers(problem, range(2 * count), {(t, 2 * count - 1 - t) for t in range(count - 1)})
     assert found.fits_elsewhere and len(found.reloads) == 7
     assert len(attempts) < 30
     assert simulate(graph, found.schedule).time_s == pytest.approx(found.time_s)
@@ -152,7 +152,7 @@ def test_copies_are_issued_as_soon_as_there_is_something_to_copy(order: int) -> 
     draft.op("c", [a, b], [1], time_s=1.0)
     graph = on_devices(draft.graph([]), OtherDevice("second", (1.0, 1.0, None), 4.0))
     copies = ["copy_a_second_to_device", "copy_b_second_to_device"][:: 1 if order else -1]
-    found = with_transfers(problem_of(graph, 100), in_order(graph, ["a@second", "b@second", *copies, "c"]))
+    found = add_transfers(build_problem(graph, 100), in_order(graph, ["a@second", "b@second", *copies, "c"]))
     # a is there after 1 s, its copy after 2, that of b after 3.
     assert found.time_s == 4.0 == simulate(graph, found.schedule).time_s
 
@@ -164,7 +164,7 @@ def test_a_copy_is_waited_for_only_where_its_memory_is_called_for() -> None:
     draft.op("c", [a, b], [1], time_s=1.0)
     graph = on_devices(draft.graph([]), OtherDevice("second", (None, 1.0, 1.0), 1.0))
     order = in_order(graph, ["a", "copy_a_device_to_second", "b", "copy_b_device_to_second", "c@second"])
-    roomy, tight = (with_transfers(problem_of(graph, budget), order) for budget in (8, 7))
+    roomy, tight = (add_transfers(build_problem(graph, budget), order) for budget in (8, 7))
     assert (max(roomy.memory_bytes), roomy.time_s) == (8, 10.0)
     # b begins when a has been copied, after 5 s.
     assert (max(tight.memory_bytes), tight.time_s) == (4, 11.0)
@@ -180,15 +180,15 @@ def test_the_judge_says_the_same_of_devices(seeds: range) -> None:
     for seed in seeds:
         draw = random.Random(seed)
         graph, budget = random_placement(seed, 6)
-        problem = problem_of(graph, budget)
+        problem = build_problem(graph, budget)
         where = DeviceOps(problem)
         device = {v: draw.choice([d for w, d in where.runs if w == v]) for v, d in where.runs if d == 0}
         away = [(t, d, (d + 1) % where.count) for v in device for t in where.outputs[v] for d in range(where.count)]
         recomputed = frozenset((v, draw.randrange(where.count)) for v in device if draw.random() < 0.1)
-        computed = where.computed(Placing(device, recomputed, frozenset(x for x in away if draw.random() < 0.2)))
+        computed = where.list_computed(Placing(device, recomputed, frozenset(x for x in away if draw.random() < 0.2)))
         if computed is None:
             continue
-        found = with_transfers(problem, [problem.places.ids[i] for i in computed])
+        found = add_transfers(problem, [problem.places.ids[i] for i in computed])
         assert sorted(found.moved) == list(range(len(computed)))
         if not found.fits_elsewhere:
             continue
@@ -207,7 +207,7 @@ def test_a_copy_that_nothing_reads_comes_before_the_next_one() -> None:
     draft.op("c", [a, b], [1], time_s=1.0)
     graph = on_devices(draft.graph([]), OtherDevice("second", (1.0, 1.0, None), 4.0))
     wanted = ["a@second", "b", "copy_a_second_to_device", "copy_a_second_to_device", "c"]
-    found = with_transfers(problem_of(graph, 20), in_order(graph, wanted))
+    found = add_transfers(build_problem(graph, 20), in_order(graph, wanted))
     assert found.time_s == 4.0 == simulate(graph, found.schedule).time_s
 
 
@@ -216,7 +216,7 @@ def test_a_kept_tensor_may_come_last() -> None:
     (a,) = draft.op("a", [], [4], time_s=3.0)
     draft.op("b", [], [4], time_s=1.0)
     graph = on_devices(draft.graph([a]), OtherDevice("second", (1.0, 1.0), 4.0))
-    found = with_transfers(problem_of(graph, 8), in_order(graph, ["a@second", "b", "copy_a_second_to_device"]))
+    found = add_transfers(build_problem(graph, 8), in_order(graph, ["a@second", "b", "copy_a_second_to_device"]))
     assert found.time_s == 2.0 == simulate(graph, found.schedule).time_s
 
 
@@ -227,7 +227,7 @@ def test_the_copy_that_is_due_first_goes_first() -> None:
     draft.op("v", [a], [1])
     graph = on_devices(draft.graph([]), OtherDevice("second", (1.0, None, None), 4.0))
     wanted = ["p@second", "copy_p_second_to_device", "copy_p.1_second_to_device", "u", "v"]
-    found = with_transfers(problem_of(graph, 20), in_order(graph, wanted))
+    found = add_transfers(build_problem(graph, 20), in_order(graph, wanted))
     assert found.time_s == 4.0 == simulate(graph, found.schedule).time_s
 
 
@@ -241,7 +241,7 @@ def test_a_copy_that_is_not_due_waits_for_the_space_of_one_that_leaves() -> None
     draft.op("s", [a], [1])
     graph = on_devices(draft.graph([]), OtherDevice("second", (None, 1.0, None, None, 1.0), 2.0))
     wanted = ["a", "b@second", "m", "copy_b_second_to_device", "r", "copy_a_device_to_second", "s@second"]
-    found = with_transfers(problem_of(graph, 12), in_order(graph, wanted))
+    found = add_transfers(build_problem(graph, 12), in_order(graph, wanted))
     assert max(found.memory_bytes) <= 12
     assert found.time_s == 8.0 == simulate(graph, found.schedule).time_s
 
@@ -256,6 +256,6 @@ def test_a_copy_leaves_before_its_memory_is_needed() -> None:
     draft.op("r", [a], [1])
     graph = on_devices(draft.graph([]), OtherDevice("second", (1.0, None, None, 6.0, 1.0), 4.0, capacity_bytes=6))
     wanted = ["a", "copy_a_device_to_second", "m", "n", "y@second", "copy_a_second_to_device", "r"]
-    found = with_transfers(problem_of(graph, 20), in_order(graph, wanted))
+    found = add_transfers(build_problem(graph, 20), in_order(graph, wanted))
     assert found.fits_elsewhere
     assert found.time_s == 9.0 == simulate(graph, found.schedule).time_s

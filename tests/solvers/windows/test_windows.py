@@ -9,7 +9,7 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import random_training_step
 from graphs.synthetic.small import chain, skips, training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from solvers.registry import get_solver
 from solvers.result import Status
 from solvers.windows import solve
@@ -67,7 +67,7 @@ def test_infeasible_though_every_op_fits() -> None:
     draft.op("d", [a, c], [1])
     # a is made again from seed, which is made again too: c, seed and a are there at once.
     graph = draft.graph()
-    assert least_budget_bound(graph).budget_bytes == 7
+    assert bound_least_budget(graph).budget_bytes == 7
     result = solve(ask(graph, 8))
     assert result.status is Status.INFEASIBLE
     assert "is proved too small, though every op by itself fits within 7 B" in result.message
@@ -163,7 +163,7 @@ def test_result_records_solver_settings_and_versions() -> None:
     assert result.solver == "windows"
     windows = result.settings["windows"]
     assert isinstance(windows, list) and windows == sorted(set(windows)) and windows[-1] == len(training_chain(5).ops) - 1
-    asked = {"tolerance": 0.01, "time_limit_s": 60, "params": WindowsParams().recorded()}
+    asked = {"tolerance": 0.01, "time_limit_s": 60, "params": WindowsParams().export()}
     assert dict(result.settings) == {**asked, "windows": windows}
     assert set(result.versions) == {"highs", "scipy", "numpy"}
     assert result.seconds > 0

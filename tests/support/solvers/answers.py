@@ -10,7 +10,7 @@ from graphs.synthetic.small import chain, training_chain
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
-from solvers.problem import OBJECTIVE_SCALE, problem_of
+from solvers.problem import OBJECTIVE_SCALE, build_problem
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 from solvers.tolerance import Tolerance
@@ -93,7 +93,7 @@ def check_models(one: Case) -> bool:
     Returns:
         Whether something does, and with a window for each place the bound is the optimum.
     """
-    problem = problem_of(one.graph, one.budget_bytes)
+    problem = build_problem(one.graph, one.budget_bytes)
     every = tuple(sorted(set(problem.places.last)))
     exact = False
     for ends in {every, tuple(sorted({every[len(every) // 2], every[-1]})), every[-1:]}:

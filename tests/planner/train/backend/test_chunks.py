@@ -14,7 +14,7 @@ from graphs.simulate import simulate
 from planner.plans import search
 from planner.plans.plan import Plan
 from planner.plans.solving import solve_graph
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with
 from tests.support.models.outcomes import peak_bytes
 
@@ -60,7 +60,7 @@ def test_a_loss_head_in_a_graph_is_in_chunks(*, measured: bool, monkeypatch: pyt
     planned = torch.compile(step, backend="planner", dynamic=False, options=options)
     wanted, found = trained(model, step, batch), trained(model, planned, batch)
     ((graph, plan),) = solved
-    assert plan.budget_bytes < least_budget_bound(without_options(graph)).budget_bytes
+    assert plan.budget_bytes < bound_least_budget(without_options(graph)).budget_bytes
     assert any(graph.ops[op].optional for op in plan.schedule.computed) and plan.differs
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(wanted, found, strict=True))
     again, kept = peak_bytes(lambda: trained(model, planned, batch)), simulate(graph, keep_everything(without_options(graph)))

@@ -9,7 +9,7 @@ from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.measure.steps import outcome
 from planner.train.compile.dynamic import DynamicStep
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -27,7 +27,7 @@ def test_a_loss_head_is_in_chunks_at_each_size(*, exact: bool) -> None:
     first = batch(64)
     graph = planner.trace(model, loss_fn, first, passes=1, options=["chunks"])
     budget = simulate(graph, schedule_with(graph, in_chunks(graph, 4))).peak_bytes
-    assert budget < least_budget_bound(without_options(graph)).budget_bytes  # so it takes chunks
+    assert budget < bound_least_budget(without_options(graph)).budget_bytes  # so it takes chunks
     if exact:
         budget = simulate(graph, schedule_with(graph, ())).peak_bytes
     step = planner.compile(

@@ -30,8 +30,8 @@ from planner.settings.stages import RunSettings, SolveSettings, Wait
 from planner.train.compile import compare_eager, compiler, improvement
 from planner.train.compile.improvement import rounds_alike, with_times
 from solvers.clock import WorkClock
-from solvers.eviction.least_peak import least_evicting_schedule
-from solvers.result import SolveProgress, relative_gap
+from solvers.eviction.least_peak import find_least_evicting_schedule
+from solvers.result import SolveProgress, compute_gap
 from solvers.tolerance import Tolerance
 from tests.support.budgets import between
 from tests.support.models.alternatives import in_chunks, make, schedule_with
@@ -96,7 +96,7 @@ def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
     def first_plan(search: StepSearch, graph: Graph, budget: str | int, stage: StageReport) -> Plan:
         plan = solve_graph(graph, budget, replace(search.settings, work_limit=2.0))
         offered = with_recorded(graph, plan.settings)
-        schedule = least_evicting_schedule(offered.out_of_place(), WorkClock(1.0))
+        schedule = find_least_evicting_schedule(offered.out_of_place(), WorkClock(1.0))
         assert schedule is not None
         found = simulate(offered, schedule)
         return replace(plan, schedule=schedule, time_s=found.time_s, peak_bytes=found.peak_bytes, bound_s=None)
@@ -198,7 +198,7 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
     assert_trains_as_eager(step, model, batch, 7)
     assert "for the costs measured in training steps" in str(step.plan)
     assert step.plan.graph == found.graph and step.plan.bound_s == pytest.approx(found.bound_s)
-    assert (step.plan.status, step.plan.gap) == ("optimal", relative_gap(step.plan.time_s, step.plan.bound_s))
+    assert (step.plan.status, step.plan.gap) == ("optimal", compute_gap(step.plan.time_s, step.plan.bound_s))
     assert step.measured is not None and check_plan(with_recorded(step.measured, step.plan.settings), step.plan)
 
 
@@ -273,7 +273,7 @@ def test_a_solve_here_asks_with_its_time_and_gap(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(background, "solve_graph", solve_graph)
     assert solve_here(SolveJob(chain(2), 1, SolveSettings()), is_enough).failure == "too little"
-    assert asked == [(True, None), (True, relative_gap(1.25, 1.0))]
+    assert asked == [(True, None), (True, compute_gap(1.25, 1.0))]
 
 
 def first_plan_with(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:

@@ -14,7 +14,7 @@ from planner.capture.workload.models import Workload
 from planner.measure.running import run
 from planner.measure.tracing import trace
 from solvers.clock import WorkClock
-from solvers.least import least_budget
+from solvers.least import bracket_least_budget
 from tests.support.models.steps import Call, classes, norm_twice, solve_for
 
 
@@ -144,7 +144,7 @@ def test_tight_plans_of_other_models_are_exact_within_budget(make: Callable[[], 
     torch.manual_seed(5)
     workload = make()
     graph = trace(*workload, passes=1)
-    least = least_budget(graph, clock=WorkClock(0.5)).found_bytes
+    least = bracket_least_budget(graph, clock=WorkClock(0.5)).found_bytes
     plan = solve_for(1.0, graph, int(1.02 * least), tolerance=0.1)
     assert simulate(graph, plan.schedule).peak_bytes <= plan.budget_bytes
     report = run(plan, *workload, repeats=1)

@@ -12,7 +12,7 @@ from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
 from planner.train.compile.compiler import Compiler
 from planner.train.distributed.wrappers import unwrap
 from solvers.clock import WorkClock
-from solvers.least import least_budget
+from solvers.least import bracket_least_budget
 from solvers.tolerance import Tolerance
 from tests.support.models.random_models import Recipe, build, recipes
 
@@ -34,7 +34,7 @@ def check(recipe: Recipe, share: float) -> None:
     compiler = Compiler(unwrap(workload.model), workload.loss_fn, TraceSettings(passes=1), search)
     captured = compiler.profile(compiler.capture(workload.batch), workload.batch)
     peak = summarize(captured.graph).keep_everything_peak_bytes
-    least = least_budget(captured.graph, clock=WorkClock(0.5)).found_bytes
+    least = bracket_least_budget(captured.graph, clock=WorkClock(0.5)).found_bytes
     budget = int(least + share * (peak - least))
     planned = Runner(workload, compiler.solve(captured, workload.batch, budget))
     differences = expected.differences(planned.train(plain.batch))

@@ -30,7 +30,7 @@ from planner.train.compile import compiler
 from planner.train.compile.improvement import Improvement
 from planner.train.distributed.wrappers import unwrap
 from solvers.clock import WorkClock
-from solvers.eviction.least_peak import least_evicting_schedule
+from solvers.eviction.least_peak import find_least_evicting_schedule
 from tests.support.budgets import HALF_WAY
 from tests.support.distributed import on_two
 
@@ -188,7 +188,7 @@ def check_swaps(rank: int, **options: bool) -> None:
     step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, **settings)
     first = step.plan
     offered = with_recorded(step.measured, first.settings).out_of_place()
-    other = least_evicting_schedule(offered, WorkClock(1.0))
+    other = find_least_evicting_schedule(offered, WorkClock(1.0))
     assert other is not None and other != first.schedule
 
     def find(_: Improvement, steps: int) -> Plan | None:

@@ -26,7 +26,7 @@ from planner.train.eager.memory import Memory
 from planner.train.eager.session import Rematerialization, rematerialize
 from planner.train.eager.storages import TrackedStorage
 from solvers.baselines.common.online import OnlineRun
-from solvers.online.heuristics import heuristic_of
+from solvers.online.heuristics import make_heuristic
 from tests.support.eager.tensors import existing, other_bytes
 
 ROOM = 560_000  # beside parameters and input; a step of 8 layers takes about twice as much
@@ -388,9 +388,9 @@ def test_runtime_evictions_equal_those_of_the_replayed_trace(
         model(x).square().mean().backward()
     step = session.plans.longest_step
     assert step is not None
-    replay = OnlineRun(step.graph, session.budget_bytes, heuristic_of(name))
+    replay = OnlineRun(step.graph, session.budget_bytes, make_heuristic(name))
     replayed: list[int] = []
-    choose = replay.ledger.victim
+    choose = replay.ledger.choose_victim
 
     def note(now_s: float) -> int | None:
         victim = choose(now_s)
@@ -398,7 +398,7 @@ def test_runtime_evictions_equal_those_of_the_replayed_trace(
         replayed.append(step.storages[replay.tensor[victim]])
         return victim
 
-    replay.ledger.victim = note  # type: ignore[method-assign, assignment]
+    replay.ledger.choose_victim = note  # type: ignore[method-assign, assignment]
     replay.run()
     assert watched.evicted == replayed
     assert replayed

@@ -33,10 +33,10 @@ import numpy as np
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from solvers import highs
-from solvers.baselines.common.answers import Candidate
 from solvers.baselines.common.blocks import find_blockings
 from solvers.baselines.common.offloading import Layers, Offer, answer_by_offloading, schedule_with
 from solvers.baselines.common.recomputation import find_droppable, recompute_groups
+from solvers.baselines.common.verdicts import Candidate
 from solvers.clock import Clock
 from solvers.highs.builder import ProgramBuilder
 from solvers.highs.program import Milp

@@ -17,8 +17,8 @@ from itertools import accumulate, pairwise
 
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from solvers.baselines.common.answers import Candidate
 from solvers.baselines.common.offloading import Device, Offer, answer_by_offloading
+from solvers.baselines.common.verdicts import Candidate
 from solvers.request import Request
 from solvers.result import Result
 

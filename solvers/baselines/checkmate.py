@@ -18,9 +18,9 @@ from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
 from graphs.schedule import schedule_of
 from graphs.units import format_bytes
-from solvers.baselines.common.answers import Verdict, build_result, judge
 from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, CheckmateVariant
 from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, read_versions, solve_model
+from solvers.baselines.common.verdicts import Verdict, build_result, judge
 from solvers.bounds import bound_least_budget, describe_too_small
 from solvers.highs.program import Outcome
 from solvers.problem import build_problem

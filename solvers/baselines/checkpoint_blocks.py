@@ -7,9 +7,9 @@ recomputed together just before the first backward op that reads one of them.
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
-from solvers.baselines.common.answers import Candidate, answer, build_failure
 from solvers.baselines.common.blocks import block_of, find_blockings
 from solvers.baselines.common.recomputation import recompute_groups
+from solvers.baselines.common.verdicts import Candidate, answer, build_failure
 from solvers.request import Request
 from solvers.result import Reason, Result
 

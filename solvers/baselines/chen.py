@@ -15,9 +15,9 @@ from enum import StrEnum
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
-from solvers.baselines.common.answers import Candidate, answer
 from solvers.baselines.common.recomputation import recompute_groups
 from solvers.baselines.common.stages import Cuts, ForwardStages, cut_places, find_crossings, select_evenly
+from solvers.baselines.common.verdicts import Candidate, answer
 from solvers.request import Request
 from solvers.result import Result
 

@@ -16,8 +16,8 @@ from functools import partial
 from graphs.ir import Phase
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
-from solvers.baselines.common.answers import Candidate
 from solvers.baselines.common.offloading import Fetch, Moves, Offer, answer_by_offloading, schedule_with
+from solvers.baselines.common.verdicts import Candidate
 from solvers.request import Request
 from solvers.result import Result
 

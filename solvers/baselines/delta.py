@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 
 from graphs.schedule import Schedule
 from graphs.units import format_bytes
-from solvers.baselines.common.answers import Candidate, answer, build_failure
 from solvers.baselines.common.offloading import Device, Offer, answer_by_offloading, offer_of
 from solvers.baselines.common.online import OnlineFailedError
 from solvers.baselines.common.recomputation import find_last_needed, find_repeatable
+from solvers.baselines.common.verdicts import Candidate, answer, build_failure
 from solvers.request import Request
 from solvers.result import Reason, Result
 

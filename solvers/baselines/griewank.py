@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from functools import cache
 
 from graphs.ir import Graph
-from solvers.baselines.common.answers import Candidate, answer
 from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places
+from solvers.baselines.common.verdicts import Candidate, answer
 from solvers.request import Request
 from solvers.result import Result
 

@@ -1,7 +1,7 @@
 """Keeping everything: the schedule without recomputation, the reference for time and memory."""
 
 from graphs.schedule import keep_everything
-from solvers.baselines.common.answers import Candidate, answer
+from solvers.baselines.common.verdicts import Candidate, answer
 from solvers.request import Request
 from solvers.result import Result
 

@@ -23,9 +23,9 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from graphs.ir import Graph, Op, Phase
-from solvers.baselines.common.answers import Candidate, answer
 from solvers.baselines.common.recomputation import find_droppable, read_later, recompute_groups
 from solvers.baselines.common.torch_ops import CHEAP, COMPUTE_INTENSIVE, is_one_of
+from solvers.baselines.common.verdicts import Candidate, answer
 from solvers.request import Request
 from solvers.result import Result
 

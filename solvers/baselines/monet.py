@@ -29,9 +29,9 @@ from graphs.options.selection import without_computed
 from graphs.schedule import Schedule, schedule_of
 from graphs.units import format_bytes
 from solvers import highs
-from solvers.baselines.common.answers import Verdict, build_result, judge
 from solvers.baselines.common.program_size import find_refusal
 from solvers.baselines.common.recomputation import find_repeatable
+from solvers.baselines.common.verdicts import Verdict, build_result, judge
 from solvers.highs.builder import TermProgram, Weighted
 from solvers.highs.program import Floats, Outcome, SolveCallbacks
 from solvers.request import Request

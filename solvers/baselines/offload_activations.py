@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from solvers.baselines.common.answers import Candidate
 from solvers.baselines.common.offloading import Fetch, Moves, Offer, answer_by_offloading, iterate_run_starts, schedule_with
+from solvers.baselines.common.verdicts import Candidate
 from solvers.request import Request
 from solvers.result import Result
 

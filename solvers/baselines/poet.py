@@ -30,10 +30,10 @@ from dataclasses import asdict, dataclass
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers import highs
-from solvers.baselines.common.answers import Candidate, answer, build_failure
 from solvers.baselines.common.offloading import Device, Offer, answer_by_offloading, offer_of
 from solvers.baselines.common.program_size import find_refusal
 from solvers.baselines.common.recomputation import find_repeatable
+from solvers.baselines.common.verdicts import Candidate, answer, build_failure
 from solvers.clock import measure_rest
 from solvers.highs.builder import ONE, Term, TermProgram
 from solvers.highs.program import Floats, Milp, Outcome, SolveCallbacks

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from graphs.ir import Graph, Phase
 from graphs.simulate import simulate
-from solvers.baselines.common.answers import Candidate, answer
 from solvers.baselines.common.recomputation import find_needed
 from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places, select_evenly
+from solvers.baselines.common.verdicts import Candidate, answer
 from solvers.request import Request
 from solvers.result import Result
 

@@ -13,9 +13,9 @@ from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
 from solvers.baselines.checkmate import CLASS
-from solvers.baselines.common.answers import Verdict, build_result
 from solvers.baselines.common.checkmate_program import ALWAYS, NEVER, CheckmateModel, get_value
 from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, read_versions, solve_model
+from solvers.baselines.common.verdicts import Verdict, build_result
 from solvers.bounds import bound_least_budget, describe_too_small
 from solvers.highs.program import Outcome
 from solvers.problem import Problem, build_problem

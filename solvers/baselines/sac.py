@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from graphs.ir import Graph, Op, Phase
-from solvers.baselines.common.answers import Candidate, answer, build_failure
 from solvers.baselines.common.blocks import find_blockings
 from solvers.baselines.common.recomputation import recompute_groups
 from solvers.baselines.common.torch_ops import (
@@ -27,6 +26,7 @@ from solvers.baselines.common.torch_ops import (
     extract_base_name,
     is_one_of,
 )
+from solvers.baselines.common.verdicts import Candidate, answer, build_failure
 from solvers.request import Request
 from solvers.result import Reason, Result
 

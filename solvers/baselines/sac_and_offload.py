@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from graphs.ir import Phase
-from solvers.baselines.common.answers import Candidate
 from solvers.baselines.common.blocks import find_blockings
 from solvers.baselines.common.offloading import Layers, Offer, answer_by_offloading, schedule_with
 from solvers.baselines.common.recomputation import recompute_groups
+from solvers.baselines.common.verdicts import Candidate
 from solvers.baselines.sac import save_lists, select_listed_ops
 from solvers.request import Request
 from solvers.result import Result

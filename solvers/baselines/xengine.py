@@ -62,8 +62,8 @@ from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
-from solvers.baselines.common.answers import Verdict, build_result, judge
 from solvers.baselines.common.program_size import find_refusal
+from solvers.baselines.common.verdicts import Verdict, build_result, judge
 from solvers.clock import Clock, measure_rest
 from solvers.highs.builder import ONE, Term, TermProgram, Weighted
 from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks

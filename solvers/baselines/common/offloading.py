@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from graphs.ir import Graph, Phase
 from graphs.options.offload import HostTransfers, without_offload
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
-from solvers.baselines.common.answers import Candidate, answer, build_failure
 from solvers.baselines.common.blocks import find_blockings
+from solvers.baselines.common.verdicts import Candidate, answer, build_failure
 from solvers.request import Request
 from solvers.result import Reason, Result
 
@@ -84,7 +84,7 @@ def answer_by_offloading(
     settings: Mapping[str, object],
     by_blocks: bool = False,
 ) -> Result:
-    """Return ``answers.answer`` for methods that need transfers to the host, and blocks if `by_blocks`; LIMIT without these."""
+    """Return ``verdicts.answer`` for methods that need transfers to the host, and blocks if `by_blocks`; LIMIT without these."""
     offer = offer_of(request.graph)
     if offer is None:
         why = f"{what} does not apply: the graph offers no transfers to the host; solve with the option offload"

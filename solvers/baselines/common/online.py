@@ -17,8 +17,8 @@ from typing import Self
 from graphs.ir import Graph, Op
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.units import format_bytes
-from solvers.baselines.common.answers import Candidate, answer, build_failure
 from solvers.baselines.common.recomputation import find_last_needed, find_repeatable
+from solvers.baselines.common.verdicts import Candidate, answer, build_failure
 from solvers.online.heuristics import Heuristic
 from solvers.online.ledger import Deallocation, Ledger
 from solvers.request import Request

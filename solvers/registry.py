@@ -61,7 +61,7 @@ def _make_offloading(module: str, description: str, *, params: str = "", large_p
 
 def _make_xengine(description: str, rule: str = "") -> Entry:
     baseline = _make_baseline("xengine", description, rule, params="XEngineParams", large_programs=True)
-    time = f"solvers.baselines.xengine:{'overlapped_' if rule else ''}program_time_s"
+    time = f"solvers.baselines.xengine:estimate_{'overlapped_' if rule else ''}program_time_s"
     return replace(baseline, devices=True, only_devices=True, program_time=time)
 
 

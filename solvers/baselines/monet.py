@@ -195,7 +195,7 @@ def solve(request: Request) -> Result:
 
 
 def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
-    """Return ``estimate_least_time_s`` of the program of a graph; 0 if it is refused in any time."""
+    """Return ``least_time_s`` of the program of a graph; 0 if it is refused in any time."""
     program = MonetProgram(graph, budget_bytes)
     return 0.0 if program.find_refusal(math.inf) else program.least_time_s
 

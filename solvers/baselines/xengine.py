@@ -628,7 +628,7 @@ def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
     return 0.0 if refused else estimate_least_time_s(program.count())
 
 
-def overlapped_program_time_s(graph: Graph, budget_bytes: int) -> float:
+def estimate_overlapped_program_time_s(graph: Graph, budget_bytes: int) -> float:
     """Return the same for the makespan, whose search has a share of its time for that program."""
     return estimate_program_time_s(graph, budget_bytes) / _SERIAL_SHARE
 

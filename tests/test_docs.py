@@ -300,5 +300,15 @@ def missing_files(page: Path) -> list[str]:
     return [name for name in named if not (ROOT / name).exists()]
 
 
+@pytest.mark.parametrize(
+    ("page", "first"), [("training-loop", "out of memory in the"), ("what-a-plan-depends-on", "config.alpha was")]
+)
+def test_messages_that_pages_show_have_the_form_of_the_sources(page: str, first: str) -> None:
+    text = (ROOT / "docs" / "guides" / f"{page}.md").read_text()
+    (shown,) = re.findall(rf"^```\n({first}.*?)\n```", text, re.MULTILINE | re.DOTALL)
+    forms = [re.sub(r"\0|\\\{\w+\\\}", ".+", re.escape(message).replace("\\\0", "\0")) for message in messages()]
+    assert any(re.match(form, shown.replace("\n", " ")) for form in forms if len(form) > 60)
+
+
 def test_files_and_folders_that_pages_name_exist() -> None:
     assert find_in_pages(missing_files) == {}

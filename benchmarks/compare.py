@@ -21,8 +21,8 @@ from benchmarks.compare_summary import summary_text
 from graphs.io.files import write_text
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
-from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_training_step
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.comparisons import write_report
@@ -38,9 +38,9 @@ REPLAYED = ",".join(name for name in SOLVERS if name not in FOR_SMALL_GRAPHS | {
 
 # Small enough that every exact method ends.
 EXACT: dict[str, Callable[[], Graph]] = {
-    "chain-8": partial(training_chain, 8),
+    "chain-8": partial(make_training_chain, 8),
     "transformer-1": partial(transformer, TransformerSize(layers=1)),
-    "random-15": partial(random_training_step, 2, 15),
+    "random-15": partial(draw_training_step, 2, 15),
 }
 
 # As they are trained, planned for an H200.

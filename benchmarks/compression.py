@@ -21,7 +21,7 @@ import torch
 from benchmarks.all_compressed import all_compressed
 from benchmarks.command import Setting, benchmark
 from benchmarks.training_loop import Loop, Recipe
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.options.compress import VARIANCE
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
@@ -158,7 +158,7 @@ def train(name: str, known: Sequence[CurveRow], *, steps: int, seed: int) -> Ite
 def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     """Return the curves of BITS, EXACT and OTHER_WEIGHTS, each with a model of its own; `workload` has the first batch."""
     captured = tracing.capture_profiled(workload, TraceSettings(optimizer=recipe.optimizer, passes=1, options=("compress",)))
-    program = without_options(captured.graph)
+    program = remove_options(captured.graph)
     offered = with_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
     keeping = replace(captured, graph=program), keep_everything(program)
     wanted = measure.outcome(executor(*keeping, workload), workload.model, workload.batch, seed=seed)

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.offload import budget_bytes_of
 from graphs.ir import Op
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
@@ -110,7 +110,7 @@ class _Step:
 
     @classmethod
     def of(cls, captured: Capture, workload: Workload, option: str, clock: Callable[[], Clock]) -> "_Step":
-        program = without_options(captured.graph)
+        program = remove_options(captured.graph)
         keeping = Executor(replace(captured, graph=program), keep_everything(program), workload.model, workload.loss_fn)
         order = find_order(with_options(captured.graph, (option,)))
         least_bytes = bracket_least_budget(order.graph, clock=clock()).found_bytes

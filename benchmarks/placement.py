@@ -20,7 +20,7 @@ from benchmarks.command import benchmark
 from benchmarks.models.parts import Residual
 from benchmarks.solves import TOLERANCE
 from graphs.ir import Graph
-from graphs.options.passes import in_passes
+from graphs.options.passes import order_by_passes
 from graphs.options.surroundings import OtherDevice, Surroundings
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
@@ -214,7 +214,7 @@ def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *,
             **provenance(),
         )
         if graph is both and result.schedule is not None and devices.captured is not None:
-            schedule = in_passes(graph, result.schedule)
+            schedule = order_by_passes(graph, result.schedule)
             predicted = simulate(graph, schedule)
             row = replace(row, predicted_s=predicted.time_s, predicted_other_bytes=predicted.pool_peaks_bytes[1])
             row = replace(row, **executed(step, devices, graph, schedule))

@@ -21,7 +21,7 @@ from graphs.ir import Graph, Phase
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import schedule_of
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_graph, random_options, random_training_step, with_overwriting
+from graphs.synthetic.random_graphs import draw_graph, draw_options, draw_overwriting, draw_training_step
 from planner.capture.options import with_options
 from planner.plans.attributes import attributes
 from planner.studies.experiment import Study
@@ -58,16 +58,16 @@ def graph_of(kind: str, seed: int) -> tuple[Graph, int, float]:
     if kind == "plain":
         limit *= 4
     if kind == "options":
-        graph = random_options(draw.randrange(10**6), draw.randint(4, 14), draw.randint(2, 8))
-        graph = with_overwriting(graph, draw) if draw.random() < 0.5 else graph
+        graph = draw_options(draw.randrange(10**6), draw.randint(4, 14), draw.randint(2, 8))
+        graph = draw_overwriting(graph, draw) if draw.random() < 0.5 else graph
     elif kind == "devices" or small:
-        graph = random_graph(draw.randrange(10**6), draw.randint(4, 8 if kind == "devices" else 24))
+        graph = draw_graph(draw.randrange(10**6), draw.randint(4, 8 if kind == "devices" else 24))
         while kind == "devices" and any(t.static for t in graph.tensors):  # ops around tensors written in place do not move
-            graph = random_graph(draw.randrange(10**6), draw.randint(4, 8))
+            graph = draw_graph(draw.randrange(10**6), draw.randint(4, 8))
         half = len(graph.ops) / 2
         graph = replace(graph, ops=tuple(replace(op, phase=Phase.BACKWARD) if op.id >= half else op for op in graph.ops))
     else:
-        graph = random_training_step(draw.randrange(10**6), draw.randint(10, 60 if kind == "plain" else 25))
+        graph = draw_training_step(draw.randrange(10**6), draw.randint(10, 60 if kind == "plain" else 25))
     peak_bytes = simulate(graph, schedule_of(graph, range(len(graph.program)))).peak_bytes
     rate = sum(t.size_bytes for t in graph.tensors) / max(graph.time_s, 1e-9)
     least_bytes = min(peak_bytes, bound_least_budget(graph).budget_bytes)

@@ -18,7 +18,7 @@ from benchmarks.solves import modelled
 from benchmarks.zoo_models import MODELS
 from graphs.addresses import buffers_of
 from graphs.allocators.caching import EXPANDABLE
-from graphs.allocators.training import least_capacity_bytes, reserved_with_pool_bytes, usage_of
+from graphs.allocators.training import compute_reserved_with_pool_bytes, least_capacity_bytes, usage_of
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
 from planner.memory.reserved import requests_of
@@ -87,7 +87,7 @@ def _measured(graph: Graph, plan: Plan) -> dict[str, object]:
         "library_bytes": sum(training.libraries),
         "reserved_bytes": usage.reserved_bytes if plan.arena_bytes is None else plan.reserved_bytes,
         "expandable_bytes": usage_of(training, EXPANDABLE).reserved_bytes,
-        "pool_bytes": reserved_with_pool_bytes(training),
+        "pool_bytes": compute_reserved_with_pool_bytes(training),
         "least_device_bytes": least_capacity_bytes(training),
         "arena_bytes": graph.static_bytes + addresses.height_bytes,
         "bound_bytes": graph.static_bytes + addresses.bound_bytes,

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.solves import modelled
 from graphs.importers import import_graph
 from graphs.ir import Graph
-from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.random_graphs import draw_training_step
 from planner.plans.summary import summarize
 from solvers.clock import WallClock
 from solvers.least import bracket_least_budget
@@ -37,9 +37,9 @@ GROWTH = {f"gpt2-{n}": f"zoo:gpt2,layers={n},batch=8,dtype=bfloat16" for n in (6
 # Instances that the reference solves in a minute or two, three times each.
 REFERENCE_PUBLISHED = {"vgg16-176": (10,)}
 REFERENCE_SYNTHETIC: dict[str, Callable[[], Graph]] = {
-    "random-1-10": partial(random_training_step, 1, 10),
-    "random-2-15": partial(random_training_step, 2, 15),
-    "random-3-20": partial(random_training_step, 3, 20),
+    "random-1-10": partial(draw_training_step, 1, 10),
+    "random-2-15": partial(draw_training_step, 2, 15),
+    "random-3-20": partial(draw_training_step, 3, 20),
 }
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph, Op
-from graphs.lifetimes import lifetimes
+from graphs.lifetimes import find_lifetimes
 from graphs.overwriting import Overwriting, Pairs
 from graphs.pools import DEVICE
 from graphs.requests import WORKSPACE
@@ -141,13 +141,13 @@ def buffers_of(
 
     Args:
         moments: a step of the schedule takes so much of the buffers' time. With 1, all that an op takes begins at once; with
-            ``moments_of``, its requests follow one another.
+            ``count_moments``, its requests follow one another.
     """
     in_order = _InOrder(graph, moments)
-    stays = _stays_of(graph, schedule)
+    stays = _list_stays(graph, schedule)
     overwriting = Overwriting(graph)
     pairs = [overwriting.follow(schedule.steps, index) for index in range(len(schedule.steps))]
-    joined = _joined(pairs, stays)
+    joined = _join_stays(pairs, stays)
     parts = set(joined.values())
     buffers = []
     for tensor, found in zip(graph.tensors, stays, strict=True):
@@ -161,14 +161,14 @@ def buffers_of(
                 stay = joined[stay]
             end = stays[stay[0]][stay[1]]
             name = tensor.name if number == 1 else f"{tensor.name}#{number}"
-            lower = in_order.of_output(schedule.steps[first], first, tensor.id)
+            lower = in_order.find_request_time(schedule.steps[first], first, tensor.id)
             buffers.append(Buffer(name, lower, end * moments, tensor.size_bytes, alignment, pool))
-    for index, name, passing in _passing(graph, schedule, pairs, stays, pool, in_order):
+    for index, name, passing in _iterate_passing(graph, schedule, pairs, stays, pool, in_order):
         buffers.append(Buffer(f"{name} of step {index}", *passing, alignment, pool))
     return tuple(buffers)
 
 
-def moments_of(graph: Graph) -> int:
+def count_moments(graph: Graph) -> int:
     """Return the least number of moments in a step, so that all requests of an op have their own."""
     return 1 + max(max(len(op.requests), len(op.outputs) + 1) for op in graph.ops)
 
@@ -183,7 +183,7 @@ class _InOrder:
         """Return the time at which the step at `index` ends."""
         return (index + 1) * self._moments
 
-    def of_output(self, step: Step, index: int, tensor: int) -> int:
+    def find_request_time(self, step: Step, index: int, tensor: int) -> int:
         """Return the time at which the step at `index` requests memory for the output `tensor`."""
         if self._moments == 1 or not isinstance(step, Compute):
             return index * self._moments
@@ -192,7 +192,7 @@ class _InOrder:
         places = (place for place, request in enumerate(op.requests) if request.output == position)
         return index * self._moments + next(places, position)
 
-    def workspaces(self, index: int, op: Op) -> Iterator[tuple[int, int, int]]:
+    def iterate_workspaces(self, index: int, op: Op) -> Iterator[tuple[int, int, int]]:
         """Yield beginning, end and bytes of each workspace; all are freed within the step, if it has several moments."""
         begin = index * self._moments
         if self._moments == 1:
@@ -211,12 +211,12 @@ _Stay = tuple[int, int]  # of a tensor: its id, and the step that makes it
 _Stays = Sequence[Mapping[int, int]]  # by tensor: by the step that makes it the one that frees it
 
 
-def _stays_of(graph: Graph, schedule: Schedule) -> list[dict[int, int]]:
+def _list_stays(graph: Graph, schedule: Schedule) -> list[dict[int, int]]:
     """Return the stays of each tensor in memory; one that no step frees stays to the end."""
-    return [{life.first_step: life.end_step for life in of_tensor} for of_tensor in lifetimes(graph, schedule)]
+    return [{life.first_step: life.end_step for life in of_tensor} for of_tensor in find_lifetimes(graph, schedule)]
 
 
-def _joined(pairs: Sequence[Pairs], stays: _Stays) -> dict[_Stay, _Stay]:
+def _join_stays(pairs: Sequence[Pairs], stays: _Stays) -> dict[_Stay, _Stay]:
     """Return for each stay that is written over the one that follows at its address."""
     joined = {}
     for index, over in enumerate(pairs):
@@ -226,7 +226,7 @@ def _joined(pairs: Sequence[Pairs], stays: _Stays) -> dict[_Stay, _Stay]:
     return joined
 
 
-def _passing(
+def _iterate_passing(
     graph: Graph, schedule: Schedule, pairs: Sequence[Pairs], stays: _Stays, pool: str, in_order: _InOrder
 ) -> Iterator[tuple[int, str, tuple[int, int, int]]]:
     """Yield the buffers that are in use during one step only: workspaces, and second copies of outputs.
@@ -239,11 +239,11 @@ def _passing(
             continue
         op = graph.ops[step.op]
         if works_for.get(op.stream) == pool:
-            for number, passing in enumerate(in_order.workspaces(index, op), 1):
+            for number, passing in enumerate(in_order.iterate_workspaces(index, op), 1):
                 yield index, "workspace" if number == 1 else f"workspace {number}", passing
         over = {output for output, _ in pairs[index]}
         for t in op.outputs:
             tensor = graph.tensors[t]
             if index not in stays[t] and t not in over and tensor.pool == pool and tensor.size_bytes:
-                begin, end = in_order.of_output(step, index, t), in_order.end(index)
+                begin, end = in_order.find_request_time(step, index, t), in_order.end(index)
                 yield index, f"second {tensor.name}", (begin, end, tensor.size_bytes)

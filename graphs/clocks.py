@@ -31,7 +31,7 @@ def run_clocks(graph: Graph, schedule: Schedule) -> Clocks:
     tensor is freed, the owner of its pool waits for the ops on other streams that use it. Where the forward pass ends, the main
     device waits for results that other devices may have computed, since the caller receives them there.
     """
-    running, (results, _) = _Running(graph), results_elsewhere(graph)
+    running, (results, _) = _Running(graph), find_results_elsewhere(graph)
     end = _end_of_forward(graph, schedule, results) if results else None
     starts_s, ends_s = [], []
     for place, step in enumerate(schedule.steps):
@@ -43,7 +43,7 @@ def run_clocks(graph: Graph, schedule: Schedule) -> Clocks:
     return Clocks(tuple(starts_s), tuple(ends_s), tuple(running.clock_s))
 
 
-def results_elsewhere(graph: Graph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def find_results_elsewhere(graph: Graph) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the kept tensors that another device may compute: those of the forward pass, and the others."""
     elsewhere = {t for op in graph.ops if op.stream != COMPUTE for p in op.replaces for t in graph.ops[p].outputs}
     copied = sorted(graph.kept & elsewhere)
@@ -64,7 +64,7 @@ def _end_of_forward(graph: Graph, schedule: Schedule, results: tuple[int, ...]) 
     return None
 
 
-def passages(graph: Graph, schedule: Schedule, clocks: Clocks, stream: str) -> tuple[tuple[float, float], ...]:
+def find_passages(graph: Graph, schedule: Schedule, clocks: Clocks, stream: str) -> tuple[tuple[float, float], ...]:
     """Return for each step the interval, in seconds, in which `stream` executes it; steps of other streams take no time.
 
     The stream's own steps are the ops that it executes and the frees in pools that it owns. Between them it waits. Memory of its
@@ -102,7 +102,7 @@ class _Running:
         op, stream = self.graph.ops[op_id], self.stream[op_id]
         waits_s = [self.clock_s[self.owner[t]] for t in op.outputs]
         waits_s += (self.ready_s[t] for t in op.inputs)
-        start_s = max(self.clock_s[stream], *waits_s, *self._uses(op.mutates), 0.0)
+        start_s = max(self.clock_s[stream], *waits_s, *self._list_uses(op.mutates), 0.0)
         end_s = self.clock_s[stream] = start_s + op.time_s
         for t in (*op.inputs, *op.mutates):
             self.busy_s[t][stream] = end_s
@@ -118,7 +118,7 @@ class _Running:
     def free(self, t: int) -> tuple[float, float]:
         owner = self.owner[t]
         start_s = self.clock_s[owner]
-        end_s = self.clock_s[owner] = max(start_s, *self._uses((t,)), 0.0)
+        end_s = self.clock_s[owner] = max(start_s, *self._list_uses((t,)), 0.0)
         self.there[t] = False
         return start_s, end_s
 
@@ -126,5 +126,5 @@ class _Running:
         """Let the main device wait for `tensors`."""
         self.clock_s[self.main] = max(self.clock_s[self.main], *(self.ready_s[t] for t in tensors))
 
-    def _uses(self, tensors: Iterable[int]) -> Iterable[float]:
+    def _list_uses(self, tensors: Iterable[int]) -> Iterable[float]:
         return (end_s for t in tensors for end_s in self.busy_s[t].values())

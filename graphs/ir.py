@@ -20,7 +20,7 @@ from graphs.checks import check_graph
 from graphs.errors import UsageError, quote
 from graphs.pools import COMPUTE, DEVICE, TRANSFER, Pool
 from graphs.requests import MemoryRequest
-from graphs.text import graph_html, graph_text
+from graphs.text import format_graph, render_graph
 from graphs.units import format_bytes
 
 TANGENT = "tangent"  # name of the gradient of the loss among the inputs
@@ -196,10 +196,10 @@ class Graph:
 
     def __str__(self) -> str:
         """Return a summary of one screen."""
-        return graph_text(self)
+        return format_graph(self)
 
     def _repr_html_(self) -> str:
-        return graph_html(self)
+        return render_graph(self)
 
     def holding(self, kind: Kind, name: str, size_bytes: int) -> "Graph":
         """Return this graph with another static tensor on the device, which no op reads."""

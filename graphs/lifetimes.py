@@ -24,7 +24,7 @@ class Lifetime:
     end_s: float
 
 
-def lifetimes(graph: Graph, schedule: Schedule) -> tuple[tuple[Lifetime, ...], ...]:
+def find_lifetimes(graph: Graph, schedule: Schedule) -> tuple[tuple[Lifetime, ...], ...]:
     """Return the lifetimes of each tensor of `graph`, in order; static tensors have none."""
     clocks = run_clocks(graph, schedule)
     found: list[list[Lifetime]] = [[] for _ in graph.tensors]

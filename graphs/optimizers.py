@@ -19,11 +19,11 @@ class Optimizer:
     counter_bytes: int = 0
     temporaries: int = 0
 
-    def state_sizes(self, parameters: Sequence[int], *, is_cpu: bool) -> tuple[int, ...]:
+    def list_state_sizes(self, parameters: Sequence[int], *, is_cpu: bool) -> tuple[int, ...]:
         """Return the bytes of each tensor in its state, given those of the trained parameters."""
         return (*tuple(parameters) * self.copies, *[self.counter_bytes] * (is_cpu * len(parameters)))
 
-    def temporary_sizes(self, parameters: Sequence[int]) -> tuple[int, ...]:
+    def list_temporary_sizes(self, parameters: Sequence[int]) -> tuple[int, ...]:
         """Return the bytes of the tensors that it holds at once while it runs."""
         return tuple(parameters) * self.temporaries
 
@@ -42,12 +42,12 @@ class MeasuredOptimizer:
     state: tuple[int, ...]
     temporaries: tuple[int, ...]
 
-    def state_sizes(self, parameters: Sequence[int], *, is_cpu: bool) -> tuple[int, ...]:
+    def list_state_sizes(self, parameters: Sequence[int], *, is_cpu: bool) -> tuple[int, ...]:
         """Return the bytes of each tensor in its state."""
         del parameters, is_cpu
         return self.state
 
-    def temporary_sizes(self, parameters: Sequence[int]) -> tuple[int, ...]:
+    def list_temporary_sizes(self, parameters: Sequence[int]) -> tuple[int, ...]:
         """Return the bytes of the tensors that it holds at once while it runs."""
         del parameters
         return self.temporaries
@@ -67,7 +67,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 
-def optimizer_of(provenance: Mapping[str, object]) -> str | MeasuredOptimizer:
+def get_traced_optimizer(provenance: Mapping[str, object]) -> str | MeasuredOptimizer:
     """Return the optimizer that a graph of this provenance was traced for: a name in ``OPTIMIZERS``, or a measured one."""
     match provenance.get("optimizer"):
         case {"name": str(name), "state": [*state], "temporaries": [*temporaries]}:
@@ -78,6 +78,6 @@ def optimizer_of(provenance: Mapping[str, object]) -> str | MeasuredOptimizer:
             return "none"
 
 
-def optimizer_memory(optimizer: str | MeasuredOptimizer) -> Optimizer | MeasuredOptimizer:
+def get_optimizer_memory(optimizer: str | MeasuredOptimizer) -> Optimizer | MeasuredOptimizer:
     """Return the memory of an optimizer, given by a name in ``OPTIMIZERS`` or measured."""
     return OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import islice, takewhile
 
 from graphs.ir import Graph
-from graphs.schedule import Compute, Free, Schedule, Step, boundary, live_after
+from graphs.schedule import Compute, Free, Schedule, Step, find_boundary, live_after
 
 Pairs = Sequence[tuple[int, int]]  # pairs of an output and the input that it overwrites
 
@@ -32,9 +32,9 @@ class Overwriting:
         return [(o, t) for o, t in op.overwrites if t in freed and t not in self._lent]
 
 
-def overwritten_saved_tensors(graph: Graph, schedule: Schedule) -> set[int]:
+def find_overwritten_saved(graph: Graph, schedule: Schedule) -> set[int]:
     """Return the saved tensors that the backward pass overwrites, so that it cannot run twice."""
-    cut = boundary(graph, schedule)
+    cut = find_boundary(graph, schedule)
     saved, overwriting, found = set(live_after(graph, schedule.steps[:cut])), Overwriting(graph), set[int]()
     for place, step in enumerate(schedule.steps):
         pairs = overwriting.follow(schedule.steps, place)

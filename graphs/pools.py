@@ -15,17 +15,17 @@ COMPUTE = "compute"  # the stream that owns the device's
 TRANSFER = "copy"  # target of the ops that carry a tensor from one pool to another
 
 
-def computing(pool: str) -> str:
+def name_stream(pool: str) -> str:
     """Return the name of the stream that computes in `pool`, and owns it."""
     return COMPUTE if pool == DEVICE else f"{COMPUTE}@{pool}"
 
 
-def channel(source: str, target: str) -> str:
+def name_channel(source: str, target: str) -> str:
     """Return the name of the stream of transfers from one pool to another."""
     return f"{source}_to_{target}"
 
 
-DEVICE_TO_HOST, HOST_TO_DEVICE = channel(DEVICE, HOST), channel(HOST, DEVICE)
+DEVICE_TO_HOST, HOST_TO_DEVICE = name_channel(DEVICE, HOST), name_channel(HOST, DEVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Pool:
     @property
     def computes(self) -> bool:
         """True if it is the memory of a device that runs ops."""
-        return self.owner == computing(self.name)
+        return self.owner == name_stream(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Channel:
     @property
     def stream(self) -> str:
         """The name of its stream."""
-        return channel(self.source, self.target)
+        return name_channel(self.source, self.target)
 
     def time_s(self, size_bytes: int) -> float:
         """Return the seconds of a transfer."""

@@ -85,7 +85,7 @@ def keep_everything(graph: Graph) -> Schedule:
     return schedule_of(graph, range(len(graph.ops)))
 
 
-def boundary(graph: Graph, schedule: Schedule) -> int:
+def find_boundary(graph: Graph, schedule: Schedule) -> int:
     """Return the number of steps of the forward pass: until each forward op is executed or replaced, and the frees after it."""
     pending = {op.id for op in graph.program if op.phase is Phase.FORWARD}
     steps = schedule.steps

@@ -19,7 +19,7 @@ _OURS = tuple(f"{_ROOT / name}/" for name in ("planner", "solvers", "graphs"))
 _LIBRARIES = ("torch", "transformers", "accelerate", "lightning", "pytorch_lightning")
 
 
-def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
+def shorten_traceback(function: Callable[P, T]) -> Callable[P, T]:
     """Return the public function `function`, with errors of the planner raised at its call.
 
     Of the frames below only those of the user's code stay, such as a model's forward pass. ``error.full_traceback`` has the text
@@ -27,7 +27,7 @@ def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
     """
 
     @wraps(function)
-    def public(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run_public(*args: P.args, **kwargs: P.kwargs) -> T:
         handled = sys.exception()
         try:
             return function(*args, **kwargs)
@@ -35,7 +35,7 @@ def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
             shorten(error, handled)
             raise
 
-    return public
+    return run_public
 
 
 def shorten(error: PlannerError, handled: BaseException | None = None) -> None:
@@ -45,7 +45,7 @@ def shorten(error: PlannerError, handled: BaseException | None = None) -> None:
     if error.__cause__ is None or isinstance(error.__cause__, PlannerError) or _is_internal(error.__cause__):
         error.__cause__, error.__context__, error.__suppress_context__ = None, handled, handled is None
     for one in causes(error):
-        one.__traceback__ = _users_part(one.__traceback__)
+        one.__traceback__ = _keep_users_part(one.__traceback__)
 
 
 def _is_internal(error: BaseException) -> bool:
@@ -53,11 +53,11 @@ def _is_internal(error: BaseException) -> bool:
     return type(error).__module__.startswith("torch._dynamo")
 
 
-def _users_part(frames: TracebackType | None) -> TracebackType | None:
+def _keep_users_part(frames: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of this project and of libraries."""
     if frames is None:
         return None
-    rest = _users_part(frames.tb_next)
+    rest = _keep_users_part(frames.tb_next)
     if _is_inside(frames.tb_frame.f_code.co_filename):
         return rest
     return TracebackType(rest, frames.tb_frame, frames.tb_lasti, frames.tb_lineno)

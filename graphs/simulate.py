@@ -64,7 +64,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     judge = _Judge(graph)
     for index, step in enumerate(schedule.steps):
         if isinstance(step, Compute):
-            judge.compute(index, step.op, _freed_after(graph, schedule, index))
+            judge.compute(index, step.op, _find_freed_after(graph, schedule, index))
         elif isinstance(step, Free):
             judge.free(index, step.tensor)
         else:
@@ -84,7 +84,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     )
 
 
-def _freed_after(graph: Graph, schedule: Schedule, index: int) -> set[int]:
+def _find_freed_after(graph: Graph, schedule: Schedule, index: int) -> set[int]:
     """Return the tensors freed directly after step `index`; an empty set if its op may not overwrite inputs."""
     steps = schedule.steps
     step, freed = steps[index], set[int]()

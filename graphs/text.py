@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 _LARGEST = 5
 
 
-def graph_text(graph: "Graph") -> str:
+def format_graph(graph: "Graph") -> str:
     """Return a summary of `graph`: its ops, memory and time, and its largest tensors and slowest ops."""
-    lines = list(_lines(graph))
+    lines = list(_iterate_lines(graph))
     width = max(len(name) for name, _ in lines)
     largest = sorted(graph.tensors, key=lambda t: -t.size_bytes)[:_LARGEST]
     slowest = sorted(graph.ops, key=lambda op: -op.time_s)[:_LARGEST] if graph.time_s else []
@@ -22,23 +22,26 @@ def graph_text(graph: "Graph") -> str:
         (
             *(f"{name:<{width}}  {value}" for name, value in lines),
             "largest tensors",
-            *(f"  {format_bytes(t.size_bytes):>10}  {_printable(t.name)} {_printable(t.dtype)}{list(t.shape)}" for t in largest),
+            *(
+                f"  {format_bytes(t.size_bytes):>10}  {_make_printable(t.name)} {_make_printable(t.dtype)}{list(t.shape)}"
+                for t in largest
+            ),
             *(["slowest ops"] if slowest else []),
-            *(f"  {format_seconds(op.time_s):>10}  {_printable(op.name)} ({_printable(op.target)})" for op in slowest),
+            *(f"  {format_seconds(op.time_s):>10}  {_make_printable(op.name)} ({_make_printable(op.target)})" for op in slowest),
         )
     )
 
 
-def graph_html(graph: "Graph") -> str:
+def render_graph(graph: "Graph") -> str:
     """Return the summary of `graph` as HTML for a notebook."""
-    return f"<pre>{escape(graph_text(graph))}</pre>"
+    return f"<pre>{escape(format_graph(graph))}</pre>"
 
 
-def _lines(graph: "Graph") -> Iterator[tuple[str, str]]:
+def _iterate_lines(graph: "Graph") -> Iterator[tuple[str, str]]:
     for key in ("model", "device", "inputs"):
         if key in graph.provenance:
             value = graph.provenance[key]
-            yield key, _printable(", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
+            yield key, _make_printable(", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
     program, optional = graph.program, len(graph.ops) - len(graph.program)
     phases = tuple(dict.fromkeys(op.phase for op in program))
     counts = ", ".join(f"{sum(op.phase is phase for op in program):,} {phase}" for phase in phases)
@@ -54,6 +57,6 @@ def _time_s(ops: "tuple[Op, ...]", phase: "Phase") -> float:
     return sum(op.time_s for op in ops if op.phase is phase)
 
 
-def _printable(value: object) -> str:
+def _make_printable(value: object) -> str:
     """Return `value` as text that cannot control a terminal: names come from files."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))

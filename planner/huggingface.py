@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from graphs.short_tracebacks import short_traceback
+from graphs.short_tracebacks import shorten_traceback
 from planner.errors import explain_missing_packages
 
 with explain_missing_packages():
@@ -34,7 +34,7 @@ class PlannedTrainerMixin:
     plan; it must call the model once, with named arguments.
     """
 
-    @short_traceback
+    @shorten_traceback
     def __init__(
         self,
         *args: Any,
@@ -80,7 +80,7 @@ class PlannedTrainerMixin:
             logs = {**logs, **self.planned.scalars()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
-    @short_traceback
+    @shorten_traceback
     def compute_loss(
         self,
         model: nn.Module,

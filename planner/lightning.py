@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
-from graphs.short_tracebacks import short_traceback
+from graphs.short_tracebacks import shorten_traceback
 from planner.errors import explain_missing_packages
 
 with explain_missing_packages():
@@ -40,7 +40,7 @@ class PlannedTraining(pl.Callback):
     process.
     """
 
-    @short_traceback
+    @shorten_traceback
     def __init__(
         self,
         budget: str | float | None = None,
@@ -69,7 +69,7 @@ class PlannedTraining(pl.Callback):
         """The step for the most frequent size, with its plan; None before the first batch."""
         return None if self.batch_plans is None else self.batch_plans.main
 
-    @short_traceback
+    @shorten_traceback
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Replace ``training_step`` by the planned step; under DDP, inside the wrapper's forward pass.
 
@@ -111,7 +111,7 @@ def _planned(step: "_TrainingStepModule", plans: BatchPlans, trainer: "pl.Traine
     """Return the function that replaces a module's ``training_step``."""
     shown = LoggingView(logging.getLogger(f"{pl.__name__}.planner"), stages=False)
 
-    @short_traceback
+    @shorten_traceback
     def training_step(batch: Any, batch_idx: int) -> Any:
         given = step.arguments(batch, batch_idx, follows=plans.follow_numbers)
         with step.recording():

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
-from graphs.options import without_options
-from graphs.options.offload import without_offload
-from graphs.options.placement import without_placement
-from graphs.options.selection import PartOf, without_computed
+from graphs.options import remove_options
+from graphs.options.offload import remove_offload
+from graphs.options.placement import remove_placement
+from graphs.options.selection import PartOf, remove_computed
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from solvers.bounds import bound_least_budget
@@ -84,7 +84,7 @@ def narrow_bracket(
         known: the schedule to begin with.
     """
     should_stop = should_stop or (lambda: False)
-    proved = bound_least_budget(*without_offload(graph)).budget_bytes
+    proved = bound_least_budget(*remove_offload(graph)).budget_bytes
     best, found = known, simulate(graph, known).peak_bytes
     refused = proved  # nothing was found at this budget, though nothing was proved
     while found - proved > precision * found and measure_rest(clock) > 0 and not should_stop():
@@ -113,11 +113,11 @@ def find_least_known(
     """
     whole = add_pass_ends(graph)
     graph = whole.graph
-    rest, offloads = without_offload(graph)
-    program = without_options(rest)
+    rest, offloads = remove_offload(graph)
+    program = remove_options(rest)
     found = [keep_everything(program)]
     if offloads:
-        sending = without_computed(without_placement(graph))
+        sending = remove_computed(remove_placement(graph))
         least = find_least_offloaded(sending, clock.start_part(_SENDING * clock.limit), should_stop=should_stop)
         found.append(PartOf(graph, sending).schedule(least.schedule))
     if proved_bytes is None:

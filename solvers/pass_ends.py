@@ -8,7 +8,7 @@ receives it. So one more op of the program at the end of each pass reads these t
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from graphs.clocks import results_elsewhere
+from graphs.clocks import find_results_elsewhere
 from graphs.ir import Graph, Op, Phase
 from graphs.options.placement import is_placed
 from graphs.schedule import Compute, Schedule
@@ -47,7 +47,7 @@ class GraphWithPassEnds:
 
 def add_pass_ends(graph: Graph) -> GraphWithPassEnds:
     """Return `graph` with pass ends."""
-    early, late = results_elsewhere(graph)
+    early, late = find_results_elsewhere(graph)
     forward = [op for op in graph.program if op.phase is Phase.FORWARD]
     if not (early or late) or find_requested_outputs(graph):
         return GraphWithPassEnds(graph, graph, ())

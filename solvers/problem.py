@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphs.ir import Graph
-from graphs.options import without_options
-from graphs.options.offload import Offloads, without_offload
+from graphs.options import remove_options
+from graphs.options.offload import Offloads, remove_offload
 from graphs.pools import COMPUTE
 from solvers.conflicts import Conflict
 from solvers.pass_ends import find_requested_outputs
@@ -143,10 +143,10 @@ def build_problem(graph: Graph, budget_bytes: int) -> Problem:
         GraphError: the graph has pools or streams that belong neither to the host nor to other devices.
     """
     whole = graph
-    graph, offloads = without_offload(whole)
+    graph, offloads = remove_offload(whole)
     places = find_places(graph)
     if places.plain and not graph.plain:  # no optional op can be used
-        graph = without_options(graph)
+        graph = remove_options(graph)
     ops = [graph.ops[op] for op in places.ids]
     capacity_bytes = budget_bytes - graph.static_bytes
     allowed = [places.optional[i] or all(graph.ops[p].recomputable for p in (*op.replaces, op.id)) for i, op in enumerate(ops)]
@@ -168,7 +168,7 @@ def build_problem(graph: Graph, budget_bytes: int) -> Problem:
     return Problem(
         whole=whole,
         graph=graph,
-        offloads=offloads.only({t for of_op in inputs for t in of_op}.__contains__),  # others need not be reloaded
+        offloads=offloads.filter({t for of_op in inputs for t in of_op}.__contains__),  # others need not be reloaded
         places=places,
         capacity_bytes=capacity_bytes,
         time_s=tuple(op.time_s if op.stream == COMPUTE else 0.0 for op in ops),
@@ -211,7 +211,7 @@ def keep_small(problem: Problem, share: float) -> Problem:
     kept = tuple(always or t in small for t, always in enumerate(problem.kept))
     return replace(
         problem,
-        offloads=problem.offloads.only(lambda t: t not in small),
+        offloads=problem.offloads.filter(lambda t: t not in small),
         capacity_bytes=problem.capacity_bytes - total,
         sizes=tuple(0 if t in small else size for t, size in enumerate(problem.sizes)),
         kept=kept,

@@ -7,7 +7,7 @@ from importlib import import_module
 from graphs.checks import check_plain
 from graphs.errors import PlannerError, UsageError
 from graphs.ir import Graph
-from graphs.options.offload import without_offload
+from graphs.options.offload import remove_offload
 from solvers.request import Request
 from solvers.result import Result
 
@@ -249,7 +249,7 @@ def get_solver(name: str) -> Solver:
     def solve(request: Request) -> Result:
         check_params(name, request.params)
         if not entry.alternatives and not entry.devices:
-            check_plain(without_offload(request.graph)[0] if entry.transfers else request.graph)
+            check_plain(remove_offload(request.graph)[0] if entry.transfers else request.graph)
         result: Result = function(request, **entry.arguments)
         return result
 

@@ -53,8 +53,8 @@ def test_examples_are_short() -> None:
 def as_graph(ops: list[Op]) -> Graph:
     draft = Draft()
     for op in ops:
-        draft.op(op.name, op.reads, [op.size_bytes], time_s=op.time_s)
-    return draft.graph(kept=[len(ops) - 1])
+        draft.add_op(op.name, op.reads, [op.size_bytes], time_s=op.time_s)
+    return draft.build_graph(kept=[len(ops) - 1])
 
 
 def random_step(seed: int) -> list[Op]:

@@ -82,8 +82,8 @@ def test_a_missing_package_is_one_line(missing: str, code: str, way: str) -> Non
     ],
 )
 def test_missing_package_prints_the_install_command(missing: str, arguments: list[str], way: str, tmp_path: Path) -> None:
-    graph = "from graphs.io.formats import write_graph; from graphs.synthetic.small import training_chain\n"
-    made = f"write_graph(training_chain(4), 'graph.json'); sys.modules[{missing!r}] = None\n"
+    graph = "from graphs.io.formats import write_graph; from graphs.synthetic.small import make_training_chain\n"
+    made = f"write_graph(make_training_chain(4), 'graph.json'); sys.modules[{missing!r}] = None\n"
     ended = python(f"{graph}{made}from planner.cli.main import main; sys.exit(main({arguments!r}))", cwd=tmp_path)
     assert ended.returncode == 1
     assert ended.stderr.count("\n") == 1

@@ -17,7 +17,7 @@ import planner
 from benchmarks.command import add_names
 from benchmarks.gpu.plans import MODELS
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, Rules
-from graphs.allocators.recorded import actions_of, compare_with_model, lines_of
+from graphs.allocators.recorded import compare_with_model, format_lines, read_actions
 from graphs.errors import typed_line
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
@@ -70,13 +70,13 @@ def lines(out: Path, names: Sequence[str]) -> Iterator[tuple[str, bool]]:
             for share in ("", "70%"):
                 label = f"{name} {share or 'eager'}, {setting}"
                 try:
-                    actions = actions_of(record(name, share))
+                    actions = read_actions(record(name, share))
                     found = compare_with_model(actions, rules)
                 except Exception as error:  # noqa: BLE001  # the others are recorded all the same
                     yield f"{label}: FAILED, {typed_line(error)}", False
                     continue
                 path = out / f"{name}-{share.rstrip('%') or 'eager'}-{setting}.csv"
-                path.write_text("\n".join(lines_of(actions)) + "\n")
+                path.write_text("\n".join(format_lines(actions)) + "\n")
                 placed = f"{found.requests} requests, {found.same_place} at the modelled place"
                 reserved = f"reserved {found.reserved_bytes} B, {found.modelled_bytes} B by the model"
                 differ = f"{len(found.differences)} differences {'; '.join(found.differences[:2])}"

@@ -106,7 +106,7 @@ def rounding() -> Lines:
         block = torch.empty(size, dtype=torch.uint8, device="cuda")
         found = torch.cuda.memory_allocated() - allocated, torch.cuda.memory_reserved() - reserved
         simulated = CachingAllocator()
-        simulated.alloc(size)
+        simulated.allocate(size)
         expected = simulated.allocated.bytes, simulated.reserved.bytes
         verdict = "as simulated" if found == expected else f"NOT as simulated ({expected[0]} and {expected[1]} B)"
         yield f"request of {size} B", f"allocated {found[0]} B, reserved {found[1]} B: {verdict}"

@@ -13,8 +13,8 @@ from benchmarks.solve_suites import ZOO
 from benchmarks.solves import modelled
 from graphs.ir import Graph
 from graphs.schedule import Compute, Schedule
-from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_training_step
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.plans.solving import order_for
 from planner.plans.summary import summarize
@@ -28,11 +28,11 @@ SHARES = (0.75, 0.5, 0.25, 0.1)  # budgets between the least budget that is know
 _LEAST_LIMIT_S = 10.0
 TRACED = ("gpt2-12", "llama-32", "vit-l", "resnet50", "resnet152", "unet", "mobilenet_v2", "densenet121")
 SYNTHETIC: Mapping[str, Callable[[], Graph]] = {
-    "chain-50": partial(training_chain, 50),
+    "chain-50": partial(make_training_chain, 50),
     "transformer-6": partial(transformer, TransformerSize(layers=6)),
-    "random-1-40": partial(random_training_step, 1, 40),
-    "random-2-80": partial(random_training_step, 2, 80),
-    "random-3-200": partial(random_training_step, 3, 200),
+    "random-1-40": partial(draw_training_step, 1, 40),
+    "random-2-80": partial(draw_training_step, 2, 80),
+    "random-3-200": partial(draw_training_step, 3, 200),
 }
 
 

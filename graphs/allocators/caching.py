@@ -40,7 +40,7 @@ class Rules:
     max_non_split_rounding_bytes: int = LARGE_SEGMENT_BYTES
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
 
-    def rounded_bytes(self, size_bytes: int) -> int:
+    def round_bytes(self, size_bytes: int) -> int:
         """Return the size of the block for a request of `size_bytes` (``round_size``)."""
         divisions = self.roundup_power2_divisions
         if divisions > 1 and size_bytes > BLOCK_BYTES * divisions:
@@ -48,7 +48,7 @@ class Rules:
             return -(-size_bytes // part) * part
         return max(1, -(-size_bytes // BLOCK_BYTES)) * BLOCK_BYTES
 
-    def segment_bytes(self, size_bytes: int) -> int:
+    def choose_segment_bytes(self, size_bytes: int) -> int:
         """Return the size of a new segment for a block of `size_bytes` (``get_allocation_size``)."""
         if size_bytes <= SMALL_BYTES:
             return _SMALL_SEGMENT_BYTES
@@ -56,7 +56,7 @@ class Rules:
             return self.large_segment_bytes
         return -(-size_bytes // _SEGMENT_ROUNDING_BYTES) * _SEGMENT_ROUNDING_BYTES
 
-    def page_bytes(self, *, small: bool) -> int:
+    def get_page_bytes(self, *, small: bool) -> int:
         """Return the size of the pages of an expandable segment (``find_expandable_block``)."""
         return _SMALL_SEGMENT_BYTES if small else self.large_segment_bytes
 
@@ -195,15 +195,15 @@ class CachingAllocator:
         self._unmapped: dict[_Key, list[Block]] = {}  # by address
         self._kept_pools: set[PoolId] = set()
 
-    def alloc(self, size_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block:
+    def allocate(self, size_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block:
         """Return a block of at least `size_bytes` (more than 0) for `stream` (``malloc``).
 
         Raises:
             DeviceFullError: the device has no room for it.
         """
-        rounded = self.rules.rounded_bytes(size_bytes)
+        rounded = self.rules.round_bytes(size_bytes)
         key = pool, stream, rounded <= SMALL_BYTES
-        block = self._best_fit(rounded, key) or self._reserved_block(rounded, key)
+        block = self._take_best_fit(rounded, key) or self._reserve_block(rounded, key)
         self._split(block, rounded)
         block.in_use, block.requested_bytes = True, size_bytes
         self.allocated.add(block.size_bytes)
@@ -241,7 +241,7 @@ class CachingAllocator:
         for level in (self.allocated, self.requested, self.reserved):
             level.reset_peak()
 
-    def pool_bytes(self, pool: PoolId) -> int:
+    def count_pool_bytes(self, pool: PoolId) -> int:
         """Return the bytes of the segments of `pool`."""
         return sum(segment.size_bytes for segment in self.segments.values() if segment.pool == pool)
 
@@ -255,16 +255,16 @@ class CachingAllocator:
         entries = (entry for key, of_key in self._free.items() if key[0] == pool for entry in of_key)
         return [entry[-1] for entry in sorted(entries, key=lambda entry: entry[:3])]
 
-    def fitting_block(self, size_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block | None:
+    def find_fitting_block(self, size_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block | None:
         """Return the free block from which a request of `size_bytes` would be served; None if memory would be reserved for it."""
-        rounded = self.rules.rounded_bytes(size_bytes)
+        rounded = self.rules.round_bytes(size_bytes)
         key = pool, stream, rounded <= SMALL_BYTES
-        block = self._best_fit(rounded, key)
+        block = self._take_best_fit(rounded, key)
         if block is not None:
             self._put(block)
         return block
 
-    def _best_fit(self, size_bytes: int, key: _Key) -> Block | None:
+    def _take_best_fit(self, size_bytes: int, key: _Key) -> Block | None:
         """Remove and return the smallest free block that is large enough, the lowest among equals (``get_free_block``).
 
         In expandable segments a block counts with the size that it can grow to. An oversize block serves oversize requests
@@ -284,13 +284,13 @@ class CachingAllocator:
             return None
         return entries.pop(place)[-1]
 
-    def _reserved_block(self, size_bytes: int, key: _Key) -> Block:
+    def _reserve_block(self, size_bytes: int, key: _Key) -> Block:
         """Return a block of new memory, for which unused memory is released if the device is full: the end of ``malloc``.
 
         Raises:
             DeviceFullError: the device has no room for it.
         """
-        reserve = self._expanded if self.rules.expandable_segments else self._whole_segment
+        reserve = self._expand if self.rules.expandable_segments else self._allocate_segment
         block = reserve(size_bytes, key)
         if block is None and self._release_oversize(size_bytes, key):
             block = reserve(size_bytes, key)
@@ -302,9 +302,9 @@ class CachingAllocator:
             raise DeviceFullError(size_bytes)
         return block
 
-    def _whole_segment(self, size_bytes: int, key: _Key) -> Block | None:
+    def _allocate_segment(self, size_bytes: int, key: _Key) -> Block | None:
         """Return the block of a new segment; None if the device has no room for it (``alloc_block``)."""
-        segment_bytes = self.rules.segment_bytes(size_bytes)
+        segment_bytes = self.rules.choose_segment_bytes(size_bytes)
         if not self._has_room(segment_bytes):
             return None
         pool, stream, small = key
@@ -342,9 +342,9 @@ class CachingAllocator:
         self.reserved.add(-segment.size_bytes)
         self._released(segment)
 
-    def _expanded(self, size_bytes: int, key: _Key) -> Block | None:
+    def _expand(self, size_bytes: int, key: _Key) -> Block | None:
         """Return a block of a grown expandable segment; None if the device is full (``try_allocate_expandable_block``)."""
-        block = self._expandable(size_bytes, key)
+        block = self._find_expandable(size_bytes, key)
         if not block.mapped and not self._map(block, min(block.size_bytes, size_bytes)):
             return None
         while block.size_bytes < size_bytes:
@@ -356,7 +356,7 @@ class CachingAllocator:
         self._take_out(block)
         return block
 
-    def _expandable(self, size_bytes: int, key: _Key) -> Block:
+    def _find_expandable(self, size_bytes: int, key: _Key) -> Block:
         """Return the first of the lowest free and unmapped blocks with `size_bytes` in all (``find_expandable_block``)."""
         for block in self._unmapped.get(key, []):
             first = block.previous if block.previous is not None and not block.previous.in_use else block
@@ -376,7 +376,7 @@ class CachingAllocator:
 
     def _map(self, block: Block, size_bytes: int) -> bool:
         """Map pages for the first `size_bytes` of an unmapped block; return False if the device is full (``map_block``)."""
-        page_bytes = self.rules.page_bytes(small=block.segment.small)
+        page_bytes = self.rules.get_page_bytes(small=block.segment.small)
         mapped_bytes = -(-size_bytes // page_bytes) * page_bytes
         if not self._has_room(mapped_bytes):
             return False
@@ -391,7 +391,7 @@ class CachingAllocator:
 
     def _unmap(self, block: Block) -> None:
         """Release the whole pages of a free block, and its segment if that has no others (``unmap_block``)."""
-        page_bytes = self.rules.page_bytes(small=block.segment.small)
+        page_bytes = self.rules.get_page_bytes(small=block.segment.small)
         begin = -(-block.offset // page_bytes) * page_bytes
         end = (block.offset + block.size_bytes) // page_bytes * page_bytes
         if begin >= end:
@@ -454,30 +454,30 @@ class CachingAllocator:
 
     def _put(self, block: Block) -> None:
         if block.mapped:
-            insort(self._free.setdefault(_key(block), []), _entry(block), key=lambda entry: entry[:3])
+            insort(self._free.setdefault(_get_key(block), []), _make_entry(block), key=lambda entry: entry[:3])
         else:
-            insort(self._unmapped.setdefault(_key(block), []), block, key=_address)
+            insort(self._unmapped.setdefault(_get_key(block), []), block, key=_get_address)
 
     def _take_out(self, block: Block) -> None:
         if block.mapped:
-            entries, entry = self._free[_key(block)], _entry(block)
+            entries, entry = self._free[_get_key(block)], _make_entry(block)
             del entries[bisect_left(entries, entry[:3], key=lambda one: one[:3])]
         else:
-            self._unmapped[_key(block)].remove(block)
+            self._unmapped[_get_key(block)].remove(block)
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self.segments.values())
 
 
-def _key(block: Block) -> _Key:
+def _get_key(block: Block) -> _Key:
     return block.segment.pool, block.segment.stream, block.segment.small
 
 
-def _entry(block: Block) -> tuple[int, int, int, Block]:
+def _make_entry(block: Block) -> tuple[int, int, int, Block]:
     return block.size_bytes, block.segment.number, block.offset, block
 
 
-def _address(block: Block) -> tuple[int, int]:
+def _get_address(block: Block) -> tuple[int, int]:
     return block.segment.number, block.offset
 
 

@@ -63,9 +63,12 @@ class GlibcAllocator:
         self._by_size: list[tuple[int, int]] = []
         self._by_offset: list[int] = []
 
-    def alloc(self, size_bytes: int) -> Chunk:
+    def allocate(self, size_bytes: int) -> Chunk:
         """Return memory for a tensor of `size_bytes` (``posix_memalign``, ``_int_malloc``, ``sysmalloc``)."""
-        chunk_bytes, wanted_bytes = _chunk(size_bytes), _chunk(size_bytes + _TENSOR_ALIGNMENT + _LEAST_BYTES)
+        chunk_bytes, wanted_bytes = (
+            _compute_chunk_bytes(size_bytes),
+            _compute_chunk_bytes(size_bytes + _TENSOR_ALIGNMENT + _LEAST_BYTES),
+        )
         place = bisect_left(self._by_size, (wanted_bytes, 0))
         if place < len(self._by_size):
             found_bytes, offset = self._by_size[place]
@@ -74,17 +77,17 @@ class GlibcAllocator:
                 self._put(offset + chunk_bytes, found_bytes - chunk_bytes)
             else:
                 chunk_bytes = found_bytes
-            return self._used(Chunk(self._heap, offset, chunk_bytes))
+            return self._mark_used(Chunk(self._heap, offset, chunk_bytes))
         if self._heap.size_bytes - self._top < wanted_bytes + _LEAST_BYTES:
             if wanted_bytes >= self.mmap_threshold_bytes:
-                mapped_bytes = _pages(wanted_bytes + _HEADER_BYTES)
+                mapped_bytes = _round_to_pages(wanted_bytes + _HEADER_BYTES)
                 self.reserved.add(mapped_bytes)
                 segment = Segment(next(self._numbers), mapped_bytes, 0, (0, 0), small=False)
-                return self._used(Chunk(segment, 0, mapped_bytes))
+                return self._mark_used(Chunk(segment, 0, mapped_bytes))
             missing_bytes = wanted_bytes + _TOP_PAD_BYTES + _LEAST_BYTES - (self._heap.size_bytes - self._top)
-            self._grow(_pages(missing_bytes))
+            self._grow(_round_to_pages(missing_bytes))
         offset, self._top = self._top, self._top + chunk_bytes
-        return self._used(Chunk(self._heap, offset, chunk_bytes))
+        return self._mark_used(Chunk(self._heap, offset, chunk_bytes))
 
     def free(self, chunk: Chunk) -> None:
         """Free `chunk` (``__libc_free``, ``_int_free``): a mapping is returned, in the heap neighbours merge."""
@@ -119,7 +122,7 @@ class GlibcAllocator:
         self._heap.size_bytes += size_bytes
         self.reserved.add(size_bytes)
 
-    def _used(self, chunk: Chunk) -> Chunk:
+    def _mark_used(self, chunk: Chunk) -> Chunk:
         self.allocated.add(chunk.size_bytes)
         return chunk
 
@@ -133,10 +136,10 @@ class GlibcAllocator:
         del self._by_offset[bisect_left(self._by_offset, offset)]
 
 
-def _chunk(size_bytes: int) -> int:
+def _compute_chunk_bytes(size_bytes: int) -> int:
     """Return the size of the chunk for a request (``request2size``)."""
     return max(_LEAST_BYTES, -(-(size_bytes + _HEADER_BYTES) // _CHUNK_BYTES) * _CHUNK_BYTES)
 
 
-def _pages(size_bytes: int) -> int:
+def _round_to_pages(size_bytes: int) -> int:
     return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES

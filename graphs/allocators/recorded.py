@@ -45,7 +45,7 @@ class AllocatorAction:
     stream: int
 
 
-def actions_of(trace: Iterable[Mapping[str, Any]]) -> list[AllocatorAction]:
+def read_actions(trace: Iterable[Mapping[str, Any]]) -> list[AllocatorAction]:
     """Return the actions of one device of ``torch.cuda.memory._snapshot()["device_traces"]``, streams numbered as they occur."""
     streams: dict[int, int] = {}
     return [
@@ -96,7 +96,7 @@ def compare_with_model(actions: Sequence[AllocatorAction], rules: Rules = DEFAUL
         elif action.kind is ActionKind.FREE:
             model.free(blocks.pop(action.address))
         else:
-            block = blocks[action.address] = model.alloc(action.size_bytes, action.stream)
+            block = blocks[action.address] = model.allocate(action.size_bytes, action.stream)
             agreement.requests += 1
             beginning = action.address - block.offset
             agreement.same_place += beginnings.setdefault(block.segment.number, beginning) == beginning
@@ -113,7 +113,7 @@ def compare_with_model(actions: Sequence[AllocatorAction], rules: Rules = DEFAUL
 _HEADER = "kind,address,size_bytes,stream"
 
 
-def lines_of(actions: Iterable[AllocatorAction]) -> Iterator[str]:
+def format_lines(actions: Iterable[AllocatorAction]) -> Iterator[str]:
     """Yield the lines of a CSV file of actions, addresses counted in units of 512 bytes from the lowest."""
     found = list(actions)
     lowest = min((action.address for action in found), default=0)

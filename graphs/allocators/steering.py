@@ -37,7 +37,7 @@ def is_placed(size_bytes: int) -> bool:
     return size_bytes > SMALL_BYTES
 
 
-def least_hole_bytes(size_bytes: int, grain_bytes: int) -> int:
+def compute_least_hole_bytes(size_bytes: int, grain_bytes: int) -> int:
     """Return the size of the smallest hole for a request of `size_bytes`."""
     return -(-size_bytes // grain_bytes) * grain_bytes
 
@@ -109,7 +109,7 @@ def steer(training: Training, holes: Mapping[int, Hole], slab_bytes: int) -> Ste
             may share a hole.
         slab_bytes: at least; the slab is a whole segment of its own, of 10 MiB at least.
     """
-    return _ModelledStep(training, holes, DEFAULT.segment_bytes(max(slab_bytes, LEAST_OWN_SEGMENT_BYTES))).steering()
+    return _ModelledStep(training, holes, DEFAULT.choose_segment_bytes(max(slab_bytes, LEAST_OWN_SEGMENT_BYTES))).find_actions()
 
 
 _Requests = Sequence[tuple[int, bool]]  # of an op: index of the buffer, and if it is requested or freed
@@ -139,14 +139,14 @@ class _ModelledStep:
     missed: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        block = self.allocator.alloc(self.slab_bytes, pool=_POOL)
+        block = self.allocator.allocate(self.slab_bytes, pool=_POOL)
         self.slab = block.segment
         self.allocator.free(block)
 
-    def steering(self) -> Steering:
+    def find_actions(self) -> Steering:
         """Return the actions around each step."""
         before = dict[int, Sequence[Action]]()
-        for step, freed, requests in self._steps():
+        for step, freed, requests in self._iterate_steps():
             for index in freed:
                 self.allocator.free(self.blocks.pop(index))
             self._make_holes([index for index, requested in requests if requested and index in self.holes])
@@ -158,10 +158,10 @@ class _ModelledStep:
                 else:
                     self.allocator.free(self.blocks.pop(index))
         grows = any(not segment.small and segment is not self.slab for segment in self.allocator)
-        pool_bytes = self.allocator.pool_bytes(_POOL)
+        pool_bytes = self.allocator.count_pool_bytes(_POOL)
         return Steering(self.slab_bytes, self.holes, pool_bytes, before, frozenset(self.missed), grows)
 
-    def _steps(self) -> Iterator[tuple[int, list[int], _Requests]]:
+    def _iterate_steps(self) -> Iterator[tuple[int, list[int], _Requests]]:
         """Yield steps of the schedule with the buffers that are freed before their op, and what it requests and frees itself."""
         moments = self.training.moments
         for step, events in groupby(self.training.events, key=lambda event: event[0] // moments):
@@ -178,10 +178,10 @@ class _ModelledStep:
         if not asked or self._comes_by_itself(asked):
             return
         holes = sorted({(self.holes[index].offset, self.holes[index].size_bytes) for index in asked})
-        for block in [block for block in self.numbers if self._inside(block, holes, whole=False)]:
+        for block in [block for block in self.numbers if self._find_inside(block, holes, whole=False)]:
             self._release(block)
         free = [block for block in self.allocator.free_blocks(_POOL) if not block.segment.small]
-        divided = [(block, inside) for block in free if (inside := self._inside(block, holes, whole=True))]
+        divided = [(block, inside) for block in free if (inside := self._find_inside(block, holes, whole=True))]
         sizes = [block.size_bytes for block in free]
         stays_free = divided[0][0] if len(divided) == 1 and sizes.count(divided[0][0].size_bytes) == 1 else None
         for block in free:  # the smallest first, so that each hold fits its block exactly
@@ -202,7 +202,7 @@ class _ModelledStep:
         for block in left_free:
             self._release(block)
 
-    def _inside(self, block: Block, holes: Sequence[tuple[int, int]], *, whole: bool) -> list[tuple[int, int]]:
+    def _find_inside(self, block: Block, holes: Sequence[tuple[int, int]], *, whole: bool) -> list[tuple[int, int]]:
         """Return those of `holes`, as offset and bytes, that are in `block`; if not `whole`, also those that overlap it."""
         if block.segment is not self.slab:
             return []
@@ -216,18 +216,18 @@ class _ModelledStep:
         if len(asked) > 1:
             return False
         size_bytes = self.training.buffers[asked[0]].size
-        block, hole = self.allocator.fitting_block(size_bytes, pool=_POOL), self.holes[asked[0]]
+        block, hole = self.allocator.find_fitting_block(size_bytes, pool=_POOL), self.holes[asked[0]]
         if block is None or (block.segment, block.offset) != (self.slab, hole.offset):
             return False
         return hole.size_bytes in (size_bytes, block.size_bytes)
 
     def _request(self, index: int) -> None:
-        block = self.blocks[index] = self.allocator.alloc(self.training.buffers[index].size, pool=_POOL)
+        block = self.blocks[index] = self.allocator.allocate(self.training.buffers[index].size, pool=_POOL)
         if index in self.holes and (block.segment, block.offset) != (self.slab, self.holes[index].offset):
             self.missed.add(index)
 
     def _hold(self, size_bytes: int) -> Block:
-        block = self.allocator.alloc(size_bytes, pool=_POOL)
+        block = self.allocator.allocate(size_bytes, pool=_POOL)
         self.actions.append(Hold(size_bytes, block.offset if block.segment is self.slab else None))
         self.numbers[block] = self.held
         self.held += 1

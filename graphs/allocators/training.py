@@ -6,12 +6,12 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, Protocol
 
-from graphs.addresses import Buffer, buffers_of, moments_of
+from graphs.addresses import Buffer, buffers_of, count_moments
 from graphs.allocators.caching import DEFAULT, CachingAllocator, DeviceFullError, Level, Rules
 from graphs.ir import Graph, Kind, Tensor
-from graphs.optimizers import MeasuredOptimizer, optimizer_memory, optimizer_of
+from graphs.optimizers import MeasuredOptimizer, get_optimizer_memory, get_traced_optimizer
 from graphs.pools import DEVICE
-from graphs.schedule import Schedule, boundary
+from graphs.schedule import Schedule, find_boundary
 
 _STEPS = 3  # the first is cold, the second begins with the optimizer's state, the third shows the steady state
 _GRAIN_BYTES = 2 * 2**20  # of what the driver gives
@@ -46,11 +46,11 @@ class Training:
         At one moment what ends goes first. What stays at the end has no free.
         """
         end = max((buffer.upper for buffer in self.buffers), default=0)
-        frees = ((b.upper, 0, i) for i, b in enumerate(self.buffers) if b.upper < end or self._passing(b, end))
+        frees = ((b.upper, 0, i) for i, b in enumerate(self.buffers) if b.upper < end or self._is_passing(b, end))
         starts = ((b.lower, 1, i) for i, b in enumerate(self.buffers))
         return tuple((time, index, bool(kind)) for time, kind, index in sorted((*frees, *starts)))
 
-    def _passing(self, buffer: Buffer, end: int) -> bool:
+    def _is_passing(self, buffer: Buffer, end: int) -> bool:
         return buffer.upper == end and buffer.lower >= end - self.moments
 
 
@@ -65,25 +65,25 @@ def training_of(graph: Graph, schedule: Schedule, *, pool: str = DEVICE, library
     """
     held = [tensor for tensor in graph.tensors if tensor.static and tensor.pool == pool and tensor.size_bytes]
     parameters = [tensor.size_bytes for tensor in held if tensor.kind is Kind.PARAMETER]
-    optimizer = optimizer_memory(optimizer_of(graph.provenance))
+    optimizer = get_optimizer_memory(get_traced_optimizer(graph.provenance))
     measured = optimizer.state if isinstance(optimizer, MeasuredOptimizer) else None
 
-    def sizes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-        divided = (_divided(t.size_bytes, parameters) if t.kind in _FOR_ALL_PARAMETERS else [t.size_bytes] for t in tensors)
+    def list_sizes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+        divided = (_divide(t.size_bytes, parameters) if t.kind in _FOR_ALL_PARAMETERS else [t.size_bytes] for t in tensors)
         return tuple(chain.from_iterable(divided))
 
-    moments = moments_of(graph)
+    moments = count_moments(graph)
     return Training(
         moments=moments,
-        static=sizes(tensor for tensor in held if tensor.kind is not Kind.OPTIMIZER_STATE),
+        static=list_sizes(tensor for tensor in held if tensor.kind is not Kind.OPTIMIZER_STATE),
         buffers=buffers_of(graph, schedule, pool=pool, moments=moments),
         libraries=tuple(library_bytes),
-        state=measured or sizes(tensor for tensor in held if tensor.kind is Kind.OPTIMIZER_STATE),
-        temporaries=optimizer.temporary_sizes(parameters),
+        state=measured or list_sizes(tensor for tensor in held if tensor.kind is Kind.OPTIMIZER_STATE),
+        temporaries=optimizer.list_temporary_sizes(parameters),
     )
 
 
-def training_of_passes(
+def combine_passes(
     parts: Sequence[tuple[Graph, Schedule]], static: Sequence[int], *, library_bytes: Sequence[int] = ()
 ) -> Training:
     """Return the requests of training by several graphs: their forward passes in order, then their backward passes in reverse.
@@ -95,8 +95,8 @@ def training_of_passes(
         static: bytes of each tensor that is in memory before the first step; the static memory of the graphs is not looked at.
         library_bytes: as in ``training_of``.
     """
-    moments = max(moments_of(graph) for graph, _ in parts)
-    forward = [boundary(graph, schedule) for graph, schedule in parts]
+    moments = max(count_moments(graph) for graph, _ in parts)
+    forward = [find_boundary(graph, schedule) for graph, schedule in parts]
     backward = [len(schedule.steps) - cut for (_, schedule), cut in zip(parts, forward, strict=True)]
     buffers: list[Buffer] = []
     for number, (graph, schedule) in enumerate(parts):
@@ -110,7 +110,7 @@ def training_of_passes(
     return Training(moments=moments, static=tuple(static), buffers=tuple(buffers), libraries=tuple(library_bytes))
 
 
-def _divided(size_bytes: int, parts: Sequence[int]) -> list[int]:
+def _divide(size_bytes: int, parts: Sequence[int]) -> list[int]:
     """Return `size_bytes` as copies of `parts`, with what is left over as one more; undivided if it is less than one copy."""
     copies, left_bytes = divmod(size_bytes, sum(parts)) if parts else (0, size_bytes)
     return [*(part for part in parts for _ in range(copies)), *([left_bytes] if left_bytes else [])]
@@ -151,7 +151,7 @@ class Allocator(Protocol):
     reserved: Level
     retries: int
 
-    def alloc(self, size_bytes: int) -> Any:
+    def allocate(self, size_bytes: int) -> Any:
         """Return a block of at least `size_bytes`."""
         ...
 
@@ -167,7 +167,7 @@ def play(training: Training, allocator: Allocator) -> Usage:
         DeviceFullError: the device is too small.
     """
     for size_bytes in (*training.static, *training.libraries):
-        allocator.alloc(size_bytes)
+        allocator.allocate(size_bytes)
     places: dict[int, BlockPlace] = {}
     by_step = tuple(_play_step(training, allocator, places, first=not number) for number in range(_STEPS))
     return Usage(
@@ -187,12 +187,12 @@ def _play_step(training: Training, allocator: Allocator, places: dict[int, Block
         if not requested:
             allocator.free(blocks.pop(index))
         else:
-            block = blocks[index] = allocator.alloc(training.buffers[index].size)
+            block = blocks[index] = allocator.allocate(training.buffers[index].size)
             places[index] = BlockPlace(block.segment.number, block.offset, block.size_bytes)
         found.append(allocator.reserved.bytes)
     for size_bytes in training.state if first else ():
-        allocator.alloc(size_bytes)
-    for block in [allocator.alloc(size_bytes) for size_bytes in training.temporaries]:
+        allocator.allocate(size_bytes)
+    for block in [allocator.allocate(size_bytes) for size_bytes in training.temporaries]:
         allocator.free(block)
     for block in blocks.values():
         allocator.free(block)
@@ -204,12 +204,12 @@ def usage_of(training: Training, rules: Rules = DEFAULT) -> Usage:
     return play(training, CachingAllocator(rules=rules))
 
 
-def outside_pool_bytes(training: Training, rules: Rules = DEFAULT) -> int:
+def compute_outside_pool_bytes(training: Training, rules: Rules = DEFAULT) -> int:
     """Return the bytes that PyTorch reserves outside a private pool that serves all requests of the steps."""
     return usage_of(replace(training, buffers=()), rules).reserved_bytes
 
 
-def reserved_with_pool_bytes(training: Training) -> int:
+def compute_reserved_with_pool_bytes(training: Training) -> int:
     """Return the bytes that PyTorch reserves if all steps use a private pool with one segment for large blocks.
 
     The pool is as with ``torch.cuda.MemPool``: a segment of the least sufficient size is reserved in advance. Static memory, the
@@ -220,25 +220,25 @@ def reserved_with_pool_bytes(training: Training) -> int:
     low, high = 0, -(-usage.reserved_bytes // _GRAIN_BYTES)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _in_one_segment(inside, middle * _GRAIN_BYTES) else (middle, high)
-    allocator = _primed(high * _GRAIN_BYTES)
-    return outside_pool_bytes(training) + play(inside, allocator).reserved_bytes
+        low, high = (low, middle) if _fits_one_segment(inside, middle * _GRAIN_BYTES) else (middle, high)
+    allocator = _make_primed(high * _GRAIN_BYTES)
+    return compute_outside_pool_bytes(training) + play(inside, allocator).reserved_bytes
 
 
-def _primed(size_bytes: int) -> CachingAllocator:
+def _make_primed(size_bytes: int) -> CachingAllocator:
     """Return an allocator with a free segment of `size_bytes`."""
     allocator = CachingAllocator()
-    allocator.free(allocator.alloc(size_bytes))
+    allocator.free(allocator.allocate(size_bytes))
     return allocator
 
 
-def _in_one_segment(training: Training, size_bytes: int) -> bool:
-    allocator = _primed(size_bytes)
+def _fits_one_segment(training: Training, size_bytes: int) -> bool:
+    allocator = _make_primed(size_bytes)
     play(training, allocator)
     return sum(not segment.small for segment in allocator.segments.values()) == 1
 
 
-def growth_above(training: Training, usage: Usage, limit_bytes: int) -> dict[int, int]:
+def find_growth_above(training: Training, usage: Usage, limit_bytes: int) -> dict[int, int]:
     """Return, by step of the schedule, the bytes by which the reserved memory grows above `limit_bytes` in that step.
 
     Growth between two steps of training is left out.

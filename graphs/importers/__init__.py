@@ -27,9 +27,9 @@ def import_graph(path: str | os.PathLike[str]) -> Graph:
         return simrd.read(path, name=name)
     data = read_object(path)
     if "parents" in data:
-        return checkmate.graph_from(data, source=source, name=name)
+        return checkmate.read_graph(data, source=source, name=name)
     if "nodes" in data:
-        return moccasin.graph_from(data, source=source, name=name)
+        return moccasin.read_graph(data, source=source, name=name)
     if "format" in data:
         raise FormatError(f"{source}: is a file of this planner already: use it as it is")
     raise FormatError(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from msgspec import UNSET, Struct, UnsetType
 
 from graphs.errors import FormatError
-from graphs.io.documents import Finite, Natural, document, refuse
+from graphs.io.documents import Finite, Natural, convert_document, refuse
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 KIB = 1024
@@ -33,7 +33,7 @@ class _Instance(Struct):
     reference: tuple[_Reference, ...] = ()
 
 
-def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
+def read_graph(data: Mapping[str, object], *, source: str, name: str) -> Graph:
     """Return the graph in `data`, whose ops up to the loss are the forward pass.
 
     The provenance lists the `reference` results with budgets that include the fixed memory (``budget_bytes``), the step time
@@ -42,7 +42,7 @@ def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
     Raises:
         FormatError: a field is missing or wrong.
     """
-    read = document(data, _Instance, source)
+    read = convert_document(data, _Instance, source)
     fixed_bytes = read.fixed_memory * KIB
     for field, length in (("memory", len(read.memory)), ("parents", len(read.parents))):
         if length != len(read.cost):

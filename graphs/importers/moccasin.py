@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec import UNSET, Struct, UnsetType, field
 
 from graphs.errors import FormatError
-from graphs.io.documents import Natural, Seconds, document, excerpt, refuse
+from graphs.io.documents import Natural, Seconds, convert_document, refuse, shorten
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
 UNITS_PER_S = 1_000_000
@@ -65,7 +65,7 @@ class _Node:
     backward: bool
 
 
-def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
+def read_graph(data: Mapping[str, object], *, source: str, name: str) -> Graph:
     """Return the graph in `data`.
 
     Ops have the order that ``graph.order`` lists, else that of their ids, which must be topological.
@@ -73,10 +73,10 @@ def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
     Raises:
         FormatError: a field is missing or wrong, or the order is not topological.
     """
-    read = document(data, _File, source)
+    read = convert_document(data, _File, source)
     if not read.directed:
         refuse(source, "directed", read.directed, "true")
-    nodes = _ordered([_node(row, i, source) for i, row in enumerate(read.nodes)], read.graph, source)
+    nodes = _order_nodes([_parse_node(row, i, source) for i, row in enumerate(read.nodes)], read.graph, source)
     position = {node.key: i for i, node in enumerate(nodes)}
     read_by: list[list[int]] = [[] for _ in nodes]
     for i, link in enumerate(read.links):
@@ -108,10 +108,10 @@ def graph_from(data: Mapping[str, object], *, source: str, name: str) -> Graph:
     )
 
 
-def _node(row: Mapping[str, object], position: int, source: str) -> _Node:
+def _parse_node(row: Mapping[str, object], position: int, source: str) -> _Node:
     kind: type[_TrainingNode | _LayeredNode] = _TrainingNode if "cost_ram" in row or "out_cost" not in row else _LayeredNode
     path = f"nodes[{position}]"
-    read = document(row, kind, source, path=path)
+    read = convert_document(row, kind, source, path=path)
     key = read.name if read.id is UNSET else read.id
     if key is UNSET:
         raise FormatError(f"{source}: {path} has neither id nor name")
@@ -122,29 +122,29 @@ def _node(row: Mapping[str, object], position: int, source: str) -> _Node:
     return _Node(key, name, read.time, read.size_bytes, read.param_cost, read.backward)
 
 
-def _ordered(nodes: list[_Node], attributes: _GraphAttributes, source: str) -> list[_Node]:
+def _order_nodes(nodes: list[_Node], attributes: _GraphAttributes, source: str) -> list[_Node]:
     by_key = {node.key: node for node in nodes}
     if len(by_key) < len(nodes):
         keys = [node.key for node in nodes]
-        raise FormatError(f"{source}: node {excerpt(next(k for k in keys if keys.count(k) > 1))} appears twice")
+        raise FormatError(f"{source}: node {shorten(next(k for k in keys if keys.count(k) > 1))} appears twice")
     if attributes.order is UNSET:
         return sorted(nodes, key=lambda node: (str(type(node.key)), node.key))
-    if len(attributes.order) != len(nodes) or {_hashable(key) for key in attributes.order} != by_key.keys():
+    if len(attributes.order) != len(nodes) or {_make_hashable(key) for key in attributes.order} != by_key.keys():
         refuse(source, "graph.order", attributes.order, f"a list of the {len(nodes)} nodes, each once")
     return [by_key[key] for key in attributes.order]
 
 
-def _hashable(key: object) -> object:
+def _make_hashable(key: object) -> object:
     return key if isinstance(key, int | str) else repr(key)
 
 
 def _link(row: Mapping[str, object], index: int, position: Mapping[object, int], source: str) -> tuple[int, int]:
     path, numbered = f"links[{index}]", "source" not in row and "0" in row
     kind: type[_Link | _NumberedLink] = _NumberedLink if numbered else _Link
-    link = document(row, kind, source, path=path)
+    link = convert_document(row, kind, source, path=path)
     keys = ("0", "1") if numbered else ("source", "target")
     for key, node in zip(keys, (link.source, link.target), strict=True):
-        if _hashable(node) not in position:
+        if _make_hashable(node) not in position:
             refuse(source, f"{path}.{key}", node, f"one of the {len(position)} nodes")
     producer, reader = position[link.source], position[link.target]
     if producer >= reader:

@@ -35,11 +35,11 @@ from graphs.importers.simrd_lines import (
     MutateLine,
     Names,
     ReleaseLine,
-    instruction,
+    parse_line,
     read_lines,
 )
 from graphs.importers.storages import ExecutionRecord, Storage
-from graphs.io.documents import excerpt, refuse
+from graphs.io.documents import refuse, shorten
 from graphs.ir import Graph, Phase
 
 _LARGEST = 2**63 - 1
@@ -57,7 +57,7 @@ def read(path: str | os.PathLike[str], *, name: str, views: bool = False) -> Gra
     Raises:
         FormatError: the file is cut short or damaged, or a line is wrong; names the line.
     """
-    return _Log(str(path), read_lines(path), views=views).graph(name)
+    return _Log(str(path), read_lines(path), views=views).replay(name)
 
 
 class _Log:
@@ -75,13 +75,13 @@ class _Log:
         self.counts = dict.fromkeys(("CONSTANT", "CALL", "MUTATE"), 0)
         self.views = 0
 
-    def graph(self, name: str) -> Graph:
+    def replay(self, name: str) -> Graph:
         """Replay all lines and return their graph."""
-        while (line := self.next()) is not None:
+        while (line := self.read_line()) is not None:
             self.execute(line)
         if not self.record.ops:
             raise FormatError(f"{self.source}: the log has no CALL: it ends at line {self.number}")
-        return self.record.graph(
+        return self.record.build_graph(
             {
                 "imported": "DTR log",
                 "model": name,
@@ -98,7 +98,7 @@ class _Log:
         match line:
             case ConstantLine():
                 self.counts["CONSTANT"] += 1
-                self.constant(line)
+                self.execute_constant(line)
             case CallLine():
                 self.counts["CALL"] += 1
                 self.call(line)
@@ -117,29 +117,29 @@ class _Log:
             case _:
                 self.refuse("INSTRUCTION", "after the CONSTANT or CALL that it belongs to")
 
-    def constant(self, line: ConstantLine) -> None:
+    def execute_constant(self, line: ConstantLine) -> None:
         """Execute CONSTANT, followed by MEMORY of the same name."""
         self.check_new("NAME", line.name)
-        self.names[line.name] = self.record.constant(line.name, self.memory(line.name))
+        self.names[line.name] = self.record.add_constant(line.name, self.read_memory(line.name))
 
     def call(self, line: CallLine) -> None:
         """Execute CALL, followed for each result by MEMORY and ALIAS (the index of an argument, or -1)."""
-        bases, time_ns = self.storages("ARGS", line.args), self.whole("TIME", line.time)
-        arguments = self.with_handles(line.args, bases)
+        bases, time_ns = self.find_storages("ARGS", line.args), self.parse_whole("TIME", line.time)
+        arguments = self.add_handles(line.args, bases)
         made: list[tuple[str, int]] = []
         views: list[tuple[str, Storage]] = []
         for i, result in enumerate(line.result):
             if result in self.names or result in line.result[:i]:
-                self.refuse("RESULT", f"new names: {excerpt(result)} is taken")
+                self.refuse("RESULT", f"new names: {shorten(result)} is taken")
         for result in line.result:
-            size_bytes = self.memory(result)
-            alias = self.alias(result, len(bases))
+            size_bytes = self.read_memory(result)
+            alias = self.read_alias(result, len(bases))
             if alias < 0:
                 made.append((result, size_bytes))
             else:
                 views.append((result, bases[alias]))
         if made or not views:
-            storages = self.record.op(line.name, arguments, made, time_ns)
+            storages = self.record.add_op(line.name, arguments, made, time_ns)
             self.names.update(zip((name for name, _ in made), storages, strict=True))
         else:
             self.views += 1
@@ -154,15 +154,15 @@ class _Log:
 
     def mutate(self, line: MutateLine) -> None:
         """Execute MUTATE: the arguments at the positions in MUTATE get new storages, by copy on write."""
-        arguments = self.storages("ARGS", line.args)
+        arguments = self.find_storages("ARGS", line.args)
         if max(line.mutate, default=-1) >= len(arguments):
             self.refuse("MUTATE", f"a list of positions in ARGS, below {len(arguments)}")
         count = len(self.record.ops)
         made = [(f"{line.args[i]}@{count}", arguments[i].size_bytes) for i in line.mutate]
         if len(set(made)) < len(made):
             self.refuse("MUTATE", "a list of different arguments")
-        read = self.with_handles(line.args, arguments)
-        storages = self.record.op(line.name, read, made, self.whole("TIME", line.time))
+        read = self.add_handles(line.args, arguments)
+        storages = self.record.add_op(line.name, read, made, self.parse_whole("TIME", line.time))
         for i, storage in zip(line.mutate, storages, strict=True):
             self.names[line.args[i]] = storage
             self.handles.pop(line.args[i], None)
@@ -170,7 +170,7 @@ class _Log:
 
     def copy(self, line: CopyLine) -> None:
         """Execute COPY: the name DST refers to the storage of SRC as well."""
-        storage = self.storage("SRC", line.src)
+        storage = self.find_storage("SRC", line.src)
         self.check_new("DST", line.dst)
         self.names[line.dst] = storage
         storage.references += 1
@@ -178,7 +178,7 @@ class _Log:
 
     def copy_from(self, line: CopyFromLine) -> None:
         """Execute COPY_FROM: the name DST, which refers to a storage, now refers to that of SRC."""
-        storage, old = self.storage("SRC", line.src), self.storage("DST", line.dst)
+        storage, old = self.find_storage("SRC", line.src), self.find_storage("DST", line.dst)
         storage.references += 1
         self.names[line.dst] = storage
         self.record.release(old)
@@ -187,7 +187,7 @@ class _Log:
     def release(self, line: ReleaseLine) -> None:
         """Execute RELEASE: the name no longer refers to a storage. Names from before the log are ignored."""
         if line.name in self.names:
-            self.record.release(self.storage("NAME", line.name))
+            self.record.release(self.find_storage("NAME", line.name))
 
     def copy_handle(self, line: CopyLine | CopyFromLine) -> None:
         """Make DST a view if SRC is one."""
@@ -195,20 +195,20 @@ class _Log:
         if line.src in self.handles:
             self.handles[line.dst] = self.handles[line.src]
 
-    def with_handles(self, names: Names, bases: list[Storage]) -> list[Storage]:
+    def add_handles(self, names: Names, bases: list[Storage]) -> list[Storage]:
         """Return `bases`, the storages of `names`, and the tensors of 0 bytes of the views among them."""
         return [s for name, base in zip(names, bases, strict=True) for s in (base, self.handles.get(name)) if s is not None]
 
-    def storages(self, key: str, names: Names) -> list[Storage]:
+    def find_storages(self, key: str, names: Names) -> list[Storage]:
         """Return the storages that `names` refer to."""
-        return [self.storage(key, name) for name in names]
+        return [self.find_storage(key, name) for name in names]
 
-    def storage(self, key: str, name: str) -> Storage:
+    def find_storage(self, key: str, name: str) -> Storage:
         """Return the storage that `name` refers to."""
         storage = self.names.get(name)
         if storage is None or not storage.references:
             state = "was never made" if storage is None else "was released"
-            self.refuse(key, f"what is in memory: {excerpt(name)} {state}")
+            self.refuse(key, f"what is in memory: {shorten(name)} {state}")
         return storage
 
     def check_new(self, key: str, name: str) -> None:
@@ -216,44 +216,44 @@ class _Log:
         if name in self.names:
             self.refuse(key, "a new name: this one is taken")
 
-    def memory(self, name: str) -> int:
+    def read_memory(self, name: str) -> int:
         """Return the bytes on the next line, which must be MEMORY of `name`."""
-        line = self.next()
+        line = self.read_line()
         if not isinstance(line, MemoryLine):
             self.refuse_detail(line, "MEMORY", name)
         self.check_of(line.name, name)
-        return self.whole("MEMORY", line.memory)
+        return self.parse_whole("MEMORY", line.memory)
 
-    def alias(self, name: str, below: int) -> int:
+    def read_alias(self, name: str, below: int) -> int:
         """Return the position below `below`, or -1, on the next line, which must be ALIAS of `name`."""
-        line = self.next()
+        line = self.read_line()
         if not isinstance(line, AliasLine):
             self.refuse_detail(line, "ALIAS", name)
         self.check_of(line.name, name)
-        return self.whole("ALIAS", line.alias, least=-1, below=below)
+        return self.parse_whole("ALIAS", line.alias, least=-1, below=below)
 
-    def next(self) -> LogLine | None:
+    def read_line(self) -> LogLine | None:
         """Return the next line; None at the end."""
         number, value = next(self.rest, (self.number, None))
         if value is None:
             return None
         self.number, self.value = number, value
-        return instruction(value, self.source, number)
+        return parse_line(value, self.source, number)
 
     def refuse_detail(self, line: LogLine | None, kind: str, name: str) -> NoReturn:
         """Raise the error that the next line must be `kind` of `name`."""
         if line is None:
             raise FormatError(
-                f"{self.source}: the log is cut short: after line {self.number}, {kind} of {excerpt(name)} is missing"
+                f"{self.source}: the log is cut short: after line {self.number}, {kind} of {shorten(name)} is missing"
             )
-        self.refuse("INSTRUCTION", f"{kind} of {excerpt(name)}")
+        self.refuse("INSTRUCTION", f"{kind} of {shorten(name)}")
 
     def check_of(self, found: str, name: str) -> None:
         """Raise an error unless the line belongs to `name`."""
         if found != name:
-            self.refuse("NAME", excerpt(name))
+            self.refuse("NAME", shorten(name))
 
-    def whole(self, key: str, text: str, *, least: int = 0, below: int = _LARGEST) -> int:
+    def parse_whole(self, key: str, text: str, *, least: int = 0, below: int = _LARGEST) -> int:
         """Return the integer in `text`, the field `key`."""
         if not least <= int(text) < below:
             limit = "" if below == _LARGEST else f" and below {below}"

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 from msgspec import Meta, Struct
 
 from graphs.errors import FormatError
-from graphs.io.documents import Natural, document, excerpt
+from graphs.io.documents import Natural, convert_document, shorten
 
 _GZIP = b"\x1f\x8b"
 _HEAD_BYTES = 4096
@@ -118,21 +118,21 @@ def read_lines(path: str | os.PathLike[str]) -> list[tuple[int, Mapping[str, obj
         FormatError: the file is cut short or damaged, or a line is no JSON object.
     """
     lines = []
-    for number, text in enumerate(_text(path).split("\n"), start=1):
+    for number, text in enumerate(_read_text(path).split("\n"), start=1):
         if not text.strip():
             continue
         try:
             lines.append((number, json.loads(text)))
         except (ValueError, RecursionError):
-            raise FormatError(f"{path}: line {number} is not JSON, or cut short: {excerpt(text)}") from None
+            raise FormatError(f"{path}: line {number} is not JSON, or cut short: {shorten(text)}") from None
     for i, (number, value) in enumerate(lines):
-        beginning = document(value, _Beginning, str(path), path=f"line {number}")
+        beginning = convert_document(value, _Beginning, str(path), path=f"line {number}")
         if beginning.instruction == "ANNOTATE" and beginning.annotation == "START":
             return lines[i + 1 :]
     return lines
 
 
-def instruction(value: object, source: str, number: int) -> LogLine:
+def parse_line(value: object, source: str, number: int) -> LogLine:
     """Return line `number` of the file `source` as an instruction.
 
     Raises:
@@ -140,11 +140,11 @@ def instruction(value: object, source: str, number: int) -> LogLine:
     """
     # msgspec caches the decoder of a Struct, but not of a union.
     kind = _KINDS.get(str(value.get("INSTRUCTION")), _INSTRUCTION) if isinstance(value, dict) else _INSTRUCTION
-    line: LogLine = document(value, kind, source, path=f"line {number}")
+    line: LogLine = convert_document(value, kind, source, path=f"line {number}")
     return line
 
 
-def _text(path: str | os.PathLike[str]) -> str:
+def _read_text(path: str | os.PathLike[str]) -> str:
     try:
         content = Path(path).read_bytes()
         if content.startswith(_GZIP):

@@ -55,7 +55,7 @@ class ExecutionRecord:
     phase: Phase = Phase.FORWARD
     pending_ns: int = 0  # time of views of constants, for the next op
 
-    def constant(self, name: str, size_bytes: int) -> Storage:
+    def add_constant(self, name: str, size_bytes: int) -> Storage:
         """Add memory from outside, which stays until the end of the step."""
         if not self.ops:
             self.storages.append(Storage(len(self.storages), name, size_bytes, None, -1, permanent=True))
@@ -63,7 +63,9 @@ class ExecutionRecord:
         self.ops.append(_ExecutedOp("constant", (), [], 0, self.phase, recomputable=False))
         return self._make(name, size_bytes, permanent=True)
 
-    def op(self, target: str, inputs: Sequence[Storage], outputs: Sequence[tuple[str, int]], time_ns: int) -> tuple[Storage, ...]:
+    def add_op(
+        self, target: str, inputs: Sequence[Storage], outputs: Sequence[tuple[str, int]], time_ns: int
+    ) -> tuple[Storage, ...]:
         """Add an op that reads `inputs` and makes a storage for each name and size of `outputs`."""
         read = tuple(dict.fromkeys(storage.id for storage in inputs))
         self.ops.append(_ExecutedOp(target, read, [], time_ns + self.pending_ns, self.phase))
@@ -84,7 +86,7 @@ class ExecutionRecord:
         self, target: str, inputs: Sequence[Storage], views: Sequence[tuple[str, Storage]], time_ns: int
     ) -> tuple[Storage, ...]:
         """Add an op that makes a view for each name and base of `views`; views are released with their bases."""
-        made = self.op(f"view of {target}", inputs, [(name, 0) for name, _ in views], time_ns)
+        made = self.add_op(f"view of {target}", inputs, [(name, 0) for name, _ in views], time_ns)
         for view, (_, base) in zip(made, views, strict=True):
             view.view_of = base.id
             self.release(view)
@@ -96,12 +98,12 @@ class ExecutionRecord:
         if not storage.references:
             storage.released = len(self.ops) - 1
 
-    def graph(self, provenance: Mapping[str, object]) -> Graph:
+    def build_graph(self, provenance: Mapping[str, object]) -> Graph:
         """Return the step as a graph; keeping everything, its memory is the recorded one."""
         if self.ops:
             self.ops[-1].time_ns += self.pending_ns
             self.pending_ns = 0
-        return _GraphBuilder(self).graph(provenance)
+        return _GraphBuilder(self).build(provenance)
 
     def _make(self, name: str, size_bytes: int, *, permanent: bool = False) -> Storage:
         producer = len(self.ops) - 1
@@ -119,22 +121,22 @@ class _GraphBuilder:
         self.tensors: list[Tensor] = []
         self.number: dict[int, int] = {}  # tensor by storage
 
-    def graph(self, provenance: Mapping[str, object]) -> Graph:
+    def build(self, provenance: Mapping[str, object]) -> Graph:
         storages = self.record.storages
         for storage in storages:
             if storage.producer is None:
-                self.number[storage.id] = self._tensor(storage.name, storage.size_bytes, None, Kind.CONSTANT)
-        begins, ends = self._held_storages()
+                self.number[storage.id] = self._add_tensor(storage.name, storage.size_bytes, None, Kind.CONSTANT)
+        begins, ends = self._find_held_storages()
         held: dict[int, int] = {}
         for index, executed in enumerate(self.record.ops):
             self.add(executed, f"{executed.target}.{index}")
             for storage in ends.get(index, ()):
-                self._op(f"release.{storage.name}", "release", (held[storage.id],), (), executed.phase)
+                self._add_op(f"release.{storage.name}", "release", (held[storage.id],), (), executed.phase)
             for storage in begins.get(index, ()):
-                held[storage.id] = t = self._tensor(
+                held[storage.id] = t = self._add_tensor(
                     f"{storage.name} held", storage.size_bytes, len(self.ops), Kind.ACTIVATION, held_for=self.number[storage.id]
                 )
-                self._op(f"hold.{storage.name}", "hold", (), (t,), executed.phase)
+                self._add_op(f"hold.{storage.name}", "hold", (), (t,), executed.phase)
         kept = [s for s in storages if s.producer is not None and (s.permanent or s.released is None)]
         return Graph(tuple(self.ops), tuple(self.tensors), frozenset(self.number[s.id] for s in kept), provenance)
 
@@ -145,7 +147,7 @@ class _GraphBuilder:
             kept = storage.permanent or storage.released is None
             kind = Kind.CONSTANT if storage.permanent else Kind.OUTPUT if kept else Kind.ACTIVATION
             base = None if storage.view_of is None else self.number[storage.view_of]
-            self.number[s] = self._tensor(storage.name, storage.size_bytes, len(self.ops), kind, view_of=base)
+            self.number[s] = self._add_tensor(storage.name, storage.size_bytes, len(self.ops), kind, view_of=base)
         self.ops.append(
             Op(
                 id=len(self.ops),
@@ -160,10 +162,10 @@ class _GraphBuilder:
             )
         )
 
-    def _op(self, name: str, target: str, inputs: tuple[int, ...], outputs: tuple[int, ...], phase: Phase) -> None:
+    def _add_op(self, name: str, target: str, inputs: tuple[int, ...], outputs: tuple[int, ...], phase: Phase) -> None:
         self.ops.append(Op(len(self.ops), name, target, inputs, outputs, time_s=0.0, phase=phase))
 
-    def _tensor(
+    def _add_tensor(
         self,
         name: str,
         size_bytes: int,
@@ -179,7 +181,7 @@ class _GraphBuilder:
         self.tensors.append(Tensor(t, name, size_bytes, producers, kind, view_of=view_of, held_for=held_for))
         return t
 
-    def _held_storages(self) -> tuple[dict[int, list[Storage]], dict[int, list[Storage]]]:
+    def _find_held_storages(self) -> tuple[dict[int, list[Storage]], dict[int, list[Storage]]]:
         """Return the storages that outlive their last reader, by that reader, and by the op before their release."""
         begins: dict[int, list[Storage]] = {}
         ends: dict[int, list[Storage]] = {}

@@ -64,7 +64,7 @@ def read_buffers(path: str | os.PathLike[str]) -> BufferTable:
         where = f"{path}: line {number}"
         if len(line) != len(header):
             raise FormatError(f"{where} has {len(line)} fields, and the header {len(header)}: the file may be cut short")
-        buffer = _buffer(dict(zip(columns, line, strict=True)), where, ends_included="end" in header)
+        buffer = _parse_buffer(dict(zip(columns, line, strict=True)), where, ends_included="end" in header)
         if buffer.id in seen:
             raise FormatError(f"{where}: the id {buffer.id!r} is also that of line {seen[buffer.id]}")
         seen[buffer.id] = number
@@ -82,15 +82,15 @@ def write_offsets(path: str | os.PathLike[str], table: BufferTable, offsets: Off
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*(table.header[place] for place in kept), "offset"])
-    writer.writerows(_with_offsets(table.rows, kept, offsets.offsets))
+    writer.writerows(_append_offsets(table.rows, kept, offsets.offsets))
     write_text(path, text.getvalue())
 
 
-def _with_offsets(rows: Sequence[Sequence[str]], kept: Sequence[int], offsets: Sequence[int]) -> list[list[object]]:
+def _append_offsets(rows: Sequence[Sequence[str]], kept: Sequence[int], offsets: Sequence[int]) -> list[list[object]]:
     return [[*(row[place] for place in kept), offset] for row, offset in zip(rows, offsets, strict=True)]
 
 
-def _buffer(fields: dict[str, str], where: str, *, ends_included: bool) -> Buffer:
+def _parse_buffer(fields: dict[str, str], where: str, *, ends_included: bool) -> Buffer:
     if not fields["id"].strip():
         raise FormatError(f"{where} has no id")
     if fields.get("gaps", "").strip():

@@ -38,7 +38,7 @@ _ERROR = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?"
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 
 
-def document(value: object, kind: type[Document], source: str, *, path: str = "") -> Document:
+def convert_document(value: object, kind: type[Document], source: str, *, path: str = "") -> Document:
     """Return `value` as a `kind`; messages name the file `source` and the position `path` of the value in it.
 
     Raises:
@@ -47,7 +47,7 @@ def document(value: object, kind: type[Document], source: str, *, path: str = ""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise FormatError(f"{source}: {_defect(str(error), value, kind, path)}") from None
+        raise FormatError(f"{source}: {_describe_defect(str(error), value, kind, path)}") from None
 
 
 def check_header(data: Mapping[str, object], expected: str, source: str) -> None:
@@ -61,42 +61,42 @@ def check_header(data: Mapping[str, object], expected: str, source: str) -> None
         raise FormatError(f'{source}: not a {what}: it has no field "format" (files of {_WRITER[expected]} have)')
     if found != expected:
         known = isinstance(found, str) and found in _WRITER
-        kind = f"a {str(found).removeprefix('remat-planner ')}" if known else f"format {excerpt(found)}"
+        kind = f"a {str(found).removeprefix('remat-planner ')}" if known else f"format {shorten(found)}"
         raise FormatError(f"{source}: holds {kind}, but a {what} is expected, as written by {_WRITER[expected]}")
     if isinstance(version, int) and not isinstance(version, bool) and version != VERSION:
         raise FormatError(
-            f"{source}: is a {what} of version {excerpt(version)}, this planner reads {VERSION}: make a new one with "
+            f"{source}: is a {what} of version {shorten(version)}, this planner reads {VERSION}: make a new one with "
             f"{_WRITER[expected]}"
         )
 
 
 def refuse(source: str, path: str, value: object, must: str) -> NoReturn:
     """Raise the error that `value`, in the file `source` at `path`, must be different."""
-    raise FormatError(f"{source}: {path} is {excerpt(value)}: must be {must}")
+    raise FormatError(f"{source}: {path} is {shorten(value)}: must be {must}")
 
 
-def struct_from(value: object, kind: type[StructType]) -> StructType:
+def build_struct(value: object, kind: type[StructType]) -> StructType:
     """Return a `kind` with the attributes of `value`; None represents optional fields that are unset."""
-    return kind(*_attributes(kind)(value))
+    return kind(*_make_getter(kind)(value))
 
 
-def fields_of(struct: Struct) -> dict[str, object]:
+def list_fields(struct: Struct) -> dict[str, object]:
     """Return the fields of `struct` for a file, without those that equal their default or are unset."""
     # ``msgspec.to_builtins`` omits defaults by identity, not by equality, and does not support numpy's floats.
     return {
-        name: value if type(value) in _BUILTIN else _builtin(value)
-        for value, (name, default) in zip(msgspec.structs.astuple(struct), _defaults(type(struct)), strict=True)
+        name: value if type(value) in _BUILTIN else _convert_to_builtin(value)
+        for value, (name, default) in zip(msgspec.structs.astuple(struct), _list_defaults(type(struct)), strict=True)
         if value is not default and value != default and not (value is None and default is UNSET)
     }
 
 
-def arguments_of(struct: Struct) -> dict[str, Any]:
+def list_arguments(struct: Struct) -> dict[str, Any]:
     """Return the fields of `struct` as keyword arguments, with None for unset ones."""
     arguments = msgspec.structs.asdict(struct)
     return arguments | dict.fromkeys([name for name, value in arguments.items() if value is UNSET])
 
 
-def excerpt(value: object) -> str:
+def shorten(value: object) -> str:
     """Return `value` as JSON, cut to a length that fits a message."""
     try:
         text = json.dumps(value)
@@ -105,7 +105,7 @@ def excerpt(value: object) -> str:
     return _cut(text, _SHOWN)
 
 
-def to_json(value: object, where: str, *, depth: int = 0) -> object:
+def convert_to_json(value: object, where: str, *, depth: int = 0) -> object:
     """Convert `value` to dicts with string keys, lists, strings, finite numbers, booleans and None.
 
     Raises:
@@ -116,50 +116,50 @@ def to_json(value: object, where: str, *, depth: int = 0) -> object:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return _text(value, where)
+        return _check_text(value, where)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise FormatError(f"{where} is {excerpt(value)}: must be finite")
+            raise FormatError(f"{where} is {shorten(value)}: must be finite")
         return float(value)
     if isinstance(value, list | tuple):
-        return [to_json(element, f"{where}[{i}]", depth=depth + 1) for i, element in enumerate(value)]
+        return [convert_to_json(element, f"{where}[{i}]", depth=depth + 1) for i, element in enumerate(value)]
     if isinstance(value, Mapping):
-        return to_json_object(value, where, depth=depth)
+        return convert_to_json_object(value, where, depth=depth)
     raise FormatError(f"{where} is of type {type(value).__name__}, which JSON does not know")
 
 
-def to_json_object(value: Mapping[str, object], where: str, *, depth: int = 0) -> dict[str, object]:
-    """Convert a mapping as ``to_json`` does."""
+def convert_to_json_object(value: Mapping[str, object], where: str, *, depth: int = 0) -> dict[str, object]:
+    """Convert a mapping as ``convert_to_json`` does."""
     entries = {}
     for name, element in value.items():
         if not isinstance(name, str):
             raise FormatError(f"{where} has the key {name!r}: keys are strings")
-        entries[_text(name, where)] = to_json(element, f"{where}.{name}", depth=depth + 1)
+        entries[_check_text(name, where)] = convert_to_json(element, f"{where}.{name}", depth=depth + 1)
     return entries
 
 
-def _builtin(value: object) -> object:
+def _convert_to_builtin(value: object) -> object:
     if isinstance(value, tuple):
-        return [element if type(element) is int else _builtin(element) for element in value]
+        return [element if type(element) is int else _convert_to_builtin(element) for element in value]
     if isinstance(value, Struct):
-        return fields_of(value)
+        return list_fields(value)
     return str(value) if isinstance(value, StrEnum) else value
 
 
 @cache
-def _attributes(kind: type[Struct]) -> Callable[[object], tuple[object, ...]]:
+def _make_getter(kind: type[Struct]) -> Callable[[object], tuple[object, ...]]:
     return attrgetter(*kind.__struct_fields__)
 
 
 @cache
-def _defaults(kind: type[Struct]) -> tuple[tuple[str, object], ...]:
+def _list_defaults(kind: type[Struct]) -> tuple[tuple[str, object], ...]:
     """Return the names of the fields in the file, and their defaults."""
     return tuple((field.encode_name, field.default) for field in msgspec.structs.fields(kind))
 
 
-def _defect(said: str, value: object, kind: object, path: str) -> str:
+def _describe_defect(said: str, value: object, kind: object, path: str) -> str:
     """Return msgspec's message about `value`, with the value at the position that it names."""
     match = _ERROR.fullmatch(said)
     assert match is not None
@@ -174,15 +174,15 @@ def _defect(said: str, value: object, kind: object, path: str) -> str:
             break
     if isinstance(value, float) and not math.isfinite(value):
         what = "expected a finite number"
-    if what.startswith("Invalid ") and (choices := _choices(kind, steps)):
+    if what.startswith("Invalid ") and (choices := _list_choices(kind, steps)):
         what = f"expected one of {', '.join(choices)}"
     what = _cut(f"{what[0].lower()}{what[1:]}".replace("\n", " "), _SAID)
     if what.startswith("object "):
         return f"{path}: {what}" if path else what
-    return f"{path or 'the content'} is {excerpt(value)}: {what}"
+    return f"{path or 'the content'} is {shorten(value)}: {what}"
 
 
-def _choices(kind: object, steps: Sequence[str]) -> list[str]:
+def _list_choices(kind: object, steps: Sequence[str]) -> list[str]:
     """Return the values of the enumeration, or the tags, at `steps` in a `kind`."""
     at = inspect.type_info(kind)
     for step in steps:
@@ -202,11 +202,11 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def _text(value: str, where: str) -> str:
+def _check_text(value: str, where: str) -> str:
     """Return `value`; raise an error if it has half of a surrogate pair, which cannot be printed."""
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise FormatError(f"{where} is {excerpt(value)}: not valid Unicode") from None
+            raise FormatError(f"{where} is {shorten(value)}: not valid Unicode") from None
     return value

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from graphs.errors import FormatError, OutputError, UsageError
-from graphs.io.documents import excerpt, to_json
+from graphs.io.documents import convert_to_json, shorten
 
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/(?P<process>[0-9]+))/fd/(?P<number>[0-9]+)")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character, which is invalid without the other half
@@ -29,7 +29,7 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, object]:
     if not body:
         raise FormatError(f"{path}: the file is empty")
     try:
-        value = json.loads(body, object_pairs_hook=_object_without_duplicates)
+        value = json.loads(body, object_pairs_hook=_build_object)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         if body.startswith("{") and (error.pos >= len(body) or not body.endswith("}")):
@@ -41,11 +41,11 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, object]:
     except ValueError as error:
         raise FormatError(f"{path}: {error}") from None
     if not isinstance(value, dict):
-        raise FormatError(f"{path}: holds {excerpt(value)}: must be an object, {{...}}")
+        raise FormatError(f"{path}: holds {shorten(value)}: must be an object, {{...}}")
     if _SURROGATE.search(body):
         for name, entry in value.items():
-            to_json(name, f"{path}: a field's name")
-            to_json(entry, f"{path}: {name}")
+            convert_to_json(name, f"{path}: a field's name")
+            convert_to_json(entry, f"{path}: {name}")
     return value
 
 
@@ -62,7 +62,7 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str]) 
         _check_descriptor(path, descriptor)
         return
     try:
-        target = _target(path)
+        target = _find_target(path)
         if target.is_symlink():
             raise OutputError(f"{path} cannot be written: its symbolic links form a loop")
         if target.is_dir():
@@ -70,10 +70,10 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str]) 
         if not target.parent.is_dir():
             raise OutputError(f"{path} cannot be written: there is no folder {target.parent}")
         needed = [target] if target.exists() else []
-        if _replaceable(target):
+        if _is_replaceable(target):
             needed.append(target.parent)
     except (OSError, ValueError) as error:  # an invalid or too long name; a loop of links
-        raise _not_written(path, error) from None
+        raise _make_output_error(path, error) from None
     if not all(os.access(place, os.W_OK) for place in needed):
         raise OutputError(f"{path} cannot be written: permission denied")
     if target.exists() and any(Path(source).exists() and target.samefile(source) for source in read):
@@ -93,7 +93,7 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
         if not place.is_dir():
             raise OutputError(f"{folder} is not a folder" if place == Path(folder).absolute() else f"{place} is not a folder")
     except (OSError, ValueError) as error:
-        raise _not_written(folder, error) from None
+        raise _make_output_error(folder, error) from None
     if not os.access(place, os.W_OK):
         raise OutputError(f"{folder} cannot be written: permission denied")
 
@@ -119,7 +119,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     if not is_replaced(path):
         _write_through(path, content, open_descriptor(path))
         return
-    target = _target(path)
+    target = _find_target(path)
     # Named before it is created, so that it is removed after an interruption at any moment.
     temporary = target.with_name(f".planner-{secrets.token_hex(8)}.tmp")
     try:
@@ -131,7 +131,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
             temporary.chmod(target.stat().st_mode & 0o7777)
         temporary.replace(target)
     except OSError as error:
-        raise _not_written(path, error) from error
+        raise _make_output_error(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -152,7 +152,7 @@ def open_descriptor(path: str | os.PathLike[str]) -> int | None:
 
 def is_replaced(path: str | os.PathLike[str]) -> bool:
     """Return True if writing replaces the file at `path`; False for paths that are not files."""
-    return open_descriptor(path) is None and _replaceable(_target(path))
+    return open_descriptor(path) is None and _is_replaceable(_find_target(path))
 
 
 def is_stdout(path: str | os.PathLike[str]) -> bool:
@@ -177,22 +177,24 @@ def format_json(data: Mapping[str, object]) -> str:
     parts = []
     for name, value in data.items():
         if name == "steps" and isinstance(value, list):
-            parts.append(f"{_dump(name)}: [{_rows(_executions(value))}]")
+            parts.append(f"{_encode(name)}: [{_format_rows(_format_steps(value))}]")
         elif name in ("pools", "tensors", "ops") and isinstance(value, list):
-            parts.append(f"{_dump(name)}: [{_rows(map(_dump, value))}]")
+            parts.append(f"{_encode(name)}: [{_format_rows(map(_encode, value))}]")
         elif isinstance(value, dict):
-            parts.append(f"{_dump(name)}: {{{_rows(f'{_dump(key)}: {_dump(entry)}' for key, entry in value.items())}}}")
+            parts.append(
+                f"{_encode(name)}: {{{_format_rows(f'{_encode(key)}: {_encode(entry)}' for key, entry in value.items())}}}"
+            )
         else:
-            parts.append(f"{_dump(name)}: {_dump(value)}")
+            parts.append(f"{_encode(name)}: {_encode(value)}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _object_without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _build_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the field {excerpt(repeated)} appears twice in one object")
+        raise ValueError(f"the field {shorten(repeated)} appears twice in one object")
     return fields
 
 
@@ -230,12 +232,12 @@ def _is_device(path: str | os.PathLike[str]) -> bool:
     return stat.S_ISBLK(mode)
 
 
-def _replaceable(target: Path) -> bool:
+def _is_replaceable(target: Path) -> bool:
     """Return True if a new file may replace `target`; False for /dev/stdout or a pipe."""
     return target.is_file() or not target.exists()
 
 
-def _target(path: str | os.PathLike[str]) -> Path:
+def _find_target(path: str | os.PathLike[str]) -> Path:
     """Return the file to replace: the target of a symbolic link, not the link."""
     return Path(os.path.realpath(path))
 
@@ -244,7 +246,7 @@ def _check_descriptor(path: str | os.PathLike[str], descriptor: int) -> None:
     try:
         os.fstat(descriptor)
     except (OSError, OverflowError) as error:
-        raise _not_written(path, error) from None
+        raise _make_output_error(path, error) from None
 
 
 def _write_through(path: str | os.PathLike[str], content: bytes, descriptor: int | None) -> None:
@@ -262,30 +264,30 @@ def _write_through(path: str | os.PathLike[str], content: bytes, descriptor: int
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise _not_written(path, error) from error
+        raise _make_output_error(path, error) from error
 
 
-def _not_written(path: str | os.PathLike[str], error: Exception) -> OutputError:
+def _make_output_error(path: str | os.PathLike[str], error: Exception) -> OutputError:
     return OutputError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}")
 
 
-def _executions(steps: list[object]) -> Iterable[str]:
+def _format_steps(steps: list[object]) -> Iterable[str]:
     line: list[str] = []
     for step in steps:
         if line and isinstance(step, list) and step[0] == "compute":
             yield ", ".join(line)
             line = []
-        line.append(_dump(step))
+        line.append(_encode(step))
     if line:
         yield ", ".join(line)
 
 
-def _rows(rows: Iterable[str]) -> str:
+def _format_rows(rows: Iterable[str]) -> str:
     text = ",\n  ".join(rows)
     return f"\n  {text}\n" if text else ""
 
 
-def _dump(value: object) -> str:
+def _encode(value: object) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:

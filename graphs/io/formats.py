@@ -5,7 +5,7 @@ import os
 from graphs.checks import check_sums
 from graphs.errors import GraphError
 from graphs.io.files import format_json, read_object, write_text
-from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Graph
 
 
@@ -16,7 +16,7 @@ def read_graph(path: str | os.PathLike[str]) -> Graph:
         FormatError: the file is not a graph of a version that this planner reads.
         GraphError: it is, but does not describe a training step.
     """
-    return summable(graph_from_dict(read_object(path), source=str(path)), str(path))
+    return summable(build_from_dict(read_object(path), source=str(path)), str(path))
 
 
 def write_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
@@ -27,7 +27,7 @@ def write_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
         GraphError: ``read_graph`` would refuse the graph.
         OutputError: the file cannot be written.
     """
-    write_text(path, format_json(graph_to_dict(summable(graph, str(path)))))
+    write_text(path, format_json(convert_to_dict(summable(graph, str(path)))))
 
 
 def summable(graph: Graph, source: str) -> Graph:

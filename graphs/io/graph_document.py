@@ -12,13 +12,13 @@ from graphs.io.documents import (
     Finite,
     Natural,
     Size,
-    arguments_of,
+    build_struct,
     check_header,
-    document,
-    fields_of,
+    convert_document,
+    convert_to_json_object,
+    list_arguments,
+    list_fields,
     refuse,
-    struct_from,
-    to_json_object,
 )
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 from graphs.pools import COMPUTE, DEVICE, Pool
@@ -79,27 +79,27 @@ class _Graph(Struct, forbid_unknown_fields=True, kw_only=True):
     limits: _Amounts = ()
 
 
-def graph_to_dict(graph: Graph) -> dict[str, object]:
+def convert_to_dict(graph: Graph) -> dict[str, object]:
     """Return `graph` in the format of files, without producers and without fields at their default.
 
     Raises:
         FormatError: the provenance has no JSON form.
     """
-    return fields_of(
+    return list_fields(
         _Graph(
             format=GRAPH_FORMAT,
             version=VERSION,
-            provenance=to_json_object(graph.provenance, "provenance"),
-            pools=tuple(struct_from(pool, _Pool) for pool in graph.pools[1:]),
-            tensors=tuple(struct_from(tensor, _Tensor) for tensor in graph.tensors),
-            ops=tuple(struct_from(op, _Op) for op in graph.ops),
+            provenance=convert_to_json_object(graph.provenance, "provenance"),
+            pools=tuple(build_struct(pool, _Pool) for pool in graph.pools[1:]),
+            tensors=tuple(build_struct(tensor, _Tensor) for tensor in graph.tensors),
+            ops=tuple(build_struct(op, _Op) for op in graph.ops),
             kept=tuple(sorted(graph.kept)),
             limits=graph.limits,
         )
     )
 
 
-def graph_from_dict(data: Mapping[str, object], *, source: str = "graph") -> Graph:
+def build_from_dict(data: Mapping[str, object], *, source: str = "graph") -> Graph:
     """Return the graph in `data`; `source` names it in messages.
 
     Raises:
@@ -107,8 +107,8 @@ def graph_from_dict(data: Mapping[str, object], *, source: str = "graph") -> Gra
         GraphError: it is, but does not describe a training step.
     """
     check_header(data, GRAPH_FORMAT, source)
-    read = document(data, _Graph, source)
-    provenance = to_json_object(read.provenance, f"{source}: provenance")
+    read = convert_document(data, _Graph, source)
+    provenance = convert_to_json_object(read.provenance, f"{source}: provenance")
     _check_ids(read, source)
     producers: dict[int, tuple[int, ...]] = {}
     for op in read.ops:
@@ -116,11 +116,11 @@ def graph_from_dict(data: Mapping[str, object], *, source: str = "graph") -> Gra
             producers[t] = (*producers.get(t, ()), op.id)
     try:
         return Graph(
-            ops=tuple(Op(**arguments_of(op)) for op in read.ops),
-            tensors=tuple(Tensor(producers=producers.get(tensor.id, ()), **arguments_of(tensor)) for tensor in read.tensors),
+            ops=tuple(Op(**list_arguments(op)) for op in read.ops),
+            tensors=tuple(Tensor(producers=producers.get(tensor.id, ()), **list_arguments(tensor)) for tensor in read.tensors),
             kept=frozenset(read.kept),
             provenance=provenance,
-            pools=(Pool(DEVICE, COMPUTE), *(Pool(**arguments_of(pool)) for pool in read.pools)),
+            pools=(Pool(DEVICE, COMPUTE), *(Pool(**list_arguments(pool)) for pool in read.pools)),
             limits=read.limits,
         )
     except GraphError as error:

@@ -7,7 +7,7 @@ from graphs.ir import Graph, Tensor
 from graphs.pools import DEVICE
 
 
-def without_options(graph: Graph) -> Graph:
+def remove_options(graph: Graph) -> Graph:
     """Return the program without optional ops, with the same ids; tensors that only optional ops produce are dropped or empty.
 
     Raises:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op, Tensor
 from graphs.options.option import Feature, GraphOption, Need
-from graphs.options.placement import is_placed, on_devices_alone, placement_with_options
+from graphs.options.placement import get_placement_with_options, is_on_devices_alone, is_placed
 from graphs.options.surroundings import Surroundings
 from graphs.options.transfers import OptionBuilder
 from graphs.pools import DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Pool
@@ -52,11 +52,11 @@ class Offloads:
     def __bool__(self) -> bool:
         return bool(self.by_tensor)
 
-    def only(self, may: Callable[[int], bool]) -> "Offloads":
+    def filter(self, may: Callable[[int], bool]) -> "Offloads":
         """Return those of the tensors that `may` be offloaded."""
         return replace(self, by_tensor={t: transfers for t, transfers in self.by_tensor.items() if may(t)})
 
-    def slower(self, times: float) -> "Offloads":
+    def slow_down(self, times: float) -> "Offloads":
         """Return the same transfers over links that are `times` as slow."""
         found = {t: replace(x, offload_s=times * x.offload_s, reload_s=times * x.reload_s) for t, x in self.by_tensor.items()}
         return replace(self, by_tensor=found)
@@ -65,15 +65,15 @@ class Offloads:
 NO_OFFLOADS = Offloads(MappingProxyType({}))
 
 
-def _why_not(graph: Graph, surroundings: Surroundings) -> str:
+def _explain_refusal(graph: Graph, surroundings: Surroundings) -> str:
     if surroundings.link is None:
         return "offload needs the link to the host: Surroundings(link=...)"
-    if on_devices_alone(graph):
+    if is_on_devices_alone(graph):
         return ""
     return "offload cannot be added to a graph that already has other pools or streams: add it once, and after placement"
 
 
-def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
+def _add_offload(graph: Graph, surroundings: Surroundings) -> Graph:
     """Return `graph` with transfers for each tensor that the program produces and reads on the device and does not keep.
 
     States of generators are not offloaded, nor tensors that only optional ops produce, such as copies on other devices. Tensors
@@ -92,7 +92,7 @@ def _offloaded(graph: Graph, surroundings: Surroundings) -> Graph:
         builder.add_transfer(t, copy, t.id, link.back)
     # The host computes nothing: only the channel that fills its pool waits for space.
     builder.pools.append(Pool(HOST, link.out.stream, surroundings.host_bytes))
-    return builder.graph()
+    return builder.build_graph()
 
 
 OFFLOAD = GraphOption(
@@ -104,12 +104,12 @@ OFFLOAD = GraphOption(
     },
     need=Need.LINK,
     last=True,  # it applies to all tensors on the device, whichever op produces them
-    accepts=_why_not,
-    apply=_offloaded,
+    accepts=_explain_refusal,
+    apply=_add_offload,
 )
 
 
-def without_offload(graph: Graph) -> tuple[Graph, Offloads]:
+def remove_offload(graph: Graph) -> tuple[Graph, Offloads]:
     """Return `graph` without the transfers of ``OFFLOAD``, with the same ids, and these transfers.
 
     Raises:
@@ -127,17 +127,17 @@ def without_offload(graph: Graph) -> tuple[Graph, Offloads]:
             by_tensor[out.inputs[0]] = HostTransfers(out.outputs[0], out.id, back.id, out.time_s, back.time_s)
     only_these = len(copying) == 2 * len(by_tensor) and len(graph.tensors) == made + len(by_tensor)
     if not only_these or (host is not None and (host.owner != DEVICE_TO_HOST or graph.static_bytes_by_pool[HOST])):
-        raise _unknown_ops_error(graph)
+        raise _make_unknown_ops_error(graph)
     if host is not None:
         tensors = tuple(replace(t, producers=tuple(p for p in t.producers if p < rest)) for t in graph.tensors[:made])
         pools = tuple(pool for pool in graph.pools if pool is not host)
         left = replace(graph, ops=graph.ops[:rest], tensors=tensors, pools=pools)
     else:
         left = graph
-    if not on_devices_alone(left):
-        raise _unknown_ops_error(graph)
+    if not is_on_devices_alone(left):
+        raise _make_unknown_ops_error(graph)
     if is_placed(left):
-        placement_with_options(left)  # raises an error for other ops
+        get_placement_with_options(left)  # raises an error for other ops
     if host is None:
         return left, NO_OFFLOADS
     total = sum(left.tensors[t].size_bytes for t in by_tensor)
@@ -150,7 +150,7 @@ def _is_read(graph: Graph, t: Tensor) -> bool:
     return any(not graph.ops[op].is_transfer for op in graph.consumers[t.id])
 
 
-def _unknown_ops_error(graph: Graph) -> GraphError:
+def _make_unknown_ops_error(graph: Graph) -> GraphError:
     return GraphError(
         f"the graph has {len(graph.pools)} pools, {len(graph.streams)} streams and {len(graph.ops) - len(graph.program)} "
         "optional ops. Some are neither transfers of single tensors to or from host memory nor ops on other devices: solve a "

@@ -30,7 +30,7 @@ class Feature(StrEnum):
     RESERVED = "memory='reserved'"
 
 
-def conflict(one: str, other: Feature, reason: str) -> str:
+def describe_conflict(one: str, other: Feature, reason: str) -> str:
     """Return the message that `one` and `other` are incompatible, with the reason and the advice in `reason`."""
     return f"{one} does not go with {other}: {reason}"
 
@@ -61,11 +61,11 @@ class Argument:
     limited: Callable[[Graph, int], Graph]
 
 
-def _unchanged_graph(graph: Graph) -> Graph:
+def _keep_graph(graph: Graph) -> Graph:
     return graph
 
 
-def _unchanged_schedule(graph: Graph, schedule: Schedule) -> Schedule:
+def _keep_schedule(graph: Graph, schedule: Schedule) -> Schedule:
     return schedule
 
 
@@ -92,8 +92,8 @@ class Option:
     refused: Mapping[Feature, str] = field(default_factory=dict)
     default: bool = False
     argument: Argument | None = None
-    restored: Callable[[Graph], Graph] = _unchanged_graph
-    lift: Callable[[Graph, Schedule], Schedule] = _unchanged_schedule
+    restored: Callable[[Graph], Graph] = _keep_graph
+    lift: Callable[[Graph, Schedule], Schedule] = _keep_schedule
 
     @property
     def lossy(self) -> bool:
@@ -105,10 +105,10 @@ class Option:
         """The name with the usual argument, as in ``compress:4``."""
         return self.name if self.argument is None else f"{self.name}:{self.argument.usual}"
 
-    def against(self, feature: Feature) -> str:
+    def describe_conflict_with(self, feature: Feature) -> str:
         """Return a message with the reason why the option excludes `feature`, and what to do; "" if they are compatible."""
         reason = self.refused.get(feature)
-        return "" if reason is None else conflict(f"the option {self.name!r}", feature, reason)
+        return "" if reason is None else describe_conflict(f"the option {self.name!r}", feature, reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class GraphOption(Option):
     accepts: Callable[[Graph, Surroundings], str]
     apply: Callable[[Graph, Surroundings], Graph]
 
-    def added_to(self, graph: Graph, surroundings: Surroundings) -> Graph:
+    def add_to(self, graph: Graph, surroundings: Surroundings) -> Graph:
         """Return `graph` with this option.
 
         Raises:

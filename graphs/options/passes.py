@@ -2,18 +2,18 @@
 
 from graphs.errors import ScheduleError
 from graphs.ir import TANGENT, Graph, Kind, Phase
-from graphs.schedule import Compute, Free, Schedule, Step, boundary
+from graphs.schedule import Compute, Free, Schedule, Step, find_boundary
 
 _TANGENT = f"{Kind.INPUT}_{TANGENT}"  # the gradient of the loss, as graphs name it
 
 
-def in_passes(graph: Graph, schedule: Schedule) -> Schedule:
-    """Return `schedule` reordered into passes by ``passes_of``. Results may stay in memory longer: simulate it again."""
-    forward, backward = passes_of(graph, schedule)
+def order_by_passes(graph: Graph, schedule: Schedule) -> Schedule:
+    """Return `schedule` reordered into passes by ``split_into_passes``. Results may stay in memory longer: simulate it again."""
+    forward, backward = split_into_passes(graph, schedule)
     return Schedule((*forward, *backward))
 
 
-def passes_of(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def split_into_passes(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Return the steps of the forward and of the backward pass, in the order of `schedule` except for some transfers.
 
     A kept tensor of the forward pass that is transferred to the main device later is transferred at the end of that pass, where
@@ -44,7 +44,7 @@ def passes_of(graph: Graph, schedule: Schedule) -> tuple[tuple[Step, ...], tuple
         (late if is_late else forward).append(step)
     copies = [_copy_of(graph, t, there) for t in sorted(results - there)]
     made = {t for op in copies for t in graph.ops[op].outputs}
-    rest = [step for step in schedule.steps[cut:] if not (isinstance(step, Compute) and _copies(graph, step.op, made))]
+    rest = [step for step in schedule.steps[cut:] if not (isinstance(step, Compute) and _is_copy(graph, step.op, made))]
     frees = next((i for i, step in enumerate(rest) if not isinstance(step, Free) or step.tensor in tangents), len(rest))
     return (*forward, *map(Compute, copies), *rest[:frees]), (*late, *rest[frees:])
 
@@ -54,7 +54,7 @@ def _end_of_forward(graph: Graph, schedule: Schedule, results: set[int]) -> int:
 
     A result that was produced and freed on another device may be recomputed here before the backward pass begins.
     """
-    cut, there = boundary(graph, schedule), set[int]()
+    cut, there = find_boundary(graph, schedule), set[int]()
     places = {
         t: {t, *(s for op in graph.tensors[t].producers if graph.ops[op].is_transfer for s in graph.ops[op].inputs)}
         for t in results
@@ -71,7 +71,7 @@ def _end_of_forward(graph: Graph, schedule: Schedule, results: set[int]) -> int:
     return cut
 
 
-def due(graph: Graph) -> dict[int, int]:
+def find_due(graph: Graph) -> dict[int, int]:
     """Return for each kept tensor of a plain graph the last op of its pass, after which the caller receives the tensor."""
     forward = [op.id for op in graph.ops if op.phase is Phase.FORWARD]
     producers = {x: graph.tensors[x].producers[0] for x in sorted(graph.kept)}
@@ -86,5 +86,5 @@ def _copy_of(graph: Graph, t: int, there: set[int]) -> int:
     raise ScheduleError(f"at the end of the forward pass {graph.tensors[t].name!r}, which the step returns, is not in memory")
 
 
-def _copies(graph: Graph, op: int, made: set[int]) -> bool:
+def _is_copy(graph: Graph, op: int, made: set[int]) -> bool:
     return graph.ops[op].is_transfer and not made.isdisjoint(graph.ops[op].outputs)

@@ -23,11 +23,11 @@ from types import MappingProxyType
 from graphs.errors import GraphError
 from graphs.ir import Graph, Kind, Op
 from graphs.options.option import Feature, GraphOption, Need
-from graphs.options.passes import in_passes
-from graphs.options.selection import without
+from graphs.options.passes import order_by_passes
+from graphs.options.selection import remove_ops
 from graphs.options.surroundings import OtherDevice, Surroundings
 from graphs.options.transfers import OptionBuilder
-from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Channel, Pool, channel, computing
+from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, Channel, Pool, name_channel, name_stream
 from graphs.schedule import Schedule
 
 
@@ -52,7 +52,7 @@ class Placement:
     copies: Mapping[tuple[int, int, int], int]
 
 
-def _why_not(graph: Graph, surroundings: Surroundings) -> str:
+def _explain_refusal(graph: Graph, surroundings: Surroundings) -> str:
     if len(graph.pools) > 1 or len(graph.streams) > 1:
         return "placement cannot be added to a graph that already has other pools or streams: add it once, and first"
     if not surroundings.others:
@@ -62,19 +62,19 @@ def _why_not(graph: Graph, surroundings: Surroundings) -> str:
         )
     pools, taken = [DEVICE], {DEVICE, COMPUTE, HOST, DEVICE_TO_HOST, HOST_TO_DEVICE}
     for device in surroundings.others:
-        if reason := _mismatch(graph, device):
+        if reason := _describe_mismatch(graph, device):
             return reason
-        new = _new_names(pools, device.name)
+        new = _choose_names(pools, device.name)
         if clashes := [name for name in new if name in taken]:
             return f"device {device.name!r} would have a pool or stream {clashes[0]!r}, which the graph has already: rename it"
-        if not movable(graph, device):
+        if not find_movable(graph, device):
             return f"no op can run on device {device.name!r}: each has no time there, or must stay on the main device"
         pools.append(device.name)
         taken.update(new)
     return ""
 
 
-def _mismatch(graph: Graph, device: OtherDevice) -> str:
+def _describe_mismatch(graph: Graph, device: OtherDevice) -> str:
     if len(device.times_s) == len(graph.program):
         return ""
     return (
@@ -83,21 +83,21 @@ def _mismatch(graph: Graph, device: OtherDevice) -> str:
     )
 
 
-def _new_names(pools: Sequence[str], device: str) -> list[str]:
+def _choose_names(pools: Sequence[str], device: str) -> list[str]:
     """Return the names of the pool and the streams that `device` adds to a graph with these `pools`."""
     ends = [ends for pool in pools for ends in ((pool, device), (device, pool))]
-    return [device, computing(device), *(channel(*pools) for pools in ends)]
+    return [device, name_stream(device), *(name_channel(*pools) for pools in ends)]
 
 
-def _placed(graph: Graph, surroundings: Surroundings) -> Graph:
+def _add_placement(graph: Graph, surroundings: Surroundings) -> Graph:
     devices = _Devices(graph)
     for device in surroundings.others:
         devices.add(device)
-    return devices.builder.graph()
+    return devices.builder.build_graph()
 
 
-def _lifted(graph: Graph, schedule: Schedule) -> Schedule:
-    return in_passes(graph, schedule) if is_placed(graph) else schedule
+def _lift(graph: Graph, schedule: Schedule) -> Schedule:
+    return order_by_passes(graph, schedule) if is_placed(graph) else schedule
 
 
 PLACEMENT = GraphOption(
@@ -113,9 +113,9 @@ PLACEMENT = GraphOption(
         "DistributedDataParallel or fully_shard",
     },
     need=Need.DEVICES,
-    accepts=_why_not,
-    apply=_placed,
-    lift=_lifted,
+    accepts=_explain_refusal,
+    apply=_add_placement,
+    lift=_lift,
 )
 
 
@@ -128,13 +128,13 @@ class _Devices:
 
     def add(self, device: OtherDevice) -> None:
         """Add the pool, copies of tensors, transfers to the device, replacements, and transfers back, in this order."""
-        moved = movable(self.source, device)
+        moved = find_movable(self.source, device)
         pools = [pool.name for pool in self.builder.pools]
-        self.builder.pools.append(Pool(device.name, computing(device.name), device.capacity_bytes))
+        self.builder.pools.append(Pool(device.name, name_stream(device.name), device.capacity_bytes))
         read_or_made = sorted({t for op, _ in moved for t in (*op.inputs, *op.outputs)})
         there = {t: self.builder.add_copy(self.source.tensors[t], device.name, device.block_bytes) for t in read_or_made}
         for pool, here in zip(pools, self.places, strict=True):
-            self._copy_all(here, there, device.channel(pool, device.name))
+            self._copy_all(here, there, device.make_channel(pool, device.name))
         for op, time_s in moved:
             self.builder.add_op(
                 replace(
@@ -144,7 +144,7 @@ class _Devices:
                     outputs=tuple(there[t] for t in op.outputs),
                     time_s=time_s,
                     workspace_bytes=device.workspaces_bytes[op.id] if device.workspaces_bytes else op.workspace_bytes,
-                    stream=computing(device.name),
+                    stream=name_stream(device.name),
                     optional=True,
                     replaces=(op.id,),
                     overwrites=(),
@@ -153,7 +153,7 @@ class _Devices:
                 )
             )
         for pool, here in zip(pools, self.places, strict=True):
-            self._copy_all(there, here, device.channel(device.name, pool))
+            self._copy_all(there, here, device.make_channel(device.name, pool))
         self.places.append(there)
 
     def _copy_all(self, source: Mapping[int, int], target: Mapping[int, int], channel: Channel) -> None:
@@ -163,69 +163,69 @@ class _Devices:
                 self.builder.add_transfer(t, source[t.id], target[t.id], channel)
 
 
-def without_placement(graph: Graph) -> Graph:
+def remove_placement(graph: Graph) -> Graph:
     """Return `graph` on its main device with its other options; remaining ops and tensors are renumbered."""
     if not is_placed(graph):
         return graph
-    others = devices_of(graph)[1:]
+    others = list_devices(graph)[1:]
     there = {pool.name for pool in others}
-    left = without(graph, lambda op: any(graph.tensors[t].pool in there for t in (*op.inputs, *op.outputs)))
+    left = remove_ops(graph, lambda op: any(graph.tensors[t].pool in there for t in (*op.inputs, *op.outputs)))
     return replace(left, pools=tuple(pool for pool in graph.pools if pool not in others))
 
 
-def fixed(graph: Graph) -> frozenset[int]:
+def find_fixed(graph: Graph) -> frozenset[int]:
     """Return the ids of the program's ops that stay on the main device."""
     stay = {t for op in graph.ops for t in op.mutates}
     stay |= {t.id for t in graph.tensors if t.held_for is not None or t.kind is Kind.RANDOM_STATE}
     return frozenset(op.id for op in graph.program if op.random or op.mutates or not stay.isdisjoint((*op.inputs, *op.outputs)))
 
 
-def movable(graph: Graph, device: OtherDevice) -> list[tuple[Op, float]]:
+def find_movable(graph: Graph, device: OtherDevice) -> list[tuple[Op, float]]:
     """Return the ops of the program that may run on `device`, each with its seconds there.
 
     Raises:
         GraphError: `device` does not have one time, or None, for each op.
     """
-    if reason := _mismatch(graph, device):
+    if reason := _describe_mismatch(graph, device):
         raise GraphError(reason)
-    stay, times = fixed(graph), zip(graph.program, device.times_s, strict=True)
+    stay, times = find_fixed(graph), zip(graph.program, device.times_s, strict=True)
     return [(op, time_s) for op, time_s in times if time_s is not None and op.id not in stay]
 
 
-def between_devices(graph: Graph, op: Op) -> bool:
+def is_between_devices(graph: Graph, op: Op) -> bool:
     """Return True if `op` is a transfer between two devices, neither of them the host."""
     return op.is_transfer and HOST not in graph.ends(op)
 
 
 def is_placed(graph: Graph) -> bool:
     """Return True if ``PLACEMENT`` has added devices to `graph`."""
-    return len(devices_of(graph)) > 1
+    return len(list_devices(graph)) > 1
 
 
-def devices_of(graph: Graph) -> tuple[Pool, ...]:
+def list_devices(graph: Graph) -> tuple[Pool, ...]:
     """Return the pools of the devices, the main one first, without the host's."""
     return tuple(pool for pool in graph.pools if pool.computes)
 
 
-def on_devices_alone(graph: Graph) -> bool:
+def is_on_devices_alone(graph: Graph) -> bool:
     """Return True if all pools and streams of `graph` belong to the main device or were added by ``PLACEMENT``."""
     owners = {pool.owner for pool in graph.pools}
-    return devices_of(graph) == graph.pools and all(op.stream in owners or op.is_transfer for op in graph.ops)
+    return list_devices(graph) == graph.pools and all(op.stream in owners or op.is_transfer for op in graph.ops)
 
 
-def placement_of(graph: Graph) -> Placement:
+def get_placement(graph: Graph) -> Placement:
     """Return the alternatives that ``PLACEMENT`` has added to a graph; for a plain graph, those of one device.
 
     Raises:
         GraphError: the graph has other optional ops.
     """
-    found = placement_with_options(graph)
+    found = get_placement_with_options(graph)
     if not found.program.plain:
-        raise _unknown_ops_error(found.program.ops[-1])
+        raise _make_unknown_ops_error(found.program.ops[-1])
     return found
 
 
-def placement_with_options(graph: Graph) -> Placement:
+def get_placement_with_options(graph: Graph) -> Placement:
     """Return the placement of a graph that may also have optional ops on the main device, which stay in ``program``.
 
     Raises:
@@ -254,9 +254,12 @@ def placement_with_options(graph: Graph) -> Placement:
         elif len(op.replaces) == 1 and (d := device.get(op.stream, 0)):
             replaced = graph.ops[op.replaces[0]]
             runs[d][replaced.id] = op.id
-            known = (_there(places[d], replaced.inputs), _there(places[d], replaced.outputs)) == (op.inputs, op.outputs)
+            known = (_map_tensors(places[d], replaced.inputs), _map_tensors(places[d], replaced.outputs)) == (
+                op.inputs,
+                op.outputs,
+            )
         if not known:
-            raise _unknown_ops_error(op)
+            raise _make_unknown_ops_error(op)
     if {t for here in places for t in here if t is not None} != set(range(len(graph.tensors))):
         raise GraphError(
             "the graph has tensors on other devices that are not copies: only graphs with placement and no other "
@@ -274,12 +277,12 @@ def placement_with_options(graph: Graph) -> Placement:
     )
 
 
-def _unknown_ops_error(op: Op) -> GraphError:
+def _make_unknown_ops_error(op: Op) -> GraphError:
     return GraphError(
         f"op {op.name!r} is optional, and neither transfers a tensor from one device to another nor replaces one op on another "
         "device: only graphs with placement and no other option are supported here"
     )
 
 
-def _there(place: Sequence[int | None], tensors: Sequence[int]) -> tuple[int | None, ...]:
+def _map_tensors(place: Sequence[int | None], tensors: Sequence[int]) -> tuple[int | None, ...]:
     return tuple(place[t] for t in tensors)

@@ -12,7 +12,7 @@ TRACED = "options"  # key of the provenance: the options that a graph was traced
 LEFT_OUT = "left_out"  # key of the provenance: names of their ops that were dropped as useless
 
 
-def traced_with(graph: Graph) -> tuple[str, ...]:
+def list_traced_options(graph: Graph) -> tuple[str, ...]:
     """Return the names of the options that were enabled when `graph` was traced.
 
     Raises:
@@ -26,49 +26,49 @@ def traced_with(graph: Graph) -> tuple[str, ...]:
     return tuple(names)
 
 
-def only_traced(graph: Graph, names: Collection[str]) -> Graph:
+def keep_traced(graph: Graph, names: Collection[str]) -> Graph:
     """Return `graph` where, of the options that it was traced with, only `names` remain."""
-    dropped = [name for name in traced_with(graph) if name not in names]
+    dropped = [name for name in list_traced_options(graph) if name not in names]
     if not dropped:
         return graph
     provenance = {key: value for key, value in graph.provenance.items() if key != TRACED}
-    if left := [name for name in traced_with(graph) if name in names]:
+    if left := [name for name in list_traced_options(graph) if name in names]:
         provenance[TRACED] = left
-    kept = without(graph, lambda op: option_of(op) in dropped)
+    kept = remove_ops(graph, lambda op: get_option_name(op) in dropped)
     return Graph(kept.ops, kept.tensors, kept.kept, provenance, kept.pools)
 
 
-def exact_ops(graph: Graph) -> list[str]:
+def list_exact_ops(graph: Graph) -> list[str]:
     """Return the names of the optional ops that were found in tracing and are bit-identical to the program."""
-    return [op.name for op in graph.ops if op.optional and op.exact and option_of(op) in traced_with(graph)]
+    return [op.name for op in graph.ops if op.optional and op.exact and get_option_name(op) in list_traced_options(graph)]
 
 
-def only_traced_ops(graph: Graph, names: Collection[str]) -> Graph:
+def keep_traced_ops(graph: Graph, names: Collection[str]) -> Graph:
     """Return `graph` where, of the optional ops that were found in tracing, only those in `names` remain."""
-    found = [op.name for op in graph.ops if op.optional and option_of(op) in traced_with(graph)]
+    found = [op.name for op in graph.ops if op.optional and get_option_name(op) in list_traced_options(graph)]
     dropped = set(found).difference(names)
-    return without(graph, lambda op: op.name in dropped) if dropped else graph
+    return remove_ops(graph, lambda op: op.name in dropped) if dropped else graph
 
 
-def option_of(op: Op) -> str:
+def get_option_name(op: Op) -> str:
     """Return the name of the option that an optional op belongs to."""
     return op.target.partition(".")[0]
 
 
-def without_computed(graph: Graph) -> Graph:
+def remove_computed(graph: Graph) -> Graph:
     """Return `graph` without the optional ops on the compute stream: the program and its transfers."""
     offered = any(op.optional and op.stream == COMPUTE for op in graph.ops)
-    return without(graph, lambda op: op.stream == COMPUTE) if offered else graph
+    return remove_ops(graph, lambda op: op.stream == COMPUTE) if offered else graph
 
 
-def without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
+def remove_ops(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
     """Return `graph` without the dropped optional ops and the tensors that only they produce; the rest is renumbered."""
     ops = [op for op in graph.ops if not (op.optional and is_dropped(op))]
     new_op = {op.id: i for i, op in enumerate(ops)}
     made = [t for t in graph.tensors if t.static or any(p in new_op for p in t.producers)]
     new_tensor = {t.id: i for i, t in enumerate(made)}
 
-    def moved(ids: tuple[int, ...]) -> tuple[int, ...]:
+    def move(ids: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(new_tensor[t] for t in ids)
 
     tensors = (replace(t, id=i, producers=tuple(new_op[p] for p in t.producers if p in new_op)) for i, t in enumerate(made))
@@ -76,9 +76,9 @@ def without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
         replace(
             op,
             id=i,
-            inputs=moved(op.inputs),
-            outputs=moved(op.outputs),
-            mutates=moved(op.mutates),
+            inputs=move(op.inputs),
+            outputs=move(op.outputs),
+            mutates=move(op.mutates),
             overwrites=tuple((new_tensor[o], new_tensor[t]) for o, t in op.overwrites),
         )
         for i, op in enumerate(ops)
@@ -88,7 +88,7 @@ def without(graph: Graph, is_dropped: Callable[[Op], bool]) -> Graph:
 
 
 class PartOf:
-    """The relation between a graph and the result of ``without`` on it.
+    """The relation between a graph and the result of ``remove_ops`` on it.
 
     Attributes:
         ops, tensors: for each op or tensor of the part, its id in the whole.
@@ -109,6 +109,6 @@ class PartOf:
         return Schedule(tuple(steps))
 
 
-def differences(graph: Graph, computed: Collection[int]) -> tuple[str, ...]:
+def describe_differences(graph: Graph, computed: Collection[int]) -> tuple[str, ...]:
     """Return descriptions of how the ops `computed` may change results of the program, without duplicates."""
     return tuple(dict.fromkeys(graph.ops[op].differs for op in sorted(set(computed)) if graph.ops[op].differs))

@@ -75,7 +75,7 @@ class OtherDevice:
     block_bytes: int = 1
 
     def __post_init__(self) -> None:
-        self.channel(DEVICE, self.name)  # raises an error for impossible values
+        self.make_channel(DEVICE, self.name)  # raises an error for impossible values
         if self.block_bytes < 1:
             raise GraphError(f"the memory of {self.name!r} comes in blocks of {self.block_bytes!r} bytes: must be 1 or more")
         if self.workspaces_bytes and len(self.workspaces_bytes) != len(self.times_s):
@@ -83,7 +83,7 @@ class OtherDevice:
                 f"device {self.name!r} has {len(self.times_s)} times and {len(self.workspaces_bytes)} workspaces: give one each"
             )
 
-    def channel(self, source: str, target: str) -> Channel:
+    def make_channel(self, source: str, target: str) -> Channel:
         """Return the channel between two pools, of which one is this device's."""
         return Channel(source, target, self.bytes_per_s, self.latency_s)
 

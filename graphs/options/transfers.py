@@ -50,6 +50,6 @@ class OptionBuilder:
         for t in op.outputs:
             self._tensors[t] = replace(self._tensors[t], producers=(*self._tensors[t].producers, op.id))
 
-    def graph(self) -> Graph:
+    def build_graph(self) -> Graph:
         """Return the graph with all additions."""
         return replace(self.source, ops=tuple(self._ops), tensors=tuple(self._tensors), pools=tuple(self.pools))

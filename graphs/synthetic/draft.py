@@ -13,12 +13,12 @@ class Draft:
     ops: list[Op] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
 
-    def static(self, name: str, size_bytes: int, kind: Kind = Kind.PARAMETER) -> int:
+    def add_static(self, name: str, size_bytes: int, kind: Kind = Kind.PARAMETER) -> int:
         """Add a static tensor and return its id."""
         self.tensors.append(Tensor(len(self.tensors), name, size_bytes, (), kind))
         return len(self.tensors) - 1
 
-    def op(
+    def add_op(
         self,
         name: str,
         inputs: Sequence[int],
@@ -53,6 +53,6 @@ class Draft:
         )
         return outputs
 
-    def graph(self, kept: Sequence[int] = (), **provenance: object) -> Graph:
+    def build_graph(self, kept: Sequence[int] = (), **provenance: object) -> Graph:
         """Return the graph; `kept` tensors must be in memory at the end."""
         return Graph(tuple(self.ops), tuple(self.tensors), frozenset(kept), {"made": "synthetic", **provenance})

@@ -11,7 +11,7 @@ from graphs.synthetic.draft import Draft
 MiB = 2**20
 
 
-def random_graph(seed: int, ops: int) -> Graph:
+def draw_graph(seed: int, ops: int) -> Graph:
     """Return a graph of `ops` ops with small integer sizes and times and all features of plain graphs.
 
     It has several outputs per op, workspaces, kept tensors, ops that must not be recomputed, ops that take no time, and sometimes
@@ -19,7 +19,7 @@ def random_graph(seed: int, ops: int) -> Graph:
     """
     draw = random.Random(seed)
     draft = Draft()
-    state = draft.static("state", draw.randint(0, 3)) if draw.random() < 0.2 else None
+    state = draft.add_static("state", draw.randint(0, 3)) if draw.random() < 0.2 else None
     writer = draw.randrange(ops) if state is not None else -1
     made: list[int] = []
     mirrored = draw.random() < 0.7
@@ -31,7 +31,7 @@ def random_graph(seed: int, ops: int) -> Graph:
             inputs += [t for t in draft.ops[ops - 1 - i].outputs if draw.random() < 0.8] if ops - 1 - i < i else []
         if state is not None and (i == writer or draw.random() < 0.4):
             inputs.append(state)
-        made += draft.op(
+        made += draft.add_op(
             f"op{i}",
             inputs,
             [draw.randint(0 if draw.random() < 0.1 else 1, 9) for _ in range(draw.choice((1, 1, 1, 2, 2, 3)))],
@@ -41,10 +41,10 @@ def random_graph(seed: int, ops: int) -> Graph:
             mutates=(state,) if state is not None and i == writer else (),
         )
     kept = [t for t in made if draw.random() < 0.12]
-    return draft.graph(kept, seed=seed)
+    return draft.build_graph(kept, seed=seed)
 
 
-def random_training_step(seed: int, layers: int) -> Graph:
+def draw_training_step(seed: int, layers: int) -> Graph:
     """Return a random feed-forward network with residual connections and its backward pass, of 2 `layers` + 1 ops.
 
     Layer i reads layer i - 1 and sometimes an earlier one; its backward op reads its inputs and its gradient, and makes a kept
@@ -63,13 +63,13 @@ def random_training_step(seed: int, layers: int) -> Graph:
             read = (*read, draw.randrange(max(0, i - 12), i - 1))
         sources.append(read)
         inputs.append(tuple(outputs[j] for j in read))
-        outputs += draft.op(f"layer{i}", inputs[i], [sizes[i]], time_s=times[i], workspace_bytes=sizes[i] // 8)
-    loss, top = draft.op("loss", outputs[-1:], [4, sizes[-1]], time_s=1e-4)
+        outputs += draft.add_op(f"layer{i}", inputs[i], [sizes[i]], time_s=times[i], workspace_bytes=sizes[i] // 8)
+    loss, top = draft.add_op("loss", outputs[-1:], [4, sizes[-1]], time_s=1e-4)
     kept = [loss]
     gradients: dict[int, list[int]] = {layers - 1: [top]}
     for i in range(layers - 1, -1, -1):
         parts = [MiB, *(sizes[j] for j in sources[i])]
-        made = draft.op(
+        made = draft.add_op(
             f"layer{i}_backward",
             [*inputs[i], *gradients.pop(i)],
             parts,
@@ -80,10 +80,10 @@ def random_training_step(seed: int, layers: int) -> Graph:
         kept.append(made[0])
         for j, t in zip(sources[i], made[1:], strict=True):
             gradients.setdefault(j, []).append(t)
-    return draft.graph(kept, seed=seed)
+    return draft.build_graph(kept, seed=seed)
 
 
-def with_overwriting(graph: Graph, draw: random.Random) -> Graph:
+def draw_overwriting(graph: Graph, draw: random.Random) -> Graph:
     """Return `graph` in which many outputs of the program may overwrite an input of their size."""
     tensors, made = list(graph.tensors), []
     owner = {pool.name: pool.owner for pool in graph.pools}
@@ -100,13 +100,13 @@ def with_overwriting(graph: Graph, draw: random.Random) -> Graph:
     return replace(graph, ops=(*made, *graph.ops[len(made) :]), tensors=tuple(tensors))
 
 
-def random_options(seed: int, ops: int, most: int = 4) -> Graph:
-    """Return a ``random_graph`` with up to `most` optional ops: variants of one op, of several, and packed tensors.
+def draw_options(seed: int, ops: int, most: int = 4) -> Graph:
+    """Return a ``draw_graph`` with up to `most` optional ops: variants of one op, of several, and packed tensors.
 
     Ops that are replaced together need not follow each other. A packed tensor is unpacked, or read by a variant of its reader.
     """
     draw = random.Random(seed)
-    graph = random_graph(draw.randint(0, 10**9), ops)
+    graph = draw_graph(draw.randint(0, 10**9), ops)
     made, tensors = list(graph.ops), list(graph.tensors)
 
     def add(inputs: Iterable[int], outputs: Iterable[int], time_s: float, **more: Any) -> None:

@@ -4,7 +4,7 @@ from graphs.ir import Graph, Phase
 from graphs.synthetic.draft import Draft
 
 
-def chain(length: int) -> Graph:
+def make_chain(length: int) -> Graph:
     """Return a chain: each op reads the output of the previous one; times and sizes are 1.
 
     Keeping everything needs 2 bytes (input and output of an op), which is the least feasible budget.
@@ -12,11 +12,11 @@ def chain(length: int) -> Graph:
     draft = Draft()
     last: tuple[int, ...] = ()
     for i in range(length):
-        last = draft.op(f"f{i}", last, [1])
-    return draft.graph(length=length)
+        last = draft.add_op(f"f{i}", last, [1])
+    return draft.build_graph(length=length)
 
 
-def training_chain(layers: int) -> Graph:
+def make_training_chain(layers: int) -> Graph:
     """Return a chain with forward f_1..f_n, backward g_n..g_1; g_i reads f_(i-1) and g_(i+1) (g_n reads f_n); n >= 3.
 
     Times and sizes are 1. Optima: 2 n seconds from n + 1 bytes on, 2 n + 1 with n bytes (f_1 is recomputed), and with 3 bytes,
@@ -25,20 +25,20 @@ def training_chain(layers: int) -> Graph:
     draft = Draft()
     f: list[int] = []
     for i in range(layers):
-        f += draft.op(f"f{i + 1}", f[-1:], [1])
-    (g,) = draft.op(f"g{layers}", f[-2:], [1], phase=Phase.BACKWARD)
+        f += draft.add_op(f"f{i + 1}", f[-1:], [1])
+    (g,) = draft.add_op(f"g{layers}", f[-2:], [1], phase=Phase.BACKWARD)
     for i in range(layers - 1, 0, -1):
-        (g,) = draft.op(f"g{i}", [*f[max(0, i - 2) : i - 1], g], [1], phase=Phase.BACKWARD)
-    return draft.graph(layers=layers)
+        (g,) = draft.add_op(f"g{i}", [*f[max(0, i - 2) : i - 1], g], [1], phase=Phase.BACKWARD)
+    return draft.build_graph(layers=layers)
 
 
-def skips(depth: int) -> Graph:
+def make_skips(depth: int) -> Graph:
     """Return a small U-Net: down d_1..d_n, up u_n..u_1, where u_i reads d_i and u_(i+1); sizes halve going down."""
     draft = Draft()
     down: list[int] = []
     for i in range(depth):
-        down += draft.op(f"d{i + 1}", down[-1:], [2 ** (depth - i)])
+        down += draft.add_op(f"d{i + 1}", down[-1:], [2 ** (depth - i)])
     last = down[-1]
     for i in range(depth - 1, -1, -1):
-        (last,) = draft.op(f"u{i + 1}", [down[i], last], [2 ** (depth - i)])
-    return draft.graph(depth=depth)
+        (last,) = draft.add_op(f"u{i + 1}", [down[i], last], [2 ** (depth - i)])
+    return draft.build_graph(depth=depth)

@@ -34,7 +34,7 @@ def transformer(size: TransformerSize) -> Graph:
 
     The backward pass is derived from the forward ops and the tensors that they save.
     """
-    return _Transformer(size).graph()
+    return _Transformer(size).build_graph()
 
 
 class _Transformer:
@@ -47,53 +47,55 @@ class _Transformer:
         self.kept: list[int] = []
         self.tokens = size.batch * size.sequence
 
-    def graph(self) -> Graph:
+    def build_graph(self) -> Graph:
         size = self.size
-        tokens = self.draft.static("tokens", 8 * self.tokens, Kind.INPUT)
+        tokens = self.draft.add_static("tokens", 8 * self.tokens, Kind.INPUT)
         row = self.tokens * size.width
         x = self.forward("embedding", [], row, needs=[], parameters=size.vocabulary * size.width, reads=[tokens])
         for layer in range(size.layers):
             x = self.block(f"block{layer}.", x)
         x = self.normalize("norm", x)
-        logits = self.linear("head", x, size.width, size.vocabulary)
-        loss, gradient = self.draft.op(
+        logits = self.add_linear("head", x, size.width, size.vocabulary)
+        loss, gradient = self.draft.add_op(
             "loss",
             [logits],
             [4, self.tokens * size.vocabulary * _ITEM_BYTES],
-            time_s=self.traffic_s(2 * self.tokens * size.vocabulary),
+            time_s=self.compute_traffic_s(2 * self.tokens * size.vocabulary),
         )
         self.kept.append(loss)
-        self.backward(logits, gradient)
-        return self.draft.graph(self.kept, layers=size.layers)
+        self.add_backward(logits, gradient)
+        return self.draft.build_graph(self.kept, layers=size.layers)
 
     def block(self, at: str, x: int) -> int:
         size, row = self.size, self.tokens * self.size.width
         scores = size.batch * size.heads * size.sequence**2
         y = self.normalize(at + "norm1", x)
-        qkv = self.linear(at + "qkv", y, size.width, 3 * size.width)
+        qkv = self.add_linear(at + "qkv", y, size.width, 3 * size.width)
         s = self.forward(at + "scores", [qkv], scores, needs=[qkv], work=2 * scores * size.width // size.heads)
         p = self.forward(at + "softmax", [s], scores, needs=[-1])
-        d = self.dropout(at + "dropout1", p, scores)
+        d = self.add_dropout(at + "dropout1", p, scores)
         a = self.forward(at + "attend", [d, qkv], row, needs=[d, qkv], work=2 * scores * size.width // size.heads)
-        o = self.dropout(at + "dropout2", self.linear(at + "project", a, size.width, size.width), row)
+        o = self.add_dropout(at + "dropout2", self.add_linear(at + "project", a, size.width, size.width), row)
         x = self.forward(at + "add1", [x, o], row, needs=[])
         y = self.normalize(at + "norm2", x)
-        h = self.linear(at + "up", y, size.width, 4 * size.width)
+        h = self.add_linear(at + "up", y, size.width, 4 * size.width)
         h = self.forward(at + "gelu", [h], 4 * row, needs=[h])
-        h = self.dropout(at + "dropout3", self.linear(at + "down", h, 4 * size.width, size.width), row)
+        h = self.add_dropout(at + "dropout3", self.add_linear(at + "down", h, 4 * size.width, size.width), row)
         return self.forward(at + "add2", [x, h], row, needs=[])
 
     def normalize(self, name: str, x: int) -> int:
         return self.forward(name, [x], self.tokens * self.size.width, needs=[x], parameters=2 * self.size.width)
 
-    def linear(self, name: str, x: int, wide_in: int, wide_out: int) -> int:
+    def add_linear(self, name: str, x: int, wide_in: int, wide_out: int) -> int:
         work = 2 * self.tokens * wide_in * wide_out
         return self.forward(name, [x], self.tokens * wide_out, needs=[x], parameters=wide_in * wide_out, work=work)
 
-    def dropout(self, name: str, x: int, numbers: int) -> int:
-        (state,) = self.draft.op(name + ".state", [], [5056], time_s=0.0, recomputable=False)
-        y, mask = self.draft.op(name, [x, state], [numbers * _ITEM_BYTES, numbers], time_s=self.traffic_s(2 * numbers))
-        self.tape.append((name, [x], y, [mask], 0, self.traffic_s(2 * numbers)))
+    def add_dropout(self, name: str, x: int, numbers: int) -> int:
+        (state,) = self.draft.add_op(name + ".state", [], [5056], time_s=0.0, recomputable=False)
+        y, mask = self.draft.add_op(
+            name, [x, state], [numbers * _ITEM_BYTES, numbers], time_s=self.compute_traffic_s(2 * numbers)
+        )
+        self.tape.append((name, [x], y, [mask], 0, self.compute_traffic_s(2 * numbers)))
         return y
 
     def forward(
@@ -108,18 +110,18 @@ class _Transformer:
         reads: Sequence[int] = (),
     ) -> int:
         """Add an op with an output of `numbers`; its backward op reads `needs` (-1: its output) and the gradient."""
-        weight = [self.draft.static(name + ".weight", parameters * _ITEM_BYTES)] if parameters else []
+        weight = [self.draft.add_static(name + ".weight", parameters * _ITEM_BYTES)] if parameters else []
         touched = numbers + sum(self.draft.tensors[t].size_bytes for t in inputs) // _ITEM_BYTES
-        time_s = max(work / _FLOPS_PER_S, self.traffic_s(touched))
-        (y,) = self.draft.op(name, [*inputs, *weight, *reads], [numbers * _ITEM_BYTES], time_s=time_s)
+        time_s = max(work / _FLOPS_PER_S, self.compute_traffic_s(touched))
+        (y,) = self.draft.add_op(name, [*inputs, *weight, *reads], [numbers * _ITEM_BYTES], time_s=time_s)
         saved = [y if t == -1 else t for t in needs]
         self.tape.append((name, inputs, y, [*saved, *weight], parameters, time_s))
         return y
 
-    def traffic_s(self, numbers: int) -> float:
+    def compute_traffic_s(self, numbers: int) -> float:
         return 3e-6 + numbers * _ITEM_BYTES / _BYTES_PER_S
 
-    def backward(self, output: int, gradient: int) -> None:
+    def add_backward(self, output: int, gradient: int) -> None:
         """Add for each recorded op, latest first, the sum of its output's gradients and the gradients of its inputs."""
         gradients: dict[int, list[int]] = {output: [gradient]}
         for name, inputs, y, needs, parameters, time_s in reversed(self.tape):
@@ -127,11 +129,11 @@ class _Transformer:
             size_bytes = self.draft.tensors[y].size_bytes
             if len(parts) > 1:
                 parts = list(
-                    self.draft.op(
+                    self.draft.add_op(
                         name + ".sum",
                         parts,
                         [size_bytes],
-                        time_s=self.traffic_s(3 * size_bytes // _ITEM_BYTES),
+                        time_s=self.compute_traffic_s(3 * size_bytes // _ITEM_BYTES),
                         phase=Phase.BACKWARD,
                     )
                 )
@@ -141,7 +143,7 @@ class _Transformer:
                 for t in inputs:
                     gradients.setdefault(t, []).append(parts[0])
                 continue
-            made = self.draft.op(
+            made = self.draft.add_op(
                 name + ".backward",
                 [*parts, *needs],
                 [*sizes, *([parameters * _ITEM_BYTES] if parameters else [])],

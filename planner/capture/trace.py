@@ -16,7 +16,7 @@ from torch import nn
 
 from graphs.errors import TraceError
 from graphs.ir import Kind
-from graphs.optimizers import MeasuredOptimizer, optimizer_memory
+from graphs.optimizers import MeasuredOptimizer, get_optimizer_memory
 from planner.capture.frontend.eager_ops import refuse_cpu_only_kernels, separate_biases
 from planner.capture.frontend.joint import compiled_graph, device_of, joint_graph
 from planner.capture.frontend.preserved_state import initialize_lazy_layers
@@ -135,7 +135,7 @@ def _statics(
     """Return the static tensors of the step; `device` is the one that is planned for."""
     statics = StaticTensors(step, batch, device)
     trained = [p.nbytes for p in step.parameters() if p.requires_grad]
-    state = optimizer_memory(optimizer).state_sizes(trained, is_cpu=device.type == "cpu")
+    state = get_optimizer_memory(optimizer).list_state_sizes(trained, is_cpu=device.type == "cpu")
     statics.reserve("optimizer_state", Kind.OPTIMIZER_STATE, sum(allocated_bytes(size, device) for size in state))
     gradients_bytes = sum(allocated_bytes(size, device) for size in trained)
     statics.reserve("accumulated_gradients", Kind.ACCUMULATED_GRADIENT, accumulate * gradients_bytes)

@@ -9,7 +9,7 @@ import torch
 
 from graphs.errors import CopyError, DeviceError, GraphError
 from graphs.options.option import Feature, Need
-from graphs.options.placement import fixed
+from graphs.options.placement import find_fixed
 from graphs.options.surroundings import OtherDevice
 from planner.capture.frontend.preserved_state import has_same_values
 from planner.capture.lowering.lower import Capture
@@ -104,7 +104,7 @@ class _Profile:
     def _functions(self) -> dict[int, Callable[..., tuple[Any, ...]]]:
         """Return for each op that can be called on the device a function from its inputs to its outputs."""
         program, functions = self._capture.program, dict[int, Callable[..., tuple[Any, ...]]]()
-        stay = fixed(self._graph)
+        stay = find_fixed(self._graph)
         for op in self._graph.program:
             calls = None if op.id in stay else moved(program, op, op, self._here, self._place)
             if calls is not None:

@@ -7,12 +7,12 @@ from statistics import median
 from torch import nn
 
 from graphs.errors import UsageError, quote
-from graphs.optimizers import optimizer_of
-from graphs.options import without_options
+from graphs.optimizers import get_traced_optimizer
+from graphs.options import remove_options
 from graphs.options.option import Feature
 from graphs.pools import HOST
 from graphs.schedule import keep_everything
-from graphs.short_tracebacks import short_traceback
+from graphs.short_tracebacks import shorten_traceback
 from graphs.units import format_bytes, format_seconds
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
@@ -124,7 +124,7 @@ class RunReport:
         return same or within_own_error(self.measured_gradient_error, self.eager_error)
 
 
-@short_traceback
+@shorten_traceback
 def run(
     plan: Plan,
     model: nn.Module,
@@ -177,7 +177,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     captured = _captured(plan, workload, stages)
     check_sizes(captured.graph, plan)
     offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
-    captured = replace(captured, graph=without_options(captured.graph).out_of_place())
+    captured = replace(captured, graph=remove_options(captured.graph).out_of_place())
     planned = Executor(offered, plan.schedule, model, loss_fn)
     is_made_for_arena = plan.arena_bytes is not None and (plan.reserved is not None) == (planned.device.type == "cuda")
     if is_made_for_arena if arena is None else arena:
@@ -238,7 +238,7 @@ def _captured(plan: Plan, workload: Workload, stages: Stages) -> Capture:
     provenance = plan.graph.provenance
     with stages.stage(Stage.CAPTURE):
         settings = TraceSettings(
-            optimizer=optimizer_of(provenance),
+            optimizer=get_traced_optimizer(provenance),
             accumulate=bool(provenance.get("accumulate", False)),
             name=str(provenance.get("model", "")),
         )

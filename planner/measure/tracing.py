@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from graphs.ir import Graph
-from graphs.short_tracebacks import short_traceback
+from graphs.short_tracebacks import shorten_traceback
 from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import measured_uses, needs_measuring, offered_as, with_traced, without_useless_ops
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
 
 
-@short_traceback
+@shorten_traceback
 def trace(
     model: nn.Module,
     loss_fn: LossFn | None,

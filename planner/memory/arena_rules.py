@@ -8,7 +8,7 @@ import numpy as np
 
 from graphs.addresses import Buffer, Offsets, live_bytes
 from graphs.allocators.caching import BLOCK_BYTES
-from graphs.allocators.steering import LEAST_GRAIN_BYTES, Hole, Steering, is_placed, least_hole_bytes, steer
+from graphs.allocators.steering import LEAST_GRAIN_BYTES, Hole, Steering, compute_least_hole_bytes, is_placed, steer
 from graphs.allocators.training import Training
 from graphs.ir import Graph, Kind
 from solvers.addresses.solve import solve
@@ -117,11 +117,11 @@ def _slots(training: Training, told_apart: Container[int], grain_bytes: int) -> 
         again = [slot for slot in others if all(training.buffers[i].upper <= buffer.lower for i in slot.buffers)]
         if again and buffer.upper <= (step + 1) * training.moments:
             slot = max(again, key=lambda slot: slot.size_bytes)
-            slot.size_bytes = max(slot.size_bytes, least_hole_bytes(buffer.size, grain_bytes))
+            slot.size_bytes = max(slot.size_bytes, compute_least_hole_bytes(buffer.size, grain_bytes))
         elif step in told_apart:
             slot = _told_apart(training, index, others, again, grain_bytes)
         else:
-            slot = _Slot(least_hole_bytes(buffer.size, grain_bytes), [])
+            slot = _Slot(compute_least_hole_bytes(buffer.size, grain_bytes), [])
         if not slot.buffers:
             slots.append(slot)
             others.append(slot)
@@ -135,7 +135,7 @@ def _told_apart(training: Training, index: int, others: Sequence[_Slot], again: 
     Best fit gives the earlier requests their slots if this one is too small for them, or larger than theirs. It gives this one
     the smallest that is free.
     """
-    buffer, size_bytes = training.buffers[index], least_hole_bytes(training.buffers[index].size, grain_bytes)
+    buffer, size_bytes = training.buffers[index], compute_least_hole_bytes(training.buffers[index].size, grain_bytes)
 
     def confused(other: _Slot) -> bool:
         return min(training.buffers[i].size for i in other.buffers) <= size_bytes <= other.size_bytes

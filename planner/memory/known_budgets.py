@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphs.ir import Graph
-from graphs.options.offload import without_offload
-from graphs.options.selection import exact_ops
+from graphs.options.offload import remove_offload
+from graphs.options.selection import list_exact_ops
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -80,7 +80,7 @@ class KnownBudgets:
     def begin(self) -> Request:
         """Look for the least budget if the budget is tight; return the request of the solve, which starts from its schedule."""
         graph, clock, budget_bytes = self.request.graph, self.request.clock, self.request.budget_bytes
-        least_bytes = bound_least_budget(*without_offload(graph)).budget_bytes
+        least_bytes = bound_least_budget(*remove_offload(graph)).budget_bytes
         if self.memory is not CountedMemory.ALLOCATED:
             beside = reserved_beside(graph, self.memory)
             least_bytes = beside.bound(least_bytes) - beside.context_bytes
@@ -189,7 +189,7 @@ class KnownBudgets:
     def _with_option(self, name: str, should_stop: Callable[[], bool]) -> OptionBudget | None:
         """Return the least budget with one more option, for any link and host; None if it offers nothing."""
         asked = self.settings.options
-        exact = exact_ops(self.traced) if asked.exact else None
+        exact = list_exact_ops(self.traced) if asked.exact else None
         graph = with_options(self.traced, (*asked.names, name), Surroundings(Link.even(1.0), asked.host_bytes), exact)
         if len(graph.ops) == len(self.request.graph.ops) and graph.writes_over_inputs == self.request.graph.writes_over_inputs:
             return None

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Op
-from graphs.options import without_options
-from graphs.options.offload import without_offload
+from graphs.options import remove_options
+from graphs.options.offload import remove_offload
 from graphs.options.selection import TRACED
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -146,7 +146,7 @@ def _search(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, re
 def _without_programs(order: Reordering, memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
     """Return the least budget in an order that is found without solving a program."""
     whole = add_pass_ends(order.graph).graph
-    proved_bytes = bound_least_budget(*without_offload(whole)).budget_bytes
+    proved_bytes = bound_least_budget(*remove_offload(whole)).budget_bytes
     schedule = find_least_known(order.graph, WorkClock(_KNOWN), should_stop=stop, proved_bytes=proved_bytes)
     return _judged(order, schedule, memory, proved_bytes)
 
@@ -156,7 +156,7 @@ def _without_options(graph: Graph, memory: CountedMemory, stop: Callable[[], boo
 
     Empty if the step with options does not allow the schedule, which reads a tensor that is overwritten there.
     """
-    program = without_options(graph).out_of_place()
+    program = remove_options(graph).out_of_place()
     alone = least_budget(program, memory, arena=False, reorders=reorders, should_stop=stop)
     order = (*alone.order, *range(len(program.ops), len(graph.ops)))
     try:

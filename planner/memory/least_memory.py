@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphs.ir import Graph
-from graphs.options import without_options
-from graphs.options.offload import without_offload
+from graphs.options import remove_options
+from graphs.options.offload import remove_offload
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from solvers.bounds import bound_least_budget
@@ -48,10 +48,10 @@ def least_memory(
         ``least_budget_proved_bytes``, below which a schedule within the price was proved not to exist (in this order).
     """
     limit_s = graph.time_s * (1 + max_overhead) * (1 + _ROUNDING)
-    best = keep_everything(without_options(graph))
+    best = keep_everything(remove_options(graph))
     simulation = simulate(graph, best)
     best_s, high_bytes = simulation.time_s, simulation.peak_bytes
-    low_bytes = proved_bytes = bound_least_budget(*without_offload(graph)).budget_bytes - 1
+    low_bytes = proved_bytes = bound_least_budget(*remove_offload(graph)).budget_bytes - 1
     rounds = max(1, math.ceil(math.log2(max(2.0, (high_bytes - low_bytes) / max(1.0, _PRECISION * high_bytes)))))
     while high_bytes - low_bytes > _PRECISION * high_bytes + 1 and not (should_stop is not None and should_stop()):
         slice_s = _SEARCH_SHARE * clock.limit / rounds

@@ -13,17 +13,17 @@ from graphs.allocators.glibc import GlibcAllocator
 from graphs.allocators.steering import Steering
 from graphs.allocators.training import (
     Training,
-    growth_above,
+    combine_passes,
+    compute_outside_pool_bytes,
+    find_growth_above,
     least_capacity_bytes,
-    outside_pool_bytes,
     play,
     training_of,
-    training_of_passes,
     usage_of,
 )
 from graphs.ir import Graph, Kind
-from graphs.optimizers import optimizer_memory, optimizer_of
-from graphs.options import without_options
+from graphs.optimizers import get_optimizer_memory, get_traced_optimizer
+from graphs.options import remove_options
 from graphs.options.option import Feature
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
@@ -151,7 +151,7 @@ class Beside:
 def reserved_beside(graph: Graph, memory: CountedMemory) -> Beside:
     """Return the memory that a budget of `memory` must have for the step of `graph` whatever the plan."""
     library_bytes, parameters = sum(_libraries(graph)), graph.static_bytes_by_kind.get(Kind.PARAMETER, 0)
-    temporaries = optimizer_memory(optimizer_of(graph.provenance)).temporary_sizes([parameters])
+    temporaries = get_optimizer_memory(get_traced_optimizer(graph.provenance)).list_temporary_sizes([parameters])
     kept_bytes = sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].pool == DEVICE)
     in_use_bytes = graph.static_bytes + kept_bytes + sum(temporaries) + library_bytes
     return Beside(library_bytes, _counted_context_bytes(graph, memory), in_use_bytes)
@@ -171,7 +171,7 @@ def reserved_for(
     usage = usage_of(training, rules)
     reserved_bytes = usage.reserved_bytes
     if arena is not None:
-        reserved_bytes = outside_pool_bytes(training, rules) + arena.pool_bytes
+        reserved_bytes = compute_outside_pool_bytes(training, rules) + arena.pool_bytes
     return Reserved(
         total_bytes=reserved_bytes,
         allocated_bytes=usage.allocated_bytes,
@@ -202,8 +202,8 @@ def reserved_with_graphs(graph: Graph, schedule: Schedule, memory: CountedMemory
     rules = rules_of(memory)
     usage = usage_of(replace(training, buffers=copies, moments=1), rules)
     return Reserved(
-        total_bytes=usage.reserved_bytes + rules.segment_bytes(sum(_GENERATOR_BYTES)) + pool_bytes,
-        allocated_bytes=usage.allocated_bytes + sum(map(rules.rounded_bytes, _GENERATOR_BYTES)) + pool_bytes,
+        total_bytes=usage.reserved_bytes + rules.choose_segment_bytes(sum(_GENERATOR_BYTES)) + pool_bytes,
+        allocated_bytes=usage.allocated_bytes + sum(map(rules.round_bytes, _GENERATOR_BYTES)) + pool_bytes,
         eager_bytes=eager_bytes,
         library_bytes=sum(training.libraries),
         optimizer_bytes=sum(training.temporaries),
@@ -221,8 +221,8 @@ def kept_beside_passes(graphs: Sequence[Graph], memory: CountedMemory) -> int:
 
 
 def reserved_for_passes(parts: Sequence[tuple[Graph, Schedule]], static: Sequence[int], memory: CountedMemory) -> int:
-    """Return the bytes reserved on CUDA for training by several graphs (``training_of_passes``), as `memory` counts them."""
-    training = training_of_passes(parts, static, library_bytes=max((_libraries(graph) for graph, _ in parts), key=sum))
+    """Return the bytes reserved on CUDA for training by several graphs (``combine_passes``), as `memory` counts them."""
+    training = combine_passes(parts, static, library_bytes=max((_libraries(graph) for graph, _ in parts), key=sum))
     return usage_of(training, rules_of(memory)).reserved_bytes + _counted_context_bytes(parts[0][0], memory)
 
 
@@ -272,7 +272,7 @@ def runs_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory, budge
 def least_reserved_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory) -> int:
     """Return a lower bound on the bytes reserved for training by `schedule` in an arena on CUDA; does not plan addresses."""
     training = requests_of(graph, schedule)
-    outside_bytes = outside_pool_bytes(training, rules_of(memory))
+    outside_bytes = compute_outside_pool_bytes(training, rules_of(memory))
     return outside_bytes + least_slab_bytes(training) + _counted_context_bytes(graph, memory)
 
 
@@ -304,7 +304,7 @@ def reserved_at(graph: Graph, schedule: Schedule | None, memory: CountedMemory, 
 def growth_above_budget(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int) -> dict[int, int]:
     """Return, by step of `schedule`, the bytes by which the reserved memory grows above a budget in that step."""
     training = requests_of(graph, schedule)
-    return growth_above(training, usage_of(training, rules_of(memory)), budget_bytes - _counted_context_bytes(graph, memory))
+    return find_growth_above(training, usage_of(training, rules_of(memory)), budget_bytes - _counted_context_bytes(graph, memory))
 
 
 def eager_bytes(graph: Graph, memory: CountedMemory) -> int:
@@ -373,7 +373,7 @@ def _eager_requests(graph: Graph) -> Training:
 
 
 def _eager_program(graph: Graph) -> Graph:
-    return without_options(graph).out_of_place()
+    return remove_options(graph).out_of_place()
 
 
 def _libraries(graph: Graph) -> tuple[int, ...]:

@@ -13,13 +13,13 @@ from graphs.io.documents import (
     VERSION,
     Natural,
     Seconds,
-    arguments_of,
+    build_struct,
     check_header,
-    document,
-    fields_of,
+    convert_document,
+    convert_to_json_object,
+    list_arguments,
+    list_fields,
     refuse,
-    struct_from,
-    to_json_object,
 )
 from graphs.io.files import format_json, read_object, write_text
 from graphs.schedule import Compute, Free, Schedule, Step
@@ -124,24 +124,24 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, object]:
     Raises:
         FormatError: provenance, settings, versions or a step have no JSON form.
     """
-    summary = struct_from(plan.graph, _SummaryDocument)
-    summary.provenance = to_json_object(plan.graph.provenance, "graph.provenance")
+    summary = build_struct(plan.graph, _SummaryDocument)
+    summary.provenance = convert_to_json_object(plan.graph.provenance, "graph.provenance")
     given: dict[str, Any] = {
         "format": PLAN_FORMAT,
         "version": VERSION,
         "graph": summary,
         "status": PlanStatus(plan.status),
-        "settings": to_json_object(plan.settings, "settings"),
+        "settings": convert_to_json_object(plan.settings, "settings"),
         "versions": dict(plan.versions),
         "pool_peaks_bytes": dict(plan.pool_peaks_bytes) or UNSET,
         "differs": plan.differs or UNSET,
         "ended": plan.ended or UNSET,
-        "reserved": UNSET if plan.reserved is None else struct_from(plan.reserved, _ReservedDocument),
+        "reserved": UNSET if plan.reserved is None else build_struct(plan.reserved, _ReservedDocument),
         "eager": UNSET if plan.eager is None else _eager_of(plan.eager),
         "steps": tuple(map(_pair_of, plan.schedule.steps)),
     }
     same = {name: getattr(plan, name) for name in _PlanDocument.__struct_fields__ if name not in given}
-    return fields_of(_PlanDocument(**same, **given))
+    return list_fields(_PlanDocument(**same, **given))
 
 
 def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> PlanRecord:
@@ -152,8 +152,8 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
         MismatchError: its status and its gap contradict each other.
     """
     check_header(data, PLAN_FORMAT, source)
-    read = document(data, _PlanDocument, source)
-    provenance = to_json_object(read.graph.provenance, f"{source}: graph.provenance")
+    read = convert_document(data, _PlanDocument, source)
+    provenance = convert_to_json_object(read.graph.provenance, f"{source}: graph.provenance")
     if read.peak_bytes > read.budget_bytes:
         refuse(source, "peak_bytes", read.peak_bytes, f"within budget_bytes, {read.budget_bytes}")
     if read.memory is not CountedMemory.ALLOCATED:
@@ -162,16 +162,16 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
         counted_bytes = read.reserved.total_bytes + read.reserved.context_bytes
         if counted_bytes > read.budget_bytes:
             refuse(source, "reserved.total_bytes", counted_bytes, f"within budget_bytes, {read.budget_bytes}")
-    given = arguments_of(read)
+    given = list_arguments(read)
     for name in ("format", "version", "steps", "status"):
         del given[name]
     given |= {
-        "graph": GraphSummary(**arguments_of(read.graph) | {"provenance": provenance}),
+        "graph": GraphSummary(**list_arguments(read.graph) | {"provenance": provenance}),
         "schedule": Schedule(tuple(_step_of(pair, i, read.graph, source) for i, pair in enumerate(read.steps))),
-        "settings": to_json_object(read.settings, f"{source}: settings"),
+        "settings": convert_to_json_object(read.settings, f"{source}: settings"),
         "pool_peaks_bytes": read.pool_peaks_bytes or {},
         "differs": read.differs or (),
-        "reserved": None if read.reserved is UNSET else Reserved(**arguments_of(read.reserved)),
+        "reserved": None if read.reserved is UNSET else Reserved(**list_arguments(read.reserved)),
         "eager": None if read.eager is UNSET else _comparison_of(read.eager),
     }
     plan = PlanRecord(**given)
@@ -208,16 +208,16 @@ def write_plan(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
 
 
 def _eager_of(comparison: EagerComparison) -> _EagerDocument:
-    eager = struct_from(comparison, _EagerDocument)
-    eager.differences = tuple(struct_from(difference, _DifferenceDocument) for difference in comparison.differences)
-    eager.first_op = None if comparison.first_op is None else struct_from(comparison.first_op, _DifferingOpDocument)
+    eager = build_struct(comparison, _EagerDocument)
+    eager.differences = tuple(build_struct(difference, _DifferenceDocument) for difference in comparison.differences)
+    eager.first_op = None if comparison.first_op is None else build_struct(comparison.first_op, _DifferingOpDocument)
     return eager
 
 
 def _comparison_of(eager: _EagerDocument) -> EagerComparison:
-    differences = tuple(Difference(**arguments_of(difference)) for difference in eager.differences)
-    first_op = None if eager.first_op is None else DifferingOp(**arguments_of(eager.first_op))
-    return EagerComparison(**arguments_of(eager) | {"differences": differences, "first_op": first_op})
+    differences = tuple(Difference(**list_arguments(difference)) for difference in eager.differences)
+    first_op = None if eager.first_op is None else DifferingOp(**list_arguments(eager.first_op))
+    return EagerComparison(**list_arguments(eager) | {"differences": differences, "first_op": first_op})
 
 
 def _pair_of(step: Step) -> tuple[_StepKind, int]:

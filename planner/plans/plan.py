@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from graphs.io.documents import PLAN_FORMAT
 from graphs.io.files import read_object
 from graphs.io.formats import summable
-from graphs.io.graph_document import graph_from_dict
+from graphs.io.graph_document import build_from_dict
 from graphs.ir import Graph
-from graphs.short_tracebacks import short_traceback
+from graphs.short_tracebacks import shorten_traceback
 from planner.plans import plan_files
 from planner.plans.document import read_record, record_from_dict
 from planner.plans.record import PlanRecord
@@ -36,7 +36,7 @@ class Plan(PlanRecord):
         """Return the plan with the data of `record`."""
         return cls(**{one.name: getattr(record, one.name) for one in fields(record)})
 
-    @short_traceback
+    @shorten_traceback
     def save(self, path: str | os.PathLike[str], *, graph: str | os.PathLike[str] | None = None) -> None:
         """Write the plan to the file `path`, as ``planner solve -o`` does.
 
@@ -51,7 +51,7 @@ class Plan(PlanRecord):
         plan_files.save(self, path, graph)
 
     @staticmethod
-    @short_traceback
+    @shorten_traceback
     def load(path: str | os.PathLike[str]) -> "Plan":
         """Return the plan in the file `path`, with its graph if the graph's file still exists.
 
@@ -61,7 +61,7 @@ class Plan(PlanRecord):
         """
         return Plan.of(plan_files.load(path))
 
-    @short_traceback
+    @shorten_traceback
     def plot(self, graph: Graph | None = None) -> "Figure":
         """Return a ``matplotlib.figure.Figure`` of memory over the step, with keeping everything and checkpointing blocks.
 
@@ -74,7 +74,7 @@ class Plan(PlanRecord):
         """
         return plan_views.plot(self, graph)
 
-    @short_traceback
+    @shorten_traceback
     def compare(self, graph: Graph | None = None) -> plan_views.PlanComparison:
         """Return a table of this plan, keeping everything and checkpointing blocks, as the judge predicts them.
 
@@ -119,4 +119,4 @@ def read_graph_or_plan(path: str | os.PathLike[str]) -> Graph | Plan:
     data = read_object(path)
     if data.get("format") == PLAN_FORMAT:
         return plan_from_dict(data, source=str(path))
-    return summable(graph_from_dict(data, source=str(path)), str(path))
+    return summable(build_from_dict(data, source=str(path)), str(path))

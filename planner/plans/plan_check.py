@@ -8,9 +8,9 @@ from pathlib import Path
 from graphs.errors import MismatchError, PlannerError, ScheduleError
 from graphs.io.formats import read_graph
 from graphs.ir import Graph
-from graphs.options import without_options
-from graphs.options.compress import gradient_error
-from graphs.options.selection import differences
+from graphs.options import remove_options
+from graphs.options.compress import predict_gradient_error
+from graphs.options.selection import describe_differences
 from graphs.schedule import keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
@@ -41,11 +41,11 @@ def check_plan(graph: Graph, plan: PlanRecord) -> Simulation:
             f"the plan's schedule does not run on its graph: {error}; one of the two files was edited; solve again"
         ) from error
     wrong = figure_differences(plan, simulation)
-    if plan.differs != differences(graph, plan.schedule.computed):
+    if plan.differs != describe_differences(graph, plan.schedule.computed):
         wrong.append(
-            f"that it differs by {list(plan.differs)}, but its ops by {list(differences(graph, plan.schedule.computed))}"
+            f"that it differs by {list(plan.differs)}, but its ops by {list(describe_differences(graph, plan.schedule.computed))}"
         )
-    found_error = gradient_error(graph, plan.schedule.computed)
+    found_error = predict_gradient_error(graph, plan.schedule.computed)
     if (found_error is None) != (plan.gradient_error is None) or not _same_time(found_error or 0.0, plan.gradient_error or 0.0):
         wrong.append(f"a gradient error of {plan.gradient_error!r}, but its ops one of {found_error!r}")
     if wrong := [*wrong, *_other_peaks(plan, graph, simulation), *_reserved_differences(plan, graph)]:
@@ -87,7 +87,7 @@ def check_sizes(graph: Graph, plan: PlanRecord) -> None:
     offered = with_recorded(graph, plan.settings)
     check_same_graph(plan.graph, summarize(offered))
     more_bytes = plan.graph.static_bytes - graph.static_bytes
-    found, program = simulate(offered, plan.schedule), without_options(graph).out_of_place()
+    found, program = simulate(offered, plan.schedule), remove_options(graph).out_of_place()
     peaks = (
         ("a peak", plan.peak_bytes, found.peak_bytes),
         (

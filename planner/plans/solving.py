@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from graphs.checks import check_sums
 from graphs.errors import InfeasibleError, LimitError, PlannerError, SolverWarning, UsageError
 from graphs.ir import Graph, check_is_graph
-from graphs.options.compress import gradient_error
+from graphs.options.compress import predict_gradient_error
 from graphs.options.option import Feature
-from graphs.options.selection import differences
+from graphs.options.selection import describe_differences
 from graphs.schedule import Schedule
-from graphs.short_tracebacks import short_traceback, warn_caller
+from graphs.short_tracebacks import shorten_traceback, warn_caller
 from graphs.simulate import simulate
 from planner.memory.allocated_budget import REORDERED, result_as_step_runs, solver_of
 from planner.memory.known_budgets import KnownBudgets
@@ -50,7 +50,7 @@ Stop = Callable[[], bool]  # polled: returns True to end a solve
 _REORDER_SHARE = 0.25  # of the limit: time to search for an order of the ops before many budgets are solved
 
 
-@short_traceback
+@shorten_traceback
 def solve(
     graph: Graph,
     budget: str | float | None = None,
@@ -303,8 +303,8 @@ class _Plans:
             seconds=clock.seconds,
             settings={**result.settings, **limit, **self.settings.options.recorded(graph)},
             pool_peaks_bytes=other_peaks(graph, judged),
-            differs=differences(graph, schedule.computed),
-            gradient_error=gradient_error(graph, schedule.computed),
+            differs=describe_differences(graph, schedule.computed),
+            gradient_error=predict_gradient_error(graph, schedule.computed),
             source=graph,
             arena_bytes=arena_bytes if isinstance(arena_bytes, int) else None,
             outside_arena_bytes=outside_bytes if isinstance(outside_bytes, int) else None,

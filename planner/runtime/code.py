@@ -18,9 +18,9 @@ import torch
 
 from graphs.errors import GraphError
 from graphs.ir import Graph
-from graphs.options.offload import without_offload
-from graphs.options.passes import passes_of
-from graphs.options.selection import without_computed
+from graphs.options.offload import remove_offload
+from graphs.options.passes import split_into_passes
+from graphs.options.selection import remove_computed
 from graphs.pools import COMPUTE, DEVICE
 from graphs.schedule import Compute, Schedule, Step
 from planner.capture.program.builder import Line, Pass, PassBuilder
@@ -101,7 +101,7 @@ def compile_schedule(
     """
     calls = _calls_elsewhere(graph, program, schedule, devices)
     many = repeated(graph, program, schedule)
-    halves = passes_of(graph, schedule)
+    halves = split_into_passes(graph, schedule)
     write = partial(PassWriter, graph, program, calls=calls, repeated=many, tick=tick, call_before=call_before)
     writers = [write(pool) for pool in devices.pools]
     main = _main_part(writers[0], halves, static_given_up=static_given_up)
@@ -126,7 +126,7 @@ def check_runnable(graph: Graph, program: Program) -> None:
         GraphError: an option is neither offloading, nor placement on other devices, nor an op on the compute stream with calls in
             `program`.
     """
-    without_offload(without_computed(graph))
+    remove_offload(remove_computed(graph))
     unknown = [op.name for op in graph.ops[len(program.calls) :] if op.stream == COMPUTE]
     if unknown:
         raise GraphError(

@@ -10,7 +10,7 @@ import torch
 
 from graphs.errors import CopyError, DeviceError, GraphError, PlannerError
 from graphs.ir import Graph
-from graphs.options.placement import between_devices, devices_of
+from graphs.options.placement import is_between_devices, list_devices
 from graphs.pools import HOST
 from planner.runtime.transfers.channels import HostChannels, open_channel
 from planner.runtime.transfers.cuda_channels import StreamChannel
@@ -43,7 +43,7 @@ class Devices:
         Raises:
             GraphError: a pool has no name of a device of this machine.
         """
-        self.pools = devices_of(graph)
+        self.pools = list_devices(graph)
         self._named = {pool.owner: parse_device(pool.name) for pool in self.pools[1:]}
         self.places = {pool.name: place_of(self._named[pool.owner]) if pool.owner in self._named else main for pool in self.pools}
         self.workers = {
@@ -61,7 +61,7 @@ class Devices:
             channels = HostChannels(main, host.capacity_bytes) if channels is None else channels
             self.host, self.places[HOST] = channels.memory, torch.device("cpu")
             self.channels |= channels.by_stream
-        for stream, (source, target) in {op.stream: graph.ends(op) for op in graph.ops if between_devices(graph, op)}.items():
+        for stream, (source, target) in {op.stream: graph.ends(op) for op in graph.ops if is_between_devices(graph, op)}.items():
             place = self.places[target]
             self.channels[stream] = open_channel(stream, self.places[source], place, DeviceMemory(place))
         self._issuing = threading.Lock()

@@ -6,7 +6,7 @@ import torch
 
 from graphs.errors import BudgetError
 from graphs.ir import Graph, Kind
-from graphs.schedule import Schedule, boundary
+from graphs.schedule import Schedule, find_boundary
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 
@@ -69,5 +69,5 @@ class EarlierGradients:
 
 def pass_peaks(graph: Graph, schedule: Schedule) -> tuple[int, int]:
     """Return the peak device memory of the forward and of the backward pass, in bytes."""
-    memory, cut = simulate(graph, schedule).memory_bytes, boundary(graph, schedule)
+    memory, cut = simulate(graph, schedule).memory_bytes, find_boundary(graph, schedule)
     return max(memory[:cut]), max(memory[cut:])

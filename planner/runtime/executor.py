@@ -10,9 +10,9 @@ from torch.autograd.graph import increment_version
 
 from graphs.errors import MismatchError, PlannerError, SmallerBatchError
 from graphs.ir import Kind, Tensor
-from graphs.overwriting import overwritten_saved_tensors
+from graphs.overwriting import find_overwritten_saved
 from graphs.pools import DEVICE
-from graphs.schedule import Schedule, boundary, live_after
+from graphs.schedule import Schedule, find_boundary, live_after
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.program import Source
@@ -118,7 +118,7 @@ class Executor:
         place = {self.program.sources[i].tensor: i for i in unwritten}
         self._recomputed_from = [place[t] for t in self.changed_inputs.recomputed_from]
         self._checked = [i for i in unwritten if i not in self._recomputed_from]
-        self._written_over = overwritten_saved_tensors(self.graph, schedule)
+        self._written_over = find_overwritten_saved(self.graph, schedule)
         self.memory = self._memory_of(self.launched)
 
     def _memory_of(self, code: Code) -> PlannedMemory:
@@ -137,7 +137,7 @@ class Executor:
 
     def _kept_bytes(self) -> int:
         """Return the bytes on the device between the passes, without static memory."""
-        live = live_after(self.graph, self.schedule.steps[: boundary(self.graph, self.schedule)])
+        live = live_after(self.graph, self.schedule.steps[: find_boundary(self.graph, self.schedule)])
         return sum(self.graph.tensors[t].size_bytes for t in live if self.graph.tensors[t].pool == DEVICE)
 
     def use_arena(self, shared: SharedSlab | SharedPool) -> None:

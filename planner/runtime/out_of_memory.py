@@ -10,7 +10,7 @@ from torch import nn
 
 from graphs.errors import OutOfMemoryError
 from graphs.ir import Graph, Kind, Op
-from graphs.options.offload import without_offload
+from graphs.options.offload import remove_offload
 from graphs.pools import DEVICE, HOST
 from graphs.schedule import Compute
 from graphs.simulate import simulate
@@ -96,7 +96,7 @@ class PlannedMemory:
             return None, f"Lower host_budget= to '{_exact(wanted)}', or free memory of the host."
         if pool != DEVICE:
             return None, f"Free memory there, or leave out the device {pool!r}."
-        graph, offloads = without_offload(self.graph)
+        graph, offloads = remove_offload(self.graph)
         least = bound_least_budget(graph, offloads)
         if wanted < least.budget_bytes:
             return None, (

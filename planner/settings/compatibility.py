@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from graphs.errors import UsageError
-from graphs.options.option import Feature, conflict
+from graphs.options.option import Feature, describe_conflict
 from planner.capture.options import OPTIONS
 
 
@@ -26,7 +26,7 @@ class Incompatibility:
     reason: str
 
     def __str__(self) -> str:
-        return conflict(f"the option {self.one!r}" if self.one in OPTIONS else self.one, self.other, self.reason)
+        return describe_conflict(f"the option {self.one!r}" if self.one in OPTIONS else self.one, self.other, self.reason)
 
 
 _OF_FEATURES = (

@@ -10,7 +10,7 @@ import psutil
 from graphs.errors import GraphError, MismatchError, UsageError
 from graphs.ir import Graph
 from graphs.options.option import Need
-from graphs.options.selection import exact_ops
+from graphs.options.selection import list_exact_ops
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.units import format_seconds, parse_budget, parse_rate
 from planner.capture.options import DEFAULTS, check_complete, needing, needs, with_options
@@ -123,7 +123,7 @@ class OptionSettings:
         if self.offloads or self.places:
             link = self.link(graph.provenance).link if self.offloads else None
             around = Surroundings(link, self.host_bytes, self._devices(graph.provenance))
-        return with_options(graph, self.names, around, exact_ops(graph) if self.exact else None)
+        return with_options(graph, self.names, around, list_exact_ops(graph) if self.exact else None)
 
     def recorded(self, graph: Graph) -> dict[str, object]:
         """Return these settings in the form of plan settings, for a graph with these options; empty without options."""
@@ -131,7 +131,7 @@ class OptionSettings:
             return {}
         said: dict[str, object] = {"options": list(self.names)}
         if self.exact:
-            said["exact"] = exact_ops(graph)
+            said["exact"] = list_exact_ops(graph)
         if self.places:
             said[DEVICES_KEY] = encode_devices(self._devices(graph.provenance))
         if self.host_bytes is None:

@@ -11,7 +11,7 @@ from torch import nn
 from graphs.errors import BudgetError
 from graphs.ir import Graph, check_is_graph
 from graphs.options.option import Need
-from graphs.short_tracebacks import short_traceback
+from graphs.short_tracebacks import shorten_traceback
 from planner.capture.options import OPTIONS, needs, traced_options
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn
@@ -35,7 +35,7 @@ from solvers.tolerance import Tolerance
 _LEAST_S = 20.0  # for the analysis, even after a long trace
 
 
-@short_traceback
+@shorten_traceback
 def advise(
     model: nn.Module,
     loss_fn: LossFn | None,
@@ -112,7 +112,7 @@ def advise(
         )
 
 
-@short_traceback
+@shorten_traceback
 def curve(
     graph: Graph,
     budgets: int | Sequence[str | int] = 10,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import Schedule
 from planner.measure.machine import commit, machine
 from planner.memory.reserved import eager_bytes, memory_of, reserved_at
@@ -105,7 +105,7 @@ class SolveRow:
 
     def _graph_for(self, task: Task) -> Graph:
         """Return the graph that a method solves: those that only recompute solve the program alone, for schedules of both."""
-        return self.graph if SOLVERS[task.method].transfers else without_options(self.graph)
+        return self.graph if SOLVERS[task.method].transfers else remove_options(self.graph)
 
     def row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> ComparisonRow:
         """Return a row before anything is solved or measured."""

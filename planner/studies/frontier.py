@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from graphs.errors import PlannerError
-from graphs.options import without_options
-from graphs.options.offload import without_offload
+from graphs.options import remove_options
+from graphs.options.offload import remove_offload
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
@@ -105,11 +105,11 @@ class Frontier:
         self.memory = memory
         self.infeasible_bytes = -1  # proved infeasible up to this budget
         # With alternative ops or devices, a step may take less time than its program.
-        self._least_s = graph.time_s if without_offload(graph)[0].plain else 0.0
+        self._least_s = graph.time_s if remove_offload(graph)[0].plain else 0.0
         self.bounds: list[tuple[float, float]] = [(_ANY_BUDGET, self._least_s)]
         self._schedules: list[_Known] = []
         self._other: _Known | None = None  # in another order
-        self.learn_schedule(order.map_back(keep_everything(without_options(order.graph))))
+        self.learn_schedule(order.map_back(keep_everything(remove_options(order.graph))))
 
     def learn_schedule(self, schedule: Schedule) -> None:
         """Add a feasible schedule in this order, whatever budget it was found for."""
@@ -126,7 +126,7 @@ class Frontier:
 
         A schedule in another order may be faster than the bounds of this one. It counts only where none in this order fits.
         """
-        proved_bytes = bound_least_budget(*without_offload(add_pass_ends(self.order.graph).graph)).budget_bytes
+        proved_bytes = bound_least_budget(*remove_offload(add_pass_ends(self.order.graph).graph)).budget_bytes
         if not self._counts_allocated:
             proved_bytes = reserved_beside(self.order.source, self.memory).bound(proved_bytes)
         self.infeasible_bytes = max(self.infeasible_bytes, proved_bytes - 1)

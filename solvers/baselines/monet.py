@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from graphs.checks import check_plain
 from graphs.ir import Graph, Phase
-from graphs.options.selection import without_computed
+from graphs.options.selection import remove_computed
 from graphs.schedule import Schedule, schedule_of
 from graphs.units import format_bytes
 from solvers import highs
@@ -189,7 +189,7 @@ def solve(request: Request) -> Result:
         GraphError: the graph has options other than ops on the compute stream.
     """
     graph = request.graph
-    check_plain(without_computed(graph))
+    check_plain(remove_computed(graph))
     settings = {**request.settings, "schedules": describe_class(graph, CLASS)}
     return build_result(request, "monet", _reach_verdict(request), settings=settings, versions={"highs": highs.read_version()})
 

@@ -56,8 +56,8 @@ from types import MappingProxyType
 import numpy as np
 
 from graphs.ir import Graph
-from graphs.options.passes import due
-from graphs.options.placement import Placement, placement_of
+from graphs.options.passes import find_due
+from graphs.options.placement import Placement, get_placement
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes
@@ -122,7 +122,7 @@ class XEngineProgram(TermProgram):
         self.capacity = [None if c is None or c >= total else c for c in capacities]
         self.unit_s = (self.graph.time_s or 1.0) / _TIME_RANGE
         self.made_at = [t.producers[0] if t.producers else -1 for t in self.graph.tensors]
-        (self.last_run, self.last_use), self.due = _find_last_stages(placement), due(self.graph)
+        (self.last_run, self.last_use), self.due = _find_last_stages(placement), find_due(self.graph)
         self.R: dict[tuple[int, int, int], int] = {}
         self.S: dict[tuple[int, int, int], int] = {}
         self.A: dict[tuple[int, int, int, int, int], int] = {}
@@ -622,7 +622,7 @@ def estimate_least_time_s(count: int) -> float:
 
 def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
     """Return ``estimate_least_time_s`` of the program of a graph; 0 if there is none, or it is refused in any time."""
-    placement = placement_of(graph)
+    placement = get_placement(graph)
     program = XEngineProgram(placement, budget_bytes)
     refused = len(placement.pools) == 1 or program.find_refusal(math.inf)
     return 0.0 if refused else estimate_least_time_s(program.count())
@@ -688,7 +688,7 @@ def solve(request: Request, *, rule: str = XEngineRule.SERIAL) -> Result:
     overlapped = XEngineRule(rule) is XEngineRule.MAKESPAN
     params = request.get_params(XEngineParams())
     params = replace(params, stay=params.stay or overlapped)
-    placement = placement_of(request.graph)
+    placement = get_placement(request.graph)
     if len(placement.pools) == 1:
         why = "the graph has one device: give it the option placement, or use the solver checkmate"
         return finish(Verdict(Status.LIMIT, message=why, reason=Reason.INAPPLICABLE))

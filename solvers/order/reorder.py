@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from graphs.ir import Graph, Op
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import Compute, Schedule
 from solvers.bounds import bound_least_budget
 from solvers.clock import Clock, measure_rest
@@ -63,7 +63,7 @@ def find_order(graph: Graph, clock: Clock | None = None, should_stop: Callable[[
     one order stay usable in the other, and still come before the readers of their outputs.
     """
     if not graph.plain:
-        program = without_options(graph)
+        program = remove_options(graph)
         found = permute(graph, (*find_order(program, clock, should_stop).original, *range(len(program.ops), len(graph.ops))))
         optional = range(len(program.ops), len(graph.ops))
         lost = any(_comes_in_time(graph, op) and not _comes_in_time(found.graph, op) for op in optional)
@@ -102,13 +102,13 @@ def may_lower_peak(graph: Graph) -> bool:
     The recomputation at a budget depends on that peak: on twelve models of the zoo, orders that did not lower it lowered no
     overhead by more than 0.01 points at any budget.
     """
-    program = without_options(graph).out_of_place()
+    program = remove_options(graph).out_of_place()
     return bound_any_order_peak_bytes(program, *list_constraints(program)) < (1 - _LOWER) * keep_everything_peak_bytes(program)
 
 
 def lowers_peak(order: Reordering) -> bool:
     """Return True if keeping everything has a notably lower peak in `order` than in program order."""
-    before, after = (keep_everything_peak_bytes(without_options(graph).out_of_place()) for graph in (order.source, order.graph))
+    before, after = (keep_everything_peak_bytes(remove_options(graph).out_of_place()) for graph in (order.source, order.graph))
     return after < (1 - _LOWER) * before
 
 

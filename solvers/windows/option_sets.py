@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from graphs.ir import Graph
-from graphs.options.placement import without_placement
-from graphs.options.selection import option_of, without
+from graphs.options.placement import remove_placement
+from graphs.options.selection import get_option_name, remove_ops
 from graphs.pools import COMPUTE
 from solvers.windows.decoding.decode import Trial
 from solvers.windows.parts import AFTER, LAST, OwnProcess, Part
@@ -47,7 +47,7 @@ def make_option_parts(search: Search, commitments: Commitments) -> list[Part]:
         faithful = _keep_options(whole, kinds.exact)
         sets.append((faithful, commitments.lift_from(faithful), False))
     elif placed:
-        here, moved = without_placement(whole), _keep_options(problem.graph.out_of_place(), ())
+        here, moved = remove_placement(whole), _keep_options(problem.graph.out_of_place(), ())
         sets += [(here, commitments.lift_from(here), False), (moved, commitments.lift_from(moved), True)]
     else:
         if problem.offloads:
@@ -84,8 +84,8 @@ class _Kinds:
     def of(cls, graph: Graph) -> Self:
         """Return the options of `graph`."""
         computed = [op for op in graph.ops if op.optional and op.stream == COMPUTE]
-        lossy = {option_of(op): None for op in computed if op.uses}
-        return cls(tuple(dict.fromkeys(kind for kind in map(option_of, computed) if kind not in lossy)), tuple(lossy))
+        lossy = {get_option_name(op): None for op in computed if op.uses}
+        return cls(tuple(dict.fromkeys(kind for kind in map(get_option_name, computed) if kind not in lossy)), tuple(lossy))
 
     def has_devices_and_others(self, search: Search) -> bool:
         """Return True if ops may run on other devices and there are other options, unless some of several are lossy."""
@@ -108,4 +108,4 @@ class _Kinds:
 
 def _keep_options(graph: Graph, kinds: Collection[str]) -> Graph:
     """Return `graph` with only the options `kinds` on the compute stream."""
-    return without(graph, lambda op: op.stream == COMPUTE and option_of(op) not in kinds)
+    return remove_ops(graph, lambda op: op.stream == COMPUTE and get_option_name(op) not in kinds)

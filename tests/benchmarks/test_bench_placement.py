@@ -23,7 +23,7 @@ from benchmarks.placement import (
     table,
 )
 from graphs.options.surroundings import OtherDevice
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.capture.workload.models import Workload
 
 FOLDER = Path(__file__).parents[2] / "results" / "placement"
@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parents[2] / "results" / "placement"
 
 @pytest.mark.slow
 def test_both_devices_are_no_worse_than_the_main_one() -> None:
-    main = training_chain(3)
+    main = make_training_chain(3)
     pair = Pair(main, OtherDevice("other", tuple(0.5 + op.id % 2 for op in main.ops), 4.0))
     budgets = (NO_LIMIT, "75%")
     rows = [row for budget in budgets for row in compare("chain", MODELLED, chain(), pair, budget, limit_s=2.0)]

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import solve_suites
 from benchmarks.solve import STUDY, main, solve_instance
 from benchmarks.solve_suites import Instance, between, of_peak
-from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.random_graphs import draw_training_step
 
 
 def test_suites_include_only_published_graphs_present(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_suites_include_only_published_graphs_present(tmp_path: Path) -> None:
 
 
 def test_half_way_starts_where_a_schedule_is_known() -> None:
-    marks = solve_suites.Landmarks(random_training_step(1, 4))
+    marks = solve_suites.Landmarks(draw_training_step(1, 4))
     least, peak = marks.least_bytes, marks.peak_bytes
     assert least < peak
     assert between(0.5).bytes_at(marks) == int(least + 0.5 * (peak - least))
@@ -37,7 +37,7 @@ def test_half_way_starts_where_a_schedule_is_known() -> None:
 
 def test_a_tiny_suite_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = Instance(
-        "reference", "chain", partial(random_training_step, 1, 5), (between(0.5),), ("windows", "checkmate"), time_limit_s=20.0
+        "reference", "chain", partial(draw_training_step, 1, 5), (between(0.5),), ("windows", "checkmate"), time_limit_s=20.0
     )
     monkeypatch.setitem(solve_suites.SUITES, "reference", lambda published: iter([tiny]))
     main(["--suites", "reference,moccasin", "--instances", str(tmp_path / "none"), "--out", str(tmp_path / "solve")])
@@ -60,7 +60,7 @@ def test_a_tiny_suite_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Instance(
             "reference",
             f"random-{seed}",
-            partial(random_training_step, seed, 5),
+            partial(draw_training_step, seed, 5),
             (between(0.5),),
             ("windows",),
             time_limit_s=20.0,

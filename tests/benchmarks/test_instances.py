@@ -13,7 +13,7 @@ from benchmarks.instances.make import FOLDER, SYNTHETIC, TRACED, encode_steps, g
 from benchmarks.instances.read import names, read
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.random_graphs import draw_training_step
 from tests.support.models.steps import random_schedule
 
 
@@ -43,7 +43,7 @@ def test_synthetic_instances_are_reproducible(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_checker_agrees_with_the_judge(seed: int, tmp_path: Path) -> None:
-    graph = random_training_step(seed, 12)
+    graph = draw_training_step(seed, 12)
     (tmp_path / "x.json.gz").write_bytes(gzip.compress(json.dumps(instance_document("x", graph, [])).encode()))
     instance = read(tmp_path / "x.json.gz")
     for schedule in (keep_everything(graph), random_schedule(graph, seed)):

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs.addresses import AddressError, Buffer, Offsets, buffers_of, check_offsets, live_bytes, moments_of
+from graphs.addresses import AddressError, Buffer, Offsets, buffers_of, check_offsets, count_moments, live_bytes
 from graphs.ir import Graph
 from graphs.requests import WORKSPACE, MemoryRequest
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import with_overwriting
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_overwriting
+from graphs.synthetic.small import make_training_chain
 from tests.support.graphs.buffers import random_buffers
 from tests.support.graphs.event_judge import runs
 from tests.support.graphs.random_choices import graph_with_choices, schedule_with_choices
@@ -95,7 +95,7 @@ def _case(seed: int) -> tuple[Graph, Schedule]:
         graph = random_overwriting(draw.randrange(2**32), draw.randint(3, 6))
     else:
         graph = graph_with_choices(draw)
-        graph = with_overwriting(graph, draw) if draw.random() < 0.5 else graph
+        graph = draw_overwriting(graph, draw) if draw.random() < 0.5 else graph
     return graph, schedule_with_choices(draw, graph)
 
 
@@ -114,10 +114,10 @@ def test_the_buffers_of_a_step_are_its_peak_in_every_pool(seed: int) -> None:
 
 @pytest.mark.parametrize("requests", [(), (MemoryRequest(0), MemoryRequest(WORKSPACE, 3, 2))])
 def test_a_workspace_is_freed_within_its_step_if_requests_have_moments(requests: tuple[MemoryRequest, ...]) -> None:
-    graph = training_chain(2)
+    graph = make_training_chain(2)
     ops = [replace(op, workspace_bytes=3, requests=requests) for op in graph.ops]
     graph = replace(graph, ops=ops)
-    moments = moments_of(graph)
+    moments = count_moments(graph)
     found = buffers_of(graph, keep_everything(graph), moments=moments)
     workspaces = [buffer for buffer in found if buffer.id.startswith("workspace")]
     assert len(workspaces) == len(ops)
@@ -127,7 +127,7 @@ def test_a_workspace_is_freed_within_its_step_if_requests_have_moments(requests:
 
 
 def test_kept_tensors_stay_to_the_end_and_recomputed_ones_have_two_buffers() -> None:
-    graph = training_chain(3)
+    graph = make_training_chain(3)
     schedule = schedule_with_choices(random.Random(1), graph)
     buffers = {buffer.id: buffer for buffer in buffers_of(graph, schedule, alignment=64)}
     for t in graph.kept:

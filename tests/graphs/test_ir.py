@@ -11,12 +11,12 @@ import pytest
 from graphs.checks import check_graph, check_plain
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, Pool
 from graphs.schedule import keep_everything
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import chain
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from graphs.synthetic.small import make_chain
 from planner.plans.solving import solve
 from planner.show.facts.graph import graph_facts
 from solvers.registry import get_solver
@@ -67,7 +67,7 @@ def test_graph_with_pools_streams_and_optional_ops() -> None:
     assert graph.static_bytes_by_pool == {DEVICE: 1, "host": 0}
     assert [op.exact for op in graph.ops] == [True, True, True, True, False]
     assert [t.static for t in graph.tensors] == [True, False, False, False]
-    assert not graph.plain and chain(3).plain
+    assert not graph.plain and make_chain(3).plain
 
 
 def test_static_bytes_are_counted_by_pool() -> None:
@@ -164,29 +164,29 @@ def test_solvers_of_plain_graphs_raise() -> None:
         solve(graph, "100%")
     with pytest.raises(GraphError, match=refused):
         keep_everything(graph)
-    check_plain(chain(3))
+    check_plain(make_chain(3))
 
 
 def test_graph_properties_refer_to_the_program() -> None:
     graph = Graph(**parts())
     facts = graph_facts(graph)
-    assert facts.summary.ops == len(graph.program) == len(without_options(graph).ops)
+    assert facts.summary.ops == len(graph.program) == len(remove_options(graph).ops)
     assert facts.summary.optional_ops == len(graph.ops) - len(graph.program) == 3
 
 
 def test_graph_with_a_second_stream_is_not_plain() -> None:
-    ops = (chain(2).ops[0], replace(chain(2).ops[1], stream="side"))
+    ops = (make_chain(2).ops[0], replace(make_chain(2).ops[1], stream="side"))
     with pytest.raises(GraphError, match="1 pools, 2 streams and 0 optional ops"):
-        check_plain(Graph(ops, chain(2).tensors, frozenset()))
+        check_plain(Graph(ops, make_chain(2).tensors, frozenset()))
 
 
 @pytest.mark.parametrize(
     ("graph", "fingerprint"),
     [
-        (chain(4), "b6e683a4ddd126c73c5a3a19b70da314"),
+        (make_chain(4), "b6e683a4ddd126c73c5a3a19b70da314"),
         (diamond(), "871da442b2abe20f5e07edf0d2956da9"),
-        (random_graph(1, 20), "a063f8606e8c00bcb56763831b7eb252"),
-        (random_training_step(3, 500), "2a84497e08e4dfc8ada771288a566522"),
+        (draw_graph(1, 20), "a063f8606e8c00bcb56763831b7eb252"),
+        (draw_training_step(3, 500), "2a84497e08e4dfc8ada771288a566522"),
     ],
     ids=["chain", "diamond", "random", "step"],
 )
@@ -211,10 +211,10 @@ def written_over(
 ) -> Graph:
     """static w; a: w -> x; b: x, w -> y, which may be written over x."""
     draft = Draft()
-    w = draft.static("w", 8)
-    (x,) = draft.op("a", [w], sizes[:1])
-    draft.op("b", [x, w], sizes[1:], overwrites=pairs)
-    return draft.graph(kept)
+    w = draft.add_static("w", 8)
+    (x,) = draft.add_op("a", [w], sizes[:1])
+    draft.add_op("b", [x, w], sizes[1:], overwrites=pairs)
+    return draft.build_graph(kept)
 
 
 def test_overwrites_are_part_of_the_fingerprint() -> None:
@@ -240,7 +240,7 @@ def test_invalid_overwrites_raise(changes: dict[str, Any], said: str) -> None:
 
 def test_checks_are_linear_in_the_ops() -> None:
     def lines_run(length: int) -> int:
-        graph, count = chain(length), 0
+        graph, count = make_chain(length), 0
 
         def traced(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal count

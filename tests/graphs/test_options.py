@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from graphs.errors import GraphError, UsageError
-from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Graph, Op, Tensor
-from graphs.options.offload import LEAST_BYTES, NO_OFFLOADS, OFFLOAD, without_offload
+from graphs.options.offload import LEAST_BYTES, NO_OFFLOADS, OFFLOAD, remove_offload
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
-from graphs.synthetic.random_graphs import random_graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_graph
+from graphs.synthetic.small import make_training_chain
 from planner.capture.options import OPTIONS, with_options
 
 AROUND = Surroundings(Link.even(25e9), host_bytes=10**12)
@@ -42,54 +42,54 @@ def test_large_tensors_get_offload_and_reload_ops() -> None:
 
 
 def test_each_copy_takes_the_latency_and_its_bytes_at_the_rate_of_its_direction() -> None:
-    graph = OFFLOAD.added_to(
+    graph = OFFLOAD.add_to(
         mixed(), Surroundings(Link(out_bytes_per_s=LEAST_BYTES, in_bytes_per_s=2 * LEAST_BYTES, latency_s=0.25))
     )
     assert [op.time_s for op in graph.ops[4:]] == [4.25, 2.25]
 
 
 def test_all_tensors_of_small_graphs_get_transfers() -> None:
-    graph = random_graph(3, 12)
+    graph = draw_graph(3, 12)
     read = [t for t in graph.tensors if t.producers and t.id not in graph.kept and graph.consumers[t.id] and t.size_bytes]
-    _, offloads = without_offload(OFFLOAD.added_to(graph, AROUND))
+    _, offloads = remove_offload(OFFLOAD.add_to(graph, AROUND))
     assert offloads and list(offloads.by_tensor) == [t.id for t in read]
 
 
-@pytest.mark.parametrize("graph", [mixed(), training_chain(5), random_graph(7, 15)], ids=["mixed", "chain", "random"])
+@pytest.mark.parametrize("graph", [mixed(), make_training_chain(5), draw_graph(7, 15)], ids=["mixed", "chain", "random"])
 def test_removing_transfers_restores_the_program(graph: Graph) -> None:
-    found, offloads = without_offload(graph_from_dict(graph_to_dict(OFFLOAD.added_to(graph, AROUND))))
+    found, offloads = remove_offload(build_from_dict(convert_to_dict(OFFLOAD.add_to(graph, AROUND))))
     assert (found.ops, found.tensors, found.kept) == (graph.ops, graph.tensors, graph.kept)
     assert offloads and offloads.host_bytes is None  # there is room for all of them
-    assert without_offload(graph) == (graph, NO_OFFLOADS)
+    assert remove_offload(graph) == (graph, NO_OFFLOADS)
 
 
 def test_host_capacity_is_a_limit() -> None:
-    graph = training_chain(5)
-    sizes = [graph.tensors[t].size_bytes for t in without_offload(OFFLOAD.added_to(graph, AROUND))[1].by_tensor]
+    graph = make_training_chain(5)
+    sizes = [graph.tensors[t].size_bytes for t in remove_offload(OFFLOAD.add_to(graph, AROUND))[1].by_tensor]
     for capacity, limit in ((sum(sizes), None), (sum(sizes) - 1, sum(sizes) - 1), (0, 0)):
-        _, offloads = without_offload(OFFLOAD.added_to(graph, replace(AROUND, host_bytes=capacity)))
+        _, offloads = remove_offload(OFFLOAD.add_to(graph, replace(AROUND, host_bytes=capacity)))
         assert offloads and offloads.host_bytes == limit
 
 
 def test_graph_without_candidates_is_unchanged() -> None:
     ops = (Op(0, "op0", "f", (), (0,), 1.0),)
     program = Graph(ops, (Tensor(0, "t0", 8, (0,)),), frozenset({0}))
-    found, offloads = without_offload(OFFLOAD.added_to(program, AROUND))
+    found, offloads = remove_offload(OFFLOAD.add_to(program, AROUND))
     assert found == program and not offloads
 
 
 def test_other_optional_ops_and_pools_raise() -> None:
-    graph = OFFLOAD.added_to(mixed(), AROUND)
+    graph = OFFLOAD.add_to(mixed(), AROUND)
     out, back = graph.ops[4:]
     for changed in (replace(out, stream=COMPUTE), replace(out, recomputable=False), replace(out, differs="rounding")):
         with pytest.raises(GraphError, match=r"2 optional ops\. Some are neither transfers of single tensors"):
-            without_offload(replace(graph, ops=(*graph.ops[:4], changed, back)))
+            remove_offload(replace(graph, ops=(*graph.ops[:4], changed, back)))
     for pools in (
         (*graph.pools[:1], replace(graph.pools[1], owner=HOST_TO_DEVICE)),
         (*graph.pools, replace(graph.pools[1], name="disk")),
     ):
         with pytest.raises(GraphError, match="neither transfers of single tensors"):
-            without_offload(replace(graph, pools=pools))
+            remove_offload(replace(graph, pools=pools))
 
 
 def test_invalid_options_raise() -> None:

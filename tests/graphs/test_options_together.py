@@ -6,13 +6,13 @@ from itertools import permutations
 import pytest
 
 from graphs.errors import GraphError, UsageError
-from graphs.io.graph_document import graph_from_dict, graph_to_dict
-from graphs.options import without_options
+from graphs.io.graph_document import build_from_dict, convert_to_dict
+from graphs.options import remove_options
 from graphs.options.compress import VARIANCE
-from graphs.options.offload import NO_OFFLOADS, OFFLOAD, without_offload
-from graphs.options.placement import PLACEMENT, is_placed, placement_of, placement_with_options, without_placement
-from graphs.options.selection import without_computed
-from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, channel
+from graphs.options.offload import NO_OFFLOADS, OFFLOAD, remove_offload
+from graphs.options.placement import PLACEMENT, get_placement, get_placement_with_options, is_placed, remove_placement
+from graphs.options.selection import remove_computed
+from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, name_channel
 from graphs.simulate import simulate
 from planner.capture.options import with_options
 from tests.support.graphs.event_judge import judged, runs
@@ -33,7 +33,7 @@ def test_order_of_option_names_does_not_matter() -> None:
         places = [(0 if t.pool == DEVICE else 2 if t.pool == HOST else 1) for t in first.tensors]
         assert places == sorted(places) and set(places) == {0, 1, 2}
         assert [pool.name for pool in first.pools] == [DEVICE, "second", "third", HOST]
-        assert graph_from_dict(graph_to_dict(first)) == first
+        assert build_from_dict(convert_to_dict(first)) == first
 
 
 def test_transfers_are_of_one_kind() -> None:
@@ -44,7 +44,7 @@ def test_transfers_are_of_one_kind() -> None:
         assert {HOST, "second", "third"} <= {pool for op in transfers for pool in whole.ends(op)}
         for op in transfers:
             source, target = whole.ends(op)
-            assert op.stream == channel(source, target) and op.name.endswith(f"_{op.stream}") and source != target
+            assert op.stream == name_channel(source, target) and op.name.endswith(f"_{op.stream}") and source != target
             assert (op.time_s > 0 or not whole.tensors[op.inputs[0]].size_bytes) and op.exact and not op.workspace_bytes
         computing = {pool.owner for pool in whole.pools if pool.computes}
         assert all(op.is_transfer or op.stream in computing for op in whole.ops)
@@ -61,8 +61,8 @@ def test_optional_ops_and_copies_refer_to_the_program_alone() -> None:
             assert len(op.replaces) <= 1 and not op.overwrites
         offered += sum(op.optional for op in graph.ops)
         # Whatever other devices read, what comes back from the host is what the step itself reads.
-        _, offloads = without_offload(whole)
-        _, alone = without_offload(OFFLOAD.added_to(graph, around(graph)))
+        _, offloads = remove_offload(whole)
+        _, alone = remove_offload(OFFLOAD.add_to(graph, around(graph)))
         assert offloads and list(offloads.by_tensor) == list(alone.by_tensor)
     assert offered > 20
 
@@ -71,20 +71,20 @@ def test_each_option_can_be_removed() -> None:
     for seed in range(20):
         graph = found_in_a_step(seed)
         known = around(graph, "second", "third")
-        whole, both = with_options(graph, BESIDE, known), PLACEMENT.added_to(graph, known)
-        rest, offloads = without_offload(whole)
+        whole, both = with_options(graph, BESIDE, known), PLACEMENT.add_to(graph, known)
+        rest, offloads = remove_offload(whole)
         assert rest == both and offloads
         assert offloads.host_bytes is None or offloads.host_bytes == 1000
         assert all(whole.ops[transfers.offload_op].inputs == (t,) for t, transfers in offloads.by_tensor.items())
-        assert without_offload(both) == (both, NO_OFFLOADS)
-        assert without_placement(whole) == OFFLOAD.added_to(graph, known)
-        assert without_placement(both) == graph
-        assert without_placement(graph) is graph and not is_placed(graph)
-        program = without_options(whole)
-        assert program.ops == graph.program and without_options(graph).tensors == program.tensors
-        found = placement_with_options(both)
+        assert remove_offload(both) == (both, NO_OFFLOADS)
+        assert remove_placement(whole) == OFFLOAD.add_to(graph, known)
+        assert remove_placement(both) == graph
+        assert remove_placement(graph) is graph and not is_placed(graph)
+        program = remove_options(whole)
+        assert program.ops == graph.program and remove_options(graph).tensors == program.tensors
+        found = get_placement_with_options(both)
         assert found.program == graph and len(found.runs[0]) == len(graph.program)
-        alone = placement_of(without_computed(both))
+        alone = get_placement(remove_computed(both))
         assert [sum(run is not None for run in runs) for runs in alone.runs] == [
             sum(run is not None for run in runs) for runs in found.runs
         ]
@@ -92,15 +92,15 @@ def test_each_option_can_be_removed() -> None:
 
 def test_incompatible_options_raise() -> None:
     graph = found_in_a_step(3)
-    whole, both = with_options(graph, BESIDE, around(graph)), PLACEMENT.added_to(graph, around(graph))
+    whole, both = with_options(graph, BESIDE, around(graph)), PLACEMENT.add_to(graph, around(graph))
     for twice in (
-        lambda: PLACEMENT.added_to(both, around(graph)),
-        lambda: PLACEMENT.added_to(OFFLOAD.added_to(graph, around(graph)), around(graph)),
+        lambda: PLACEMENT.add_to(both, around(graph)),
+        lambda: PLACEMENT.add_to(OFFLOAD.add_to(graph, around(graph)), around(graph)),
     ):
         with pytest.raises(GraphError, match="already has other pools or streams: add it once, and first"):
             twice()
     with pytest.raises(GraphError, match="already has other pools or streams: add it once, and after placement"):
-        OFFLOAD.added_to(whole, around(graph))
+        OFFLOAD.add_to(whole, around(graph))
     with pytest.raises(UsageError, match="named twice"):
         with_options(graph, ("placement", "offload", "placement"), around(graph))
     names = ("second", "second"), ("host",), ("device",), ("a_to_b", "c", "a", "b_to_c")
@@ -108,11 +108,11 @@ def test_incompatible_options_raise() -> None:
         with pytest.raises(
             GraphError, match=rf"device '{wrong[-1]}' would have a pool or stream '{taken}', which the graph has already"
         ):
-            PLACEMENT.added_to(graph, around(graph, *wrong))
+            PLACEMENT.add_to(graph, around(graph, *wrong))
     with pytest.raises(GraphError, match="only graphs with placement and no other option are supported"):
-        placement_of(both)
+        get_placement(both)
     with pytest.raises(GraphError, match="only graphs with placement and no other option are supported"):
-        placement_with_options(whole)
+        get_placement_with_options(whole)
     stand_in = next(op for op in both.ops if op.replaces and op.stream != COMPUTE)
     for changed, said in (
         (replace(stand_in, replaces=()), "neither transfers a tensor from one device to another nor replaces one op"),
@@ -123,7 +123,7 @@ def test_incompatible_options_raise() -> None:
     ):
         ops = (*both.ops[: stand_in.id], changed, *both.ops[stand_in.id + 1 :])
         with pytest.raises(GraphError, match=said):
-            without_offload(replace(both, ops=ops))
+            remove_offload(replace(both, ops=ops))
 
 
 def test_both_judges_agree_with_all_options() -> None:

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from graphs.errors import GraphError, ScheduleError
-from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Graph, Op, Tensor
-from graphs.options.placement import PLACEMENT, placement_of
+from graphs.options.placement import PLACEMENT, get_placement
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.random_graphs import draw_graph
 from planner.capture.options import with_options
 from tests.support.graphs.event_judge import judged, runs
 from tests.support.graphs.options import on_devices, with_trips
@@ -22,10 +22,10 @@ from tests.support.graphs.small_graphs import diamond
 def layer() -> Graph:
     """A layer of 3 s with a parameter of 4 bytes, and its kept gradient."""
     draft = Draft()
-    weight = draft.static("weight", 4)
-    (a,) = draft.op("a", [weight], [2], time_s=3.0, workspace_bytes=1)
-    (b,) = draft.op("b", [a, weight], [4], time_s=3.0)
-    return draft.graph([b])
+    weight = draft.add_static("weight", 4)
+    (a,) = draft.add_op("a", [weight], [2], time_s=3.0, workspace_bytes=1)
+    (b,) = draft.add_op("b", [a, weight], [4], time_s=3.0)
+    return draft.build_graph([b])
 
 
 def by_name(graph: Graph, *steps: str) -> Schedule:
@@ -53,7 +53,7 @@ def test_placement_adds_copies_and_variants() -> None:
 
 def test_three_devices_have_all_pairs_of_copies() -> None:
     graph = on_devices(layer(), OtherDevice("second", (1.0, 1.0), 4.0), OtherDevice("third", (1.0, 1.0), 2.0))
-    found = placement_of(graph)
+    found = get_placement(graph)
     assert sorted((d, e) for d, e, x in found.copies if x == 1) == [(d, e) for d in range(3) for e in range(3) if d != e]
     assert all(e > 0 for _, e, x in found.copies if x == 0)
     # The link of the later of two devices is between them.
@@ -63,10 +63,10 @@ def test_three_devices_have_all_pairs_of_copies() -> None:
 def test_removing_placement_restores_the_program() -> None:
     compared = 0
     for seed in range(30):
-        graph = random_graph(seed, 9)
+        graph = draw_graph(seed, 9)
         times = tuple(None if op.id % 4 == 3 else op.time_s for op in graph.ops)
         offered = on_devices(graph, OtherDevice("second", times, 1.0), OtherDevice("third", times[::-1], 1.0, 50))
-        read = placement_of(graph_from_dict(graph_to_dict(offered)))
+        read = get_placement(build_from_dict(convert_to_dict(offered)))
         assert (read.program.ops, read.program.tensors, read.program.kept) == (graph.ops, graph.tensors, graph.kept)
         for d in (1, 2):
             for i, run in enumerate(read.runs[d]):
@@ -75,18 +75,18 @@ def test_removing_placement_restores_the_program() -> None:
             for x, place in enumerate(read.places[d]):
                 assert place is None or offered.tensors[place].size_bytes == graph.tensors[x].size_bytes
     assert compared > 100
-    alone = placement_of(diamond())
+    alone = get_placement(diamond())
     assert alone.program == diamond() and alone.runs == (tuple(range(5)),) and not alone.copies
 
 
 def test_random_and_in_place_ops_stay_on_the_device() -> None:
     draft = Draft()
-    state, weight = draft.static("state", 1), draft.static("weight", 1)
-    (a,) = draft.op("reads", [state, weight], [1])
-    (b,) = draft.op("writes", [a, state], [1], mutates=(state,))
-    (c,) = draft.op("draws", [b], [1])
-    draft.op("moves", [c], [1])
-    plain = draft.graph()
+    state, weight = draft.add_static("state", 1), draft.add_static("weight", 1)
+    (a,) = draft.add_op("reads", [state, weight], [1])
+    (b,) = draft.add_op("writes", [a, state], [1], mutates=(state,))
+    (c,) = draft.add_op("draws", [b], [1])
+    draft.add_op("moves", [c], [1])
+    plain = draft.build_graph()
     graph = replace(plain, ops=tuple(replace(op, random=op.name == "draws") for op in plain.ops))
     offered = on_devices(graph, OtherDevice("second", (1.0,) * 4, 1.0))
     assert [op.name for op in offered.ops if op.replaces] == ["moves@second"]
@@ -127,15 +127,15 @@ def test_invalid_graphs_and_devices_raise() -> None:
     with pytest.raises(GraphError, match="has 2 times for a program of 5 ops"):
         on_devices(diamond(), cpu)
     with pytest.raises(GraphError, match="already has other pools or streams: add it once"):
-        PLACEMENT.added_to(on_devices(layer(), cpu), Surroundings(Link.even(1.0), others=(cpu,)))
+        PLACEMENT.add_to(on_devices(layer(), cpu), Surroundings(Link.even(1.0), others=(cpu,)))
     with pytest.raises(GraphError, match="would have a pool or stream 'cpu', which the graph has already"):
         on_devices(layer(), cpu, cpu)
     for speed in (0.0, -1.0, float("inf")):
         with pytest.raises(GraphError, match="must be above 0"):
             OtherDevice("cpu", (1.0,), speed)
     with pytest.raises(GraphError, match="only graphs with placement and no other option"):
-        placement_of(with_trips(diamond()))
+        get_placement(with_trips(diamond()))
     offered = on_devices(layer(), cpu)
     lonely = Tensor(len(offered.tensors), "lonely", 1, (), pool="cpu")
     with pytest.raises(GraphError, match="are not copies"):
-        placement_of(replace(offered, tensors=(*offered.tensors, lonely)))
+        get_placement(replace(offered, tensors=(*offered.tensors, lonely)))

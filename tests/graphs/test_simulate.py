@@ -7,7 +7,7 @@ from graphs.ir import Graph, Op, Tensor
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from tests.support.graphs.small_graphs import kept_output
 
 
@@ -18,10 +18,10 @@ def run(graph: Graph, *steps: Step) -> None:
 def small() -> Graph:
     """Static w (100); a: w -> x (10), y (20), 2 s, workspace 5; b: x -> z (3, kept), 1 s, workspace 50."""
     draft = Draft()
-    w = draft.static("w", 100)
-    x, _ = draft.op("a", [w], [10, 20], time_s=2.0, workspace_bytes=5)
-    (z,) = draft.op("b", [x], [3], time_s=1.0, workspace_bytes=50)
-    return draft.graph([z])
+    w = draft.add_static("w", 100)
+    x, _ = draft.add_op("a", [w], [10, 20], time_s=2.0, workspace_bytes=5)
+    (z,) = draft.add_op("b", [x], [3], time_s=1.0, workspace_bytes=50)
+    return draft.build_graph([z])
 
 
 W, X, Y, Z = range(4)
@@ -46,14 +46,14 @@ def test_memory_and_time_of_each_step() -> None:
 
 def test_peak_step_is_the_first_of_equal_peaks() -> None:
     draft = Draft()
-    draft.op("a", [], [4])
-    draft.op("b", [], [4])
-    result = simulate(draft.graph(), Schedule((Compute(0), Free(0), Compute(1))))
+    draft.add_op("a", [], [4])
+    draft.add_op("b", [], [4])
+    result = simulate(draft.build_graph(), Schedule((Compute(0), Free(0), Compute(1))))
     assert (result.peak_bytes, result.peak_step) == (4, 0)
 
 
 def test_peaks_of_a_training_chain() -> None:
-    graph = training_chain(3)
+    graph = make_training_chain(3)
     once = (Compute(0), Compute(1), Compute(2), Compute(3), Free(1), Free(2), Compute(4), Compute(5))
     assert simulate(graph, Schedule(once)).peak_bytes == 4
     again = (Compute(0), Compute(1), Free(0), Compute(2), Compute(3), Free(1), Free(2), Compute(0), Compute(4), Compute(5))
@@ -101,9 +101,9 @@ def test_unknown_step_kind_raises() -> None:
 
 def test_recomputing_an_unrepeatable_op_raises() -> None:
     draft = Draft()
-    draft.op("draw", [], [1], recomputable=False)
+    draft.add_op("draw", [], [1], recomputable=False)
     with pytest.raises(ScheduleError, match=r"step 2 computes 'draw' again"):
-        run(draft.graph(), Compute(0), Free(0), Compute(0))
+        run(draft.build_graph(), Compute(0), Free(0), Compute(0))
 
 
 def test_random_ops_keep_their_order() -> None:
@@ -116,11 +116,11 @@ def test_random_ops_keep_their_order() -> None:
 
 def test_readers_stay_on_their_side_of_an_in_place_write() -> None:
     draft = Draft()
-    state = draft.static("state", 1)
-    draft.op("before", [state], [1])
-    draft.op("write", [state], [1], mutates=(state,), recomputable=False)
-    draft.op("after", [state], [1])
-    graph = draft.graph()
+    state = draft.add_static("state", 1)
+    draft.add_op("before", [state], [1])
+    draft.add_op("write", [state], [1], mutates=(state,), recomputable=False)
+    draft.add_op("after", [state], [1])
+    graph = draft.build_graph()
     run(graph, Compute(0), Compute(0), Compute(1), Compute(2))
     with pytest.raises(ScheduleError, match=r"step 2 computes 'before' after 'write' writes 'state'"):
         run(graph, Compute(0), Compute(1), Compute(0), Compute(2))
@@ -137,10 +137,10 @@ def test_missing_kept_tensor_raises() -> None:
 def in_place() -> Graph:
     """a: -> x (10); b: x -> y (10), z (3), y may be written over x, workspace 2; c: y, z -> v (10, kept), over y."""
     draft = Draft()
-    (x,) = draft.op("a", [], [10])
-    y, z = draft.op("b", [x], [10, 3], workspace_bytes=2, overwrites=((1, 0),))
-    (v,) = draft.op("c", [y, z], [10], overwrites=((3, 1),))
-    return draft.graph([v])
+    (x,) = draft.add_op("a", [], [10])
+    y, z = draft.add_op("b", [x], [10, 3], workspace_bytes=2, overwrites=((1, 0),))
+    (v,) = draft.add_op("c", [y, z], [10], overwrites=((3, 1),))
+    return draft.build_graph([v])
 
 
 def test_output_overwrites_an_input_freed_after_its_op() -> None:

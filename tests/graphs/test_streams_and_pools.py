@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from graphs.clocks import passages, run_clocks
+from graphs.clocks import find_passages, run_clocks
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Op, Tensor
-from graphs.lifetimes import Lifetime, lifetimes
+from graphs.lifetimes import Lifetime, find_lifetimes
 from graphs.pools import COMPUTE, DEVICE, Pool
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from graphs.simulate import Simulation, simulate
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 
 COPIES = "copies"
 A, B, C, D, A_HOST = range(5)
@@ -65,8 +65,8 @@ def test_tensor_is_offloaded_and_reloaded() -> None:
     # As each stream passes the steps: copies in no time of compute, and compute's in none of copies.
     compute = ((0, 1), (1, 1), (1, 3), (3, 6), (6, 9), (9, 9), (9, 9), (9, 9), (15, 19))
     copies = ((0, 0), (1, 6), (6, 6), (6, 6), (6, 6), (6, 6), (9, 15), (15, 15), (15, 15))
-    assert passages(graph, Schedule(ROUND_TRIP), clocks, COMPUTE) == compute
-    assert passages(graph, Schedule(ROUND_TRIP), clocks, COPIES) == copies
+    assert find_passages(graph, Schedule(ROUND_TRIP), clocks, COMPUTE) == compute
+    assert find_passages(graph, Schedule(ROUND_TRIP), clocks, COPIES) == copies
     found = run(graph, *ROUND_TRIP)
     assert found.clocks_s == clocks.clocks_s == (19, 15)
     assert found.time_s == 19
@@ -78,7 +78,7 @@ def test_tensor_is_offloaded_and_reloaded() -> None:
 
 
 def test_lifetimes_on_two_streams_are_known() -> None:
-    assert lifetimes(offloading(), Schedule(ROUND_TRIP)) == (
+    assert find_lifetimes(offloading(), Schedule(ROUND_TRIP)) == (
         (Lifetime(0, 3, 0, 6), Lifetime(6, 9, 9, 19)),
         (Lifetime(2, 5, 1, 9),),
         (Lifetime(4, 9, 6, 19),),
@@ -255,7 +255,7 @@ def test_in_place_write_waits_for_readers_on_other_streams() -> None:
 
 
 def test_one_stream_is_the_sum_of_times() -> None:
-    graph = changed(training_chain(3), 0, time_s=0.1)
+    graph = changed(make_training_chain(3), 0, time_s=0.1)
     schedule = schedule_of(graph, (0, 1, 2, 3, 0, 4, 5))
     found = simulate(graph, schedule)
     assert found.clocks_s == (found.time_s,) == (0.1 + 0.1 + 5.0,)

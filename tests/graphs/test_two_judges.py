@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from graphs.clocks import run_clocks
 from graphs.errors import ScheduleError
 from graphs.ir import Graph
-from graphs.lifetimes import lifetimes
+from graphs.lifetimes import find_lifetimes
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import with_overwriting
+from graphs.synthetic.random_graphs import draw_overwriting
 from tests.support.graphs.event_judge import during, judged, live, runs
 from tests.support.graphs.options import in_two_passes
 from tests.support.graphs.random_choices import graph_with_choices, schedule_with_choices
@@ -26,7 +26,7 @@ def _graph(draw: random.Random) -> Graph:
         return random_overwriting(draw.randrange(2**32), draw.randint(3, 6))
     graph = graph_with_choices(draw)
     graph = in_two_passes(graph) if draw.random() < 0.5 else graph
-    return with_overwriting(graph, draw) if draw.random() < 0.5 else graph
+    return draw_overwriting(graph, draw) if draw.random() < 0.5 else graph
 
 
 @settings(max_examples=300)
@@ -54,7 +54,7 @@ def test_both_judges_agree_on_valid_schedules(seed: int) -> None:
     ]
     # Whatever the timing: no more is in a pool at any moment than is counted in the order of steps.
     assert all(verdict.peaks_in_time_bytes[name] <= peak for name, peak in verdict.peaks_bytes.items())
-    for t, stays in enumerate(lifetimes(graph, schedule)):
+    for t, stays in enumerate(find_lifetimes(graph, schedule)):
         there = {k for stay in stays for k in range(stay.first_step, stay.end_step)}
         after = [live(graph, schedule.steps[: k + 1]) for k in range(len(schedule.steps))]
         assert there == {k for k, now in enumerate(after) if t in now and graph.tensors[t].producers}

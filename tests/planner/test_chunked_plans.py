@@ -12,7 +12,7 @@ import planner.train.compile.compile as training
 from graphs.errors import EagerWarning, MismatchError, PlannerError, UsageError
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import solve
@@ -156,7 +156,7 @@ def test_unnamed_options_are_not_used(graph: Graph, workload: Workload) -> None:
 
 
 def test_facts_and_summaries_are_of_the_program(graph: Graph) -> None:
-    facts, program = graph_facts(graph), without_options(graph)
+    facts, program = graph_facts(graph), remove_options(graph)
     assert facts.summary.optional_ops == 12 == len(optional_ops(graph, kind="forward", chunks=2)) * 12
     assert facts.summary.keep_everything_peak_bytes == simulate(program, keep_everything(program)).peak_bytes
 

@@ -10,7 +10,7 @@ import torch
 import planner
 from benchmarks.all_compressed import all_compressed
 from graphs.errors import MismatchError, PlannerError
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.options.compress import COMPRESS, KEEP, RESTORE, VARIANCE
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
@@ -53,7 +53,7 @@ def test_loss_and_random_state_are_exact_and_gradients_as_predicted(workload: Wo
     model, loss_fn, _ = workload
     schedule = all_compressed(graph, form)
     planned = Executor(replace(captured, graph=graph), schedule, model, loss_fn)
-    program = without_options(captured.graph)
+    program = remove_options(captured.graph)
     keeping = Executor(replace(captured, graph=program), keep_everything(program), model, loss_fn)
     wanted, found = outcome(keeping, workload), outcome(planned, workload)
     different = wanted.differences(found)
@@ -80,7 +80,7 @@ def test_a_solved_plan_is_lossy_where_that_pays_and_says_how_much(captured: Capt
     cheap = replace(
         graph, ops=tuple(replace(op, time_s=0.0 if op.target.startswith((KEEP, RESTORE)) else 1.0) for op in graph.ops)
     )
-    program = without_options(graph)
+    program = remove_options(graph)
     peak = simulate(program, keep_everything(program)).peak_bytes
     least = simulate(with_options(graph, ["compress:1"]), all_compressed(graph, "4")).peak_bytes
     budget, graph_s = (3 * least + peak) // 4, len(program.ops)

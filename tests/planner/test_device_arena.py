@@ -8,7 +8,7 @@ from graphs.addresses import Buffer
 from graphs.allocators.training import Training
 from graphs.errors import LimitError, MismatchError, UsageError
 from graphs.ir import Graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.memory.arena_rules import device_arena
 from planner.memory.reserved import arena_of, reserved_for
 from planner.plans.document import plan_to_dict
@@ -51,7 +51,7 @@ def test_holes_are_as_large_as_requests_that_are_multiples_of_each_other() -> No
 
 def mixed(device: str = "h200") -> Graph:
     """A chain of 24 ops whose tensors have many sizes."""
-    plain, sizes = training_chain(12), (12, 30, 7, 44, 18)
+    plain, sizes = make_training_chain(12), (12, 30, 7, 44, 18)
     tensors = tuple(replace(t, size_bytes=sizes[t.id % 5] * MIB) for t in plain.tensors)
     return replace(plain, tensors=tensors, provenance={"device": device})
 
@@ -88,7 +88,7 @@ def test_a_plan_that_would_reserve_too_much_has_an_arena_by_itself(share: int) -
 
 @pytest.mark.parametrize("budget", [110, 130, 170])
 def test_reserved_memory_costs_what_allocated_memory_does_but_for_rounding(budget: int) -> None:
-    plain, sizes = training_chain(6), (12, 30, 7, 44, 18)
+    plain, sizes = make_training_chain(6), (12, 30, 7, 44, 18)
     tensors = tuple(replace(t, size_bytes=sizes[t.id % 5] * MIB) for t in plain.tensors)
     graph = replace(plain, tensors=tensors, provenance={"device": "h200"})
     plan = solve(graph, budget * MIB, work_limit=6.0)

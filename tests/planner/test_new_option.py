@@ -21,7 +21,7 @@ from graphs.options.option import GraphOption
 from graphs.options.surroundings import Surroundings
 from graphs.options.transfers import OptionBuilder
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.random_graphs import draw_training_step
 from planner.capture import options
 from planner.capture.options import OPTIONS, register, with_options
 from planner.capture.workload.models import Workload
@@ -95,7 +95,7 @@ def _with_faster_ops(graph: Graph, _surroundings: Surroundings) -> Graph:
     for op in graph.program:
         faster = replace(op, name=f"{op.name}_fast", target="fast", time_s=op.time_s / 2, optional=True, replaces=(op.id,))
         builder.add_op(replace(faster, overwrites=(), workspace_bytes=op.workspace_bytes + 1_000_000))
-    return builder.graph()
+    return builder.build_graph()
 
 
 FAST = GraphOption(name="fast", description="ops may be faster", accepts=lambda graph, surroundings: "", apply=_with_faster_ops)
@@ -103,7 +103,7 @@ FAST = GraphOption(name="fast", description="ops may be faster", accepts=lambda 
 
 def test_an_option_of_the_device_alone_needs_no_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(options._registered, FAST.name, FAST)
-    graph = random_training_step(3, 12)
+    graph = draw_training_step(3, 12)
     alone, offloading = (planner.solve(graph, "75%", options=named, work_limit=2.0) for named in (["fast"], ["fast", "offload"]))
     assert alone.time_s < planner.solve(graph, "75%", work_limit=2.0).time_s
     assert offloading.time_s <= alone.time_s * 1.01

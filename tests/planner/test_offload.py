@@ -12,7 +12,7 @@ from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import HOST
-from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.random_graphs import draw_training_step
 from planner import solve
 from planner.capture.options import with_options
 from planner.plans.document import write_plan
@@ -29,7 +29,7 @@ GB = 10**9
 
 @pytest.fixture(scope="module")
 def step() -> Graph:
-    return random_training_step(5, 30)
+    return draw_training_step(5, 30)
 
 
 def once(graph: Graph) -> Graph:

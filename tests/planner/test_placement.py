@@ -14,7 +14,7 @@ import planner
 from graphs.errors import GraphError, MismatchError, PlannerError, UsageError
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph, Op
-from graphs.options.placement import fixed
+from graphs.options.placement import find_fixed
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from planner.capture.options import with_options
 from planner.cli.main import main
@@ -45,7 +45,7 @@ def test_a_step_is_measured_on_both(traced: Path) -> None:
     graph = read_graph(traced)
     (device,) = decode_devices(graph.provenance)
     assert (device.name, device.capacity_bytes, device.block_bytes) == (SECOND, None, 1)
-    stay = fixed(graph)
+    stay = find_fixed(graph)
     assert stay and all((device.times_s[op.id] is None) == (op.id in stay) for op in graph.ops)
     # With as many threads the kernels are the same: so are their bits, and the memory that they take meanwhile.
     assert (device.differs, set(device.exact)) == ("", {op.id for op in graph.ops} - stay)
@@ -81,7 +81,7 @@ def test_commands_trace_solve_and_run_with_another_device(
     assert data["measured_pools_bytes"] == data["predicted_pools_bytes"] == {SECOND: found.pool_peaks_bytes[SECOND]}
     assert main(["info", str(traced)]) == 0
     said = capsys.readouterr().out
-    graph, stay = read_graph(traced), fixed(read_graph(traced))
+    graph, stay = read_graph(traced), find_fixed(read_graph(traced))
     ops = len(graph.program)
     assert f"devices          {SECOND}: " in said
     assert f"with placement   {ops - len(stay)} of {ops} ops may run on {SECOND}, all exact: " in said

@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from graphs.ir import Graph
-from graphs.options.passes import in_passes
+from graphs.options.passes import order_by_passes
 from graphs.pools import HOST
 from graphs.simulate import simulate
 from planner.measure.running import run
@@ -56,7 +56,7 @@ def random_plan(graph: Graph, budget: int, *, seed: int, options: Sequence[str] 
     """What a solve could have found."""
     options_given = option_settings(options, "1GB/s", host_budget, exact=True)
     offered = options_given.apply(graph)
-    schedule = in_passes(offered, any_schedule(offered, seed))
+    schedule = order_by_passes(offered, any_schedule(offered, seed))
     found = simulate(offered, schedule)
     return Plan(
         graph=summarize(offered),

@@ -11,8 +11,8 @@ from graphs.options.offload import NO_OFFLOADS, Offloads
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_graph
+from graphs.synthetic.small import make_training_chain
 from solvers import bounds
 from solvers.bounds import MemoryNeed, bound_least_budget, describe_need, describe_too_small, find_any_order_need, need_at
 from solvers.order.reorder import list_constraints, permute
@@ -21,7 +21,7 @@ from tests.support.graphs.small_graphs import diamond, kept_output, two_outputs
 
 @pytest.mark.parametrize(
     ("graph", "least"),
-    [(training_chain(3), 3), (training_chain(30), 3), (diamond(), 7), (two_outputs(), 7), (kept_output(), 6)],
+    [(make_training_chain(3), 3), (make_training_chain(30), 3), (diamond(), 7), (two_outputs(), 7), (kept_output(), 6)],
 )
 def test_least_budget_bound_of_small_graphs_is_known(graph: Graph, least: int) -> None:
     assert bound_least_budget(graph).budget_bytes == least
@@ -29,11 +29,11 @@ def test_least_budget_bound_of_small_graphs_is_known(graph: Graph, least: int) -
 
 def test_kept_and_static_tensors_count_in_the_bound() -> None:
     draft = Draft()
-    weight = draft.static("weight", 100)
-    (a,) = draft.op("a", [weight], [10])
-    (b,) = draft.op("b", [weight], [20], workspace_bytes=7)
-    draft.op("c", [b], [5])
-    need = bound_least_budget(draft.graph([a])).need
+    weight = draft.add_static("weight", 100)
+    (a,) = draft.add_op("a", [weight], [10])
+    (b,) = draft.add_op("b", [weight], [20], workspace_bytes=7)
+    draft.add_op("c", [b], [5])
+    need = bound_least_budget(draft.build_graph([a])).need
     assert (need.op, need.total_bytes) == (1, 100 + 10 + 20 + 7)
     assert (need.static_bytes, need.held_bytes) == (100, 10)
     assert (need.inputs_bytes, need.outputs_bytes, need.workspace_bytes) == (0, 20, 7)
@@ -41,18 +41,18 @@ def test_kept_and_static_tensors_count_in_the_bound() -> None:
 
 def test_unrecomputable_tensors_count_as_held() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [10], recomputable=False)
-    draft.op("b", [], [20])
-    draft.op("c", [a], [1])
-    assert bound_least_budget(draft.graph()).budget_bytes == 30
+    (a,) = draft.add_op("a", [], [10], recomputable=False)
+    draft.add_op("b", [], [20])
+    draft.add_op("c", [a], [1])
+    assert bound_least_budget(draft.build_graph()).budget_bytes == 30
 
 
 def test_ops_above_the_budget_count_as_unrecomputable() -> None:
     draft = Draft()
-    x, mate = draft.op("b", [], [1, 9])  # made again it takes 19, as its kept output is there already
-    draft.op("c", [], [8])
-    draft.op("d", [x], [1])
-    graph = draft.graph([mate])
+    x, mate = draft.add_op("b", [], [1, 9])  # made again it takes 19, as its kept output is there already
+    draft.add_op("c", [], [8])
+    draft.add_op("d", [x], [1])
+    graph = draft.build_graph([mate])
     # From 19 bytes on b could be made again for d, and c would take 9 + 8; below, x is there as well.
     assert need_at(graph, None).total_bytes == need_at(graph, 19).total_bytes == 17
     assert need_at(graph, 18).total_bytes == 18
@@ -67,19 +67,19 @@ def test_budgets_are_searched_only_where_executing_an_op_again_takes_more(monkey
         return need_at(graph, budget_bytes, offloads)
 
     monkeypatch.setattr(bounds, "need_at", counting)
-    graph = training_chain(12)
+    graph = make_training_chain(12)
     assert bound_least_budget(graph).budget_bytes == 3
     assert asked == [None, 3]
     asked.clear()
-    assert bound_least_budget(random_graph(5, 10)).budget_bytes > need_at(random_graph(5, 10), None).total_bytes
+    assert bound_least_budget(draw_graph(5, 10)).budget_bytes > need_at(draw_graph(5, 10), None).total_bytes
     assert len(asked) > 3
 
 
 def test_infeasible_message_names_the_op_and_its_memory() -> None:
     draft = Draft()
-    (x,) = draft.op("x", [], [5_200_000_000])
-    draft.op("mm_37", [x], [3_100_000_000], workspace_bytes=110_000_000)
-    graph = draft.graph()
+    (x,) = draft.add_op("x", [], [5_200_000_000])
+    draft.add_op("mm_37", [x], [3_100_000_000], workspace_bytes=110_000_000)
+    graph = draft.build_graph()
     least = bound_least_budget(graph)
     assert describe_need(graph, least.need) == (
         "op 'mm_37' needs 5.20 GB of inputs, 3.10 GB of outputs and 110.00 MB of workspace at once"
@@ -92,9 +92,9 @@ def test_infeasible_message_names_the_op_and_its_memory() -> None:
 def two_gradients() -> Graph:
     """Two ops that make what is kept, in either order: only in program order is the small one there beside the large one."""
     draft = Draft()
-    (small,) = draft.op("small", [], [10])
-    (large,) = draft.op("large", [], [20], workspace_bytes=5)
-    return draft.graph([small, large])
+    (small,) = draft.add_op("small", [], [10])
+    (large,) = draft.add_op("large", [], [20], workspace_bytes=5)
+    return draft.build_graph([small, large])
 
 
 def test_message_separates_bounds_of_one_order_from_all_orders() -> None:
@@ -118,11 +118,11 @@ def test_message_separates_bounds_of_one_order_from_all_orders() -> None:
 
 def test_bound_for_all_orders_counts_inputs_and_workspace() -> None:
     draft = Draft()
-    weight = draft.static("weight", 100)
-    (a,) = draft.op("a", [weight], [10])
-    (b,) = draft.op("b", [a], [20])
-    draft.op("c", [b], [5], workspace_bytes=7)
-    need = find_any_order_need(draft.graph([a]))
+    weight = draft.add_static("weight", 100)
+    (a,) = draft.add_op("a", [weight], [10])
+    (b,) = draft.add_op("b", [a], [20])
+    draft.add_op("c", [b], [5], workspace_bytes=7)
+    need = find_any_order_need(draft.build_graph([a]))
     assert (need.op, need.total_bytes) == (2, 100 + 10 + 20 + 5 + 7)
     assert (need.static_bytes, need.held_bytes, need.inputs_bytes) == (100, 10, 20)
 
@@ -130,7 +130,7 @@ def test_bound_for_all_orders_counts_inputs_and_workspace() -> None:
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 10**6), ops=st.integers(1, 12), mixed=st.randoms(use_true_random=False))
 def test_no_order_needs_less_than_the_bound_for_all_orders(seed: int, ops: int, mixed: Random) -> None:
-    graph = random_graph(seed, ops)
+    graph = draw_graph(seed, ops)
     need = find_any_order_need(graph).total_bytes
     assert need <= bound_least_budget(graph).budget_bytes
     before, _ = list_constraints(graph)
@@ -143,15 +143,15 @@ def test_no_order_needs_less_than_the_bound_for_all_orders(seed: int, ops: int, 
 
 def test_an_op_that_holds_nothing() -> None:
     draft = Draft()
-    draft.op("nothing", [], [0])
-    graph = draft.graph()
+    draft.add_op("nothing", [], [0])
+    graph = draft.build_graph()
     assert describe_need(graph, bound_least_budget(graph).need) == "op 'nothing' needs nothing at once"
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 10**6), ops=st.integers(1, 12))
 def test_least_budget_bound_is_at_most_the_keep_everything_peak(seed: int, ops: int) -> None:
-    graph = random_graph(seed, ops)
+    graph = draw_graph(seed, ops)
     least = bound_least_budget(graph)
     assert least.budget_bytes <= simulate(graph, keep_everything(graph)).peak_bytes
     # The least budget that is not refuted, and refuted one byte below.

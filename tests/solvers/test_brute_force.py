@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.random_graphs import draw_graph
 from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock
 from solvers.highs import solve_program
@@ -23,7 +23,7 @@ MANY = settings(EXACT, max_examples=4000)
 
 
 def check_against_brute_force(seed: int, ops: int, tightness: float) -> None:
-    graph = random_graph(seed, ops)
+    graph = draw_graph(seed, ops)
     least = bound_least_budget(graph).budget_bytes
     peak = simulate(graph, keep_everything(graph)).peak_bytes
     # Tight budgets are the hard ones.
@@ -48,7 +48,7 @@ def test_equals_brute_force_on_many_graphs(seed: int, ops: int, tightness: float
 @settings(EXACT, max_examples=40)
 @given(seed=st.integers(0, 10**6), ops=st.integers(4, 7))
 def test_lower_budgets_never_take_less_time(seed: int, ops: int) -> None:
-    graph = random_graph(seed, ops)
+    graph = draw_graph(seed, ops)
     least = bound_least_budget(graph).budget_bytes
     peak = simulate(graph, keep_everything(graph)).peak_bytes
     best: float | None = None
@@ -63,7 +63,7 @@ def test_lower_budgets_never_take_less_time(seed: int, ops: int) -> None:
 @settings(EXACT, max_examples=200)
 @given(seed=st.integers(0, 10**6), ops=st.integers(1, 7))
 def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:
-    graph = random_graph(seed, ops)
+    graph = draw_graph(seed, ops)
     bracket = bracket_least_budget(graph, precision=0.0)
     assert bracket.exact
     assert simulate(graph, bracket.schedule).peak_bytes == bracket.found_bytes
@@ -76,7 +76,7 @@ def test_the_least_budget_is_found_to_the_byte(seed: int, ops: int) -> None:
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 7), share=st.floats(0, 1))
 def test_relaxation_never_exceeds_the_brute_force_optimum(seed: int, ops: int, share: float) -> None:
     """Rows 1 to 9 with everything in them, without the search over states that decides small graphs."""
-    graph = random_graph(seed, ops)
+    graph = draw_graph(seed, ops)
     least = bound_least_budget(graph).budget_bytes
     peak = simulate(graph, keep_everything(graph)).peak_bytes
     budget = least + round((peak - least) * share)

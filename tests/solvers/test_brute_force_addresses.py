@@ -12,7 +12,7 @@ from graphs.addresses import Buffer, buffers_of, live_bytes
 from graphs.ir import Graph
 from graphs.schedule import keep_everything, schedule_of
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.random_graphs import draw_graph
 from solvers.addresses.solve import solve as find_addresses
 from solvers.arena.find import find_conflict
 from solvers.arena.needs import ArenaRules, Needs
@@ -89,7 +89,7 @@ def fit(buffers: Sequence[Buffer], capacity: int) -> bool:
 
 def case(seed: int, ops: int, tightness: float) -> tuple[Graph, int]:
     """A graph of few sizes and a budget between the least of any op and keeping everything; tight ones leave gaps."""
-    whole = random_graph(seed, ops)
+    whole = draw_graph(seed, ops)
     tensors = tuple(replace(t, size_bytes=(t.size_bytes + 2) // 3) for t in whole.tensors)
     small = tuple(replace(op, workspace_bytes=(op.workspace_bytes + 2) // 3) for op in whole.ops)
     graph = replace(whole, tensors=tensors, ops=small)

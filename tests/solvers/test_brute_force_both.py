@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_options, with_overwriting
+from graphs.synthetic.random_graphs import draw_options, draw_overwriting
 from planner.capture.options import with_options
 from solvers.result import Status
 from solvers.windows import solve
@@ -27,10 +27,10 @@ def cases(seeds: range) -> list[Case]:
     found = []
     for seed in seeds:
         draw = random.Random(seed)
-        graph = random_options(draw.randint(0, 10**6), draw.randint(2, 4), 2)
+        graph = draw_options(draw.randint(0, 10**6), draw.randint(2, 4), 2)
         if draw.random() < 0.5:
-            graph = with_overwriting(graph, draw)
-        program = without_options(graph)
+            graph = draw_overwriting(graph, draw)
+        program = remove_options(graph)
         peak = simulate(program, keep_everything(program)).peak_bytes
         budget = max(1, round(peak * draw.uniform(0.6, 1.0)))
         host_bytes = draw.choice((None, None, draw.randint(3, 20)))

@@ -9,7 +9,7 @@ from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_graph, with_overwriting
+from graphs.synthetic.random_graphs import draw_graph, draw_overwriting
 from planner.capture.options import with_options
 from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock
@@ -47,9 +47,9 @@ class Case:
 def case(seed: int, most_ops: int) -> Case | None:
     """None where a graph offers nothing to copy, or has too many schedules to try."""
     draw = random.Random(seed)
-    program = random_graph(draw.randint(0, 10**6), draw.randint(3, most_ops))
+    program = draw_graph(draw.randint(0, 10**6), draw.randint(3, most_ops))
     if draw.random() < 0.5:
-        program = with_overwriting(program, draw)
+        program = draw_overwriting(program, draw)
     host_bytes = draw.choice((None, None, draw.randint(3, 20)))
     rates = (1.0, 2.0, 4.0)
     link = Link(draw.choice(rates), draw.choice(rates), draw.choice((0.0, 0.0, 0.5)))

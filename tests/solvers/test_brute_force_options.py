@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_options, with_overwriting
+from graphs.synthetic.random_graphs import draw_options, draw_overwriting
 from solvers.bounds import bound_least_budget
 from solvers.problem import build_problem
 from solvers.result import Status
@@ -27,10 +27,10 @@ def cases(seeds: range) -> list[Case]:
     found = []
     for seed in seeds:
         draw = random.Random(seed)
-        graph = random_options(seed, draw.randint(2, 6))
+        graph = draw_options(seed, draw.randint(2, 6))
         if draw.random() < 0.5:
-            graph = with_overwriting(graph, draw)
-        program = without_options(graph)
+            graph = draw_overwriting(graph, draw)
+        program = remove_options(graph)
         peak = simulate(program, keep_everything(program)).peak_bytes
         budget = max(1, round(peak * draw.uniform(0.55, 1.05)))
         found.append(Case(seed, graph, budget, fastest_with_options(graph, budget)))
@@ -58,7 +58,7 @@ def test_solve_with_options_agrees_with_brute_force(seeds: range) -> None:
         if result.status is Status.OPTIMAL:
             assert result.time_s <= best_s * (1 + TOLERANCE) + SLACK, one.seed
         met += result.time_s <= best_s * (1 + TOLERANCE) + SLACK
-        without = fastest(without_options(one.graph), one.budget_bytes)
+        without = fastest(remove_options(one.graph), one.budget_bytes)
         better += without is None or result.time_s < without * (1 - TOLERANCE)
         faster += result.time_s < one.graph.time_s * (1 - TOLERANCE)
     # Nearly all are solved; options are what solves some, and the step may take less time than its program's ops.
@@ -85,7 +85,7 @@ def test_the_best_of_all_schedules_is_one() -> None:
     """The judge of all others agrees with the brute force, which has rules of its own."""
     judged = optional = 0
     for one in cases(range(100)):
-        without = fastest(without_options(one.graph), one.budget_bytes)
+        without = fastest(remove_options(one.graph), one.budget_bytes)
         if one.optimum is None:
             assert without is None
             continue

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from graphs.clocks import results_elsewhere
+from graphs.clocks import find_results_elsewhere
 from graphs.ir import Graph
 from graphs.simulate import simulate
 from planner.capture.options import with_options
@@ -100,7 +100,7 @@ def test_results_of_the_forward_pass_come_before_the_backward_pass() -> None:
     for seed in range(2000, 2040):
         graph, budget = random_placement(seed, 3)
         graph = in_two_passes(graph)
-        early, _ = results_elsewhere(graph)
+        early, _ = find_results_elsewhere(graph)
         if not early:
             continue
         try:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.options.compress import VARIANCE
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_options
+from graphs.synthetic.random_graphs import draw_options
 from solvers.problem import build_problem
 from solvers.result import Status
 from solvers.windows import solve
@@ -38,9 +38,9 @@ SEEDS = [
 def limited(seed: int) -> tuple[Graph, int]:
     """A graph with variances, every third with another resource too, and a budget."""
     draw = random.Random(seed)
-    graph = with_variances(random_options(seed, draw.randint(2, 6)), draw)
+    graph = with_variances(draw_options(seed, draw.randint(2, 6)), draw)
     graph = graph if seed % 3 else with_variances(graph, random.Random(seed), "another")
-    program = without_options(graph)
+    program = remove_options(graph)
     return graph, max(1, round(simulate(program, keep_everything(program)).peak_bytes * draw.uniform(0.55, 1.05)))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.random_graphs import draw_training_step
 from planner.plans.document import plan_to_dict
 from planner.plans.solving import solve as plan
 from solvers.bounds import bound_least_budget
@@ -21,7 +21,7 @@ from solvers.result import Result, Status
 from solvers.tolerance import Tolerance
 from solvers.windows import search, solve
 
-GRAPH = random_training_step(2, 80)
+GRAPH = draw_training_step(2, 80)
 # Between the least and the peak: a quarter of the way.
 _LEAST, _PEAK = bound_least_budget(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4

@@ -4,12 +4,12 @@ import pytest
 
 from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from solvers.margins import Margins, MarginSearch, add_margins, find_largest_difference, find_middle
 
 
 def test_a_schedule_has_room_for_the_margin_while_its_op_runs() -> None:
-    graph = training_chain(3)
+    graph = make_training_chain(3)
     schedule = keep_everything(graph)
     before, after = (simulate(one, schedule) for one in (graph, add_margins(graph, {1: 5})))
     grown = [more - less for less, more in zip(before.memory_bytes, after.memory_bytes, strict=True)]

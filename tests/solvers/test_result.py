@@ -9,13 +9,13 @@ from graphs.errors import BudgetError
 from graphs.ir import Graph
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import Simulation
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner import solve
 from solvers import result as results
 from solvers.result import Result, Status
 
-CHAIN = training_chain(6)
+CHAIN = make_training_chain(6)
 KEEP = Result(CHAIN, 7, Status.OPTIMAL, keep_everything(CHAIN), 12.0, "test", 0.0)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from graphs.ir import Graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 from solvers.eviction.rules import EvictionRule, EvictionSettings
@@ -24,7 +24,7 @@ from tests.support.solvers.answers import ask
 
 def untimed(layers: int) -> Graph:
     """A chain whose ops take no time: all schedules are optimal, and those of few bytes are long."""
-    plain = training_chain(layers)
+    plain = make_training_chain(layers)
     return Graph(tuple(replace(op, time_s=0.0) for op in plain.ops), plain.tensors, plain.kept)
 
 

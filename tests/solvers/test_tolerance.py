@@ -8,8 +8,8 @@ import pytest
 from graphs.errors import PlannerError
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_training_step
+from graphs.synthetic.small import make_training_chain
 from planner.plans.plan_check import check_plan
 from planner.plans.solving import solve as plan
 from solvers.bounds import bound_least_budget
@@ -23,7 +23,7 @@ from solvers.windows.search import Search
 from tests.support.solvers.answers import ask
 
 # Takes minutes to be solved to the last bit.
-GRAPH = random_training_step(2, 80)
+GRAPH = draw_training_step(2, 80)
 _LEAST, _PEAK = bound_least_budget(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4
 
@@ -51,7 +51,7 @@ def test_invalid_tolerance_raises(given: float) -> None:
 
 def search_at(gap: float, tolerance: float | Tolerance) -> Search:
     """A search whose best schedule is so far above the bound; its clock is set by spending work."""
-    graph = training_chain(5)
+    graph = make_training_chain(5)
     peak_bytes = simulate(graph, keep_everything(graph)).peak_bytes
     search = Search.of(Request(graph, peak_bytes, Tolerance.of(tolerance), WorkClock()))
     search.incumbent.best = SimpleNamespace(time_s=(1 + gap) * search.incumbent.bound_s)  # type: ignore[assignment]
@@ -93,14 +93,14 @@ def test_result_records_the_accepted_tolerance() -> None:
 
 
 def test_plan_within_the_first_tolerance_is_accepted_at_once() -> None:
-    graph = training_chain(8)
+    graph = make_training_chain(8)
     found = plan(graph, 8)
     assert (found.status, found.settings["tolerance"]) == ("optimal", 0.001)
     assert check_plan(graph, found).peak_bytes <= 8
 
 
 def test_other_solvers_take_the_first_value() -> None:
-    graph = training_chain(4)
+    graph = make_training_chain(4)
     result = get_solver("checkmate")(ask(graph, 5, tolerance=WIDENING))
     assert (result.status, result.settings["tolerance"]) == (Status.OPTIMAL, 0.001)
     assert get_solver("keep-everything")(ask(graph, 100, tolerance=WIDENING)).status is Status.OPTIMAL

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
 from planner.measure.running import RunReport
 
@@ -128,6 +128,6 @@ def start(marker: Path, *arguments: object) -> "subprocess.Popen[str]":
 
 
 def chain_of_six() -> Graph:
-    """``training_chain(6)`` with tensors of a kilobyte: a peak of 7000 bytes, a least budget of 3000."""
-    graph = training_chain(6)
+    """``make_training_chain(6)`` with tensors of a kilobyte: a peak of 7000 bytes, a least budget of 3000."""
+    graph = make_training_chain(6)
     return replace(graph, tensors=tuple(replace(tensor, size_bytes=1000) for tensor in graph.tensors))

@@ -8,8 +8,8 @@ from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_training_step
+from graphs.synthetic.small import make_training_chain
 from planner import solve
 from planner.capture.options import with_options
 from planner.plans.plan import Plan
@@ -96,7 +96,7 @@ def chain(
         name: of what f1 makes.
         works: the op that takes a byte of workspace.
     """
-    plain = training_chain(4)
+    plain = make_training_chain(4)
     tensors = tuple(replace(t, name=name) if t.name == "f1" else t for t in plain.tensors)
     ops = tuple(replace(op, workspace_bytes=int(op.name == works)) for op in plain.ops)
     renamed = Graph(ops, tensors, plain.kept, plain.provenance)
@@ -111,5 +111,5 @@ def chain(
 
 def solved(options: list[str], budget: str = "75%", seed: int = 5) -> tuple[Graph, Plan]:
     """A graph and a plan for it, the same on every run; with offload it has a few copies."""
-    graph = random_training_step(seed, 12)
+    graph = draw_training_step(seed, 12)
     return graph, solve(graph, budget, solver="capuchin-swap", options=options, link=10e9, host_budget=10**12)

@@ -13,7 +13,7 @@ from graphs.ir import Graph
 from graphs.options.offload import OFFLOAD
 from graphs.options.option import GraphOption, Need, Option
 from graphs.options.placement import PLACEMENT
-from graphs.options.selection import only_traced, only_traced_ops, traced_with
+from graphs.options.selection import keep_traced, keep_traced_ops, list_traced_options
 from graphs.options.surroundings import Surroundings
 from graphs.schedule import Schedule
 from planner.capture.options.chunks import CHUNKS
@@ -96,7 +96,7 @@ def needing(need: Need) -> tuple[str, ...]:
 
 def options_to_try(graph: Graph) -> tuple[str, ...]:
     """Return the options to give advice on: those for any graph with transfers, and those that `graph` was traced with."""
-    return (*needing(Need.LINK), *(option_called(name).to_try for name in traced_with(graph)))
+    return (*needing(Need.LINK), *(option_called(name).to_try for name in list_traced_options(graph)))
 
 
 def check_options(names: Sequence[str]) -> None:
@@ -162,19 +162,19 @@ def with_options(
         GraphError: it cannot be added to this graph.
     """
     check_complete(names)
-    if missing := [name for name in traced_options(names) if name not in traced_with(graph)]:
+    if missing := [name for name in traced_options(names) if name not in list_traced_options(graph)]:
         raise UsageError(
             f"the graph was traced without the option {missing[0]!r}, which is found in the step itself: trace it with "
             f"--options {','.join(missing)} (planner.trace(..., options={missing}))"
         )
     graph = restricted_to(graph, traced_options(names))
     if only is not None:
-        graph = only_traced_ops(graph, only)
+        graph = keep_traced_ops(graph, only)
     added = [option for option in map(option_called, names) if isinstance(option, GraphOption)]
     for option in sorted(added, key=lambda option: option.last):
         if surroundings is None and option.need is not None:
             raise UsageError(f"the option {option.name!r} needs to know {option.need}")
-        graph = option.added_to(graph, surroundings or Surroundings())
+        graph = option.add_to(graph, surroundings or Surroundings())
     for name, number in map(parsed, names):
         if number is not None and (argument := OPTIONS[name].argument) is not None:
             graph = argument.limited(graph, number)
@@ -183,10 +183,10 @@ def with_options(
 
 def restricted_to(graph: Graph, names: Collection[str]) -> Graph:
     """Return `graph` with the options `names` only, out of those that it was traced with."""
-    for name in traced_with(graph):
+    for name in list_traced_options(graph):
         if name not in names and name in OPTIONS:
             graph = OPTIONS[name].restored(graph)
-    return only_traced(graph, names)
+    return keep_traced(graph, names)
 
 
 def as_executed(graph: Graph, schedule: Schedule) -> Schedule:

@@ -46,4 +46,4 @@ class StepOption(Option):
 
     def accepts(self, capture: "Capture") -> str:
         """Return the reason for which the option cannot be applied to `capture`; "" if it can."""
-        return self.against(Feature.INDUCTOR) if capture.whole is not None else ""
+        return self.describe_conflict_with(Feature.INDUCTOR) if capture.whole is not None else ""

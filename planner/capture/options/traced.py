@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from graphs.errors import UsageError
 from graphs.ir import Graph
-from graphs.options.selection import LEFT_OUT, TRACED, option_of, traced_with, without
+from graphs.options.selection import LEFT_OUT, TRACED, get_option_name, list_traced_options, remove_ops
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import check_options, step_options
 from planner.capture.replay import RealStep
@@ -13,8 +13,8 @@ from planner.capture.replay import RealStep
 
 def needs_measuring(capture: Capture) -> bool:
     """Return True if an optional op of `capture` uses a limited resource whose use is to be measured."""
-    measuring = {option.name for option in step_options(traced_with(capture.graph)) if option.measure is not None}
-    return any(op.optional and option_of(op) in measuring for op in capture.graph.ops)
+    measuring = {option.name for option in step_options(list_traced_options(capture.graph)) if option.measure is not None}
+    return any(op.optional and get_option_name(op) in measuring for op in capture.graph.ops)
 
 
 def measured_uses(capture: Capture, real: RealStep | None) -> Graph:
@@ -23,7 +23,7 @@ def measured_uses(capture: Capture, real: RealStep | None) -> Graph:
     Args:
         real: the step on real tensors, which is executed; None: it is modelled.
     """
-    for option in step_options(traced_with(capture.graph)):
+    for option in step_options(list_traced_options(capture.graph)):
         if option.measure is not None:
             capture = replace(capture, graph=option.measure(capture, real))
     return capture.graph
@@ -62,11 +62,11 @@ def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
 
 def without_useless_ops(capture: Capture) -> Capture:
     """Return `capture`, whose times are known, without useless ops; their names become part of the provenance."""
-    dropped = {op for option in step_options(traced_with(capture.graph)) for op in option.useless_ops(capture)}
+    dropped = {op for option in step_options(list_traced_options(capture.graph)) for op in option.useless_ops(capture)}
     if not dropped:
         return capture
     names = sorted(capture.graph.ops[op].name for op in dropped)
-    left = without(capture.graph, lambda op: op.id in dropped)
+    left = remove_ops(capture.graph, lambda op: op.id in dropped)
     provenance = {**left.provenance, LEFT_OUT: names}
     return with_graph(capture, Graph(left.ops, left.tensors, left.kept, provenance, left.pools))
 
@@ -75,4 +75,4 @@ def offered_as(capture: Capture, provenance: Mapping[str, object]) -> Capture:
     """Return `capture` without the ops that were left out of the graph of `provenance`: the same step with known times."""
     names = provenance.get(LEFT_OUT, ())
     assert isinstance(names, list | tuple)
-    return with_graph(capture, without(capture.graph, lambda op: op.name in names))
+    return with_graph(capture, remove_ops(capture.graph, lambda op: op.name in names))

@@ -14,7 +14,7 @@ from torch import fx
 
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Op
-from graphs.options.placement import between_devices
+from graphs.options.placement import is_between_devices
 from graphs.overwriting import Overwriting, Pairs
 from graphs.pools import DEVICE, HOST, Pool
 from graphs.schedule import Compute, Free, Step
@@ -115,7 +115,7 @@ class PassWriter:
             self._write(step, self._overwriting.follow(steps, place))
             self._position += 1
         builder.step = None
-        ending = [issued for issued in self._under_way() if between_devices(self.graph, issued.op)]
+        ending = [issued for issued in self._under_way() if is_between_devices(self.graph, issued.op)]
         for t in dict.fromkeys(t for issued in ending for t in (*issued.op.inputs, *issued.op.outputs)):
             self._wait_for(t)
 

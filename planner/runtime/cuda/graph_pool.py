@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from graphs.allocators.caching import DEFAULT, Block, CachingAllocator, Rules
 from graphs.allocators.training import training_of
 from graphs.ir import Graph
-from graphs.schedule import Schedule, boundary
+from graphs.schedule import Schedule, find_boundary
 
 
 def pool_bytes(graph: Graph, schedule: Schedule, libraries: Sequence[int], rules: Rules = DEFAULT) -> int:
@@ -18,7 +18,7 @@ def pool_bytes(graph: Graph, schedule: Schedule, libraries: Sequence[int], rules
         rules: settings of the allocator.
     """
     allocator, training = CachingAllocator(rules=rules), training_of(graph, schedule)
-    captures = [0, boundary(graph, schedule) * training.moments] if libraries else []
+    captures = [0, find_boundary(graph, schedule) * training.moments] if libraries else []
     blocks: dict[int, Block] = {}
     workspaces: list[Block] = []
     for time, index, requested in training.events:
@@ -26,9 +26,9 @@ def pool_bytes(graph: Graph, schedule: Schedule, libraries: Sequence[int], rules
             captures.pop(0)
             for workspace in workspaces:
                 allocator.free(workspace)
-            workspaces = [allocator.alloc(size_bytes) for size_bytes in libraries]
+            workspaces = [allocator.allocate(size_bytes) for size_bytes in libraries]
         if requested:
-            blocks[index] = allocator.alloc(training.buffers[index].size)
+            blocks[index] = allocator.allocate(training.buffers[index].size)
         else:
             allocator.free(blocks.pop(index))
     return allocator.reserved.bytes

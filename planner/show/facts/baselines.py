@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from planner.memory.reserved import reserved_bytes_of
@@ -43,7 +43,7 @@ def baselines(graph: Graph, plan: PlanRecord) -> tuple[Baseline, ...]:
     Of all divisions into blocks, the fastest that fits the budget of `plan` is chosen, or the one that needs least if none
     fits. Graph options are disabled, as in eager PyTorch.
     """
-    program = without_options(graph).out_of_place()
+    program = remove_options(graph).out_of_place()
     memory = plan.memory
     kept = _judged("keep everything", program, keep_everything(program), memory)
     blocks = [

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphs.clocks import passages
+from graphs.clocks import find_passages
 from graphs.ir import Graph, Op
 from graphs.pools import Pool
 from graphs.schedule import Compute, live_after
@@ -59,7 +59,7 @@ def stretches_by_step(timeline: Timeline, pool: Pool) -> Iterator[tuple[int, Mem
     graph, steps = timeline.graph, timeline.plan.schedule.steps
     memory_bytes = timeline.simulation.pool_memory_bytes[graph.pools.index(pool)]
     now_s = 0.0
-    times = passages(graph, timeline.plan.schedule, timeline.clocks, pool.owner)
+    times = find_passages(graph, timeline.plan.schedule, timeline.clocks, pool.owner)
     for index, (step, size_bytes, (start_s, end_s)) in enumerate(zip(steps, memory_bytes, times, strict=True)):
         if isinstance(step, Compute):
             op = graph.ops[step.op]

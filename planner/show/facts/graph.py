@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options import without_options
-from graphs.options.offload import OFFLOAD, without_offload
-from graphs.options.placement import PLACEMENT, movable, without_placement
-from graphs.options.selection import exact_ops, only_traced_ops, traced_with
+from graphs.options import remove_options
+from graphs.options.offload import OFFLOAD, remove_offload
+from graphs.options.placement import PLACEMENT, find_movable, remove_placement
+from graphs.options.selection import keep_traced_ops, list_exact_ops, list_traced_options
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
@@ -140,12 +140,12 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         MismatchError: the devices in its provenance are impossible.
         GraphError: the devices do not match its ops.
     """
-    graph = only_traced_ops(graph, exact_ops(graph)) if exact else graph
+    graph = keep_traced_ops(graph, list_exact_ops(graph)) if exact else graph
     summary = summarize(graph)
     devices = [device.exactly if exact else device for device in decode_devices(graph.provenance)]
-    traced = {name: _option_facts(restricted_to(_here(graph), (name,))) for name in traced_with(graph)}
-    graph = without_options(graph).out_of_place()
-    whole = OFFLOAD.added_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
+    traced = {name: _option_facts(restricted_to(_here(graph), (name,))) for name in list_traced_options(graph)}
+    graph = remove_options(graph).out_of_place()
+    whole = OFFLOAD.add_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
     order = find_order(graph).graph
     bound, least, offloading = bound_least_budget(order), least_budget(graph), least_budget(whole)
     reserved = least_budget(graph, CountedMemory.RESERVED) if on_cuda(graph) else None
@@ -180,7 +180,7 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
 
 def _here(graph: Graph) -> Graph:
     """Return `graph` with only the options that were found when it was traced."""
-    return without_placement(without_offload(graph)[0])
+    return remove_placement(remove_offload(graph)[0])
 
 
 def _option_facts(graph: Graph) -> OptionFacts:
@@ -201,8 +201,8 @@ def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
     Raises:
         GraphError: it lacks a time, or None, for one of the ops.
     """
-    offered = movable(graph, device)
-    least = least_budget(PLACEMENT.added_to(graph, Surroundings(others=(device,)))) if offered else None
+    offered = find_movable(graph, device)
+    least = least_budget(PLACEMENT.add_to(graph, Surroundings(others=(device,)))) if offered else None
     return DeviceFacts(
         ops=len(offered),
         inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphs.clocks import passages
+from graphs.clocks import find_passages
 from graphs.ir import Graph, Op, Tensor
 from graphs.pools import DEVICE
 from graphs.schedule import Compute
@@ -88,7 +88,7 @@ def _waits(timeline: Timeline, stream: str) -> Iterator[IdleTime]:
         return (own or ending[end_s])[-1]
 
     now_s, executions = 0.0, iter(timeline.executions)
-    for step, (start_s, end_s) in zip(schedule.steps, passages(graph, schedule, timeline.clocks, stream), strict=True):
+    for step, (start_s, end_s) in zip(schedule.steps, find_passages(graph, schedule, timeline.clocks, stream), strict=True):
         if isinstance(step, Compute):
             execution = next(executions)
             op = execution.op

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, pairwise
 
-from graphs.clocks import Clocks, passages, run_clocks
+from graphs.clocks import Clocks, find_passages, run_clocks
 from graphs.ir import Graph, Op, Phase, Tensor
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.pools import COMPUTE, DEVICE
 from graphs.schedule import Compute, keep_everything, live_after
 from graphs.simulate import Simulation, simulate
@@ -132,7 +132,7 @@ class Timeline:
     @cached_property
     def reached_s(self) -> tuple[float, ...]:
         """For each step, the time at which the computation reaches it; device memory is allocated in this order."""
-        return tuple(start_s for start_s, _ in passages(self.graph, self.plan.schedule, self.clocks, COMPUTE))
+        return tuple(start_s for start_s, _ in find_passages(self.graph, self.plan.schedule, self.clocks, COMPUTE))
 
     @cached_property
     def backward_s(self) -> float:
@@ -186,7 +186,7 @@ class Timeline:
     @cached_property
     def dropped(self) -> frozenset[int]:
         """The tensors in memory at the peak of keeping everything, and not when the plan first executes the op of that peak."""
-        program = without_options(self.graph).out_of_place()
+        program = remove_options(self.graph).out_of_place()
         kept = keep_everything(program)
         until = kept.steps[: simulate(program, kept).peak_step + 1]
         peak_op = next(step.op for step in reversed(until) if isinstance(step, Compute))

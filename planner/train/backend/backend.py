@@ -16,7 +16,7 @@ from torch import fx
 
 from graphs.errors import PlannerError, TraceError
 from graphs.ir import Graph
-from graphs.short_tracebacks import short_traceback, warn_caller
+from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.frontend.dynamo_patches import write_data_in_place_where
 from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
 from planner.capture.guards.names import readable
@@ -62,7 +62,7 @@ _NOT_PLANNED = (
 BUDGETS: dict[int, SharedBudget] = {}  # by the id of a torch.compile call's backend object, as long as that exists
 
 
-@short_traceback
+@shorten_traceback
 def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, object] | None = None) -> Callable[..., Any]:
     """Compile a graph that Dynamo has captured; ``torch.compile`` calls this backend.
 
@@ -74,7 +74,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
             ``tolerance``, ``wait`` and ``params`` (as in ``planner.compile``; each graph is solved to 1% or for 3 s by default),
             ``arena`` (as there, one for all graphs of a step), ``check_writes``, ``options``, ``link`` and
             ``host_budget`` (as there; all graphs share the host memory), and ``memory`` (as there; the graphs of a step count
-            together, by ``training_of_passes``), and ``on_progress`` (as there; all graphs of a step have one summary).
+            together, by ``combine_passes``), and ``on_progress`` (as there; all graphs of a step have one summary).
 
     Raises:
         PlannerError: options are unknown or do not go together (``planner.settings.compatibility``), or there is no budget.

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from graphs.errors import PlannerError
-from graphs.short_tracebacks import short_traceback, warn_caller
+from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.frontend.joint import logging_methods
 from planner.capture.step import check_module
 from planner.progress import OnProgress
@@ -33,7 +33,7 @@ _MARK = "_remat_planner_checkpoint"  # an attribute of wrapped calls
 _MOST_SIZES = 64  # input sizes, each captured and planned
 
 
-@short_traceback
+@shorten_traceback
 def checkpoint(
     model: M,
     *,
@@ -137,7 +137,7 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
 
     is_first = True
 
-    @short_traceback
+    @shorten_traceback
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_first
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():

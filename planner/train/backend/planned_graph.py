@@ -15,7 +15,7 @@ from torch import fx
 
 from graphs.errors import PlannerError
 from graphs.ir import Graph, Kind, Phase
-from graphs.overwriting import overwritten_saved_tensors
+from graphs.overwriting import find_overwritten_saved
 from graphs.pools import COMPUTE, HOST
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
@@ -198,7 +198,7 @@ class PlannedGraph:
 
     @schedule.setter
     def schedule(self, schedule: Schedule) -> None:
-        if overwritten_saved_tensors(self.captured.graph, schedule):
+        if find_overwritten_saved(self.captured.graph, schedule):
             self._writing_over.add(len(self._passes))
         self._passes.append(self.passes(schedule))
         self._schedule = schedule

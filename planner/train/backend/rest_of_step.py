@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from graphs.ir import Graph, Op, Phase
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.pools import DEVICE
-from graphs.schedule import Compute, Schedule, Step, boundary, keep_everything, live_after, schedule_of
+from graphs.schedule import Compute, Schedule, Step, find_boundary, keep_everything, live_after, schedule_of
 from graphs.simulate import simulate
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
@@ -49,19 +49,19 @@ def without_rest(graph: Graph, schedule: Schedule) -> Schedule:
 
 def keeping_all(graph: Graph) -> Schedule:
     """Return the schedule that keeps everything and uses no options of `graph`."""
-    return keep_everything(without_options(graph))
+    return keep_everything(remove_options(graph))
 
 
 def kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
     """Return the bytes in `pool` between the forward and the backward pass, without static memory."""
-    live = live_after(graph, schedule.steps[: boundary(graph, schedule)])
+    live = live_after(graph, schedule.steps[: find_boundary(graph, schedule)])
     return sum(graph.tensors[t].size_bytes for t in live if graph.tensors[t].pool == pool)
 
 
 def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, time_limit_s: float) -> Schedule | None:
     """Return a schedule within the budget, without options, that keeps little between the passes; None if none is found."""
     made = tuple(tangents)
-    graph = without_options(graph)
+    graph = remove_options(graph)
     end = min(_TRY_S, time_limit_s / _TRIES)
 
     def leaving(rest_bytes: int) -> Schedule | None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from graphs.errors import InfeasibleError
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import Schedule, keep_everything
 from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
@@ -137,7 +137,7 @@ class Together:
             return None
         found = {}
         for graph in self._graphs:
-            captured, room = without_options(graph.captured.graph), self._room(graph, kept)
+            captured, room = remove_options(graph.captured.graph), self._room(graph, kept)
             roomy = with_rest(captured, graph.tangents, self._rest(graph, room, kept))
             schedule: Schedule | None = keep_everything(roomy)
             if schedule is not None and simulate(roomy, schedule).peak_bytes > room:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from graphs.optimizers import MeasuredOptimizer
-from graphs.short_tracebacks import short_traceback
+from graphs.short_tracebacks import shorten_traceback
 from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
@@ -23,7 +23,7 @@ from planner.train.distributed.wrappers import Unwrapped, unwrap
 from solvers.tolerance import WIDENING, Tolerance
 
 
-@short_traceback
+@shorten_traceback
 def compile(  # noqa: A001
     model: nn.Module | Unwrapped,
     loss_fn: LossFn | None,

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from graphs.short_tracebacks import short_traceback
+from graphs.short_tracebacks import shorten_traceback
 from planner.capture.signature import Batch
 from planner.plans.plan import Plan
 from planner.train.compile.sizes import SizePlans
@@ -37,7 +37,7 @@ class DynamicStep(PlannedStep):
         """The cached plans, the most recently used last."""
         return tuple(step.plan for step in self._sizes.steps())
 
-    @short_traceback
+    @shorten_traceback
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the loss of a batch, as any planned step; plan first if the batch has new sizes.
 
@@ -52,7 +52,7 @@ class DynamicStep(PlannedStep):
         self._show(self._last)
         return returned
 
-    @short_traceback
+    @shorten_traceback
     def wait(self, seconds: float | None = None) -> Plan:
         """Wait for a better plan for the size of the last batch; see ``PlannedStep.wait``."""
         self._last.wait(seconds)

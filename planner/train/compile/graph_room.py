@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from graphs.allocators.caching import Rules
 from graphs.errors import BudgetError, InfeasibleError
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.units import format_bytes, format_enough
 from planner.memory.reserved import eager_bytes, reserved_with_graphs, rules_of
@@ -44,7 +44,7 @@ class GraphBudget:
         """
         whole_bytes = eager_bytes(graph, memory)
         budget_bytes = budget_in_bytes(budget, whole_bytes)
-        outside_bytes = reserved_with_graphs(graph, keep_everything(without_options(graph)), memory, 0, 0).device_bytes
+        outside_bytes = reserved_with_graphs(graph, keep_everything(remove_options(graph)), memory, 0, 0).device_bytes
         if budget_bytes <= outside_bytes:
             raise InfeasibleError(
                 f"budget {format_bytes(budget_bytes)} is no more than the {format_bytes(outside_bytes)} that are reserved "

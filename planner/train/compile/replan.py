@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from graphs.errors import MismatchError
-from graphs.short_tracebacks import short_traceback, warn_caller
+from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.signature import Batch, detach_batch
 from planner.plans.plan import Plan
 from planner.train.compile.step import PlannedStep
@@ -32,7 +32,7 @@ class ReplannedStep(PlannedStep):
         self._make, self._max_plans = make, max_plans
         self._kept = [first]
 
-    @short_traceback
+    @shorten_traceback
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the loss of a batch, as any planned step; plan first if no cached plan matches.
 
@@ -55,7 +55,7 @@ class ReplannedStep(PlannedStep):
         self._use(step)
         return returned
 
-    @short_traceback
+    @shorten_traceback
     def wait(self, seconds: float | None = None) -> Plan:
         """Wait for a better plan than the last used one; see ``PlannedStep.wait``."""
         self._kept[0].wait(seconds)

@@ -10,7 +10,7 @@ import torch
 
 from graphs.errors import MismatchError, NumberMismatchError, PlannerError, SmallerBatchError, UsageError
 from graphs.ir import Graph
-from graphs.short_tracebacks import short_traceback, warn_caller
+from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.signature import Batch, detach_batch
 from planner.plans.plan import Plan
 from planner.runtime.executor import Executor
@@ -97,7 +97,7 @@ class PlannedStep:
         self._steps = 0
         self.history: tuple[PlanUse, ...] = (PlanUse(plan, 1, 0.0, "planned"),)
 
-    @short_traceback
+    @shorten_traceback
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the loss of a batch, ready for ``backward()``, and the other outputs of the loss function, detached.
 
@@ -174,7 +174,7 @@ class PlannedStep:
         """True if better plans may replace the current one."""
         return self._improving is not None
 
-    @short_traceback
+    @shorten_traceback
     def wait(self, seconds: float | None = None) -> Plan:
         """Wait until the background solve has ended, at most `seconds`; return the plan of the next step.
 
@@ -271,7 +271,7 @@ class PlannedStep:
         """Take over the plan and the history of `step`."""
         self.plan, self.measured, self.history, self._run = step.plan, step.measured, step.history, step._run
 
-    @short_traceback
+    @shorten_traceback
     def refresh_sensitivity(self, *args: object, **kwargs: object) -> None:
         """Measure the sensitivity to compression again, on a batch and with the current parameters, and replan with that.
 
@@ -292,7 +292,7 @@ class PlannedStep:
         self._replace_by(step)
         self.history = step.history
 
-    @short_traceback
+    @shorten_traceback
     def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
         """Write the report page of the plan to `path`, and its Chrome trace to `trace`: docs/report.md.
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.io.formats import write_graph
-from graphs.short_tracebacks import short_traceback, shorten
+from graphs.short_tracebacks import shorten, shorten_traceback
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.memory.auto_budget import auto_budget_bytes
 from planner.memory.reserved import memory_on
@@ -55,7 +55,7 @@ _TRANSFORMS = SharedContext(lambda: transforms_disable_hooks(lambda: getattr(_AC
 _SHOWN = 5  # operators and modules in the report
 
 
-@short_traceback
+@shorten_traceback
 def rematerialize(
     budget: str | int,
     *,
@@ -135,7 +135,7 @@ class Rematerialization:
         self._reader: LogReader | None = None
         self._block = ExitStack()
 
-    @short_traceback
+    @shorten_traceback
     def __enter__(self) -> Self:
         """Start to record."""
         if getattr(_ACTIVE, "session", None) is not None:

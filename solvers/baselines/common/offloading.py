@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphs.ir import Graph, Phase
-from graphs.options.offload import HostTransfers, without_offload
+from graphs.options.offload import HostTransfers, remove_offload
 from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from solvers.baselines.common.blocks import find_blockings
 from solvers.baselines.common.verdicts import Candidate, answer, build_failure
@@ -71,7 +71,7 @@ def offer_of(graph: Graph) -> Offer | None:
     Raises:
         GraphError: the graph has other options.
     """
-    program, offloads = without_offload(graph)
+    program, offloads = remove_offload(graph)
     return Offer(graph, program, offloads.by_tensor, offloads.host_bytes) if offloads else None
 
 

@@ -10,7 +10,7 @@ from math import inf
 from typing import Protocol, Self
 
 from graphs.ir import Graph
-from graphs.options.offload import without_offload
+from graphs.options.offload import remove_offload
 from graphs.options.selection import PartOf
 from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from solvers.places import find_places
@@ -146,7 +146,7 @@ class Commitments:
         problem = self.search.problem
         of_whole = PartOf(problem.whole, part)
         place = {op: i for i, op in enumerate(problem.places.ids)}
-        own = find_places(without_offload(part)[0]).ids
+        own = find_places(remove_offload(part)[0]).ids
 
         def lift(trial: Trial) -> None:
             schedule = of_whole.schedule(trial.schedule)

@@ -47,7 +47,7 @@ class CoarseVariations(SteppedStrategy):
             search.progress.tell(f"looking for schedules for {share:.0%} of the memory and a link {slower:g} times as slow")
             problem = search.problem
             varied = replace(
-                problem, capacity_bytes=int(share * problem.capacity_bytes), offloads=problem.offloads.slower(slower)
+                problem, capacity_bytes=int(share * problem.capacity_bytes), offloads=problem.offloads.slow_down(slower)
             )
             model = build_relaxation(varied, search.models.coarse)
             _solve_and_offer(search, model, self.known)

@@ -43,7 +43,7 @@ print(json.dumps(found))
 
 def test_small_chunks_grow_the_heap_and_large_ones_are_mapped() -> None:
     allocator = GlibcAllocator()
-    small, large = allocator.alloc(100 * KIB), allocator.alloc(200 * KIB)
+    small, large = allocator.allocate(100 * KIB), allocator.allocate(200 * KIB)
     assert large.size_bytes > MMAP_THRESHOLD_BYTES > small.size_bytes
     assert small.segment.number == 0 and large.segment.number == 1 and large.size_bytes == 204 * KIB
     allocator.free(large)
@@ -53,26 +53,26 @@ def test_small_chunks_grow_the_heap_and_large_ones_are_mapped() -> None:
 def test_mmap_threshold_rises_with_freed_sizes_up_to_32_mib() -> None:
     allocator = GlibcAllocator()
     for size_bytes, threshold_bytes in ((MIB, MIB + 4096), (8 * MIB, 8 * MIB + 4096), (2 * MIB, 8 * MIB + 4096)):
-        allocator.free(allocator.alloc(size_bytes))
+        allocator.free(allocator.allocate(size_bytes))
         assert allocator.mmap_threshold_bytes == threshold_bytes
-    allocator.free(allocator.alloc(MOST_MMAP_THRESHOLD_BYTES))  # with its header it is larger
+    allocator.free(allocator.allocate(MOST_MMAP_THRESHOLD_BYTES))  # with its header it is larger
     assert allocator.mmap_threshold_bytes == 8 * MIB + 4096
-    assert allocator.alloc(4 * MIB).segment.number == 0
+    assert allocator.allocate(4 * MIB).segment.number == 0
 
 
 def test_a_threshold_that_was_set_stays() -> None:
     allocator = GlibcAllocator(mmap_threshold_bytes=MIB)
-    allocator.free(allocator.alloc(8 * MIB))
+    allocator.free(allocator.allocate(8 * MIB))
     assert allocator.mmap_threshold_bytes == MIB and allocator.reserved.bytes == 0
 
 
 def test_a_free_end_of_the_heap_is_returned_and_a_gap_is_not() -> None:
     allocator = GlibcAllocator(mmap_threshold_bytes=64 * MIB)
-    first, second, third = (allocator.alloc(4 * MIB) for _ in range(3))
+    first, second, third = (allocator.allocate(4 * MIB) for _ in range(3))
     held_bytes = allocator.reserved.bytes
     allocator.free(second)
     assert allocator.reserved.bytes == held_bytes
-    assert allocator.alloc(2 * MIB).offset == second.offset
+    assert allocator.allocate(2 * MIB).offset == second.offset
     allocator.free(third)
     assert first.size_bytes < allocator.reserved.bytes < held_bytes - 5 * MIB + 256 * KIB
 
@@ -94,7 +94,7 @@ def test_chunks_never_overlap_and_sums_hold(asked: list[tuple[str, int]]) -> Non
     held: list[Chunk] = []
     for what, size in asked:
         if what == "alloc":
-            held.append(allocator.alloc(size))
+            held.append(allocator.allocate(size))
             assert held[-1].size_bytes >= size + 8
         elif held:
             allocator.free(held.pop(size % len(held)))
@@ -120,7 +120,7 @@ def test_the_c_library_does_the_same(calls: list[int]) -> None:
     allocator, held = GlibcAllocator(), list[Chunk]()
     for call, (mapped_bytes, heap_bytes) in zip(calls, json.loads(made.stdout), strict=True):
         if call > 0:
-            held.append(allocator.alloc(call))
+            held.append(allocator.allocate(call))
         else:
             allocator.free(held[-call])
         # The interpreter has a heap of its own, in which there may be room.

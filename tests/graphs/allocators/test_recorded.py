@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from graphs.addresses import buffers_of, live_bytes, moments_of
+from graphs.addresses import buffers_of, count_moments, live_bytes
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, Rules
-from graphs.allocators.recorded import ActionKind, AllocatorAction, compare_with_model, lines_of
+from graphs.allocators.recorded import ActionKind, AllocatorAction, compare_with_model, format_lines
 from graphs.allocators.training import training_of, usage_of
 from graphs.errors import GraphError
-from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.requests import WORKSPACE, MemoryRequest
 from graphs.schedule import keep_everything
 from graphs.synthetic.draft import Draft
@@ -24,9 +24,9 @@ RECORDED = Path(__file__).parent / "recorded"
 def with_requests(*requests: MemoryRequest, workspace_bytes: int = 40 * MIB):
     """Return a graph whose op makes two outputs of 4 and 30 MiB between its workspaces."""
     draft = Draft()
-    (x,) = draft.op("x", [], [MIB])
-    draft.op("grad", [x], [4 * MIB, 30 * MIB], workspace_bytes=workspace_bytes)
-    graph = draft.graph()
+    (x,) = draft.add_op("x", [], [MIB])
+    draft.add_op("grad", [x], [4 * MIB, 30 * MIB], workspace_bytes=workspace_bytes)
+    graph = draft.build_graph()
     return replace(graph, ops=(graph.ops[0], replace(graph.ops[1], requests=requests)))
 
 
@@ -43,7 +43,7 @@ def test_requests_in_turns_need_less_than_all_at_once() -> None:
 def test_buffers_in_turns_are_in_use_when_requests_say() -> None:
     graph = with_requests(*IN_TURNS)
     schedule = keep_everything(graph)
-    moments = moments_of(graph)
+    moments = count_moments(graph)
     found = {buffer.id: buffer for buffer in buffers_of(graph, schedule, moments=moments)}
     first, second = (name for name in found if name.startswith("workspace"))
     assert found[first].upper == found["grad.1"].lower < found[second].lower
@@ -53,7 +53,7 @@ def test_buffers_in_turns_are_in_use_when_requests_say() -> None:
 
 def test_requests_are_in_the_file_of_a_graph() -> None:
     graph = with_requests(*IN_TURNS)
-    read = graph_from_dict(graph_to_dict(graph))
+    read = build_from_dict(convert_to_dict(graph))
     assert read == graph and isinstance(read.ops[1].requests[0], MemoryRequest)
 
 
@@ -88,7 +88,7 @@ def recorded(sizes: list[int]) -> list[AllocatorAction]:
     model, actions, held = CachingAllocator(), list[AllocatorAction](), []
     for size in sizes:
         before = model.reserved.bytes
-        block = model.alloc(size)
+        block = model.allocate(size)
         begin = block.segment.number << 40
         if (grown := model.reserved.bytes - before) > 0:
             actions.append(AllocatorAction(ActionKind.RESERVE, begin, grown, 0))
@@ -105,7 +105,7 @@ def test_model_agrees_with_its_own_recording() -> None:
     found = compare_with_model(actions)
     assert (found.requests, found.same_place, found.differences) == (6, 6, [])
     assert found.reserved_bytes == found.modelled_bytes
-    assert compare_with_model(actions_in(lines_of(actions))) == found
+    assert compare_with_model(actions_in(format_lines(actions))) == found
 
 
 def test_another_allocator_differs_from_the_model() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from graphs.addresses import Buffer, live_bytes
 from graphs.allocators.caching import Block, CachingAllocator, Segment
-from graphs.allocators.steering import LEAST_GRAIN_BYTES, Action, Hold, Hole, Steering, is_placed, least_hole_bytes, steer
+from graphs.allocators.steering import LEAST_GRAIN_BYTES, Action, Hold, Hole, Steering, compute_least_hole_bytes, is_placed, steer
 from graphs.allocators.training import Training
 from solvers.addresses.solve import solve
 
@@ -35,7 +35,7 @@ class Replay:
     def __init__(self, step: Training, steering: Steering) -> None:
         self.step, self.steering = step, steering
         self.allocator = CachingAllocator()
-        slab = self.allocator.alloc(steering.slab_bytes, pool=POOL)
+        slab = self.allocator.allocate(steering.slab_bytes, pool=POOL)
         self.slab: Segment = slab.segment
         self.allocator.free(slab)
         self.places: dict[int, Block] = {}
@@ -49,7 +49,7 @@ class Replay:
         def act(actions: Mapping[int, Sequence[Action]], time: int) -> None:
             for action in actions.get(time, ()):
                 if isinstance(action, Hold):
-                    block = self.allocator.alloc(action.size_bytes, pool=POOL)
+                    block = self.allocator.allocate(action.size_bytes, pool=POOL)
                     assert action.offset == (block.offset if block.segment is self.slab else None)
                     holds[next(numbers)] = block
                 else:
@@ -64,7 +64,7 @@ class Replay:
             act(self.steering.before, number)
             for time, index, requested in events:
                 if requested:
-                    block = blocks[index] = self.allocator.alloc(self.step.buffers[index].size, pool=POOL)
+                    block = blocks[index] = self.allocator.allocate(self.step.buffers[index].size, pool=POOL)
                     self.places[index] = replace(block)
                 elif time > number * moments:
                     self.allocator.free(blocks.pop(index))
@@ -81,7 +81,7 @@ BUFFERS = st.dictionaries(st.integers(0, 14), st.tuples(st.integers(1, 8), SIZES
 def test_requests_get_their_addresses_in_each_step(buffers: dict[int, tuple[int, float]], grain_bytes: int) -> None:
     step = training(*((begin, begin + length, size) for begin, (length, size) in buffers.items()))
     placed = [
-        replace(buffer, size=least_hole_bytes(buffer.size, grain_bytes), alignment=grain_bytes)
+        replace(buffer, size=compute_least_hole_bytes(buffer.size, grain_bytes), alignment=grain_bytes)
         for buffer in step.buffers
         if is_placed(buffer.size)
     ]
@@ -96,7 +96,7 @@ def test_requests_get_their_addresses_in_each_step(buffers: dict[int, tuple[int,
         for index, hole in planned.items():
             assert (replay.places[index].segment, replay.places[index].offset) == (replay.slab, hole.offset)
         assert replay.allocator.allocated.bytes == 0
-        assert replay.allocator.pool_bytes(POOL) == steering.pool_bytes
+        assert replay.allocator.count_pool_bytes(POOL) == steering.pool_bytes
     assert [segment for segment in replay.allocator if not segment.small] == [replay.slab]
 
 
@@ -110,10 +110,10 @@ def test_a_fragmented_step_fits_its_live_bytes_when_steered() -> None:
     # Best fit puts the second buffer right above the first, and its gap is too small for the third.
     step = training((0, 2, 4), (1, 4, 4), (2, 4, 8))
     unsteered = CachingAllocator()
-    unsteered.free(unsteered.alloc(12 * MIB))
-    first, second = unsteered.alloc(4 * MIB), unsteered.alloc(4 * MIB)
+    unsteered.free(unsteered.allocate(12 * MIB))
+    first, second = unsteered.allocate(4 * MIB), unsteered.allocate(4 * MIB)
     unsteered.free(first)
-    unsteered.alloc(8 * MIB)
+    unsteered.allocate(8 * MIB)
     assert unsteered.reserved.bytes > 12 * MIB and second.offset == 4 * MIB
     assert live_bytes(step.buffers) == 12 * MIB
     steering = steer(step, holes((0, 4), (8, 4), (0, 8)), 12 * MIB)
@@ -159,4 +159,4 @@ def test_a_request_without_a_hole_gets_a_segment_of_its_own() -> None:
 
 @pytest.mark.parametrize(("size_bytes", "grains"), [(1, 1), (2 * MIB, 1), (2 * MIB + 1, 2)])
 def test_holes_are_multiples_of_the_grain(size_bytes: int, grains: int) -> None:
-    assert least_hole_bytes(size_bytes, 2 * MIB) == grains * 2 * MIB
+    assert compute_least_hole_bytes(size_bytes, 2 * MIB) == grains * 2 * MIB

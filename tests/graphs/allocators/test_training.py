@@ -9,23 +9,23 @@ from graphs.addresses import Buffer, live_bytes
 from graphs.allocators.caching import DEFAULT, EXPANDABLE, CachingAllocator, DeviceFullError
 from graphs.allocators.training import (
     Training,
-    growth_above,
+    combine_passes,
+    compute_reserved_with_pool_bytes,
+    find_growth_above,
     least_capacity_bytes,
     play,
-    reserved_with_pool_bytes,
     training_of,
-    training_of_passes,
     usage_of,
 )
 from graphs.ir import Graph, Kind
 from graphs.options.offload import OFFLOAD
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import HOST
-from graphs.schedule import Schedule, boundary, keep_everything, live_after
+from graphs.schedule import Schedule, find_boundary, keep_everything, live_after
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_training_step
+from graphs.synthetic.small import make_training_chain
 from solvers.clock import WorkClock
 from solvers.windows.strategies.offloaded_orders import find_least_offloaded
 from tests.support.graphs.small_graphs import random_overwriting
@@ -38,7 +38,7 @@ def sized(graph: Graph, size_bytes: int) -> Graph:
 
 
 def test_a_chain_reserves_a_segment_for_each_tensor_in_use() -> None:
-    graph = sized(training_chain(8), 12 * MIB)
+    graph = sized(make_training_chain(8), 12 * MIB)
     schedule = keep_everything(graph)
     usage = usage_of(training_of(graph, schedule))
     assert usage.reserved_bytes == usage.allocated_bytes == simulate(graph, schedule).peak_bytes == 9 * 12 * MIB
@@ -46,12 +46,12 @@ def test_a_chain_reserves_a_segment_for_each_tensor_in_use() -> None:
 
 
 def test_growth_is_known_by_steps_of_the_schedule() -> None:
-    graph = sized(training_chain(8), 12 * MIB)
+    graph = sized(make_training_chain(8), 12 * MIB)
     training = training_of(graph, keep_everything(graph))
     usage = usage_of(training)
-    assert growth_above(training, usage, 7 * 12 * MIB) == {7: 12 * MIB, 8: 12 * MIB}
-    assert growth_above(training, usage, 8 * 12 * MIB + 5 * MIB) == {8: 7 * MIB}
-    assert growth_above(training, usage, usage.reserved_bytes) == {}
+    assert find_growth_above(training, usage, 7 * 12 * MIB) == {7: 12 * MIB, 8: 12 * MIB}
+    assert find_growth_above(training, usage, 8 * 12 * MIB + 5 * MIB) == {8: 7 * MIB}
+    assert find_growth_above(training, usage, usage.reserved_bytes) == {}
 
 
 def test_pool_reserves_live_bytes_where_best_fit_leaves_no_gaps() -> None:
@@ -59,21 +59,21 @@ def test_pool_reserves_live_bytes_where_best_fit_leaves_no_gaps() -> None:
     buffers = tuple(Buffer(str(i), lower, upper, size * MIB) for i, (size, lower, upper) in enumerate(sizes))
     training = Training((40 * MIB,), buffers, temporaries=(20 * MIB,))
     assert usage_of(training).reserved_bytes == (40 + 30 + 30 + 20) * MIB  # the 14 are in the first 30
-    assert reserved_with_pool_bytes(training) == (40 + 44 + 20) * MIB  # what the optimizer takes is outside
+    assert compute_reserved_with_pool_bytes(training) == (40 + 44 + 20) * MIB  # what the optimizer takes is outside
 
 
 def test_a_pool_is_larger_where_best_fit_leaves_gaps() -> None:
     """The 8 stay above the 20, in whose place the 24 have no room."""
     sizes = ((20, 0, 1), (8, 0, 2), (24, 1, 2))
     buffers = tuple(Buffer(str(i), lower, upper, size * MIB) for i, (size, lower, upper) in enumerate(sizes))
-    assert reserved_with_pool_bytes(Training((), buffers)) == (20 + 8 + 24) * MIB
+    assert compute_reserved_with_pool_bytes(Training((), buffers)) == (20 + 8 + 24) * MIB
 
 
 def test_static_memory_libraries_and_workspaces_are_requested() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [12 * MIB], workspace_bytes=30 * MIB)
-    draft.op("b", [a], [14 * MIB])
-    graph = draft.graph().holding(Kind.PARAMETER, "weight", 40 * MIB)
+    (a,) = draft.add_op("a", [], [12 * MIB], workspace_bytes=30 * MIB)
+    draft.add_op("b", [a], [14 * MIB])
+    graph = draft.build_graph().holding(Kind.PARAMETER, "weight", 40 * MIB)
     training = training_of(graph, keep_everything(graph), library_bytes=(32 * MIB, 32 * MIB))
     assert training.static == (40 * MIB,) and training.libraries == (32 * MIB, 32 * MIB)
     # The 14 MiB of b take the 30 MiB of the workspace, which the second step finds without the rest of b: it takes 30 anew.
@@ -82,14 +82,14 @@ def test_static_memory_libraries_and_workspaces_are_requested() -> None:
 
 def test_libraries_take_the_memory_behind_static_memory() -> None:
     """One workspace lies in the segment of a parameter, so that the other takes a new one, and the first tensor goes there."""
-    graph = sized(training_chain(1), 4 * MIB).holding(Kind.PARAMETER, "weight", 6 * MIB)
+    graph = sized(make_training_chain(1), 4 * MIB).holding(Kind.PARAMETER, "weight", 6 * MIB)
     training = replace(training_of(graph, keep_everything(graph)), static=(6 * MIB,), libraries=(12 * MIB, 9 * MIB))
     (first, *_), *_ = usage_of(training).by_step
     assert first == 2 * 20 * MIB
 
 
 def test_the_state_of_an_optimizer_comes_after_the_first_step() -> None:
-    graph = training_chain(3).holding(Kind.PARAMETER, "w", 12 * MIB).holding(Kind.PARAMETER, "b", 512)
+    graph = make_training_chain(3).holding(Kind.PARAMETER, "w", 12 * MIB).holding(Kind.PARAMETER, "b", 512)
     graph = graph.holding(Kind.OPTIMIZER_STATE, "state", 2 * (12 * MIB + 512))
     graph = replace(graph, provenance={"optimizer": "adamw"})
     training = training_of(graph, keep_everything(graph))
@@ -102,9 +102,9 @@ def test_the_state_of_an_optimizer_comes_after_the_first_step() -> None:
 
 def test_overwriting_output_shares_the_block_of_its_input() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [12 * MIB])
-    (b,) = draft.op("b", [a], [12 * MIB])
-    plain = draft.graph()
+    (a,) = draft.add_op("a", [], [12 * MIB])
+    (b,) = draft.add_op("b", [a], [12 * MIB])
+    plain = draft.build_graph()
     ops = (plain.ops[0], replace(plain.ops[1], overwrites=((b, a),)))
     graph = replace(plain, ops=ops)
     assert usage_of(training_of(plain, keep_everything(plain))).reserved_bytes == 24 * MIB
@@ -112,7 +112,7 @@ def test_overwriting_output_shares_the_block_of_its_input() -> None:
 
 
 def test_a_graph_with_transfers_reserves_memory_in_each_pool() -> None:
-    graph = OFFLOAD.added_to(sized(training_chain(8), 12 * MIB), Surroundings(Link.even(1e9)))
+    graph = OFFLOAD.add_to(sized(make_training_chain(8), 12 * MIB), Surroundings(Link.even(1e9)))
     schedule = find_least_offloaded(graph, WorkClock(1)).schedule
     device, host = simulate(graph, schedule).pool_peaks_bytes
     assert host > 0 and device < 9 * 12 * MIB
@@ -171,25 +171,25 @@ def test_the_least_capacity_is_one_at_which_the_step_runs(seed: int) -> None:
 
 
 def test_passes_of_one_graph_request_the_same_memory() -> None:
-    graph = sized(training_chain(8), 12 * MIB)
+    graph = sized(make_training_chain(8), 12 * MIB)
     schedule = keep_everything(graph)
     alone = replace(training_of(graph, schedule), static=(3 * MIB,))
-    assert usage_of(training_of_passes([(graph, schedule)], [3 * MIB])) == usage_of(alone)
+    assert usage_of(combine_passes([(graph, schedule)], [3 * MIB])) == usage_of(alone)
 
 
 @given(seeds=st.lists(st.integers(0, 1000), min_size=2, max_size=3))
 def test_passes_follow_each_other_and_go_back(seeds: list[int]) -> None:
-    graphs = [random_training_step(seed, 5) for seed in seeds]
+    graphs = [draw_training_step(seed, 5) for seed in seeds]
     parts = [(graph, keep_everything(graph)) for graph in graphs]
     levels = [
         [size - graph.static_bytes for size in simulate(*part).memory_bytes] for graph, part in zip(graphs, parts, strict=True)
     ]
-    cuts = [boundary(*part) for part in parts]
+    cuts = [find_boundary(*part) for part in parts]
     between = [live(*part, cut) for part, cut in zip(parts, cuts, strict=True)]
     ends = [live(*part, len(part[1].steps)) for part in parts]
     forward = [max(levels[i][: cuts[i]]) + sum(between[:i]) for i in range(len(parts))]
     backward = [max(levels[i][cuts[i] :]) + sum(between[:i]) + sum(ends[i + 1 :]) for i in range(len(parts))]
-    training = training_of_passes(parts, [])
+    training = combine_passes(parts, [])
     assert live_bytes(training.buffers) == max(*forward, *backward)
     assert len({buffer.id for buffer in training.buffers}) == len(training.buffers)
 

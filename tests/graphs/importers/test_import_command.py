@@ -7,7 +7,7 @@ import pytest
 
 from graphs.importers import import_graph
 from graphs.io.formats import read_graph, write_graph
-from graphs.synthetic.small import chain
+from graphs.synthetic.small import make_chain
 from planner.cli.main import build_parser, main
 from tests.support.graphs.imported import SMALL_LOG, write_log
 
@@ -35,7 +35,7 @@ def test_import_command_writes_the_graph(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_import_errors_are_printed_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.json"
-    write_graph(chain(3), model)
+    write_graph(make_chain(3), model)
     for file, output, code, words in [
         (model, tmp_path / "other.json", 1, "is a file of this planner already"),
         (tmp_path / "absent.json", tmp_path / "other.json", 1, "there is no such file"),

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from graphs.errors import FormatError, GraphError
-from graphs.io.documents import to_json
+from graphs.io.documents import convert_to_json
 from graphs.io.formats import read_graph, write_graph
-from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Graph
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, read_graph_or_plan, read_plan
@@ -168,7 +168,7 @@ def put(data: Any, place: str, value: Any) -> None:
     ("place", "value", "said"), BROKEN_GRAPHS, ids=[f"{case[0]}-{i}" for i, case in enumerate(BROKEN_GRAPHS)]
 )
 def test_defective_graph_raises(place: str, value: Any, said: str, graph: Graph, tmp_path: Path) -> None:
-    data: Any = through_text(graph_to_dict(graph))
+    data: Any = through_text(convert_to_dict(graph))
     put(data, place, value)
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(data))
@@ -207,7 +207,7 @@ def test_missing_required_field_raises(which: str, graph: Graph, plan: Plan, tmp
 
 
 def test_a_graph_error_keeps_its_kind(graph: Graph, tmp_path: Path) -> None:
-    data: Any = graph_to_dict(graph)
+    data: Any = convert_to_dict(graph)
     data["ops"][0]["time_s"] = -1.0
     (tmp_path / "graph.json").write_text(json.dumps(data))
     with pytest.raises(GraphError, match=r"graph\.json: op 'f' has time -1\.0"):
@@ -219,11 +219,11 @@ def test_free_form_objects_are_limited_in_depth_and_type() -> None:
     for _ in range(200):
         deep = [deep]
     with pytest.raises(FormatError, match="nested more than 100 deep"):
-        to_json({"a": deep}, "provenance")
+        convert_to_json({"a": deep}, "provenance")
     with pytest.raises(FormatError, match=r"provenance\.a is of type set"):
-        to_json({"a": {1}}, "provenance")
+        convert_to_json({"a": {1}}, "provenance")
     with pytest.raises(FormatError, match="provenance has the key 1: keys are strings"):
-        to_json({1: 1}, "provenance")
+        convert_to_json({1: 1}, "provenance")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_free_form_objects_are_limited_in_depth_and_type() -> None:
     ],
 )
 def test_overflowing_sums_raise(edits: dict[str, Any], said: str, graph: Graph, tmp_path: Path) -> None:
-    data: Any = graph_to_dict(graph)
+    data: Any = convert_to_dict(graph)
     for rows, fields in edits.items():
         data[rows] = [row | fields for row in data[rows]]
     path = tmp_path / "graph.json"
@@ -247,9 +247,9 @@ def test_overflowing_sums_raise(edits: dict[str, Any], said: str, graph: Graph, 
     for read in readers:
         assert said in refusal(read, path)
     with pytest.raises(GraphError, match="must be below"):
-        write_graph(graph_from_dict(data), tmp_path / "again.json")
+        write_graph(build_from_dict(data), tmp_path / "again.json")
     assert not (tmp_path / "again.json").exists()
-    largest: Any = graph_to_dict(graph)
+    largest: Any = convert_to_dict(graph)
     largest["tensors"][0]["bytes"] = 2**63 - 1 - 16 - 16 - 4 - 3
     path.write_text(json.dumps(largest))
     assert read_graph(path).static_bytes == 2**63 - 40

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from graphs.io import files
 from graphs.io.formats import read_graph, write_graph
-from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Graph, Kind, Phase
 from graphs.simulate import simulate
 from planner.plans.document import plan_to_dict, write_plan
@@ -19,7 +19,7 @@ from tests.support.graphs.documents import graphs, plans, through_text
 
 @given(graphs())
 def test_written_graph_reads_back_equal(graph: Graph) -> None:
-    again = graph_from_dict(through_text(graph_to_dict(graph)))
+    again = build_from_dict(through_text(convert_to_dict(graph)))
     assert again == graph
     assert again.fingerprint == graph.fingerprint
     assert [op.time_s.hex() for op in again.ops] == [op.time_s.hex() for op in graph.ops]
@@ -43,8 +43,8 @@ def test_files_hold_one_op_and_one_execution_a_line(graph: Graph, plan: Plan, tm
 def test_the_examples_of_the_document_are_read_and_written() -> None:
     document = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
     examples = dict(re.findall(r"<!-- example: (\w+) -->\n```json\n(.*?)```", document, re.DOTALL))
-    graph, plan = graph_from_dict(json.loads(examples["graph"])), plan_from_dict(json.loads(examples["plan"]))
-    assert files.format_json(graph_to_dict(graph)) == examples["graph"]
+    graph, plan = build_from_dict(json.loads(examples["graph"])), plan_from_dict(json.loads(examples["plan"]))
+    assert files.format_json(convert_to_dict(graph)) == examples["graph"]
     assert files.format_json(plan_to_dict(plan)) == examples["plan"]
     assert plan.graph.fingerprint == graph.fingerprint
     assert simulate(graph, plan.schedule).peak_bytes == plan.peak_bytes
@@ -52,7 +52,7 @@ def test_the_examples_of_the_document_are_read_and_written() -> None:
 
 def test_the_document_names_every_field(graph: Graph, plan: Plan) -> None:
     document = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
-    graph_data: Any = graph_to_dict(graph)
+    graph_data: Any = convert_to_dict(graph)
     plan_data: Any = plan_to_dict(plan)
     rows = [graph_data, *graph_data["tensors"], *graph_data["ops"], plan_data, plan_data["graph"]]
     fields = {field for row in rows for field in row} | set(Kind) | set(Phase)
@@ -60,7 +60,7 @@ def test_the_document_names_every_field(graph: Graph, plan: Plan) -> None:
 
 
 def test_plain_graph_has_no_fields_of_options(graph: Graph, plan: Plan) -> None:
-    data: Any = graph_to_dict(graph)
+    data: Any = convert_to_dict(graph)
     fields = {field for row in (data, *data["tensors"], *data["ops"], plan_to_dict(plan)) for field in row}
     assert not fields & {
         "pools",

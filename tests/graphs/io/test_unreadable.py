@@ -9,7 +9,7 @@ import pytest
 from graphs.errors import FormatError
 from graphs.io import files
 from graphs.io.formats import read_graph, write_graph
-from graphs.io.graph_document import graph_to_dict
+from graphs.io.graph_document import convert_to_dict
 from graphs.ir import Graph
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, read_graph_or_plan, read_plan
@@ -19,7 +19,7 @@ from tests.support.graphs.documents import refusal
 @pytest.mark.parametrize("which", ["graph", "plan"])
 def test_truncated_file_raises(which: str, graph: Graph, plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
-    text = files.format_json(graph_to_dict(graph) if which == "graph" else plan_to_dict(plan))
+    text = files.format_json(convert_to_dict(graph) if which == "graph" else plan_to_dict(plan))
     read: Callable[[Path], object] = read_graph if which == "graph" else read_plan
     for length in range(len(text.rstrip())):
         path.write_text(text[:length])

@@ -12,7 +12,7 @@ import pytest
 
 from graphs.errors import OutOfMemoryError
 from graphs.io.formats import write_graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
 from planner.measure.running import RunReport
 from planner.plans.document import write_plan
@@ -25,8 +25,8 @@ from tests.support.cli import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, Said, call,
 
 @pytest.fixture
 def plan_file(tmp_path: Path) -> Path:
-    write_graph(training_chain(6), tmp_path / "model.json")
-    write_plan(replace(solve(training_chain(6), "60%"), graph_file="model.json"), tmp_path / "plan.json")
+    write_graph(make_training_chain(6), tmp_path / "model.json")
+    write_plan(replace(solve(make_training_chain(6), "60%"), graph_file="model.json"), tmp_path / "plan.json")
     return tmp_path / "plan.json"
 
 

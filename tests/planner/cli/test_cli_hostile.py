@@ -16,9 +16,9 @@ import pytest
 from graphs.errors import MismatchError, OutputError
 from graphs.io.files import check_folder, is_stdout, open_descriptor, write_text
 from graphs.io.formats import write_graph
-from graphs.io.graph_document import graph_to_dict
+from graphs.io.graph_document import convert_to_dict
 from graphs.ir import Graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.cli.arguments import complain
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, read_plan
@@ -37,7 +37,7 @@ SHOWN = r"n\x1b[31m[red]\u202e\r\u2028\x07\x9b"
 
 
 def graph(name: str = "") -> Graph:
-    plain = training_chain(6)
+    plain = make_training_chain(6)
     ops = tuple(replace(op, name=f"{name}{op.name}", module=name) for op in plain.ops)
     tensors = tuple(replace(t, name=f"{name}{t.name}") for t in plain.tensors)
     return Graph(ops, tensors, plain.kept, {"model": name, name: name})
@@ -61,7 +61,7 @@ def test_terminal_control_sequences_are_escaped_in_all_output(tmp_path: Path, ca
     file = tmp_path / "model.json"
     too_small = call(capsys, "solve", file, "--budget", "1B")
     refused(too_small, 3, SHOWN)
-    twice = graph_to_dict(graph(NAME))
+    twice = convert_to_dict(graph(NAME))
     twice["ops"] = [{**op, "name": NAME} for op in twice["ops"]]  # type: ignore[attr-defined]
     (tmp_path / "twice.json").write_text(json.dumps(twice))
     refused(call(capsys, "info", tmp_path / "twice.json"), 1, f"op {NAME!r} appears twice")

@@ -7,12 +7,12 @@ import pytest
 from graphs.errors import GraphError
 from graphs.ir import Graph
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.measure.scaling import GraphFit, sample_sizes
 
 
 def test_fit_reproduces_polynomials() -> None:
-    graph = training_chain(4)
+    graph = make_training_chain(4)
 
     def at(batch: int, length: int) -> object:
         size = 7 * batch * length**2 + 10**9 * batch + 5
@@ -31,17 +31,17 @@ def test_graphs_without_a_fit_raise() -> None:
     with pytest.raises(GraphError, match="a size that varies is 3"):
         sample_sizes(3)
     with pytest.raises(GraphError, match="make no grid"):
-        GraphFit({(4,): training_chain(4)})
+        GraphFit({(4,): make_training_chain(4)})
     with pytest.raises(GraphError, match=r"different ops at sizes \(2,\)"):
-        GraphFit({(4,): training_chain(4), (3,): training_chain(4), (2,): training_chain(5)})
+        GraphFit({(4,): make_training_chain(4), (3,): make_training_chain(4), (2,): make_training_chain(5)})
 
 
 def test_op_overwrites_an_input_only_if_allowed_at_all_sizes() -> None:
     def at(*pairs: tuple[int, int]) -> Graph:
         draft = Draft()
-        (x,) = draft.op("a", [], [10])
-        (y,) = draft.op("b", [x], [10], overwrites=pairs)
-        return draft.graph([y])
+        (x,) = draft.add_op("a", [], [10])
+        (y,) = draft.add_op("b", [x], [10], overwrites=pairs)
+        return draft.build_graph([y])
 
     pair = (1, 0)
     for graphs, wanted in (({(2,): at(pair), (4,): at(pair)}, (pair,)), ({(2,): at(pair), (4,): at()}, ())):

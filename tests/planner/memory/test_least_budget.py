@@ -11,7 +11,7 @@ from graphs.ir import Graph
 from graphs.options.offload import OFFLOAD
 from graphs.options.surroundings import Link, Surroundings
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_enough
 from planner.capture.options import with_options
@@ -34,7 +34,7 @@ from solvers.result import SOLVED, Result, Status
 
 
 def on_a_gpu(seed: int) -> Graph:
-    return replace(random_training_step(seed, 8), provenance={"device": "h200"})
+    return replace(draw_training_step(seed, 8), provenance={"device": "h200"})
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def finds_nothing(request: Request) -> Result:
 
 @pytest.mark.parametrize("seed", [1, 5])
 def test_info_curve_and_advice_name_the_same_budget(seed: int) -> None:
-    graph = random_graph(seed, 12)
+    graph = draw_graph(seed, 12)
     least = least_budget(graph)
     facts = graph_facts(graph)
     found = curve(graph, 3, StudySettings(total_time_limit_s=1.0, jobs=1))
@@ -72,8 +72,8 @@ def test_the_least_budget_is_a_function_of_the_graph(memory: CountedMemory, monk
 
 
 def test_the_rate_of_a_link_does_not_change_the_least_budget() -> None:
-    graph = random_training_step(7, 8)
-    slow, fast = (OFFLOAD.added_to(graph, Surroundings(Link.even(rate))) for rate in (1.0, 50e9))
+    graph = draw_training_step(7, 8)
+    slow, fast = (OFFLOAD.add_to(graph, Surroundings(Link.even(rate))) for rate in (1.0, 50e9))
     found = [least_budget(one) for one in (slow, fast)]
     assert found[0] == found[1]
     assert simulate(fast, found[1].schedule).peak_bytes == found[1].found_bytes <= least_budget(graph).found_bytes
@@ -81,7 +81,7 @@ def test_the_rate_of_a_link_does_not_change_the_least_budget() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 5])
 def test_the_least_budget_is_the_better_of_two_orders(seed: int) -> None:
-    graph = random_graph(seed, 12)
+    graph = draw_graph(seed, 12)
     least = least_budget(graph)
     for order in (keep_program_order(graph), find_order(graph)):
         schedule = order.map_back(find_least_known(order.graph, WorkClock(1.0)))
@@ -127,7 +127,7 @@ def test_of_schedules_that_reserve_about_the_same_the_fastest_counts() -> None:
 
 
 def test_the_program_of_a_graph_is_searched_once_for_all_options_that_it_was_traced_with() -> None:
-    graph = random_training_step(1, 8)
+    graph = draw_training_step(1, 8)
     least = least_budget(graph)
     assert least_budget(replace(graph, provenance={**graph.provenance, "options": ["chunks"]})) is least
     assert least_budget(replace(graph, provenance={**graph.provenance, "device": "h200"})) is not least
@@ -141,7 +141,7 @@ def test_stopped_search_returns_a_valid_bracket_and_is_not_remembered() -> None:
 
 
 def test_a_schedule_in_another_order_counts_where_none_in_this_order_fits() -> None:
-    graph = random_training_step(1, 8)
+    graph = draw_training_step(1, 8)
     least = least_budget(graph)
     known = Frontier(keep_program_order(graph), 0.01)
     known.learn_least(replace(least, order=tuple(reversed(range(len(graph.ops))))))
@@ -153,7 +153,7 @@ def test_a_schedule_in_another_order_counts_where_none_in_this_order_fits() -> N
 
 @pytest.mark.parametrize("seed", [1, 7, 25])
 def test_a_named_budget_does_where_the_solve_finds_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = random_training_step(seed, 8)
+    graph = draw_training_step(seed, 8)
     monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)
     least = least_budget(graph)
     with pytest.raises((LimitError, InfeasibleError)) as refused:
@@ -166,7 +166,7 @@ def test_a_named_budget_does_where_the_solve_finds_nothing(seed: int, monkeypatc
 
 
 def test_a_solve_at_the_least_budget_improves_on_its_schedule() -> None:
-    graph = random_graph(3, 30)  # in another order of lower peak there is no schedule within this budget
+    graph = draw_graph(3, 30)  # in another order of lower peak there is no schedule within this budget
     least = least_budget(graph)
     plan = planner.solve(graph, least.found_bytes, work_limit=10.0)
     assert plan.time_s < simulate(graph, least.schedule).time_s
@@ -225,7 +225,7 @@ def test_a_named_budget_of_reserved_memory_does(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_plan_in_program_order_is_in_program_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = random_graph(1, 12)
+    graph = draw_graph(1, 12)
     monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)
     least = least_budget(graph)
     assert planner.solve(graph, least.found_bytes).settings["reordered"] is True
@@ -234,7 +234,7 @@ def test_a_plan_in_program_order_is_in_program_order(monkeypatch: pytest.MonkeyP
 
 
 def test_limit_error_names_budgets_with_and_without_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = random_graph(1, 12)
+    graph = draw_graph(1, 12)
     facts = graph_facts(graph)
     assert facts.least_budget_offload_found_bytes < facts.least_budget_found_bytes
     monkeypatch.setattr("planner.memory.known_budgets._TIGHT", 2.0)
@@ -252,7 +252,7 @@ def test_limit_error_names_budgets_with_and_without_options(monkeypatch: pytest.
 
 
 def test_the_least_budget_is_looked_for_in_the_first_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = random_training_step(7, 8)
+    graph = draw_training_step(7, 8)
     monkeypatch.setattr("planner.memory.known_budgets._TIGHT", 1.0)  # so that it is not looked for before the solve
     looked: list[float] = []
 
@@ -275,7 +275,7 @@ def test_the_least_budget_is_looked_for_in_the_first_seconds(monkeypatch: pytest
 
 
 def test_a_baseline_gives_no_schedule_that_is_not_its_own() -> None:
-    graph = random_training_step(7, 8)
+    graph = draw_training_step(7, 8)
     with pytest.raises(LimitError) as refused:
         planner.solve(graph, least_budget(graph).found_bytes, solver="keep-everything")
     assert "A schedule is known" not in str(refused.value)

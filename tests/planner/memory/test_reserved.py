@@ -12,7 +12,7 @@ from graphs.allocators.training import least_capacity_bytes, usage_of
 from graphs.errors import FormatError, InfeasibleError, LimitError, MismatchError, UsageError
 from graphs.ir import Graph, Kind
 from graphs.schedule import keep_everything
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_enough
 from planner.memory import reserved_budget
@@ -34,7 +34,7 @@ MIB = 2**20
 
 
 def chain(device: str = "h200", *, size_bytes: int = 12 * MIB) -> Graph:
-    plain = training_chain(8)
+    plain = make_training_chain(8)
     return replace(
         plain,
         tensors=tuple(replace(t, size_bytes=size_bytes) for t in plain.tensors),

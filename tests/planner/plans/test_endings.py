@@ -9,7 +9,7 @@ import planner
 from graphs.errors import MismatchError
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.random_graphs import draw_training_step
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import plan_from_dict
 from planner.show.report.describe import plan_data, plan_text
@@ -20,7 +20,7 @@ from solvers.windows import driver
 from solvers.windows.strategies.first_schedules import KeepEverything, TightEviction
 
 # Takes minutes to be solved to the last bit.
-GRAPH = random_training_step(2, 80)
+GRAPH = draw_training_step(2, 80)
 _LEAST, _PEAK = bound_least_budget(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4
 

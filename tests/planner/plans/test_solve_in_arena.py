@@ -7,7 +7,7 @@ import pytest
 from graphs.addresses import buffers_of
 from graphs.errors import UsageError
 from graphs.ir import Graph, Kind
-from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.random_graphs import draw_training_step
 from planner.plans.solving import solve
 from solvers.addresses.solve import solve as solve_addresses
 
@@ -21,7 +21,7 @@ def with_gradients(graph: Graph) -> Graph:
 
 @pytest.mark.parametrize("budget", ["90%", "70%", "60%"])
 def test_step_in_an_arena_is_within_its_budget(budget: str) -> None:
-    graph = with_gradients(random_training_step(3, 12))
+    graph = with_gradients(draw_training_step(3, 12))
     plan = solve(graph, budget, arena=True, work_limit=20.0)
     assert plan.arena_bytes is not None and plan.outside_arena_bytes is not None
     assert plan.predicted_bytes == graph.static_bytes + plan.arena_bytes + plan.outside_arena_bytes
@@ -32,13 +32,13 @@ def test_step_in_an_arena_is_within_its_budget(budget: str) -> None:
 
 
 def test_arena_is_never_faster_than_the_same_budget_without() -> None:
-    graph = with_gradients(random_training_step(5, 10))
+    graph = with_gradients(draw_training_step(5, 10))
     within, beyond = (solve(graph, "60%", arena=flag, work_limit=20.0) for flag in (True, False))
     assert within.time_s >= beyond.time_s * (1 - 1e-3)
     assert beyond.arena_bytes is None
 
 
 def test_max_overhead_with_arena_raises() -> None:
-    graph = random_training_step(1, 4)
+    graph = draw_training_step(1, 4)
     with pytest.raises(UsageError, match="max_overhead"):
         solve(graph, max_overhead=0.1, arena=True)

@@ -18,8 +18,8 @@ from graphs.ir import Graph
 from graphs.options.surroundings import OtherDevice
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_graph
+from graphs.synthetic.small import make_training_chain
 from planner.memory.least_budget import LeastBudget, least_budget
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import plan_from_dict
@@ -39,7 +39,7 @@ from tests.support.graphs.options import on_devices
 
 @pytest.fixture
 def graph() -> Graph:
-    return training_chain(6)
+    return make_training_chain(6)
 
 
 def test_plan_records_its_graph_budget_peak_and_gap(graph: Graph) -> None:
@@ -139,7 +139,7 @@ def test_time_limit_bounds_the_search_for_a_feasible_budget(graph: Graph, monkey
 
 
 def test_the_time_limit_holds_for_the_order_and_for_the_solves_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, budget_bytes = random_graph(350, 12), 27  # which fits in program order only
+    graph, budget_bytes = draw_graph(350, 12), 27  # which fits in program order only
     given: list[tuple[str, float]] = []
 
     def order(graph: Graph, clock: Clock, should_stop: object = None) -> Reordering:
@@ -229,7 +229,7 @@ def test_a_plan_that_promises_peaks_of_pools_that_are_not_there(graph: Graph) ->
 
 
 def test_graph_with_placement_is_solved_by_windows_and_xengine(tmp_path: Path) -> None:
-    graph = training_chain(3)
+    graph = make_training_chain(3)
     write_graph(on_devices(graph, OtherDevice("second", tuple(op.time_s / 4 for op in graph.ops), 8.0)), tmp_path / "graph.json")
     offered = read_graph(tmp_path / "graph.json")
     plan = planner.solve(offered, "100%", solver="xengine-overlapped", time_limit_s=10)

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
@@ -36,7 +36,7 @@ _SLOW = ("binary", "gpt2", "llama", "second_dimension", "squares", "weighted", "
 )
 def test_a_step_in_chunks_is_the_step_but_for_rounding_in_less_memory(name: str) -> None:
     capture, workload = captured(name)
-    program = replace(capture, graph=without_options(capture.graph))
+    program = replace(capture, graph=remove_options(capture.graph))
     keeping = keep_everything(program.graph)
     wanted, kept_bytes = executed(program, keeping, workload)
     ops = in_chunks(capture.graph, 4)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphs.options.passes import in_passes
+from graphs.options.passes import order_by_passes
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -50,7 +50,7 @@ def test_tensors_may_come_from_the_host_and_be_sent_on(order: Order) -> None:
         captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
         offered = on_pools(captured, ("cuda:1",), "offload", main=CUDA)
         for seed in range(4):
-            schedule = in_passes(offered.graph, any_schedule(offered.graph, seed))
+            schedule = order_by_passes(offered.graph, any_schedule(offered.graph, seed))
             assert_as_eager(workload, Executor(offered, schedule, workload.model, workload.loss_fn))
 
 

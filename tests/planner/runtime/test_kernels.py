@@ -9,7 +9,7 @@ import torch
 
 import planner.train.compile.compile as training
 from graphs.ir import Op, Phase
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
@@ -60,7 +60,7 @@ def test_a_step_by_other_kernels_is_the_step_but_for_rounding_in_the_memory_that
     capture, workload = with_all_ways(name)
     ops = ops_by(capture.graph, way)
     assert ops
-    program = replace(capture, graph=without_options(capture.graph))
+    program = replace(capture, graph=remove_options(capture.graph))
     wanted, _ = executed(program, keep_everything(program.graph), workload)
     schedule = schedule_by(capture.graph, ops)
     found, peak_bytes = executed(capture, schedule, workload)

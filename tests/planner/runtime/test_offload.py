@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from graphs.ir import Kind
-from graphs.options.offload import without_offload
+from graphs.options.offload import remove_offload
 from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
@@ -95,7 +95,7 @@ def test_waits_stand_directly_before_the_dependent_statement() -> None:
 def test_states_of_generators_stay_on_the_device() -> None:
     captured = capture_of("gpt2_written")
     states = {t.id for t in captured.graph.tensors if t.kind is Kind.RANDOM_STATE and t.size_bytes}
-    _, offloads = without_offload(offering(captured).graph)
+    _, offloads = remove_offload(offering(captured).graph)
     assert states and offloads and states.isdisjoint(offloads.by_tensor)
 
 
@@ -216,7 +216,7 @@ def test_offload_of_a_reloading_tensor_waits_for_the_reload() -> None:
     workload = make("tied")
     captured = capture_of("tied")
     offered = offering(captured)
-    _, offloads = without_offload(offered.graph)
+    _, offloads = remove_offload(offered.graph)
     steps: list[Step] = []
     for step in keep_everything(captured.graph).steps:
         steps.append(step)

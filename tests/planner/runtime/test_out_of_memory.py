@@ -13,7 +13,7 @@ import torch
 import planner
 from graphs.errors import OutOfMemoryError, PlannerError
 from graphs.ir import Kind
-from graphs.options.passes import in_passes
+from graphs.options.passes import order_by_passes
 from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
@@ -117,7 +117,7 @@ def test_an_op_that_runs_out_on_another_device() -> None:
     failing.fails = f"planner: {SECOND}"
     offered, workload = on_pools(captured), make("mutated")
     gelu = next(op.id for op in offered.graph.program if op.target == "aten.gelu.default")
-    schedules = (in_passes(offered.graph, placed_at_random(offered.graph, seed)) for seed in range(100))
+    schedules = (order_by_passes(offered.graph, placed_at_random(offered.graph, seed)) for seed in range(100))
     schedule = next(s for s in schedules if any(offered.graph.ops[op].replaces == (gelu,) for op in s.computed))
     step = Executor(offered, schedule, workload.model, workload.loss_fn)
     before, generator = state(step), torch.get_rng_state()

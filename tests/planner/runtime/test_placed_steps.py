@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphs.errors import CopyError, DeviceError, GraphError, UsageError
-from graphs.options.passes import in_passes
+from graphs.options.passes import order_by_passes
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from planner.capture.program.program import Call, call_of
@@ -46,7 +46,7 @@ def test_they_train_as_eager_does_within_the_bytes_of_each_pool(name: str) -> No
     placed = 0
     for seed, names in enumerate(((SECOND,), (SECOND,), (SECOND, "cpu"))):
         offered = on_pools(captured, names)
-        schedule = in_passes(offered.graph, placed_at_random(offered.graph, seed))
+        schedule = order_by_passes(offered.graph, placed_at_random(offered.graph, seed))
         predicted = simulate(offered.graph, schedule)
         assert_same(eager, train(workload, (offered, schedule)))
         executor = Executor(offered, schedule, workload.model, workload.loss_fn)
@@ -111,9 +111,9 @@ def test_forward_results_return_with_the_forward_pass() -> None:
     for seed in range(6):
         offered = on_pools(profiled("tied"))
         schedule = placed_at_random(offered.graph, seed)
-        again = in_passes(offered.graph, schedule)
+        again = order_by_passes(offered.graph, schedule)
         found += again != schedule
-        assert in_passes(offered.graph, again) == again
+        assert order_by_passes(offered.graph, again) == again
         assert sorted(map(repr, again.steps)) == sorted(map(repr, schedule.steps))
         simulate(offered.graph, again)
     assert found

@@ -14,11 +14,11 @@ import torch
 
 from graphs.errors import CopyError
 from graphs.ir import Graph
-from graphs.options.compress import gradient_error
-from graphs.options.passes import in_passes
-from graphs.options.selection import option_of
+from graphs.options.compress import predict_gradient_error
+from graphs.options.passes import order_by_passes
+from graphs.options.selection import get_option_name
 from graphs.pools import COMPUTE, HOST
-from graphs.schedule import Compute, Schedule, boundary, live_after
+from graphs.schedule import Compute, Schedule, find_boundary, live_after
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.replay import written_tensors
@@ -83,12 +83,12 @@ def test_they_train_as_eager_does_within_the_bytes_of_each_pool(name: str) -> No
     seeds = count()
     while (seed := next(seeds)) < LEAST_SEEDS or (not wanted <= ways and seed < MOST_SEEDS):  # what is offered depends on times
         offered = with_everything(name, (SECOND, "cpu") if seed == 1 else (SECOND,))
-        schedule = in_passes(offered.graph, any_schedule(offered.graph, seed))
+        schedule = order_by_passes(offered.graph, any_schedule(offered.graph, seed))
         assert_same(eager, train(workload, (offered, schedule)))
         executor = Executor(offered, schedule, workload.model, workload.loss_fn)
         assert_within_its_bytes(executor, workload, traced(name))
         ops = [offered.graph.ops[op] for op in schedule.computed]
-        ways |= {option_of(op) if op.stream == COMPUTE else op.stream for op in ops if op.optional}
+        ways |= {get_option_name(op) if op.stream == COMPUTE else op.stream for op in ops if op.optional}
         ways |= {"in place"} if re.search(r"out=t|\w_\(t", executor.code.source) else set()
     assert wanted <= ways
 
@@ -101,11 +101,11 @@ def test_inexact_placed_steps_stay_within_the_predicted_error() -> None:
     written = written_tensors(captured, eager, workload.batch)
     reference = outcome(eager, workload.model, workload.batch, seed=0, written=written)
     for seed in range(2):
-        schedule = in_passes(offered.graph, any_schedule(offered.graph, seed))
+        schedule = order_by_passes(offered.graph, any_schedule(offered.graph, seed))
         executor = Executor(offered, schedule, workload.model, workload.loss_fn)
         assert_within_its_bytes(executor, workload, captured)
         found = outcome(executor, workload.model, workload.batch, seed=0, written=written)
-        predicted = gradient_error(offered.graph, schedule.computed)
+        predicted = predict_gradient_error(offered.graph, schedule.computed)
         assert predicted is not None and predicted > 0 and reference.gradient_error(found) < 3 * predicted
         loss, wanted = found.values["loss"], reference.values["loss"]
         assert loss is not None and wanted is not None and torch.allclose(loss, wanted)
@@ -130,7 +130,7 @@ def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
 def between_passes(graph: Graph, schedule: Schedule) -> set[int]:
     """The tensors that are in some memory between the passes."""
-    return set(live_after(graph, schedule.steps[: boundary(graph, schedule)]))
+    return set(live_after(graph, schedule.steps[: find_boundary(graph, schedule)]))
 
 
 def test_host_memory_stays_within_the_host_budget() -> None:
@@ -191,8 +191,8 @@ def test_forward_results_return_with_the_forward_pass_despite_offload() -> None:
     moved = 0
     for seed in range(12):  # kernels that are worth a choice differ by machine and load, and schedules with them
         schedule = any_schedule(graph, seed)
-        again = in_passes(graph, schedule)
-        assert in_passes(graph, again) == again
+        again = order_by_passes(graph, schedule)
+        assert order_by_passes(graph, again) == again
         simulate(graph, again)
         before, after = Counter(schedule.steps), Counter(again.steps)
         moved += again != schedule and before == after

@@ -7,8 +7,8 @@ import pytest
 import planner
 from graphs.errors import BudgetError
 from graphs.ir import Graph
-from graphs.synthetic.random_graphs import random_graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_graph
+from graphs.synthetic.small import make_training_chain
 from planner.plans.summary import summarize
 from planner.settings.budgets import (
     allowed_overhead,
@@ -25,7 +25,7 @@ from tests.support.solvers.brute_force import fastest
 
 @pytest.fixture
 def graph() -> Graph:
-    return training_chain(6)
+    return make_training_chain(6)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_cache_key_is_bytes_or_the_given_share() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_least_memory_at_a_price_is_that_of_brute_force(seed: int) -> None:
-    graph = random_graph(seed, ops=7)
+    graph = draw_graph(seed, ops=7)
     price = 0.3
     plan = planner.solve(graph, max_overhead=price, tolerance=0.0, reorder=False, time_limit_s=20)
     assert plan.overhead <= price + 1e-9 and plan.peak_bytes == plan.budget_bytes
@@ -96,14 +96,14 @@ def test_the_least_memory_at_a_price_is_that_of_brute_force(seed: int) -> None:
 
 @pytest.mark.slow
 def test_more_overhead_never_needs_more_memory() -> None:
-    graph = training_chain(10)
+    graph = make_training_chain(10)
     found = [planner.solve(graph, max_overhead=price, work_limit=20).budget_bytes for price in (0, 0.05, 0.1, 0.3, 0.6)]
     assert found == sorted(found, reverse=True)
     assert found[0] == summarize(graph).keep_everything_peak_bytes > found[-1]
 
 
 def test_the_least_memory_is_reproducible_by_work() -> None:
-    graph = random_graph(3, ops=40)
+    graph = draw_graph(3, ops=40)
     first, second = (planner.solve(graph, max_overhead="20%", work_limit=5) for _ in range(2))
     assert (first.budget_bytes, first.schedule) == (second.budget_bytes, second.schedule)
 
@@ -115,7 +115,7 @@ def test_a_search_that_is_stopped_keeps_everything(graph: Graph) -> None:
 
 
 def test_options_lower_the_memory_at_a_price() -> None:
-    graph = training_chain(8)
+    graph = make_training_chain(8)
     alone = planner.solve(graph, max_overhead=0.05, work_limit=20)
     offloaded = planner.solve(graph, max_overhead=0.05, work_limit=20, options=["offload"], link="1000GB/s", host_budget="1GB")
     assert offloaded.budget_bytes < alone.budget_bytes

@@ -10,7 +10,7 @@ from torch import nn
 import planner
 from graphs.errors import PlannerError
 from graphs.io.formats import write_graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
 from planner.plans.plan import read_plan
 from planner.plans.search import StepSearch
@@ -51,7 +51,7 @@ def test_settings_that_cannot_be_are_refused_when_they_are_made(make: Callable[[
 
 
 def test_parameters_reach_the_solver() -> None:
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     plan = planner.solve(graph, 4, params=PARAMS)
     assert plan.settings["params"] == PARAMS.export()
     at_most = planner.solve(graph, max_overhead=0.5, params=PARAMS)
@@ -85,7 +85,7 @@ def test_a_kept_plan_is_one_of_the_same_parameters(tmp_path: Path) -> None:
 
 def test_the_command_reads_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph, plan, params = (str(tmp_path / name) for name in ("graph.json", "plan.json", "params.toml"))
-    write_graph(training_chain(6), graph)
+    write_graph(make_training_chain(6), graph)
     Path(params).write_text("[bound]\nsmall_ops = 12\n")
     assert main(["solve", graph, "--budget", "100%", "--params", params, "-o", plan, "--quiet"]) == 0
     assert read_plan(plan).settings["params"] == PARAMS.export()

@@ -5,7 +5,7 @@ from html import escape
 
 import planner
 from graphs.schedule import Schedule, keep_everything
-from graphs.synthetic.small import chain
+from graphs.synthetic.small import make_chain
 from planner.capture.workload.models import build
 
 
@@ -27,21 +27,21 @@ def test_a_graph_is_a_screen() -> None:
 
 
 def test_names_in_a_graph_cannot_control_a_terminal() -> None:
-    graph = chain(3)
+    graph = make_chain(3)
     tensors = tuple(replace(t, name=f"\x1b[2J<b>{t.name}") for t in graph.tensors)
     named = replace(graph, tensors=tensors)
     assert "\x1b" not in str(named) and "<b>" not in named._repr_html_()
 
 
 def test_long_schedules_are_counted() -> None:
-    assert repr(keep_everything(chain(2))).startswith("Schedule((Compute(op=0)")
-    schedule = keep_everything(chain(40))
+    assert repr(keep_everything(make_chain(2))).startswith("Schedule((Compute(op=0)")
+    schedule = keep_everything(make_chain(40))
     assert repr(schedule) == f"Schedule({len(schedule.steps)} steps)"
     assert repr(Schedule(())) == "Schedule(())"
 
 
 def test_a_plan_that_has_not_run_is_not_measured_yet() -> None:
-    assert "peak 0 B" not in (shown := str(planner.solve(chain(5), "100%")))
+    assert "peak 0 B" not in (shown := str(planner.solve(make_chain(5), "100%")))
     assert "predicted, not measured yet (keeping everything" in shown
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import planner
 from graphs.errors import PlannerError, UsageError
 from graphs.ir import Graph
-from graphs.synthetic.random_graphs import random_graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_graph
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_bytes
 from planner.capture.options import options_to_try
@@ -92,7 +92,7 @@ def test_where_eager_does_not_fit_all_that_is_available_is_recommended(graph: Gr
 
 
 def test_an_option_is_recommended_where_recomputation_does_not_fit() -> None:
-    graph = random_graph(5, ops=20)
+    graph = draw_graph(5, ops=20)
     found = advised(graph)
     available = found.options[0].least_found_bytes
     assert available < found.least.budget_bytes
@@ -175,7 +175,7 @@ QUICK = (CountedMemory.RESERVED, CountedMemory.DEVICE)
     [None, *QUICK, *(pytest.param(memory, marks=pytest.mark.slow) for memory in CountedMemory if memory not in QUICK)],
 )
 def test_cuda_advice_counts_and_reports_reserved_memory(memory: CountedMemory | None) -> None:
-    chain = training_chain(8)
+    chain = make_training_chain(8)
     tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB
     graph = replace(chain, tensors=tensors, provenance={"device": "h200", "context_bytes": 5_000_000})
     counted = memory or CountedMemory.RESERVED

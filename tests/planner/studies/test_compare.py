@@ -10,7 +10,7 @@ import pytest
 from graphs.errors import BudgetError, OutputError, PlannerError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.cli.main import main
 from planner.memory.reserved import eager_bytes
@@ -65,7 +65,7 @@ QUICK = (CountedMemory.RESERVED, CountedMemory.DEVICE)
     [None, *QUICK, *(pytest.param(memory, marks=pytest.mark.slow) for memory in CountedMemory if memory not in QUICK)],
 )
 def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: CountedMemory | None, tmp_path: Path) -> None:
-    chain = training_chain(8)
+    chain = make_training_chain(8)
     tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB
     graph = replace(chain, tensors=tensors, provenance={"device": "h200", "context_bytes": 5_000_000})
     counted, settings = memory or CountedMemory.RESERVED, StudySettings(memory=memory, time_limit_s=4.0)
@@ -89,14 +89,16 @@ def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: Counted
 
 
 def test_budget_below_the_least_reserved_memory_is_out_of_memory(tmp_path: Path) -> None:
-    small = replace(training_chain(8), provenance={"device": "h200"})  # in one segment of 2 MiB, which no schedule goes without
+    small = replace(
+        make_training_chain(8), provenance={"device": "h200"}
+    )  # in one segment of 2 MiB, which no schedule goes without
     row, kept = compare(small, ["1MB"], ["windows", "keep-everything"], tmp_path, StudySettings(time_limit_s=2.0))
     assert (row.status, row.reason, kept.reason) == ("limit", Reason.MEMORY, Reason.MEMORY)
     assert "the least found is 2.10 MB" in row.message
 
 
 def test_all_methods_can_be_compared(tmp_path: Path) -> None:
-    found = compare(training_chain(6), ["80%"], methods_named("all"), tmp_path, StudySettings(time_limit_s=20))
+    found = compare(make_training_chain(6), ["80%"], methods_named("all"), tmp_path, StudySettings(time_limit_s=20))
     assert found[0].method == OPTIMUM
     assert {row.method for row in found} == {
         name for name, entry in SOLVERS.items() if not entry.only_transfers and not entry.only_devices
@@ -189,7 +191,11 @@ def test_all_methods_run_on_graphs_with_offload(tmp_path: Path) -> None:
     assert set(methods_named("all", offload=True)) == everywhere
     options = option_settings(["offload"], 1.0, 10**6)
     found = compare(
-        training_chain(6), ["80%"], methods_named("all", offload=True), tmp_path, StudySettings(options=options, time_limit_s=20)
+        make_training_chain(6),
+        ["80%"],
+        methods_named("all", offload=True),
+        tmp_path,
+        StudySettings(options=options, time_limit_s=20),
     )
     assert {row.method for row in found} == everywhere and not [row.message for row in found if row.status == "error"]
 
@@ -293,7 +299,7 @@ def test_rows_of_another_profile_are_not_mixed_with_new_ones(graph: Graph, tmp_p
 
 
 def test_rows_of_another_graph_are_refused(graph: Graph, tmp_path: Path) -> None:
-    compare(training_chain(4), ["80%"], ["keep-everything"], tmp_path)
+    compare(make_training_chain(4), ["80%"], ["keep-everything"], tmp_path)
     with pytest.raises(OutputError, match="holds rows of another graph"):
         compare(graph, ["80%"], ["keep-everything"], tmp_path)
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.compare_summary import summary_text
 from graphs.ir import Graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.studies.best import (
     HEURISTICS,
@@ -78,7 +78,7 @@ def test_inapplicable_methods_are_not_reported_as_out_of_memory(rows: list[Compa
 
 
 def test_methods_above_the_budget_are_out_of_memory(tmp_path: Path) -> None:
-    found = compare(training_chain(8), ["90%", "30%"], ["keep-everything", "chen-sqrt", "dtr"], tmp_path)
+    found = compare(make_training_chain(8), ["90%", "30%"], ["keep-everything", "chen-sqrt", "dtr"], tmp_path)
     cells = {row.key[1:]: cell_text(row) for row in found}
     assert cells["keep-everything", "90%"] == cells["keep-everything", "30%"] == cells["dtr", "30%"] == "OOM"
 

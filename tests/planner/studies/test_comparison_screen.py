@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from graphs.io.formats import write_graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.studies.compare import compare, methods_named
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.comparison_screen import METHODS, screen_text
@@ -22,7 +22,7 @@ NAMES = ("windows", *(name for name in methods_named("all") if name != "windows"
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[ComparisonRow]:
-    return compare(training_chain(8), BUDGETS, NAMES, tmp_path_factory.mktemp("rows"), StudySettings(total_time_limit_s=20))
+    return compare(make_training_chain(8), BUDGETS, NAMES, tmp_path_factory.mktemp("rows"), StudySettings(total_time_limit_s=20))
 
 
 def lines(rows: Sequence[ComparisonRow], **settings: int) -> list[list[str]]:
@@ -54,7 +54,7 @@ def test_ours_is_shown_where_others_are_better(rows: list[ComparisonRow]) -> Non
 
 def test_compare_needs_no_matplotlib(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     graph, folder, imported = tmp_path / "model.json", tmp_path / "out", builtins.__import__
-    write_graph(training_chain(4), graph)
+    write_graph(make_training_chain(4), graph)
 
     def without(name: str, *arguments: Any, **settings: Any) -> Any:
         if name.split(".")[0] == "matplotlib":
@@ -73,7 +73,7 @@ def test_compare_needs_no_matplotlib(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_compare_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     graph, folder = tmp_path / "model.json", tmp_path / "out"
-    write_graph(training_chain(4), graph)
+    write_graph(make_training_chain(4), graph)
     said = call(capsys, "compare", graph, "--budgets", "100%", "--methods", "windows", "--jobs", "1", "-o", folder)
     assert f"written to {folder}: rows.csv, table.md, overhead.png, memory.png" in said.out
     assert {path.name for path in folder.iterdir()} == {"rows.csv", "table.md", "overhead.png", "memory.png"}

@@ -17,8 +17,8 @@ from graphs.ir import Graph
 from graphs.options.surroundings import OtherDevice
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from graphs.synthetic.small import make_training_chain
 from planner.cli import argument_types
 from planner.memory.reserved import counted_bytes, eager_bytes, reserved_at
 from planner.settings.counted_memory import CountedMemory
@@ -134,7 +134,7 @@ def test_curve_of_two_processes_equals_that_of_one() -> None:
 @pytest.mark.slow
 @given(seed=st.integers(0, 10**6), ops=st.integers(3, 14))
 def test_curves_of_random_graphs_keep_their_promises(seed: int, ops: int) -> None:
-    graph = random_graph(seed, ops)
+    graph = draw_graph(seed, ops)
     peak_bytes = simulate(graph, keep_everything(graph)).peak_bytes
     judged(
         graph,
@@ -146,7 +146,7 @@ def test_curves_of_random_graphs_keep_their_promises(seed: int, ops: int) -> Non
 
 @pytest.mark.slow
 def test_with_options_there_is_the_curve_without_beside() -> None:
-    graph = random_training_step(5, 30)
+    graph = draw_training_step(5, 30)
     options = option_settings(["offload"], link=10e9, host_budget=10**12)
     found = curve(graph, 3, StudySettings(options=options, tolerance=0.02, time_limit_s=1.5))
     assert found.options == ("offload",) and found.without is not None and found.without.without is None
@@ -169,7 +169,7 @@ def test_with_options_there_is_the_curve_without_beside() -> None:
 
 
 def test_curve_supports_schedules_faster_than_the_program() -> None:
-    chain = training_chain(3)
+    chain = make_training_chain(3)
     faster = OtherDevice("cpu:1", tuple(op.time_s / 4 for op in chain.ops), 8.0)
     graph = replace(chain, provenance={**chain.provenance, DEVICES_KEY: encode_devices([faster])})
     options = option_settings(["placement"])
@@ -201,7 +201,7 @@ def test_results_at_one_budget_settle_other_budgets(monkeypatch: pytest.MonkeyPa
         return Result(graph, budget_bytes, Status.LIMIT, None, 12.5, "scripted", 1.0, message="no time")
 
     asked = scripted(monkeypatch, answers)
-    found = curve(training_chain(6), ["2B", 3, 4, 6, "100%"], solver="scripted")
+    found = curve(make_training_chain(6), ["2B", 3, 4, 6, "100%"], solver="scripted")
     # Keeping everything settles the peak of 7 before anything is solved; that 4 is too small settles 3.
     assert asked == [2, 4, 6]
     assert found.complete
@@ -212,7 +212,7 @@ def test_results_at_one_budget_settle_other_budgets(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_schedule_for_less_serves_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     five = curve(graph, [5]).points[0]
 
     def answers(graph: Graph, budget_bytes: int) -> Result:
@@ -228,14 +228,14 @@ def test_a_schedule_for_less_serves_more(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_solver_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     scripted(monkeypatch, lambda g, b: Result(g, b, Status.ERROR, None, None, "scripted", 1.0, message="out of luck"))
     with pytest.raises(PlannerError, match="the solver scripted failed: out of luck"):
         curve(graph, [5], solver="scripted")
 
 
 def test_stopped_curve_keeps_known_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     asked = scripted(monkeypatch, lambda g, b: Result(g, b, Status.LIMIT, None, 12.0, "scripted", 1.0, message="no time"))
     found = curve(graph, [4, 5, 6, 7], solver="scripted", should_stop=lambda: bool(asked))
     assert len(asked) == 1
@@ -256,12 +256,12 @@ def test_budgets_are_spread_evenly_and_solved_from_the_ends() -> None:
 
 def turns(budgets: tuple[int, ...], limit: float) -> tuple[Turns, WorkClock]:
     clock = WorkClock(limit)
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     return Turns(Frontier(keep_program_order(graph), 0.0), budgets, clock=clock, time_limit_s=60.0), clock
 
 
 def unsolved(budget_bytes: int, bound_s: float, seconds: float) -> Result:
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     return Result(graph, budget_bytes, Status.LIMIT, None, bound_s, "scripted", seconds, message="no time")
 
 
@@ -284,7 +284,7 @@ def test_a_budget_that_settles_soon_leaves_its_time_to_the_others() -> None:
     first = plan.take()
     assert first is not None and first.budget_bytes == 5
     clock.spend(1.0)
-    plan.learn(Result(training_chain(6), 5, Status.INFEASIBLE, None, None, "scripted", 1.0, message="too small"))
+    plan.learn(Result(make_training_chain(6), 5, Status.INFEASIBLE, None, None, "scripted", 1.0, message="too small"))
     assert plan.take() is None  # 4 is infeasible too
     assert plan.finished
 
@@ -298,7 +298,7 @@ def test_without_a_limit_for_all_every_budget_has_one_turn() -> None:
 
 
 def test_budgets_with_a_gap_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     five = curve(graph, [5]).points[0]
     scripted(monkeypatch, lambda g, b: Result(g, b, Status.FEASIBLE, five.schedule, 12.0, "scripted", 1.0))
     said: list[str] = []
@@ -311,7 +311,7 @@ def test_budgets_with_a_gap_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("budgets", "error"), [([], BudgetError), (0, BudgetError), (["8"], BudgetError), ([0], BudgetError)])
 def test_invalid_budgets_raise(budgets: Any, error: type[PlannerError]) -> None:
     with pytest.raises(error, match="budget"):
-        curve(training_chain(4), budgets)
+        curve(make_training_chain(4), budgets)
 
 
 def test_the_option_is_a_number_or_a_list() -> None:

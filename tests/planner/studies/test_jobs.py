@@ -16,7 +16,7 @@ import pytest
 from graphs.errors import PlannerError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.measure.machine import machine
 from planner.studies import cluster
 from planner.studies.compare import compare
@@ -61,7 +61,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def graph() -> Graph:
-    return training_chain(6)
+    return make_training_chain(6)
 
 
 def test_tasks_are_done_one_by_one_here() -> None:

@@ -35,15 +35,15 @@ from tests.support.solvers.answers import ask
 def chain(batch: int) -> Graph:
     """Six layers in two blocks and their backward: 1000 bytes of weights, sizes and times affine in the batch."""
     draft = Draft()
-    draft.static("weights", 1000)
+    draft.add_static("weights", 1000)
     f: list[int] = []
     for i in range(6):
-        f += draft.op(f"f{i}", f[-1:], [100 * batch], time_s=1 + 0.5 * batch)
+        f += draft.add_op(f"f{i}", f[-1:], [100 * batch], time_s=1 + 0.5 * batch)
     gradient: tuple[int, ...] = ()
     for i in range(5, -1, -1):
         inputs = [*f[max(0, i - 1) : i + 1], *gradient]
-        gradient = draft.op(f"g{i}", inputs, [100 * batch], time_s=2 + batch, phase=Phase.BACKWARD)
-    graph = draft.graph(gradient, batch=batch)
+        gradient = draft.add_op(f"g{i}", inputs, [100 * batch], time_s=2 + batch, phase=Phase.BACKWARD)
+    graph = draft.build_graph(gradient, batch=batch)
     return replace(graph, ops=tuple(replace(op, module=f"h.{int(op.name[1:]) // 3}") for op in graph.ops))
 
 

@@ -6,8 +6,8 @@ it only. Keeping everything takes 8, at g7 and g6.
 
 import pytest
 
-from graphs.options.offload import without_offload
-from graphs.synthetic.small import training_chain
+from graphs.options.offload import remove_offload
+from graphs.synthetic.small import make_training_chain
 from solvers.baselines import auto_perf_maxing
 from solvers.baselines.auto_perf_maxing import FractionsProgram, LayerTensor, choose_positions
 from solvers.baselines.common.blocks import find_blockings
@@ -51,7 +51,7 @@ def test_fractions_of_layers_match_hand_computed_values() -> None:
 
 
 def test_a_slow_link_is_a_limit() -> None:
-    offer = offer_of(with_trips(without_offload(three_layers())[0], bytes_per_s=0.25))
+    offer = offer_of(with_trips(remove_offload(three_layers())[0], bytes_per_s=0.25))
     assert offer is not None
     r, o = FractionsProgram(offer, find_blockings(offer.program)[0].blocks).find_fractions(7, WallClock()) or ([], [])
     # Half a byte in the 2 seconds of a layer: the other half of a byte is computed again, in layer 0 or 1.
@@ -94,5 +94,5 @@ def test_a_transformer_near_its_budget() -> None:
 
 
 def test_graph_without_blocks_is_inapplicable() -> None:
-    result = auto_perf_maxing.solve(ask(with_trips(training_chain(4)), 10))
+    result = auto_perf_maxing.solve(ask(with_trips(make_training_chain(4)), 10))
     assert result.reason is Reason.INAPPLICABLE and "no blocks" in result.message

@@ -6,7 +6,7 @@ The chain is f1 to f4, g4 to g1, of a second and a byte each; g4 reads f3 and f4
 import pytest
 
 from graphs.simulate import simulate
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from solvers.baselines import capuchin_swap, delta
 from solvers.baselines.common.offloading import offer_of
 from solvers.baselines.common.online import OnlineFailedError
@@ -17,7 +17,7 @@ from tests.support.solvers.answers import ask
 
 
 def test_capuchin_swaps_by_free_time() -> None:
-    graph = with_trips(training_chain(4))
+    graph = with_trips(make_training_chain(4))
     offer = offer_of(graph)
     assert offer is not None
     # f1 is idle from 2 to 6, f2 from 3 to 5; two seconds of that are copies. f3 and f4 never are.
@@ -35,7 +35,7 @@ def test_capuchin_swaps_by_free_time() -> None:
     ],
 )
 def test_capuchin_swaps_just_enough_tensors(budget: int, swaps: int, time_s: float) -> None:
-    graph = with_trips(training_chain(4))
+    graph = with_trips(make_training_chain(4))
     result = capuchin_swap.solve(ask(graph, budget))
     check_by_both_judges(graph, result)
     assert (result.settings["swaps"], result.time_s, result.peak_bytes) == (swaps, time_s, budget)
@@ -43,7 +43,7 @@ def test_capuchin_swaps_just_enough_tensors(budget: int, swaps: int, time_s: flo
 
 
 def test_delta_drops_tensors_cheaper_to_recompute_than_to_copy() -> None:
-    graph = with_trips(training_chain(4))
+    graph = with_trips(make_training_chain(4))
     result = delta.solve(ask(graph, 4))
     check_by_both_judges(graph, result)
     # Before g4 f1 was read 2 s ago, f2 1 s: f1 goes. A second to make it again is less than two to copy it.
@@ -52,7 +52,7 @@ def test_delta_drops_tensors_cheaper_to_recompute_than_to_copy() -> None:
 
 
 def test_delta_swaps_tensors_cheaper_to_copy_and_prefetches() -> None:
-    graph = with_trips(training_chain(4), bytes_per_s=4.0)
+    graph = with_trips(make_training_chain(4), bytes_per_s=4.0)
     result = delta.solve(ask(graph, 4, params=DeltaParams(ahead=(1,))))
     check_by_both_judges(graph, result)
     assert names(graph, result) == [
@@ -74,7 +74,7 @@ def test_delta_swaps_tensors_cheaper_to_copy_and_prefetches() -> None:
 
 
 def test_delta_failures_have_a_reason() -> None:
-    graph = with_trips(training_chain(8))
+    graph = with_trips(make_training_chain(8))
     assert delta.solve(ask(graph, 2)).reason is Reason.MEMORY
     thrashes = delta.solve(ask(graph, 3, params=DeltaParams(thrash_factor=1.01)))
     assert (thrashes.reason, thrashes.schedule) == (Reason.THRASHING, None)

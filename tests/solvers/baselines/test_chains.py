@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from graphs.ir import Graph, Phase
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.baselines import chen, griewank, rotor
 from solvers.baselines.common.stages import Cuts, ForwardStages, StageRun, cut_places, find_crossings, select_evenly
@@ -31,12 +31,12 @@ def training_chain_with_internals(layers: int) -> Graph:
     inner: list[int] = []
     outer: list[int] = []
     for i in range(layers):
-        inner += draft.op(f"inner{i}", outer[-1:], [1])
-        outer += draft.op(f"outer{i}", inner[-1:], [1])
-    (g,) = draft.op("loss", outer[-1:], [1])
+        inner += draft.add_op(f"inner{i}", outer[-1:], [1])
+        outer += draft.add_op(f"outer{i}", inner[-1:], [1])
+    (g,) = draft.add_op("loss", outer[-1:], [1])
     for i in range(layers - 1, -1, -1):
-        (g,) = draft.op(f"g{i}", [g, inner[i], *outer[max(0, i - 1) : i]], [1], phase=Phase.BACKWARD)
-    return draft.graph([g])
+        (g,) = draft.add_op(f"g{i}", [g, inner[i], *outer[max(0, i - 1) : i]], [1], phase=Phase.BACKWARD)
+    return draft.build_graph([g])
 
 
 # --- stages ---------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_a_plan_becomes_a_schedule() -> None:
 
 @pytest.mark.parametrize("length", [16, 64, 256, 1024])
 def test_memory_of_square_root_segments(length: int) -> None:
-    graph = training_chain(length)
+    graph = make_training_chain(length)
     result = chen.solve(ask(graph, 10 * length))
     assert result.peak_bytes is not None
     assert result.peak_bytes <= 2 * math.sqrt(length) + 3
@@ -90,11 +90,11 @@ def test_greedy_segments_are_of_even_bytes() -> None:
     f: list[int] = []
     sizes = [16] * 4 + [1] * 32
     for i, size in enumerate(sizes):
-        f += draft.op(f"f{i}", f[-1:], [size])
+        f += draft.add_op(f"f{i}", f[-1:], [size])
     gradient: tuple[int, ...] = ()
     for i in range(len(sizes) - 1, -1, -1):
-        gradient = draft.op(f"g{i}", [*f[max(0, i - 1) : i], *gradient], [1], phase=Phase.BACKWARD)
-    graph = draft.graph()
+        gradient = draft.add_op(f"g{i}", [*f[max(0, i - 1) : i], *gradient], [1], phase=Phase.BACKWARD)
+    graph = draft.build_graph()
     even = chen.solve(ask(graph, 10**6))
     assert even.peak_bytes is not None
     greedy = chen.solve(ask(graph, even.peak_bytes - 1), rule="chen-greedy")
@@ -104,7 +104,7 @@ def test_greedy_segments_are_of_even_bytes() -> None:
 
 
 def test_segments_that_do_not_fit() -> None:
-    result = chen.solve(ask(training_chain(64), 10))
+    result = chen.solve(ask(make_training_chain(64), 10))
     assert (result.status, result.bound_s, result.solver) == (Status.LIMIT, None, "chen-sqrt")
     assert "recomputing segments needs 16 B" in result.message
 
@@ -153,7 +153,7 @@ def test_as_many_snapshots_as_said(snapshots: int) -> None:
 
 @pytest.mark.parametrize("layers", [5, 8, 12])
 def test_revolve_with_the_least_memory(layers: int) -> None:
-    graph = training_chain(layers)
+    graph = make_training_chain(layers)
     assert griewank.solve(ask(graph, 3)).time_s == 2 * layers + (layers - 1) * (layers - 2) / 2
     assert griewank.solve(ask(graph, 2)).status is Status.LIMIT
 
@@ -163,14 +163,14 @@ def test_revolve_with_the_least_memory(layers: int) -> None:
 
 @pytest.mark.parametrize("layers", [4, 6, 9])
 def test_the_optimum_of_a_uniform_chain(layers: int) -> None:
-    graph = training_chain(layers)
+    graph = make_training_chain(layers)
     times = [rotor.solve(ask(graph, budget)).time_s for budget in (3, layers, layers + 1)]
     assert times == [2 * layers + (layers - 1) * (layers - 2) / 2, 2 * layers + 1, 2 * layers]
 
 
 @pytest.mark.parametrize("budget", range(2, 10))
 def test_the_optimum_of_a_uniform_chain_at_each_budget(budget: int) -> None:
-    graph = training_chain(8)
+    graph = make_training_chain(8)
     optimum = get_solver("windows")(ask(graph, budget, tolerance=1e-6))
     assert rotor.solve(ask(graph, budget)).time_s == optimum.time_s
 
@@ -187,7 +187,7 @@ def test_about_the_optimum_of_a_chain_with_internals(budget: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_method_beats_the_bound(seed: int) -> None:
-    graph = random_training_step(seed, 12)
+    graph = draw_training_step(seed, 12)
     budget = int(0.7 * peak_bytes(graph))
     bound = get_solver("windows")(ask(graph, budget, tolerance=0.01, time_limit_s=20.0)).bound_s
     assert bound is not None
@@ -204,7 +204,7 @@ def test_a_transformer_takes_less_time_than_by_segments() -> None:
 
 
 def test_time_limit_returns_the_best_schedule_so_far() -> None:
-    graph = training_chain(40)
+    graph = make_training_chain(40)
     said: list[SolveProgress] = []
     late = griewank.solve(ask(graph, 1000, time_limit_s=0.0, on_progress=said.append))
     assert (late.status, len(said), said[0].best_s) == (Status.FEASIBLE, 1, late.time_s)
@@ -217,14 +217,14 @@ def test_time_limit_returns_the_best_schedule_so_far() -> None:
 
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 30), share=st.floats(0.3, 1.0), name=st.sampled_from(CHAIN_SOLVERS))
 def test_schedules_run_and_fit_on_random_graphs(seed: int, ops: int, share: float, name: str) -> None:
-    graph = random_graph(seed, ops)
+    graph = draw_graph(seed, ops)
     result = get_solver(name)(ask(graph, int(share * peak_bytes(graph))))
     assert result.status in (Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT)
 
 
 @given(seed=st.integers(0, 10**6), layers=st.integers(2, 25), name=st.sampled_from(CHAIN_SOLVERS))
 def test_training_steps_are_cut_to_size(seed: int, layers: int, name: str) -> None:
-    graph = random_training_step(seed, layers)
+    graph = draw_training_step(seed, layers)
     result = get_solver(name)(ask(graph, peak_bytes(graph)))
     assert result.time_s is not None
     assert result.time_s <= 2 * graph.time_s

@@ -18,11 +18,11 @@ def dropped_beside() -> Graph:
     nobody reads then, stays for the rest of the stage, d takes 7.
     """
     draft = Draft()
-    x, y = draft.op("a", [], [4, 1])
-    draft.op("u", [x], [1])
-    (v,) = draft.op("v", [], [1], workspace_bytes=5)
-    draft.op("d", [y, v], [1])
-    return draft.graph()
+    x, y = draft.add_op("a", [], [4, 1])
+    draft.add_op("u", [x], [1])
+    (v,) = draft.add_op("v", [], [1], workspace_bytes=5)
+    draft.add_op("d", [y, v], [1])
+    return draft.build_graph()
 
 
 def test_when_unused_outputs_are_freed() -> None:
@@ -43,11 +43,11 @@ def second_copy() -> Graph:
     the first one stays: x 3, y 1, b 1 and the copy 1 are 6.
     """
     draft = Draft()
-    x, y = draft.op("a", [], [3, 1])
-    (b,) = draft.op("b", [y], [1], workspace_bytes=4)
-    draft.op("c", [x, y, b], [1])
-    draft.op("d", [y], [1])
-    return draft.graph()
+    x, y = draft.add_op("a", [], [3, 1])
+    (b,) = draft.add_op("b", [y], [1], workspace_bytes=4)
+    draft.add_op("c", [x, y, b], [1])
+    draft.add_op("d", [y], [1])
+    return draft.build_graph()
 
 
 def test_an_output_made_twice_is_there_once_afterwards() -> None:
@@ -74,13 +74,13 @@ def _silent() -> object:
 def test_static_tensors_written_in_place_restrict_recomputation() -> None:
     def graph(*, written: bool) -> Graph:
         draft = Draft()
-        state = draft.static("state", 1)
-        (a,) = draft.op("a", [state], [4])
-        (b,) = draft.op("b", [a], [1])
-        (c,) = draft.op("c", [state], [1], recomputable=False, mutates=(state,) if written else ())
-        (d,) = draft.op("d", [b, c], [4])
-        draft.op("e", [a, d], [1])
-        return draft.graph()
+        state = draft.add_static("state", 1)
+        (a,) = draft.add_op("a", [state], [4])
+        (b,) = draft.add_op("b", [a], [1])
+        (c,) = draft.add_op("c", [state], [1], recomputable=False, mutates=(state,) if written else ())
+        (d,) = draft.add_op("d", [b, c], [4])
+        draft.add_op("e", [a, d], [1])
+        return draft.build_graph()
 
     # 10 bytes hold a, d and e; d runs beside a, b and c with 11, so with 10 a must be dropped and made again.
     assert solve(ask(graph(written=False), 10)).time_s == 6

@@ -9,8 +9,8 @@ import pytest
 from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import chain, skips, training_chain
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from graphs.synthetic.small import make_chain, make_skips, make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers import windows
 from solvers.baselines.checkmate import CheckmateParams, solve
@@ -32,7 +32,7 @@ CBC = pytest.mark.filterwarnings("ignore:PULP_CBC_CMD:DeprecationWarning")
     ("graph", "budget", "optimum_s"),
     [
         *KNOWN_OPTIMA,
-        (training_chain(6), 3, 12 + 5 * 4 // 2),
+        (make_training_chain(6), 3, 12 + 5 * 4 // 2),
     ],
 )
 def test_known_optima(graph: Graph, budget: int, optimum_s: float, variant: CheckmateVariant) -> None:
@@ -44,7 +44,7 @@ def test_known_optima(graph: Graph, budget: int, optimum_s: float, variant: Chec
 
 @CBC
 @pytest.mark.parametrize(
-    "graph", [chain(1), training_chain(4), diamond(), kept_output()], ids=["one", "chain", "diamond", "kept"]
+    "graph", [make_chain(1), make_training_chain(4), diamond(), kept_output()], ids=["one", "chain", "diamond", "kept"]
 )
 def test_another_solver_finds_the_same(graph: Graph) -> None:
     name = next((name for name in ("PULP_CBC_CMD", "COIN_CMD") if name in pulp.listSolvers(onlyAvailable=True)), None)
@@ -59,9 +59,9 @@ def test_another_solver_finds_the_same(graph: Graph) -> None:
 
 
 def test_highs_without_callbacks_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = solve(ask(training_chain(4), 4, tolerance=1e-6))
+    expected = solve(ask(make_training_chain(4), 4, tolerance=1e-6))
     monkeypatch.setattr(import_module("solvers.baselines.common.pulp_solvers"), "HIGHS", "none")
-    result = solve(ask(training_chain(4), 4, tolerance=1e-6))
+    result = solve(ask(make_training_chain(4), 4, tolerance=1e-6))
     assert (result.status, result.time_s) == (Status.OPTIMAL, expected.time_s)
     assert result.bound_s == pytest.approx(expected.bound_s, rel=1e-5)
     infeasible = solve(ask(diamond(), 7))
@@ -101,7 +101,7 @@ def fastest_in_stages(graph: Graph, budget_bytes: int) -> float | None:
 def test_checkmate_equals_brute_force_over_stages() -> None:
     outside = inside = 0
     for seed in range(40):
-        graph = random_graph(seed, 5)
+        graph = draw_graph(seed, 5)
         for share in (0.0, 0.4, 0.8):
             budget = budget_at(graph, share)
             optimum_s, overall_s = fastest_in_stages(graph, budget), fastest(graph, budget)
@@ -141,22 +141,20 @@ def assert_agreement(graph: Graph, share: float, variant: CheckmateVariant = PUB
 @pytest.mark.parametrize("share", [pytest.param(0.75, marks=pytest.mark.slow), 0.5])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_graphs_agree_with_the_exact_solver(seed: int, share: float) -> None:
-    assert_agreement(random_graph(seed, 12), share)
+    assert_agreement(draw_graph(seed, 12), share)
 
 
 def test_most_random_graphs_are_feasible() -> None:
-    assert (
-        sum(windows.solve(ask(g, budget_at(g, 0.75))).schedule is not None for g in (random_graph(s, 12) for s in range(8))) >= 6
-    )
+    assert sum(windows.solve(ask(g, budget_at(g, 0.75))).schedule is not None for g in (draw_graph(s, 12) for s in range(8))) >= 6
 
 
 @pytest.mark.parametrize(
     ("graph", "share"),
     [
-        (random_training_step(8, 8), 0.5),
-        pytest.param(random_training_step(14, 14), 0.8, marks=pytest.mark.slow),
-        (skips(8), 0.2),
-        (training_chain(12), 0.6),
+        (draw_training_step(8, 8), 0.5),
+        pytest.param(draw_training_step(14, 14), 0.8, marks=pytest.mark.slow),
+        (make_skips(8), 0.2),
+        (make_training_chain(12), 0.6),
     ],
     ids=["17 ops", "29 ops", "skips", "chain"],
 )
@@ -169,9 +167,9 @@ def test_training_steps_agree_with_the_exact_solver(graph: Graph, share: float) 
 @pytest.mark.parametrize(
     ("graph", "share"),
     [
-        (random_training_step(1, 12), 0.4),
-        (random_training_step(2, 20), 0.8),
-        (random_training_step(3, 29), 0.85),
+        (draw_training_step(1, 12), 0.4),
+        (draw_training_step(2, 20), 0.8),
+        (draw_training_step(3, 29), 0.85),
         (transformer(TransformerSize(layers=1)), 0.5),
     ],
     ids=["25 ops", "41 ops", "59 ops", "transformer"],

@@ -9,8 +9,8 @@ import pulp
 import pytest
 
 from graphs.errors import PlannerError
-from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import chain, training_chain
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from graphs.synthetic.small import make_chain, make_training_chain
 from solvers.baselines import checkmate
 from solvers.baselines.checkmate import CheckmateParams, solve, write_model
 from solvers.baselines.common.checkmate_program import CheckmateModel
@@ -40,7 +40,7 @@ def test_an_infeasible_program_is_no_proof_for_other_schedules() -> None:
 
 def test_a_program_that_is_too_large_is_not_begun(tmp_path: Path) -> None:
     # 800 stages with up to 799 executions and hand-overs each.
-    graph = chain(800)
+    graph = make_chain(800)
     for result in (solve(ask(graph, 2)), get_solver("rounding")(ask(graph, 2))):
         assert result.status is Status.LIMIT
         assert f"has {800 * 799 // 2 + 799 * 798 // 2 + 799:,} variables R and S" in result.message
@@ -50,7 +50,7 @@ def test_a_program_that_is_too_large_is_not_begun(tmp_path: Path) -> None:
 
 def test_the_size_of_the_program_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(10):
-        model = CheckmateModel(build_problem(random_graph(seed, 12), 1000))
+        model = CheckmateModel(build_problem(draw_graph(seed, 12), 1000))
         model.build()
         monkeypatch.setattr("solvers.baselines.common.checkmate_program.MOST_BINARIES", len(model.R) + len(model.S) - 1)
         assert f"has {len(model.R) + len(model.S)} variables" in str(model.explain_refusal(math.inf))
@@ -60,7 +60,7 @@ def test_the_size_of_the_program_is_foretold(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("time_limit_s", [1e-9, 0.02])
 def test_time_is_up_before_anything_is_found(time_limit_s: float) -> None:
-    graph = random_training_step(0, 40)
+    graph = draw_training_step(0, 40)
     result = solve(ask(graph, budget_at(graph, 0.1), time_limit_s=time_limit_s))
     assert (result.status, result.bound_s) == (Status.LIMIT, graph.time_s)
     assert "Raise the time limit" in result.message
@@ -75,7 +75,7 @@ def test_a_stop_ends_the_solve(after: int) -> None:
         polls += 1
         return polls > after
 
-    graph = random_training_step(14, 14)
+    graph = draw_training_step(14, 14)
     result = solve(ask(graph, budget_at(graph, 0.2), should_stop=should_stop, tolerance=0.0))
     assert result.status in (Status.LIMIT, Status.FEASIBLE)
     assert result.bound_s is not None and result.bound_s >= graph.time_s
@@ -83,7 +83,7 @@ def test_a_stop_ends_the_solve(after: int) -> None:
 
 def test_progress_tells_bounds_that_hold() -> None:
     told: list[SolveProgress] = []
-    graph = random_training_step(8, 8)
+    graph = draw_training_step(8, 8)
     result = solve(ask(graph, budget_at(graph, 0.3), on_progress=told.append))
     assert result.time_s is not None and result.bound_s is not None
     assert told[0].activity == "writing Checkmate's program"
@@ -97,7 +97,7 @@ def test_an_error_of_the_caller_comes_through() -> None:
         if progress.activity.startswith("solving"):
             raise RuntimeError("the terminal is gone")
 
-    graph = random_training_step(8, 8)
+    graph = draw_training_step(8, 8)
     with pytest.raises(RuntimeError, match="the terminal is gone"):
         solve(ask(graph, budget_at(graph, 0.3), on_progress=on_progress))
 
@@ -106,7 +106,7 @@ def test_an_error_of_the_caller_comes_through() -> None:
 def test_a_solver_that_is_not_there_is_named(name: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pulp.listSolvers", lambda onlyAvailable=False: ["HiGHS"] if onlyAvailable else ["HiGHS", "GLPK_CMD"])
     with pytest.raises(PlannerError, match=f"solver '{name}' {word}: choose one of HiGHS"):
-        solve(ask(chain(2), 2, params=CheckmateParams(milp_solver=name)))
+        solve(ask(make_chain(2), 2, params=CheckmateParams(milp_solver=name)))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_invalid_solver_answers_are_errors(value: float, words: str, monkeypatch
         return PulpAnswer(Outcome.OPTIMAL, True, None, "so they say")
 
     monkeypatch.setattr(checkmate, "solve_model", run)
-    result = solve(ask(training_chain(4), 4))
+    result = solve(ask(make_training_chain(4), 4))
     assert (result.status, result.schedule) == (Status.ERROR, None)
     assert words in result.message
 
@@ -129,7 +129,7 @@ def test_invalid_solver_answers_are_errors(value: float, words: str, monkeypatch
 )
 def test_every_outcome_without_a_solution_has_a_status(outcome: Outcome, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkmate, "solve_model", lambda *rest: PulpAnswer(outcome, False, None, "its own word"))
-    result = solve(ask(training_chain(4), 4))
+    result = solve(ask(make_training_chain(4), 4))
     assert result.status is status
     assert "its own word" in result.message
 
@@ -144,10 +144,10 @@ def test_every_word_of_pulp_has_an_outcome() -> None:
 def test_nothing_is_printed() -> None:
     """In a process of its own: HiGHS prints what it is called once in each."""
     code = (
-        "from graphs.synthetic.small import training_chain\n"
+        "from graphs.synthetic.small import make_training_chain\n"
         "from solvers.baselines.checkmate import solve\n"
         "from tests.support.solvers.answers import ask\n"
-        "assert solve(ask(training_chain(4), 4)).time_s == 9.0\n"
+        "assert solve(ask(make_training_chain(4), 4)).time_s == 9.0\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

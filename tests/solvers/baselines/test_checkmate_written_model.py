@@ -9,7 +9,7 @@ import pytest
 
 from graphs.errors import BudgetError, OutputError, PlannerError
 from graphs.io.formats import write_graph
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
 from planner.plans.plan import read_plan
 from solvers.baselines.checkmate import solve, write_model
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("variant", [PUBLISHED, CheckmateVariant(frees=Frees.SPLIT)], ids=["hazards", "split"])
 @pytest.mark.parametrize("ending", ["lp", "mps"])
 def test_the_written_program_has_the_same_optimum(ending: str, variant: CheckmateVariant, tmp_path: Path) -> None:
-    graph = training_chain(5)
+    graph = make_training_chain(5)
     write_model(graph, 4, tmp_path / f"model.{ending}", variant=variant)
     engine = highspy.Highs()
     engine.setOptionValue("output_flag", False)
@@ -50,7 +50,7 @@ def test_a_program_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_solves_and_writes_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph, model = tmp_path / "graph.json", tmp_path / "model.lp"
-    write_graph(training_chain(4), graph)
+    write_graph(make_training_chain(4), graph)
     arguments = ["solve", str(graph), "--budget", "4B", "--quiet", "--write-model", str(model), "-o", str(tmp_path / "plan.json")]
     assert main([*arguments, "--solver", "checkmate"]) == 0
     capsys.readouterr()
@@ -65,4 +65,4 @@ def test_the_command_solves_and_writes_the_program(tmp_path: Path, capsys: pytes
 def test_pulp_is_imported_only_by_checkmate() -> None:
     code = "import sys, solvers.registry, planner.cli.main, solvers.windows; sys.exit('pulp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
-    assert get_solver("checkmate")(ask(training_chain(4), 4)).solver == "checkmate"
+    assert get_solver("checkmate")(ask(make_training_chain(4), 4)).solver == "checkmate"

@@ -10,7 +10,7 @@ from graphs.ir import Graph, Phase
 from graphs.schedule import Compute, Free, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.workload.models import build
 from planner.measure.tracing import trace
@@ -36,11 +36,13 @@ def two_blocks() -> Graph:
     draft = Draft()
     f: list[int] = []
     for name in ("a1", "a2", "b1", "b2", "loss"):
-        f += draft.op(name, f[-1:], [1])
+        f += draft.add_op(name, f[-1:], [1])
     gradient: tuple[int, ...] = ()
     for i in range(4, -1, -1):
-        gradient = draft.op(f"{draft.ops[i].name}_backward", [*f[max(0, i - 1) : i + 1], *gradient], [1], phase=Phase.BACKWARD)
-    graph = draft.graph(gradient)
+        gradient = draft.add_op(
+            f"{draft.ops[i].name}_backward", [*f[max(0, i - 1) : i + 1], *gradient], [1], phase=Phase.BACKWARD
+        )
+    graph = draft.build_graph(gradient)
     modules = {"a": "h.0.x", "b": "h.1.x", "l": ""}
     return replace(graph, ops=tuple(replace(op, module=modules[op.name[0]]) for op in graph.ops))
 
@@ -97,11 +99,11 @@ def test_the_level_is_chosen_by_the_budget() -> None:
     draft = Draft()
     f: list[int] = []
     for i in range(8):
-        f += draft.op(f"f{i}", f[-1:], [100])
+        f += draft.add_op(f"f{i}", f[-1:], [100])
     gradient: tuple[int, ...] = ()
     for i in range(7, -1, -1):
-        gradient = draft.op(f"g{i}", [*f[max(0, i - 1) : i], *gradient], [10], phase=Phase.BACKWARD)
-    graph = draft.graph(gradient)
+        gradient = draft.add_op(f"g{i}", [*f[max(0, i - 1) : i], *gradient], [10], phase=Phase.BACKWARD)
+    graph = draft.build_graph(gradient)
     # Stages of four layers, in pairs.
     graph = replace(
         graph, ops=tuple(replace(op, module=f"s.{int(op.name[1:]) // 4}.{int(op.name[1:]) // 2}") for op in graph.ops)
@@ -118,7 +120,7 @@ def test_the_level_is_chosen_by_the_budget() -> None:
 
 
 def test_a_graph_without_blocks_says_so() -> None:
-    result = solve(ask(training_chain(5), 10**9))
+    result = solve(ask(make_training_chain(5), 10**9))
     assert result.status is Status.LIMIT
     assert result.reason is Reason.INAPPLICABLE
     assert "no blocks" in result.message
@@ -132,9 +134,9 @@ def in_modules(*paths: str) -> Graph:
     draft = Draft()
     f: list[int] = []
     for i, _ in enumerate(paths):
-        f += draft.op(f"f{i}", f[-1:], [1])
-    draft.op("backward", f[-1:], [1], phase=Phase.BACKWARD)
-    graph = draft.graph([len(paths)])
+        f += draft.add_op(f"f{i}", f[-1:], [1])
+    draft.add_op("backward", f[-1:], [1], phase=Phase.BACKWARD)
+    graph = draft.build_graph([len(paths)])
     return replace(graph, ops=tuple(replace(op, module=path) for op, path in zip(graph.ops, (*paths, paths[-1]), strict=True)))
 
 

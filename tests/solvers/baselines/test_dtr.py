@@ -11,7 +11,7 @@ from graphs.ir import Graph, Phase
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from solvers.baselines.common.online import OnlineFailedError, OnlineRun
 from solvers.baselines.common.recomputation import find_repeatable
 from solvers.baselines.dtr import DtrParams, solve
@@ -50,11 +50,11 @@ def linear_network(length: int) -> Graph:
     draft = Draft()
     f: list[int] = []
     for i in range(length):
-        f += draft.op(f"f{i}", f[-1:], [1])
-    (b,) = draft.op(f"b{length - 1}", [], [1], phase=Phase.BACKWARD)
+        f += draft.add_op(f"f{i}", f[-1:], [1])
+    (b,) = draft.add_op(f"b{length - 1}", [], [1], phase=Phase.BACKWARD)
     for i in range(length - 2, -1, -1):
-        (b,) = draft.op(f"b{i}", [*f[max(0, i - 1) : i], b], [1], phase=Phase.BACKWARD)
-    return draft.graph()
+        (b,) = draft.add_op(f"b{i}", [*f[max(0, i - 1) : i], b], [1], phase=Phase.BACKWARD)
+    return draft.build_graph()
 
 
 # --- the published figures ------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_recomputation_on_a_linear_network(rule: DtrRule, length: int, again: fl
     deallocation=st.sampled_from(Deallocation),
 )
 def test_schedules_run_and_fit(seed: int, ops: int, share: float, rule: DtrRule, deallocation: Deallocation) -> None:
-    graph = random_graph(seed, ops)
+    graph = draw_graph(seed, ops)
     budget = int(share * simulate(graph, keep_everything(graph)).peak_bytes)
     result = solve(ask(graph, budget, params=DtrParams(deallocation=deallocation, thrash_factor=20.0)), rule=rule)
     assert result.status in (Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT)
@@ -143,7 +143,7 @@ def test_schedules_run_and_fit(seed: int, ops: int, share: float, rule: DtrRule,
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("deallocation", Deallocation)
 def test_a_training_step_fits_less(seed: int, deallocation: Deallocation) -> None:
-    graph = random_training_step(seed, 40)
+    graph = draw_training_step(seed, 40)
     budget = int(0.75 * simulate(graph, keep_everything(graph)).peak_bytes)
     result = solve(ask(graph, budget, params=DtrParams(deallocation=deallocation)))
     assert result.status is Status.FEASIBLE
@@ -179,7 +179,7 @@ class FromScratch(Heuristic):
 @pytest.mark.parametrize("seed", range(6))
 def test_the_exact_neighbourhood_is_exact(seed: int) -> None:
     # Costs are whole numbers, so sums do not depend on their order.
-    graph = random_graph(seed, 60)
+    graph = draw_graph(seed, 60)
     budget = int(0.6 * simulate(graph, keep_everything(graph)).peak_bytes)
     ends = []
     for rule in (make_heuristic(DtrRule.FULL), FromScratch()):
@@ -192,13 +192,13 @@ def test_the_exact_neighbourhood_is_exact(seed: int) -> None:
 
 
 def test_random_eviction_is_by_its_seed() -> None:
-    graph = random_training_step(1, 40)
+    graph = draw_training_step(1, 40)
     budget = int(0.7 * simulate(graph, keep_everything(graph)).peak_bytes)
     first, second, other = (solve(ask(graph, budget, params=DtrParams(seed=seed)), rule=DtrRule.RANDOM) for seed in (3, 3, 4))
     assert first.schedule == second.schedule != other.schedule
 
 
 def test_each_rule_is_a_solver() -> None:
-    graph = random_training_step(1, 20)
+    graph = draw_training_step(1, 20)
     for rule in DtrRule:
         assert get_solver(rule)(ask(graph, simulate(graph, keep_everything(graph)).peak_bytes)).solver == rule.value

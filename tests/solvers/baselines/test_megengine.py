@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph, random_training_step
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from solvers.baselines.common.online import OnlineRun
 from solvers.baselines.megengine import FACTORS, LEAST_BYTES, MegEngineParams, MegEngineRule, StaticRule, solve
 from solvers.online.heuristics import Interpreter
@@ -24,7 +24,7 @@ MiB = 2**20
 @pytest.mark.parametrize("rule", MegEngineRule)
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 30), share=st.floats(0.2, 1.0))
 def test_schedules_run_and_fit(rule: MegEngineRule, seed: int, ops: int, share: float) -> None:
-    graph = random_graph(seed, ops)
+    graph = draw_graph(seed, ops)
     budget = int(share * simulate(graph, keep_everything(graph)).peak_bytes)
     result = solve(ask(graph, budget, params=MegEngineParams(least_bytes=(0,), thrash_factor=20.0)), rule=rule)
     assert result.status in (Status.OPTIMAL, Status.FEASIBLE, Status.LIMIT)
@@ -33,7 +33,7 @@ def test_schedules_run_and_fit(rule: MegEngineRule, seed: int, ops: int, share: 
 
 @pytest.mark.parametrize("rule", MegEngineRule)
 def test_a_training_step_fits_less(rule: MegEngineRule) -> None:
-    graph = random_training_step(2, 40)
+    graph = draw_training_step(2, 40)
     result = get_solver(rule)(ask(graph, int(0.7 * simulate(graph, keep_everything(graph)).peak_bytes)))
     assert (result.status, result.solver) == (Status.FEASIBLE, rule.value)
     assert result.time_s is not None
@@ -43,11 +43,11 @@ def test_a_training_step_fits_less(rule: MegEngineRule) -> None:
 @pytest.mark.parametrize("heuristic", [Interpreter, StaticRule])
 def test_small_tensors_and_random_ops_are_spared(heuristic: type[Interpreter] | type[StaticRule]) -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [MiB])
-    (b,) = draft.op("b", [], [2 * MiB])
-    (c,) = draft.op("c", [], [2 * MiB])
-    draft.op("d", [a, b, c], [1])
-    graph = draft.graph()
+    (a,) = draft.add_op("a", [], [MiB])
+    (b,) = draft.add_op("b", [], [2 * MiB])
+    (c,) = draft.add_op("c", [], [2 * MiB])
+    draft.add_op("d", [a, b, c], [1])
+    graph = draft.build_graph()
     graph = replace(graph, ops=(*graph.ops[:2], replace(graph.ops[2], random=True), graph.ops[3]))
     assert OnlineRun(graph, 6 * MiB, heuristic()).evictable == [False, True, False, False]
 
@@ -58,12 +58,12 @@ def scores_at_the_end(heuristic: Interpreter | StaticRule, ends_with: int) -> di
     b has been evicted after r if `ends_with` is 1.
     """
     draft = Draft()
-    (a,) = draft.op("a", [], [4 * MiB])
-    b, c = draft.op("bc", [a], [2 * MiB, 3 * MiB])
-    draft.op("r", [b], [MiB])
-    draft.op("s", [a, c], [MiB])
-    draft.op("t", [b], [MiB])
-    graph = draft.graph([c + 1])
+    (a,) = draft.add_op("a", [], [4 * MiB])
+    b, c = draft.add_op("bc", [a], [2 * MiB, 3 * MiB])
+    draft.add_op("r", [b], [MiB])
+    draft.add_op("s", [a, c], [MiB])
+    draft.add_op("t", [b], [MiB])
+    graph = draft.build_graph([c + 1])
     run = OnlineRun(graph, 100 * MiB, heuristic)
     for op in range(3):
         run.now = op
@@ -104,7 +104,7 @@ def test_static_scores_match_the_formula() -> None:
 
 @pytest.mark.parametrize("rule", MegEngineRule)
 def test_its_settings_are_tried_for_each_budget(rule: MegEngineRule) -> None:
-    graph = random_training_step(2, 40)
+    graph = draw_training_step(2, 40)
     middle = sorted(t.size_bytes for t in graph.tensors)[len(graph.tensors) // 2]
     graph = replace(graph, tensors=tuple(replace(t, size_bytes=t.size_bytes * MiB // middle) for t in graph.tensors))
     budget = int(0.7 * simulate(graph, keep_everything(graph)).peak_bytes)
@@ -120,6 +120,6 @@ def test_its_settings_are_tried_for_each_budget(rule: MegEngineRule) -> None:
 
 
 def test_why_none_of_its_settings_fits() -> None:
-    result = solve(ask(random_training_step(2, 40), 1))
+    result = solve(ask(draw_training_step(2, 40), 1))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.MEMORY)
     assert "out of memory" in result.message

@@ -10,7 +10,7 @@ from graphs.errors import GraphError, PlannerError
 from graphs.ir import Graph, Phase, Tensor
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.measure.tracing import trace
 from planner.plans.solving import solve
 from solvers.baselines import monet
@@ -46,7 +46,7 @@ def with_workspace(graph: Graph, op: int, workspace_bytes: int) -> Graph:
 
 @pytest.mark.parametrize("layers", [3, 5, 7])
 def test_a_chain_takes_no_less_than_the_optimum_and_no_more_than_eviction(layers: int) -> None:
-    graph = training_chain(layers)
+    graph = make_training_chain(layers)
     for budget in (*on_the_way(graph, 0.0, 0.3, 0.6), peak_bytes(graph)):
         found = get_solver("monet")(Request(graph, budget))
         best = solve(graph, budget, reorder=False)
@@ -70,7 +70,7 @@ def test_a_small_convolutional_step_takes_the_optimum() -> None:
 
 
 def test_backward_ops_are_executed_once() -> None:
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     (budget,) = on_the_way(graph, 0.0)
     found = get_solver("monet")(Request(graph, budget))
     assert found.schedule is not None
@@ -81,7 +81,7 @@ def test_backward_ops_are_executed_once() -> None:
 
 def test_monet_chooses_implementations_by_memory_and_time() -> None:
     """The first backward op has a workspace as large as the step: what takes none is slower, and is chosen where it must be."""
-    plain = training_chain(4)
+    plain = make_training_chain(4)
     first = next(op.id for op in plain.ops if op.phase is Phase.BACKWARD)
     large = 2 * peak_bytes(plain)
     graph = with_another(with_workspace(plain, first, large), first, time_s=plain.ops[first].time_s + 1.0, workspace_bytes=0)
@@ -96,14 +96,14 @@ def test_monet_chooses_implementations_by_memory_and_time() -> None:
 
 
 def test_a_faster_implementation_costs_less_than_nothing() -> None:
-    plain = training_chain(3)
+    plain = make_training_chain(3)
     graph = with_another(plain, 0, time_s=plain.ops[0].time_s / 4, workspace_bytes=0)
     found = get_solver("monet")(Request(graph, peak_bytes(plain)))
     assert found.time_s == pytest.approx(plain.time_s - 0.75 * plain.ops[0].time_s)
 
 
 def test_monet_accepts_kernels_and_refuses_offload() -> None:
-    plain = training_chain(3)
+    plain = make_training_chain(3)
     provenance = {**plain.provenance, "options": ["kernels"]}
     graph = with_another(plain, 0, time_s=plain.ops[0].time_s / 4, workspace_bytes=0)
     renamed = tuple(replace(op, target="kernels.native") if op.optional else op for op in graph.ops)
@@ -115,7 +115,7 @@ def test_monet_accepts_kernels_and_refuses_offload() -> None:
 
 
 def test_too_small_budgets_and_too_large_programs_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = training_chain(4)
+    graph = make_training_chain(4)
     found = get_solver("monet")(Request(graph, bound_least_budget(graph).budget_bytes - 1))
     assert (found.status, found.reason) == (Status.LIMIT, Reason.MEMORY) and "raise the budget" in found.message
     monkeypatch.setattr(monet, "MOST_ENTRIES", 3)
@@ -125,7 +125,7 @@ def test_too_small_budgets_and_too_large_programs_have_a_reason(monkeypatch: pyt
 
 
 def test_a_limit_in_which_there_is_no_solution_is_refused_at_once() -> None:
-    graph = training_chain(80)
+    graph = make_training_chain(80)
     budget_bytes = simulate(graph, keep_everything(graph)).peak_bytes
     limit_s = 0.9 * monet.estimate_program_time_s(graph, budget_bytes)
     refused = get_solver("monet")(Request(graph, budget_bytes, clock=WallClock(limit_s)))
@@ -134,7 +134,7 @@ def test_a_limit_in_which_there_is_no_solution_is_refused_at_once() -> None:
 
 
 def test_copies_are_refused() -> None:
-    graph = training_chain(2)
+    graph = make_training_chain(2)
     host = replace(graph.ops[0], id=len(graph.ops), name="copy", stream="copies", optional=True, outputs=(len(graph.tensors),))
     tensor = Tensor(len(graph.tensors), "copied", 1, (len(graph.ops),))
     with pytest.raises(GraphError, match="streams"):

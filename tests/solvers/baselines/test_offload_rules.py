@@ -8,7 +8,7 @@ import pytest
 from graphs.ir import Graph
 from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from solvers.baselines import deepspeed_offload, offload_activations, sac_and_offload, save_on_cpu
 from solvers.baselines.common.offloading import offer_of
 from solvers.baselines.deepspeed_offload import DeepSpeedParams
@@ -17,7 +17,7 @@ from solvers.result import Reason, Result
 from tests.support.graphs.options import check_by_both_judges, names, three_layers, with_trips
 from tests.support.solvers.answers import ask
 
-CHAIN = with_trips(training_chain(3))
+CHAIN = with_trips(make_training_chain(3))
 
 
 def figures(result: Result) -> tuple[float | None, int | None]:
@@ -38,7 +38,7 @@ def test_save_on_cpu_waits_for_every_copy() -> None:
 
 
 def test_tensors_beyond_host_capacity_stay_on_the_device() -> None:
-    graph = with_trips(training_chain(3), host_bytes=1)
+    graph = with_trips(make_training_chain(3), host_bytes=1)
     result = save_on_cpu.solve(ask(graph, 10))
     assert [name for name in names(graph, result) if name.startswith("copy")] == [
         "copy_f1_device_to_host",
@@ -84,7 +84,7 @@ def test_deepspeed_keeps_the_largest_that_there_is_room_for(budget: int, time_s:
 
 
 def test_deepspeed_brings_back_early_where_memory_allows() -> None:
-    graph = with_trips(training_chain(4))
+    graph = with_trips(make_training_chain(4))
     offer = offer_of(graph)
     assert offer is not None
     plan = deepspeed_offload._OffloadPlan(offer, [0])

@@ -6,10 +6,10 @@ import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphs.ir import Graph
-from graphs.options.offload import without_offload
+from graphs.options.offload import remove_offload
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.capture.workload.models import build
 from planner.measure.tracing import trace
 from solvers.baselines.deepspeed_offload import DeepSpeedParams
@@ -106,7 +106,7 @@ def captured() -> Graph:
 @pytest.fixture(scope="module")
 def bounds(captured: Graph) -> dict[float, float | None]:
     """By share of the peak of keeping everything, what is proved of the time within it."""
-    peak = peak_bytes(without_offload(captured)[0])
+    peak = peak_bytes(remove_offload(captured)[0])
     return {share: solve_exactly(ask(captured, int(share * peak), time_limit_s=5)).bound_s for share in (1.0, 0.85, 0.7)}
 
 
@@ -115,7 +115,7 @@ def bounds(captured: Graph) -> dict[float, float | None]:
     [pytest.param(name, marks=pytest.mark.slow) if name in ("auto-perf-maxing", "sac-and-offload") else name for name in LARGE],
 )
 def test_baselines_on_a_captured_gpt_respect_the_bound(name: str, captured: Graph, bounds: dict[float, float | None]) -> None:
-    peak = peak_bytes(without_offload(captured)[0])
+    peak = peak_bytes(remove_offload(captured)[0])
     found = 0
     for share, bound_s in bounds.items():
         result = get_solver(name)(ask(captured, int(share * peak), params=RIVALS[name]))
@@ -131,13 +131,13 @@ def test_baselines_on_a_captured_gpt_respect_the_bound(name: str, captured: Grap
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_graph_without_transfers_is_inapplicable(name: str) -> None:
-    result = get_solver(name)(ask(training_chain(5), UNLIMITED))
+    result = get_solver(name)(ask(make_training_chain(5), UNLIMITED))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.INAPPLICABLE)
     assert "offers no transfers to the host" in result.message
 
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_too_small_budget_is_reported_as_memory_limit(name: str) -> None:
-    graph = small_gpt() if name in LARGE else with_trips(training_chain(5))
+    graph = small_gpt() if name in LARGE else with_trips(make_training_chain(5))
     result = get_solver(name)(ask(graph, graph.static_bytes + 2, params=RIVALS[name]))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.MEMORY)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from graphs.importers import import_graph, simrd
-from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Graph
 from graphs.schedule import Compute, Free, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.small import chain
+from graphs.synthetic.small import make_chain
 from solvers.baselines.common.online import OnlineFailedError, OnlineRun
 from solvers.baselines.dtr import DtrParams, solve
 from solvers.online.heuristics import DtrRule, make_heuristic
@@ -53,7 +53,7 @@ def test_a_reference_held_on_is_evicted_as_the_simulator_would(tmp_path: Path) -
     assert [graph.tensors[held.held_for].name, held.name] == ["y", "y held"]
     assert [graph.ops[op].name for op in (*held.producers, *graph.consumers[held.id])] == ["hold.y", "release.y"]
     assert simulate(graph, keep_everything(graph)).peak_bytes == 35
-    graph = graph_from_dict(graph_to_dict(renamed(graph)))
+    graph = build_from_dict(convert_to_dict(renamed(graph)))
     for budget in (35, 25):
         result = solve(ask(graph, budget))
         assert (result.peak_bytes, result.time_s) == (budget, graph.time_s)
@@ -115,12 +115,12 @@ def test_schedules_with_views_run_and_fit(rule: DtrRule, deallocation: Deallocat
 
 
 def test_eager_eviction_frees_after_the_last_use() -> None:
-    schedule = OnlineRun(chain(3), 10, make_heuristic(DtrRule.DTR)).run()
+    schedule = OnlineRun(make_chain(3), 10, make_heuristic(DtrRule.DTR)).run()
     assert schedule.steps == (Compute(0), Compute(1), Free(0), Compute(2), Free(1), Free(2))
 
 
 def test_without_deallocation_nothing_is_freed_before_memory_runs_out() -> None:
-    graph = chain(5)
+    graph = make_chain(5)
     run = OnlineRun(graph, 3, make_heuristic(DtrRule.LRU), deallocation=Deallocation.IGNORE)
     assert run.run().steps == (*(Compute(i) for i in range(3)), Free(0), Compute(3), Free(1), Compute(4))
 
@@ -128,11 +128,11 @@ def test_without_deallocation_nothing_is_freed_before_memory_runs_out() -> None:
 def test_children_of_a_banished_tensor_stay_until_released() -> None:
     # a is banished once b is there; so b, though it could be evicted for c and made again, is pinned.
     draft = Draft()
-    (a,) = draft.op("a", [], [1])
-    (b,) = draft.op("b", [a], [2])
-    (c,) = draft.op("c", [], [2])
-    draft.op("d", [b, c], [1])
-    graph = draft.graph()
+    (a,) = draft.add_op("a", [], [1])
+    (b,) = draft.add_op("b", [a], [2])
+    (c,) = draft.add_op("c", [], [2])
+    draft.add_op("d", [b, c], [1])
+    graph = draft.build_graph()
     assert OnlineRun(graph, 5, make_heuristic(DtrRule.DTR), deallocation=Deallocation.BANISH).run().computed == (0, 1, 2, 3)
     graph = replace(graph, ops=(*graph.ops[:2], replace(graph.ops[2], workspace_bytes=2), graph.ops[3]))
     with pytest.raises(OnlineFailedError, match="op 'c' needs 4 B more, 2 B are in use, and nothing is left to evict"):
@@ -143,20 +143,20 @@ def test_children_of_a_banished_tensor_stay_until_released() -> None:
 def test_unrecomputable_tensor_stays_while_it_may_be_read() -> None:
     # s is read by a only, but a may have to run again for d; after d it is of no use.
     draft = Draft()
-    (s,) = draft.op("s", [], [1], recomputable=False)
-    (a,) = draft.op("a", [s], [4])
-    (b,) = draft.op("b", [], [4])
-    (c,) = draft.op("c", [b], [1])
-    (d,) = draft.op("d", [a, c], [1])
-    draft.op("e", [d], [1])
-    schedule = OnlineRun(draft.graph([d]), 7, make_heuristic(DtrRule.DTR)).run()
+    (s,) = draft.add_op("s", [], [1], recomputable=False)
+    (a,) = draft.add_op("a", [s], [4])
+    (b,) = draft.add_op("b", [], [4])
+    (c,) = draft.add_op("c", [b], [1])
+    (d,) = draft.add_op("d", [a, c], [1])
+    draft.add_op("e", [d], [1])
+    schedule = OnlineRun(draft.build_graph([d]), 7, make_heuristic(DtrRule.DTR)).run()
     assert schedule.computed == (0, 1, 2, 3, 1, 4, 5)
     assert schedule.steps.index(Compute(4)) < schedule.steps.index(Free(s)) < schedule.steps.index(Compute(5))
 
 
 def test_a_stopped_run_says_so() -> None:
-    result = solve(ask(chain(5), 10, should_stop=lambda: True))
+    result = solve(ask(make_chain(5), 10, should_stop=lambda: True))
     assert result.status is Status.LIMIT
     assert "stopped" in result.message
-    late = solve(ask(chain(5), 10, time_limit_s=0.0))
+    late = solve(ask(make_chain(5), 10, time_limit_s=0.0))
     assert "the limit of 0 s was reached" in late.message

@@ -4,7 +4,7 @@ import pytest
 
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers import highs
 from solvers.baselines import poet
@@ -17,7 +17,7 @@ from tests.support.solvers.answers import ask
 
 
 def test_paging_takes_no_time_there_and_its_time_here() -> None:
-    graph = with_trips(training_chain(4))
+    graph = with_trips(make_training_chain(4))
     paged = poet.solve(ask(graph, 3, params=PoetParams(powers=(0.1,))))
     check_by_both_judges(graph, paged)
     # f1 and f2 go and come, for 4 tenths, where making f1, then f2 and f1 again costs 2 or 3. There is no room to ask for
@@ -33,7 +33,7 @@ def test_paging_takes_no_time_there_and_its_time_here() -> None:
 
 
 def test_cost_of_copies_decides_between_recomputing_and_offload() -> None:
-    graph = with_trips(training_chain(4))
+    graph = with_trips(make_training_chain(4))
     computed = poet.solve(ask(graph, 4, params=PoetParams(powers=(1.0,))))
     # Two seconds of copies cost more than f1 again.
     assert computed.schedule is not None and not any(graph.ops[op].optional for op in computed.schedule.computed)
@@ -73,7 +73,7 @@ def test_large_graphs_are_not_tried() -> None:
 
 
 def test_a_limit_in_which_there_is_no_solution_is_refused_at_once() -> None:
-    graph = with_trips(plain := training_chain(20), 50e9)
+    graph = with_trips(plain := make_training_chain(20), 50e9)
     budget_bytes = simulate(plain, keep_everything(plain)).peak_bytes
     least_s = poet.estimate_program_time_s(graph, budget_bytes)
     refused = poet.solve(ask(graph, budget_bytes, time_limit_s=0.9 * least_s))

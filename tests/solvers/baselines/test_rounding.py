@@ -7,8 +7,8 @@ from graphs.ir import Graph
 from graphs.schedule import schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import skips, training_chain
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from graphs.synthetic.small import make_skips, make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.baselines import checkmate, rounding
 from solvers.baselines.common.checkmate_program import CheckmateModel
@@ -36,13 +36,13 @@ def everything(graph: Graph) -> set[tuple[int, int]]:
 
 
 def test_handed_over_tensors_are_not_recomputed() -> None:
-    graph = training_chain(4)
+    graph = make_training_chain(4)
     assert executions(graph, everything(graph)) == list(range(8))
 
 
 def test_tensors_not_handed_over_are_recomputed_from_the_start() -> None:
     # f1..f4, then g4 reads f4 and f3, g3 reads f2 and g4, g2 reads f1 and g3, g1 reads g2.
-    graph = training_chain(4)
+    graph = make_training_chain(4)
     forward = [0, 0, 1, 0, 1, 2, 0, 1, 2, 3]
     # Only gradients are handed over, each to the next stage: the forward is made again for each of them.
     only_gradients = executions(graph, {(t + 1, graph.ops[t].outputs[0]) for t in range(4, 7)})
@@ -55,11 +55,11 @@ def test_tensors_not_handed_over_are_recomputed_from_the_start() -> None:
 
 def test_tensor_handed_over_later_is_computed_in_its_first_missing_stage() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [1])
-    (b,) = draft.op("b", [], [1])
-    (c,) = draft.op("c", [b], [1])
-    draft.op("d", [a, c], [1])
-    graph = draft.graph()
+    (a,) = draft.add_op("a", [], [1])
+    (b,) = draft.add_op("b", [], [1])
+    (c,) = draft.add_op("c", [b], [1])
+    draft.add_op("d", [a, c], [1])
+    graph = draft.build_graph()
     # a is not there while c runs, but is handed to d's stage: so it is made in the stage of c.
     assert executions(graph, {(2, b), (3, c), (3, a)}) == [0, 1, 0, 2, 3]
     # Handed to nobody, it is made in the stage of d.
@@ -68,7 +68,7 @@ def test_tensor_handed_over_later_is_computed_in_its_first_missing_stage() -> No
 
 def test_unrecomputable_tensors_count_as_handed_over() -> None:
     for seed in range(60):
-        graph = random_graph(seed, 12)
+        graph = draw_graph(seed, 12)
         computed = executions(graph, set())
         assert all(graph.ops[i].recomputable for i in computed if computed.count(i) > 1)
         # The judge knows about kept tensors, writes in place and inputs that are missing.
@@ -80,7 +80,13 @@ def test_unrecomputable_tensors_count_as_handed_over() -> None:
 
 @pytest.mark.parametrize(
     ("graph", "budget", "optimum_s"),
-    [(training_chain(3), 4, 6), (training_chain(8), 9, 16), (training_chain(8), 8, 17), (diamond(), 9, 9), (kept_output(), 7, 5)],
+    [
+        (make_training_chain(3), 4, 6),
+        (make_training_chain(8), 9, 16),
+        (make_training_chain(8), 8, 17),
+        (diamond(), 9, 9),
+        (kept_output(), 7, 5),
+    ],
 )
 def test_small_graphs_are_rounded_to_the_optimum(graph: Graph, budget: int, optimum_s: float) -> None:
     result = solve(ask(graph, budget))
@@ -92,7 +98,7 @@ def test_small_graphs_are_rounded_to_the_optimum(graph: Graph, budget: int, opti
 def test_rounding_brackets_the_checkmate_optimum() -> None:
     found = strict = 0
     for seed in range(12):
-        graph = random_graph(seed, 10)
+        graph = draw_graph(seed, 10)
         for share in (0.4, 0.7):
             budget = budget_at(graph, share)
             optimum = checkmate.solve(ask(graph, budget, tolerance=0.0))
@@ -111,7 +117,7 @@ def test_rounding_brackets_the_checkmate_optimum() -> None:
 
 @pytest.mark.parametrize(
     ("graph", "share", "most_over"),
-    [(random_training_step(8, 8), 0.5, 0.15), (random_training_step(14, 14), 0.7, 0.15), (skips(8), 0.3, 0.0)],
+    [(draw_training_step(8, 8), 0.5, 0.15), (draw_training_step(14, 14), 0.7, 0.15), (make_skips(8), 0.3, 0.0)],
     ids=["17 ops", "29 ops", "skips"],
 )
 def test_training_steps_are_rounded_well(graph: Graph, share: float, most_over: float) -> None:
@@ -129,7 +135,7 @@ def test_a_transformer_is_rounded_well() -> None:
 
 
 def test_a_smaller_part_of_the_budget_is_tried_only_if_nothing_fits() -> None:
-    graph = random_training_step(8, 8)
+    graph = draw_training_step(8, 8)
     budget = budget_at(graph, 0.5)
     used = solve(ask(graph, budget)).settings["fraction"]
     assert isinstance(used, float) and 0.1 < used < 1.0
@@ -143,7 +149,7 @@ def test_a_smaller_part_of_the_budget_is_tried_only_if_nothing_fits() -> None:
 
 @pytest.mark.slow
 def test_the_seed_decides() -> None:
-    graph = random_training_step(8, 8)
+    graph = draw_training_step(8, 8)
     budget = budget_at(graph, 0.5)
 
     def found(seed: int) -> float | None:
@@ -164,7 +170,7 @@ def test_a_budget_below_the_needs_of_an_op_is_infeasible() -> None:
 
 
 def test_time_is_up_before_a_relaxation_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = random_training_step(0, 40)
+    graph = draw_training_step(0, 40)
     monkeypatch.setattr("solvers.baselines.common.checkmate_program._LEAST_S", 0.0)  # so that it is begun
     result = solve(ask(graph, budget_at(graph, 0.2), time_limit_s=1e-9))
     assert (result.status, result.bound_s) == (Status.LIMIT, graph.time_s)
@@ -172,14 +178,14 @@ def test_time_is_up_before_a_relaxation_is_solved(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_stop_ends_the_search() -> None:
-    graph = random_training_step(8, 8)
+    graph = draw_training_step(8, 8)
     result = solve(ask(graph, budget_at(graph, 0.5), should_stop=lambda: True))
     assert result.status is Status.LIMIT
 
 
 def test_rounding_reports_progress() -> None:
     told: list[SolveProgress] = []
-    result = solve(ask(training_chain(8), 8, on_progress=told.append))
+    result = solve(ask(make_training_chain(8), 8, on_progress=told.append))
     assert told[0].activity == "rounding at 100% of the budget"
     assert told[-1].best_s == result.time_s
     assert told[-1].bound_s == result.bound_s
@@ -187,12 +193,12 @@ def test_rounding_reports_progress() -> None:
 
 def test_a_solver_that_gives_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "solve_model", lambda *rest: PulpAnswer(Outcome.FAILED, False, None, "out of its depth"))
-    result = solve(ask(training_chain(4), 4))
+    result = solve(ask(make_training_chain(4), 4))
     assert result.status is Status.ERROR
     assert "out of its depth" in result.message
 
 
 def test_the_solver_is_named_and_in_the_registry() -> None:
-    assert get_solver("rounding")(ask(training_chain(4), 4)).solver == "rounding"
+    assert get_solver("rounding")(ask(make_training_chain(4), 4)).solver == "rounding"
     with pytest.raises(PlannerError, match="'magic' is none that PuLP knows"):
-        solve(ask(training_chain(4), 4, params=RoundingParams(milp_solver="magic")))
+        solve(ask(make_training_chain(4), 4, params=RoundingParams(milp_solver="magic")))

@@ -13,8 +13,8 @@ from graphs.ir import Graph, Phase
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from graphs.synthetic.small import make_training_chain
 from solvers.baselines import memory_budget, sac
 from solvers.baselines.common.torch_ops import COMPUTE_INTENSIVE, extract_base_name
 from solvers.baselines.memory_budget import Partition, generate_trials, solve_knapsack
@@ -34,11 +34,11 @@ def network(blocks: int) -> Graph:
     f: list[int] = []
     for block in range(blocks):
         for place, time_s in enumerate((4.0, 1.0, 4.0, 6.0, 1.0)):
-            f += draft.op(f"{block}.{place}", f[-1:], [4], time_s=time_s)
-    (g,) = draft.op("loss", f[-1:], [1], time_s=0.5)
+            f += draft.add_op(f"{block}.{place}", f[-1:], [4], time_s=time_s)
+    (g,) = draft.add_op("loss", f[-1:], [1], time_s=0.5)
     for i in range(len(f) - 1, -1, -1):
-        (g,) = draft.op(f"backward {i}", [*f[max(0, i - 1) : i], g], [4], phase=Phase.BACKWARD)
-    graph = draft.graph([g])
+        (g,) = draft.add_op(f"backward {i}", [*f[max(0, i - 1) : i], g], [4], phase=Phase.BACKWARD)
+    graph = draft.build_graph([g])
     ops = [
         replace(op, target=f"aten.{targets[op.id % 5]}.default", module=f"h.{op.id // 5}") if op.id < 5 * blocks else op
         for op in graph.ops
@@ -101,7 +101,7 @@ def test_a_list_of_your_own_that_names_nothing() -> None:
 
 
 def test_a_list_that_names_nothing_does_not_apply() -> None:
-    result = sac.solve(ask(training_chain(5), 10**9))
+    result = sac.solve(ask(make_training_chain(5), 10**9))
     assert (result.status, result.reason) == (Status.LIMIT, Reason.INAPPLICABLE)
     assert "does not apply" in result.message
     small = sac.solve(ask(network(4), 20))
@@ -191,7 +191,7 @@ def least_cut(partition: Partition, banned: set[int]) -> float:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_cut_is_the_least(seed: int) -> None:
-    graph = random_training_step(seed, 8)
+    graph = draw_training_step(seed, 8)
     partition = Partition(graph)
     banned = {op.id for op in graph.ops if op.id % 3 == seed % 3}
     found = sum(graph.tensors[t].size_bytes * 1.1 ** min(partition.distance[t], 100) for t in partition.cut(banned))
@@ -217,7 +217,7 @@ def test_a_smaller_fraction_saves_less_and_takes_longer() -> None:
 
 
 def test_without_names_the_knapsack_is_over_all_ops() -> None:
-    graph = training_chain(20)
+    graph = make_training_chain(20)
     partition = Partition(graph)
     assert [len(partition.choose_saved(fraction)) for fraction in (1.0, 0.5, 0.0)] == [20, 10, 0]
 
@@ -236,7 +236,7 @@ def test_a_budget_in_bytes_finds_its_fraction() -> None:
 
 @given(seed=st.integers(0, 10**6), ops=st.integers(2, 30), share=st.floats(0.3, 1.0))
 def test_schedules_run_and_fit_on_random_graphs(seed: int, ops: int, share: float) -> None:
-    graph = random_graph(seed, ops)
+    graph = draw_graph(seed, ops)
     graph = replace(graph, ops=tuple(replace(op, phase=Phase.BACKWARD) if 2 * op.id > ops else op for op in graph.ops))
     budget = int(share * simulate(graph, keep_everything(graph)).peak_bytes)
     for result in (

@@ -6,13 +6,13 @@ import pytest
 
 from graphs.errors import GraphError
 from graphs.ir import Graph
-from graphs.options.placement import placement_of
+from graphs.options.placement import get_placement
 from graphs.options.surroundings import OtherDevice
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_training_step
+from graphs.synthetic.small import make_training_chain
 from solvers import highs
 from solvers.baselines.xengine import ScheduleClass, XEngineParams, XEngineProgram, add_clocks, build_lazy_schedule
 from solvers.clock import WallClock
@@ -42,10 +42,10 @@ def sum_of(result: Result) -> float | None:
 def two_branches() -> Graph:
     """Ops a and b of 4 s that read nothing, c of 1 s that reads both; on the other device each takes as long, a copy 0.5 s."""
     draft = Draft()
-    (a,) = draft.op("a", [], [2], time_s=4.0)
-    (b,) = draft.op("b", [], [2], time_s=4.0)
-    (c,) = draft.op("c", [a, b], [2], time_s=1.0)
-    return on_devices(draft.graph([c]), OtherDevice("second", (4.0, 4.0, 1.0), 4.0))
+    (a,) = draft.add_op("a", [], [2], time_s=4.0)
+    (b,) = draft.add_op("b", [], [2], time_s=4.0)
+    (c,) = draft.add_op("c", [a, b], [2], time_s=1.0)
+    return on_devices(draft.build_graph([c]), OtherDevice("second", (4.0, 4.0, 1.0), 4.0))
 
 
 @pytest.mark.parametrize("stay", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["published", "stay"])
@@ -74,10 +74,10 @@ def test_recomputation_on_either_device_matches_brute_force() -> None:
     for copied_bytes_per_s in (0.5, 8.0):
         for capacity_bytes in (3, 4, 7, None):
             draft = Draft()
-            (a,) = draft.op("a", [], [4], time_s=2.0)
-            (b,) = draft.op("b", [], [1], time_s=4.0, workspace_bytes=4)
-            (c,) = draft.op("c", [a, b], [1], time_s=2.0)
-            graph = on_devices(draft.graph([c]), OtherDevice("second", (3.0, 5.0, 9.0), copied_bytes_per_s, capacity_bytes))
+            (a,) = draft.add_op("a", [], [4], time_s=2.0)
+            (b,) = draft.add_op("b", [], [1], time_s=4.0, workspace_bytes=4)
+            (c,) = draft.add_op("c", [a, b], [1], time_s=2.0)
+            graph = on_devices(draft.build_graph([c]), OtherDevice("second", (3.0, 5.0, 9.0), copied_bytes_per_s, capacity_bytes))
             for budget in range(4, 11):
                 expected, result = fastest_serial(graph, budget), solved(graph, budget)
                 assert sum_of(result) == (None if expected is None else pytest.approx(expected, abs=CLOSE))
@@ -109,7 +109,7 @@ def test_the_clocks_of_the_program_are_those_of_the_judge() -> None:
     compared = 0
     for seed in range(12):
         graph, budget = random_placement(300 + seed, 3)
-        program = XEngineProgram(placement_of(graph), budget, ScheduleClass(stay=True, ahead=True), whole_frees=True)
+        program = XEngineProgram(get_placement(graph), budget, ScheduleClass(stay=True, ahead=True), whole_frees=True)
         assert program.build()
         add_clocks(program, 100.0)
         answer = highs.solve_program(program.build_milp(), clock=WallClock(60.0))
@@ -154,10 +154,10 @@ def test_where_each_op_runs_once_only_its_device_is_chosen() -> None:
 
 def test_faster_device_runs_all_ops_and_kept_outputs_return() -> None:
     draft = Draft()
-    weight = draft.static("weight", 4)
-    (a,) = draft.op("a", [weight], [4], time_s=10.0)
-    (b,) = draft.op("b", [a, weight], [4], time_s=10.0)
-    graph = on_devices(draft.graph([b]), OtherDevice("second", (1.0, 1.0), 4.0))
+    weight = draft.add_static("weight", 4)
+    (a,) = draft.add_op("a", [weight], [4], time_s=10.0)
+    (b,) = draft.add_op("b", [a, weight], [4], time_s=10.0)
+    graph = on_devices(draft.build_graph([b]), OtherDevice("second", (1.0, 1.0), 4.0))
     published, stay = solved(graph, 100), solved(graph, 100, stay=True)
     # Published, the weight is copied for each of the two stages.
     assert (sum_of(published), sum_of(stay)) == (5.0, 4.0)
@@ -168,18 +168,18 @@ def test_faster_device_runs_all_ops_and_kept_outputs_return() -> None:
 
 def test_copied_tensors_count_against_device_capacity() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [4], time_s=1.0)
-    (b,) = draft.op("b", [a], [4], time_s=10.0)
-    (c,) = draft.op("c", [b], [1], time_s=1.0)
+    (a,) = draft.add_op("a", [], [4], time_s=1.0)
+    (b,) = draft.add_op("b", [a], [4], time_s=10.0)
+    (c,) = draft.add_op("c", [b], [1], time_s=1.0)
 
     def times(capacity_bytes: int) -> float | None:
         other = OtherDevice("second", (None, 1.0, None), 4.0, capacity_bytes)
-        return sum_of(solved(on_devices(draft.graph([c]), other), 100))
+        return sum_of(solved(on_devices(draft.build_graph([c]), other), 100))
 
     assert (times(8), times(7)) == (5.0, 12.0)
 
 
-@pytest.mark.parametrize("graph", [diamond(), training_chain(4), random_training_step(3, 3)], ids=["diamond", "chain", "step"])
+@pytest.mark.parametrize("graph", [diamond(), make_training_chain(4), draw_training_step(3, 3)], ids=["diamond", "chain", "step"])
 def test_xengine_with_a_useless_device_equals_checkmate(graph: Graph) -> None:
     peak = simulate(graph, keep_everything(graph)).peak_bytes
     for budget in (peak, int(0.8 * peak), int(0.6 * peak)):
@@ -193,11 +193,11 @@ def test_xengine_with_a_useless_device_equals_checkmate(graph: Graph) -> None:
 
 
 def test_unsupported_graphs_are_refused_with_a_reason() -> None:
-    alone = solved(training_chain(4), 100)
+    alone = solved(make_training_chain(4), 100)
     assert (alone.status, alone.reason) == (Status.LIMIT, Reason.INAPPLICABLE) and "checkmate" in alone.message
     with pytest.raises(GraphError, match="only graphs with placement and no other option"):
-        solved(with_trips(training_chain(4)), 100)
-    large = training_chain(60)
+        solved(with_trips(make_training_chain(4)), 100)
+    large = make_training_chain(60)
     offered = on_devices(large, OtherDevice("second", tuple(op.time_s for op in large.ops), 1.0))
     result = solved(offered, 1000)
     assert result.reason is Reason.SIZE and "more than 24,000" in result.message
@@ -222,23 +222,23 @@ def on_two_devices(graph: Graph) -> tuple[Graph, int]:
 def test_variables_are_counted_without_a_program(schedules: ScheduleClass) -> None:
     for seed in range(20):
         graph, budget_bytes = random_placement(seed, 2 + seed % 2)
-        program = XEngineProgram(placement_of(graph), budget_bytes, schedules)
+        program = XEngineProgram(get_placement(graph), budget_bytes, schedules)
         counted = program.count()
         assert program.build() and counted == len(program.R) + len(program.S), seed
 
 
 @pytest.mark.parametrize("name", ["xengine", "xengine-overlapped"])
 def test_a_limit_in_which_there_is_no_solution_is_refused_at_once(name: str) -> None:
-    graph, budget_bytes = on_two_devices(training_chain(20))
+    graph, budget_bytes = on_two_devices(make_training_chain(20))
     least_s = estimate_program_time_s(name, graph, budget_bytes)
     refused = get_solver(name)(ask(graph, budget_bytes, time_limit_s=0.9 * least_s))
     assert (refused.status, refused.reason) == (Status.LIMIT, Reason.TIME)
     assert "to write it and solve its relaxation once takes about" in refused.message
-    assert estimate_program_time_s(name, training_chain(20), budget_bytes) == 0.0  # on one device
+    assert estimate_program_time_s(name, make_training_chain(20), budget_bytes) == 0.0  # on one device
 
 
 def test_hundreds_of_ops_are_refused_before_a_program_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, budget_bytes = on_two_devices(training_chain(150))
+    graph, budget_bytes = on_two_devices(make_training_chain(150))
     monkeypatch.setattr(XEngineProgram, "build", None)
     for name in ("xengine", "xengine-overlapped"):
         refused = get_solver(name)(ask(graph, budget_bytes, time_limit_s=1e9))

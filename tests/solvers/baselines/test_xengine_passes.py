@@ -6,7 +6,7 @@ import pytest
 
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Phase
-from graphs.options.passes import in_passes, passes_of
+from graphs.options.passes import order_by_passes, split_into_passes
 from graphs.options.surroundings import OtherDevice
 from graphs.schedule import Compute, schedule_of
 from graphs.simulate import simulate
@@ -20,11 +20,11 @@ from tests.support.graphs.options import on_devices
 def step() -> Graph:
     """A loss of 4 bytes, which another device computes sooner, and two kept gradients behind it."""
     draft = Draft()
-    (a,) = draft.op("a", [], [4], time_s=9.0)
-    (loss,) = draft.op("loss", [a], [4], time_s=9.0)
-    (b,) = draft.op("b", [a], [2], time_s=9.0)
-    (c,) = draft.op("c", [b], [2], time_s=9.0)
-    graph = draft.graph([loss, b, c])
+    (a,) = draft.add_op("a", [], [4], time_s=9.0)
+    (loss,) = draft.add_op("loss", [a], [4], time_s=9.0)
+    (b,) = draft.add_op("b", [a], [2], time_s=9.0)
+    (c,) = draft.add_op("c", [b], [2], time_s=9.0)
+    graph = draft.build_graph([loss, b, c])
     return replace(graph, ops=tuple(replace(op, phase=Phase.FORWARD if op.id < 2 else Phase.BACKWARD) for op in graph.ops))
 
 
@@ -34,11 +34,11 @@ def test_a_loss_that_is_made_elsewhere_comes_with_the_forward_pass(solver: str, 
     graph = on_devices(step(), OtherDevice("second", (1.0,) * 4, 4.0, 20))
     result = get_solver(solver)(Request(graph, budget, clock=WorkClock(2.0)))
     assert result.schedule is not None and any(graph.ops[op].replaces for op in result.schedule.computed)
-    forward, _ = passes_of(graph, result.schedule)
+    forward, _ = split_into_passes(graph, result.schedule)
     loss = next(t.id for t in graph.tensors if t.producers and graph.ops[t.producers[0]].name == "loss")
     assert any(isinstance(s, Compute) and loss in graph.ops[s.op].outputs for s in forward)
     # It is there in what the program counts: nothing is held longer where the schedule is run.
-    again = simulate(graph, in_passes(graph, result.schedule))
+    again = simulate(graph, order_by_passes(graph, result.schedule))
     assert again.peak_bytes == result.peak_bytes <= budget
 
 
@@ -47,10 +47,10 @@ def test_a_loss_that_is_computed_here_again_comes_with_the_forward_pass() -> Non
     ids = {op.name: op.id for op in graph.ops}
     names = ["a", "copy_a_device_to_second", "loss@second", "loss", "b", "c"]
     schedule = schedule_of(graph, [ids[name] for name in names])
-    forward, backward = passes_of(graph, schedule)
+    forward, backward = split_into_passes(graph, schedule)
     computed = [[graph.ops[s.op].name for s in steps if isinstance(s, Compute)] for steps in (forward, backward)]
     assert computed == [names[:4], names[4:]]
-    assert in_passes(graph, schedule) == schedule
+    assert order_by_passes(graph, schedule) == schedule
     late = schedule_of(graph, [ids[name] for name in ("a", "copy_a_device_to_second", "loss@second", "b", "loss", "c")])
     with pytest.raises(ScheduleError, match="'loss', which the step returns, is not in memory"):
-        passes_of(graph, late)
+        split_into_passes(graph, late)

@@ -9,8 +9,8 @@ import pytest
 from graphs.ir import Graph
 from graphs.schedule import keep_everything, schedule_of
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_training_step
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock
@@ -31,7 +31,7 @@ def executed(graph: Graph, budget_bytes: int, rule: EvictionRule, **settings: An
     return None if found is None else found.computed
 
 
-@pytest.mark.parametrize("graph", [transformer(TransformerSize(layers=2)), random_training_step(3, 40), training_chain(20)])
+@pytest.mark.parametrize("graph", [transformer(TransformerSize(layers=2)), draw_training_step(3, 40), make_training_chain(20)])
 @pytest.mark.parametrize("share", [0.15, 0.5, 0.9])
 def test_evicting_orders_fit_the_budget(graph: Graph, share: float) -> None:
     budget = between(graph, share)
@@ -57,7 +57,7 @@ class CheckedCosts(Eviction):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_cached_eviction_costs_equal_recomputed_costs(seed: int, share: float) -> None:
-    graph = random_training_step(seed, 25)
+    graph = draw_training_step(seed, 25)
     for rule in (*RULES, *TIGHT_RULES):
         problem = build_problem(graph, between(graph, share))
         assert CheckedCosts(problem, rule).run() == find_evicting_order(problem, rule)
@@ -72,14 +72,14 @@ def test_transformers_run_in_little_more_than_their_largest_op(layers: int) -> N
 
 
 def test_tight_rules_succeed_where_other_rules_run_out_of_memory() -> None:
-    graph = random_training_step(0, 40)
+    graph = draw_training_step(0, 40)
     budget = between(graph, 0.05)
     assert all(executed(graph, budget, rule) is None for rule in RULES)
     assert all(executed(graph, budget, rule) is not None for rule in TIGHT_RULES)
 
 
 def test_guide_or_bias_keeps_a_tensor_in_memory() -> None:
-    graph = training_chain(16)
+    graph = make_training_chain(16)
     budget = between(graph, 0.3)
     order = executed(graph, budget, EvictionRule())
     assert order is not None
@@ -101,7 +101,7 @@ def test_guide_or_bias_keeps_a_tensor_in_memory() -> None:
 
 
 def test_evicting_order_is_none_at_a_limit() -> None:
-    graph = training_chain(16)
+    graph = make_training_chain(16)
     budget = between(graph, 0.3)
     order = executed(graph, budget, EvictionRule())
     assert order is not None
@@ -113,6 +113,6 @@ def test_evicting_order_is_none_at_a_limit() -> None:
 
 
 def test_the_least_peak_is_looked_for_no_longer_than_is_allowed() -> None:
-    graph = training_chain(16)
+    graph = make_training_chain(16)
     assert find_least_evicting_schedule(graph, WallClock(0.0)) is None
     assert find_least_evicting_schedule(graph, WallClock(60.0), should_stop=lambda: True) is None

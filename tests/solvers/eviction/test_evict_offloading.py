@@ -8,8 +8,8 @@ from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import keep_everything, schedule_of
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.options import with_options
 from solvers.bounds import bound_least_budget
@@ -47,7 +47,7 @@ def per_second(graph: Graph, steps: float) -> float:
     return sum(t.size_bytes for t in graph.tensors if not t.static) / (graph.time_s * steps)
 
 
-@pytest.mark.parametrize("graph", [TRANSFORMER, random_training_step(3, 40), training_chain(20)])
+@pytest.mark.parametrize("graph", [TRANSFORMER, draw_training_step(3, 40), make_training_chain(20)])
 @pytest.mark.parametrize("share", [0.15, 0.5])
 def test_evicting_orders_with_offload_fit_the_budget(graph: Graph, share: float) -> None:
     problem = offering(graph, share, per_second(graph, 1.0))
@@ -91,7 +91,7 @@ def test_offload_fits_budgets_that_recomputation_cannot() -> None:
     """The budget is below what recomputing alone takes."""
     once = 0
     for seed in range(30):
-        graph = random_graph(seed, 12)
+        graph = draw_graph(seed, 12)
         problem = offering(graph, 0.1, 1.0)
         if problem.budget_bytes >= bound_least_budget(graph).budget_bytes:
             continue
@@ -129,7 +129,7 @@ def test_solve_finds_a_schedule_with_copies_before_using_models(monkeypatch: pyt
 def test_unrecomputable_ops_run_once_with_offload() -> None:
     once = 0
     for seed in range(30):
-        problem = offering(random_graph(seed, 40), 0.1, 1.0)
+        problem = offering(draw_graph(seed, 40), 0.1, 1.0)
         for rule in RULES:
             if (found := find_evicting_order(problem, rule)) is not None:
                 executed, _ = found

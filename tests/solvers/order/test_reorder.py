@@ -15,8 +15,8 @@ from graphs.ir import Graph, Phase
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import chain, training_chain
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from graphs.synthetic.small import make_chain, make_training_chain
 from planner.cli.main import main
 from planner.measure.steps import outcome
 from planner.plans.summary import summarize
@@ -40,27 +40,27 @@ def weight_gradients() -> Graph:
     best last.
     """
     draft = Draft()
-    (a,) = draft.op("a", [], [2_000])
-    (b,) = draft.op("b", [a], [20_000])
-    (c,) = draft.op("c", [b], [2_000])
-    (loss,) = draft.op("loss", [c], [1_000])
-    (dc,) = draft.op("dc", [loss], [2_000], phase=Phase.BACKWARD)
-    (db,) = draft.op("db", [dc], [20_000], phase=Phase.BACKWARD)
-    (w2,) = draft.op("w2", [dc, b], [1_000], phase=Phase.BACKWARD)
-    (w1,) = draft.op("w1", [loss, a], [30_000], phase=Phase.BACKWARD)
-    (da,) = draft.op("da", [db], [2_000], phase=Phase.BACKWARD)
-    (dx,) = draft.op("dx", [da], [2_000], phase=Phase.BACKWARD)
-    return draft.graph([w2, w1, dx])
+    (a,) = draft.add_op("a", [], [2_000])
+    (b,) = draft.add_op("b", [a], [20_000])
+    (c,) = draft.add_op("c", [b], [2_000])
+    (loss,) = draft.add_op("loss", [c], [1_000])
+    (dc,) = draft.add_op("dc", [loss], [2_000], phase=Phase.BACKWARD)
+    (db,) = draft.add_op("db", [dc], [20_000], phase=Phase.BACKWARD)
+    (w2,) = draft.add_op("w2", [dc, b], [1_000], phase=Phase.BACKWARD)
+    (w1,) = draft.add_op("w1", [loss, a], [30_000], phase=Phase.BACKWARD)
+    (da,) = draft.add_op("da", [db], [2_000], phase=Phase.BACKWARD)
+    (dx,) = draft.add_op("dx", [da], [2_000], phase=Phase.BACKWARD)
+    return draft.build_graph([w2, w1, dx])
 
 
 def read_in_between(*, stand_in: bool) -> Graph:
     """`early` reads what `first` makes and would best come before `second`; what stands for both of these comes where that is."""
     draft = Draft()
-    x, y = draft.op("first", [], [10, 10])
-    (z,) = draft.op("second", [x], [5])
-    (small,) = draft.op("early", [y], [1])
-    (end,) = draft.op("end", [z, small], [1])
-    graph = draft.graph([end])
+    x, y = draft.add_op("first", [], [10, 10])
+    (z,) = draft.add_op("second", [x], [5])
+    (small,) = draft.add_op("early", [y], [1])
+    (end,) = draft.add_op("end", [z, small], [1])
+    graph = draft.build_graph([end])
     if not stand_in:
         return graph
     both = replace(graph.ops[1], id=4, name="both", inputs=(), outputs=(y, z), optional=True, replaces=(0, 1))
@@ -81,7 +81,7 @@ def test_weight_gradients_go_where_they_need_least() -> None:
 
 
 def test_chain_is_not_reordered() -> None:
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     found = find_order(graph)
     assert not found.changed
     assert found.graph is graph
@@ -99,15 +99,15 @@ def test_where_time_is_short_the_program_order_is_the_answer() -> None:
 
 def test_an_order_that_is_none_is_refused() -> None:
     with pytest.raises(GraphError, match="topological order"):
-        permute(chain(3), [1, 0, 2])
+        permute(make_chain(3), [1, 0, 2])
 
 
 def any_graph(seed: int, size: int) -> Graph:
     """A random graph with effects, writes in place, several phases and random ops."""
     if seed % 2:
-        graph = random_training_step(seed, size)
+        graph = draw_training_step(seed, size)
     else:
-        graph = random_graph(seed, 2 * size)
+        graph = draw_graph(seed, 2 * size)
         half = seed % (2 * size)
         graph = replace(
             graph, ops=tuple(replace(op, phase=Phase.FORWARD if op.id <= half else Phase.BACKWARD) for op in graph.ops)
@@ -164,13 +164,13 @@ def replace_writers(graph: Graph) -> Graph:
 
 def test_op_with_side_effects_keeps_its_place_among_readers() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [9])
-    draft.op("before", [a], [50])
-    draft.op("effect", [a], [1], recomputable=False)
-    draft.op("after", [a], [1])
-    (last,) = draft.op("last", [], [1])
-    assert [op.name for op in find_order(draft.graph([1, 2, 3, last])).graph.ops][1:4] != ["effect", "after", "before"]
-    place = {op.name: op.id for op in find_order(draft.graph([1, 2, 3, last])).graph.ops}
+    (a,) = draft.add_op("a", [], [9])
+    draft.add_op("before", [a], [50])
+    draft.add_op("effect", [a], [1], recomputable=False)
+    draft.add_op("after", [a], [1])
+    (last,) = draft.add_op("last", [], [1])
+    assert [op.name for op in find_order(draft.build_graph([1, 2, 3, last])).graph.ops][1:4] != ["effect", "after", "before"]
+    place = {op.name: op.id for op in find_order(draft.build_graph([1, 2, 3, last])).graph.ops}
     assert place["before"] < place["effect"] < place["after"]
 
 
@@ -190,7 +190,7 @@ def test_plan_of_a_reordered_graph_refers_to_the_original() -> None:
 
 
 def test_program_order_is_used_if_only_it_fits() -> None:
-    graph, budget_bytes = random_graph(350, 12), 27
+    graph, budget_bytes = draw_graph(350, 12), 27
     in_new_order = get_solver("windows")(ask(find_order(graph).graph, budget_bytes))
     assert in_new_order.status is Status.INFEASIBLE
     plan = planner.solve(graph, budget_bytes)

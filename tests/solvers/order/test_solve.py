@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from graphs.ir import Graph, Phase
 from graphs.schedule import keep_everything
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph, random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_graph, draw_training_step
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
@@ -43,7 +43,7 @@ def wide_and_slow() -> Graph:
 
 
 def test_no_other_order_is_tried_where_none_lowers_the_peak() -> None:
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     found, given = solved(graph, int(0.8 * keep_everything_peak_bytes(graph)))
     assert (found.result.status, found.order.changed) == (Status.OPTIMAL, False)
     assert found.result.time_s is not None and found.result.time_s > graph.time_s
@@ -83,7 +83,7 @@ def test_a_schedule_of_program_order_is_kept_where_the_other_order_finds_none() 
 
 
 def test_infeasible_program_order_is_followed_by_another_order() -> None:
-    graph = random_graph(2, 40)
+    graph = draw_graph(2, 40)
     order = find_order(graph)
     assert order.changed
     calls: list[Graph] = []
@@ -100,7 +100,7 @@ def test_infeasible_program_order_is_followed_by_another_order() -> None:
 
 
 def test_without_a_schedule_in_program_order_another_takes_over() -> None:
-    graph = random_graph(2, 40)
+    graph = draw_graph(2, 40)
     calls: list[Graph] = []
 
     def solve(request: Request) -> Result:
@@ -118,7 +118,7 @@ def test_without_a_schedule_in_program_order_another_takes_over() -> None:
 
 
 def test_a_schedule_found_as_patience_ends_does_not_end_the_solve() -> None:
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     budget_bytes, calls = int(0.8 * keep_everything_peak_bytes(graph)), 0
 
     def solve(request: Request) -> Result:
@@ -156,7 +156,7 @@ def test_an_order_without_a_schedule_leaves_time_for_program_order() -> None:
 
 
 def test_the_order_of_the_start_is_tried_before_others() -> None:
-    graph = random_graph(2, 40)
+    graph = draw_graph(2, 40)
     before, _ = list_constraints(graph)
     order = permute(graph, swapped(before))
     assert order.changed and order.original != find_order(graph).original
@@ -202,7 +202,7 @@ def test_a_solve_that_makes_way_for_another_order_says_why_all_ended() -> None:
 
 @pytest.mark.slow
 def test_solves_that_count_work_come_to_the_same_twice() -> None:
-    graph = random_training_step(11, 30)
+    graph = draw_training_step(11, 30)
     for share in (0.6, 0.8):
         budget_bytes = int(share * keep_everything_peak_bytes(graph))
         one, again = (
@@ -226,7 +226,7 @@ def test_a_failure_of_the_search_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 14))
 @settings(max_examples=150)
 def test_no_order_that_is_found_has_a_peak_below_the_bound_on_all(seed: int, size: int) -> None:
-    graph = random_training_step(seed, size) if seed % 2 else random_graph(seed, 2 * size)
+    graph = draw_training_step(seed, size) if seed % 2 else draw_graph(seed, 2 * size)
     order = find_order(graph)
     bound = bound_any_order_peak_bytes(graph, *list_constraints(graph))
     assert bound <= keep_everything_peak_bytes(order.graph) <= keep_everything_peak_bytes(graph)
@@ -235,10 +235,10 @@ def test_no_order_that_is_found_has_a_peak_below_the_bound_on_all(seed: int, siz
 
 def test_the_bound_on_all_orders_is_that_of_all_orders_of_a_small_graph() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [10])
-    (b,) = draft.op("b", [a], [20], phase=Phase.BACKWARD)
-    (c,) = draft.op("c", [a], [30], phase=Phase.BACKWARD)
-    graph = draft.graph([b, c])
+    (a,) = draft.add_op("a", [], [10])
+    (b,) = draft.add_op("b", [a], [20], phase=Phase.BACKWARD)
+    (c,) = draft.add_op("c", [a], [30], phase=Phase.BACKWARD)
+    graph = draft.build_graph([b, c])
     assert keep_everything_peak_bytes(graph) == 60
     assert (
         bound_any_order_peak_bytes(graph, *list_constraints(graph)) == 40
@@ -273,7 +273,7 @@ def test_program_order_goes_on_if_neither_order_proves_its_schedule() -> None:
 
 
 def test_a_solve_starts_from_a_schedule_in_its_own_order() -> None:
-    graph = random_graph(6, 12)
+    graph = draw_graph(6, 12)
     before, _ = list_constraints(graph)
     swapped = next(op for op in range(1, len(graph.ops)) if op - 1 not in before[op])
     order = permute(graph, [*range(swapped - 1), swapped, swapped - 1, *range(swapped + 1, len(graph.ops))])

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_options
+from graphs.synthetic.random_graphs import draw_options
 from solvers.clock import WallClock
 from solvers.problem import OBJECTIVE_SCALE
 from solvers.request import Request
@@ -22,8 +22,8 @@ from tests.support.solvers.brute_force_options import fastest_with_options
 def branches_of(seed: int) -> tuple[Search, Branches]:
     """Of a small graph with options, at a budget below its peak."""
     draw = random.Random(seed)
-    graph = random_options(seed, draw.randint(3, 6))
-    program = without_options(graph)
+    graph = draw_options(seed, draw.randint(3, 6))
+    program = remove_options(graph)
     peak = simulate(program, keep_everything(program)).peak_bytes
     budget = max(1, round(peak * draw.uniform(0.6, 1.0)))
     search = Search.of(Request(graph, budget, Tolerance.of(1e-6), WallClock(60)))

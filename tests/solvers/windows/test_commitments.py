@@ -1,8 +1,8 @@
 """Which of the plain graphs that solutions commit to is solved next."""
 
 from graphs.ir import Graph
-from graphs.options import without_options
-from graphs.synthetic.random_graphs import random_options
+from graphs.options import remove_options
+from graphs.synthetic.random_graphs import draw_options
 from solvers.clock import WorkClock
 from solvers.request import Request
 from solvers.windows.decoding.plain_graph import build_plain_graph
@@ -16,7 +16,7 @@ from tests.support.budgets import budget_at
 
 def commitments(graph: Graph) -> tuple[Commitments, list[Commitment]]:
     """Those of doing what the graph's simple choices are, each known of as what a relaxation does."""
-    search = Search.of(Request(graph, budget_at(without_options(graph), 0.6), clock=WorkClock(5.0)))
+    search = Search.of(Request(graph, budget_at(remove_options(graph), 0.6), clock=WorkClock(5.0)))
     found, own = Commitments(search), []
     for instead in [frozenset[int](), *list_simple_substitutions(search.problem)]:
         order = substitute(search.problem, instead)
@@ -27,7 +27,7 @@ def commitments(graph: Graph) -> tuple[Commitments, list[Commitment]]:
 
 
 def test_the_best_is_solved_for_as_long_as_all_others_that_come_in() -> None:
-    found, (first, *_) = commitments(random_options(7, 50))
+    found, (first, *_) = commitments(draw_options(7, 50))
     first.promise_s = 1.0
     turns = []
     for _ in range(9):
@@ -43,7 +43,7 @@ def test_the_best_is_solved_for_as_long_as_all_others_that_come_in() -> None:
 
 
 def test_commitments_alternate_and_closed_ones_are_skipped() -> None:
-    found, (first, second, third, *rest) = commitments(random_options(7, 50))
+    found, (first, second, third, *rest) = commitments(draw_options(7, 50))
     for commitment in rest:
         commitment.closed = True
     first.runs, second.runs, third.runs = 2, 1, 1
@@ -59,7 +59,7 @@ def test_commitments_alternate_and_closed_ones_are_skipped() -> None:
 
 
 def test_a_solve_is_counted_by_the_clock() -> None:
-    found, (first, *_) = commitments(random_options(7, 50))
+    found, (first, *_) = commitments(draw_options(7, 50))
     first.promise_s = 1.0
     now = found.search.clock.now
     searches = found.generate_searches(Inbox())

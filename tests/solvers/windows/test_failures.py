@@ -10,7 +10,7 @@ import pytest
 from graphs.errors import PlannerError, SolverWarning
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_training_step
+from graphs.synthetic.random_graphs import draw_training_step
 from planner.plans.solving import solve as plan
 from solvers.bounds import bound_least_budget
 from solvers.highs import solve_program
@@ -26,7 +26,7 @@ from solvers.windows.strategies.portfolio import Portfolio
 from solvers.windows.strategies.strategy import Strategy
 from tests.support.solvers.answers import ask
 
-GRAPH = random_training_step(2, 40)
+GRAPH = draw_training_step(2, 40)
 # Between the least and the peak: a quarter of the way.
 _LEAST, _PEAK = bound_least_budget(GRAPH).budget_bytes, simulate(GRAPH, keep_everything(GRAPH)).peak_bytes
 BUDGET = _LEAST + (_PEAK - _LEAST) // 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from solvers.windows import solve
 from solvers.windows.strategies.refinement import Relaxation
 from tests.support.budgets import budget_at
@@ -15,7 +15,7 @@ class RelaxedError(BaseException):
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_rules_of_eviction_are_asked_before_the_relaxation(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, found = training_chain(20), []
+    graph, found = make_training_chain(20), []
 
     def begin(relaxation: Relaxation, limit: float) -> None:
         found.append(relaxation.search.incumbent.best is not None)

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.options.compress import VARIANCE
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_options
+from graphs.synthetic.random_graphs import draw_options
 from solvers.clock import WorkClock
 from solvers.request import Request
 from solvers.tolerance import Tolerance
@@ -31,7 +31,7 @@ def searched(graph: Graph, budget_bytes: int) -> Search:
 
 def begun(graph: Graph, share: float) -> Search | None:
     """With the fastest schedule of the program alone, in this share of its peak; None where it has none, or needs no more."""
-    program = without_options(graph)
+    program = remove_options(graph)
     budget = round(share * simulate(program, keep_everything(program)).peak_bytes)
     found = solve(Request(program, budget, EXACT, WorkClock(20.0)))
     if found.schedule is None:
@@ -46,7 +46,7 @@ def instances() -> Iterator[tuple[Graph, float]]:
     """Graphs with options, and shares of their programs' peaks."""
     for seed in range(12):
         for share in (0.9, 0.8):
-            yield random_options(seed, 12), share
+            yield draw_options(seed, 12), share
 
 
 def judged(search: Search) -> float:

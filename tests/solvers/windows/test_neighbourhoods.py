@@ -10,8 +10,8 @@ import pytest
 
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_training_step
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.clock import WallClock, WorkClock
 from solvers.highs import solve_program
@@ -47,7 +47,7 @@ def whole_trial(problem: Problem) -> Trial:
 
 
 def test_refinement_ahead_adds_windows_of_earlier_ops() -> None:
-    problem = build_problem(training_chain(6), 100)
+    problem = build_problem(make_training_chain(6), 100)
     v, x = 9, 2
     ops = list(range(problem.ops))
     discretization = Discretization((3, problem.ops - 1))
@@ -68,7 +68,7 @@ def test_refinement_ahead_adds_windows_of_earlier_ops() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_running_totals_say_the_same_as_dense_rows(seed: int) -> None:
-    graph = random_training_step(seed, 8)
+    graph = draw_training_step(seed, 8)
     problem = build_problem(graph, int(0.8 * peak_bytes(graph)))
     discretization = Discretization(tuple(range(problem.ops)))
     known = knows_all(problem)
@@ -84,7 +84,7 @@ def test_running_totals_say_the_same_as_dense_rows(seed: int) -> None:
 
 
 def test_restricted_model_recomputes_candidate_ops_only() -> None:
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     problem = build_problem(graph, 7)
     discretization = Discretization(tuple(range(problem.ops)))
     known = CandidateSet()
@@ -94,7 +94,7 @@ def test_restricted_model_recomputes_candidate_ops_only() -> None:
 
 
 def test_the_best_schedule_is_a_solution_of_the_narrow_model() -> None:
-    graph = training_chain(8)
+    graph = make_training_chain(8)
     problem = build_problem(graph, 5)
     found = bracket_least_budget(graph).schedule
     computed = [step.op for step in found.steps if hasattr(step, "op")]
@@ -118,7 +118,7 @@ def test_more_candidates_until_all_are_there() -> None:
 
 
 def test_tight_windows_cover_all_tight_ops() -> None:
-    problem = build_problem(training_chain(50), 10)
+    problem = build_problem(make_training_chain(50), 10)
     trial = whole_trial(problem)
     tight = [op for op, taken in enumerate(trial.memory_bytes) if taken > 0.85 * 10]
     for limit in (4, 10, 30):
@@ -150,7 +150,7 @@ def test_fix_and_optimize_schedules_fit_and_never_get_slower(share: float) -> No
 
 
 def test_reopening_ends_where_nothing_is_gained() -> None:
-    graph = training_chain(10)
+    graph = make_training_chain(10)
     search = Search.of(ask(graph, 6, tolerance=1e-3, time_limit_s=60.0))
     trial = whole_trial(search.problem)
     neighbourhoods = RestrictedModel(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
@@ -165,13 +165,13 @@ def test_reopening_ends_where_nothing_is_gained() -> None:
 def test_an_exchange_keeps_one_tensor_instead_of_another() -> None:
     """There is room for one of two tensors of the same size; the schedule to begin with keeps the wrong one."""
     draft = Draft()
-    (dear,) = draft.op("dear", [], [4], time_s=3.0)
-    (cheap,) = draft.op("cheap", [], [4], time_s=1.0)
-    (joined,) = draft.op("join", [dear, cheap], [1])
-    (large,) = draft.op("large", [joined], [4])
-    (small,) = draft.op("small", [large], [1])
-    kept = draft.op("last", [dear, cheap, small], [1])
-    search = Search.of(ask(draft.graph(kept), 10, tolerance=0.0, time_limit_s=60.0))
+    (dear,) = draft.add_op("dear", [], [4], time_s=3.0)
+    (cheap,) = draft.add_op("cheap", [], [4], time_s=1.0)
+    (joined,) = draft.add_op("join", [dear, cheap], [1])
+    (large,) = draft.add_op("large", [joined], [4])
+    (small,) = draft.add_op("small", [large], [1])
+    kept = draft.add_op("last", [dear, cheap, small], [1])
+    search = Search.of(ask(draft.build_graph(kept), 10, tolerance=0.0, time_limit_s=60.0))
     neighbourhoods = RestrictedModel(search, Discretization((3, 5)))
     neighbourhoods.discretization = Discretization(tuple(range(6)))
     neighbourhoods.known.ops = {0, 1}
@@ -218,7 +218,7 @@ def test_sharing_time_ends_when_all_strategies_have() -> None:
 
 
 def test_a_problem_without_room_ends() -> None:
-    search = Search.of(ask(training_chain(8), 3, tolerance=1e-3, time_limit_s=60.0))
+    search = Search.of(ask(make_training_chain(8), 3, tolerance=1e-3, time_limit_s=60.0))
     trial = whole_trial(search.problem)
     neighbourhoods = RestrictedModel(search, Discretization((int(np.argmax(trial.memory_bytes)), search.problem.ops - 1)))
     neighbourhoods.small = replace(neighbourhoods.small, capacity_bytes=2)

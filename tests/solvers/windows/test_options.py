@@ -6,12 +6,12 @@ import pytest
 
 from graphs.errors import GraphError
 from graphs.ir import Graph, Op
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_options
+from graphs.synthetic.random_graphs import draw_options
 from planner.capture.options import with_options
 from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
@@ -41,12 +41,12 @@ def head() -> Graph:
     last gradient (1) are kept. At the loss all of 2 + 8 + 10 + 1 + 10 = 31 are there.
     """
     draft = Draft()
-    hidden, mask = draft.op("layer", [], [2, 8])
-    (logits,) = draft.op("logits", [hidden], [10], time_s=2)
-    loss, logits_gradient = draft.op("loss", [logits], [1, 10])
-    (gradient,) = draft.op("head_backward", [hidden, logits_gradient], [2], time_s=4)
-    (last,) = draft.op("layer_backward", [mask, gradient], [1], time_s=2)
-    return draft.graph([loss, last])
+    hidden, mask = draft.add_op("layer", [], [2, 8])
+    (logits,) = draft.add_op("logits", [hidden], [10], time_s=2)
+    loss, logits_gradient = draft.add_op("loss", [logits], [1, 10])
+    (gradient,) = draft.add_op("head_backward", [hidden, logits_gradient], [2], time_s=4)
+    (last,) = draft.add_op("layer_backward", [mask, gradient], [1], time_s=2)
+    return draft.build_graph([loss, last])
 
 
 def in_chunks(graph: Graph, chunks: int, time_s: float) -> Graph:
@@ -160,7 +160,7 @@ def test_other_solvers_refuse_optional_ops() -> None:
 def test_the_program_is_put_into_another_order_with_its_options() -> None:
     seen = 0
     for seed in range(60):
-        graph = random_options(seed, 6)
+        graph = draw_options(seed, 6)
         found = find_order(graph).graph
         assert sorted(op.name for op in found.ops) == sorted(op.name for op in graph.ops)
         standing = {op.name for op in graph.ops if may_replace(graph, op)}
@@ -171,8 +171,8 @@ def test_the_program_is_put_into_another_order_with_its_options() -> None:
 
 def test_counted_work_finds_the_same_schedule() -> None:
     for seed in (3, 11, 20):
-        graph = with_options(random_options(seed, 6), ("offload",), Surroundings(Link.even(2.0)))
-        program = without_options(graph)
+        graph = with_options(draw_options(seed, 6), ("offload",), Surroundings(Link.even(2.0)))
+        program = remove_options(graph)
         budget = max(bound_least_budget(graph).budget_bytes, simulate(program, keep_everything(program)).peak_bytes * 7 // 10)
         found = [get_solver("windows")(Request(graph, budget, Tolerance.of(1e-3), WorkClock(0.5))) for _ in range(2)]
         assert found[0].schedule == found[1].schedule

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_options
+from graphs.synthetic.random_graphs import draw_options
 from solvers import child_process
 from solvers.clock import WallClock
 from solvers.request import Request
@@ -44,8 +44,8 @@ SEEDS = (1, 5, 26, LONG)  # one has no schedule
 def instance(seed: int) -> tuple[Graph, int]:
     """A graph with options, and a budget below its peak."""
     draw = random.Random(seed)
-    graph = random_options(seed, draw.randint(40, 60) if seed == LONG else draw.randint(8, 12))
-    program = without_options(graph)
+    graph = draw_options(seed, draw.randint(40, 60) if seed == LONG else draw.randint(8, 12))
+    program = remove_options(graph)
     return graph, max(1, round(simulate(program, keep_everything(program)).peak_bytes * draw.uniform(0.6, 0.9)))
 
 
@@ -136,7 +136,7 @@ def test_work_of_a_dead_process_is_done_locally(
 def test_a_part_whose_process_dies_is_searched_in_a_thread(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "_COMMAND", command)
     graph, _ = instance(SEEDS[0])
-    program, found = without_options(graph), list[Trial]()
+    program, found = remove_options(graph), list[Trial]()
     peak_bytes = simulate(program, keep_everything(program)).peak_bytes
     whole = Search.of(Request(graph, peak_bytes, TOLERANCE, WallClock(120)))
     with _search_in_background(Part(whole, program, found.append, process=OwnProcess(0, 1, 0))):
@@ -164,7 +164,7 @@ def test_commitments_are_solved_in_the_process() -> None:
         process.send(None)
         *found, end = received_from(process)
     assert isinstance(end, SearchEnd) and (end.failure, end.died) == ("", False)
-    alone, all_of_it = (solve(Request(some, budget, TOLERANCE, WallClock(120))) for some in (without_options(graph), graph))
+    alone, all_of_it = (solve(Request(some, budget, TOLERANCE, WallClock(120))) for some in (remove_options(graph), graph))
     assert isinstance(found[-1], Trial) and alone.time_s is not None and all_of_it.bound_s is not None
     assert all_of_it.bound_s <= found[-1].time_s * (1 + 1e-9) and found[-1].time_s <= alone.time_s * (1 + 1e-4)
     judged = simulate(graph, found[-1].schedule)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.options.compress import VARIANCE
-from graphs.options.selection import option_of, without
+from graphs.options.selection import get_option_name, remove_ops
 from graphs.options.surroundings import Link, Surroundings
-from graphs.synthetic.random_graphs import random_options, with_overwriting
+from graphs.synthetic.random_graphs import draw_options, draw_overwriting
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.options import with_options
 from solvers.clock import WallClock, WorkClock
@@ -33,7 +33,7 @@ TRANSFORMER = transformer(TransformerSize(layers=4))
 
 def offloading(graph: Graph) -> Graph:
     """With transfers over a link that carries half of the program's peak in the time of its step."""
-    program = without_options(graph)
+    program = remove_options(graph)
     link = Link.even(peak_bytes(program) / 2 / program.time_s)
     return with_options(graph, ("offload",), Surroundings(link))
 
@@ -59,8 +59,8 @@ def test_sending_is_no_slower_than_not_sending() -> None:
 
 @pytest.mark.parametrize("seed", [2, pytest.param(8, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.slow)])
 def test_no_budget_gets_slower_by_an_option(seed: int) -> None:
-    graph = random_options(seed, 40, 12)
-    program = without_options(graph)
+    graph = draw_options(seed, 40, 12)
+    program = remove_options(graph)
     budget = budget_at(program, 0.25)
     alone = time_of(solved(program, budget, 0.3))
     instead = time_of(solved(graph, budget, 0.3))
@@ -72,7 +72,7 @@ def test_no_budget_gets_slower_by_an_option(seed: int) -> None:
 
 def test_writing_over_inputs_makes_nothing_slower() -> None:
     """By a hundredth of the work that a proof takes, also where tensors may go to the host."""
-    graph = with_overwriting(TRANSFORMER, random.Random(3))
+    graph = draw_overwriting(TRANSFORMER, random.Random(3))
     budget = budget_at(graph.out_of_place(), 0.3)
     for offered in (graph, offloading(graph)):
         apart = solved(offered.out_of_place(), budget, 0.05)
@@ -93,11 +93,13 @@ def of_two_kinds(graph: Graph) -> Graph:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [5, 12])
 def test_no_budget_gets_slower_by_a_second_kind_of_options(seed: int) -> None:
-    graph = of_two_kinds(random_options(seed, 40, 12))
-    assert {option_of(op) for op in graph.ops if op.optional} == {"pack", "kernels"}
-    budget = budget_at(without_options(graph), 0.25)
+    graph = of_two_kinds(draw_options(seed, 40, 12))
+    assert {get_option_name(op) for op in graph.ops if op.optional} == {"pack", "kernels"}
+    budget = budget_at(remove_options(graph), 0.25)
     both = solved(graph, budget, 0.4)
-    alone = [solved(without(graph, lambda op, kind=kind: option_of(op) != kind), budget, 0.4) for kind in ("pack", "kernels")]
+    alone = [
+        solved(remove_ops(graph, lambda op, kind=kind: get_option_name(op) != kind), budget, 0.4) for kind in ("pack", "kernels")
+    ]
     assert time_of(both) <= min(map(time_of, alone)) * (1 + FLOATING)
     sending = solved(offloading(graph), budget, 0.4)
     assert time_of(sending) <= time_of(both) * (1 + FLOATING)
@@ -105,16 +107,16 @@ def test_no_budget_gets_slower_by_a_second_kind_of_options(seed: int) -> None:
 
 def lossy_and_faithful() -> tuple[Graph, Graph]:
     """A graph with a lossy kind of options and another, and the same without the lossy ones."""
-    graph = of_two_kinds(random_options(5, 40, 12))
-    ops = tuple(op.using(VARIANCE, 1e-3) if op.optional and option_of(op) == "pack" else op for op in graph.ops)
+    graph = of_two_kinds(draw_options(5, 40, 12))
+    ops = tuple(op.using(VARIANCE, 1e-3) if op.optional and get_option_name(op) == "pack" else op for op in graph.ops)
     lossy = replace(graph, ops=ops, limits=((VARIANCE, 2e-3),))
-    return lossy, without(lossy, lambda op: op.used(VARIANCE) > 0)
+    return lossy, remove_ops(lossy, lambda op: op.used(VARIANCE) > 0)
 
 
 @pytest.mark.slow
 def test_lossy_options_never_slow_down_the_schedule() -> None:
     lossy, faithful = lossy_and_faithful()
-    budget = budget_at(without_options(lossy), 0.25)
+    budget = budget_at(remove_options(lossy), 0.25)
     for smaller, larger in ((faithful, lossy), (offloading(faithful), offloading(lossy))):
         found = solved(larger, budget, 0.4)
         assert time_of(found) <= time_of(solved(smaller, budget, 0.4)) * (1 + FLOATING)
@@ -132,7 +134,7 @@ def test_graphs_with_lossy_options_run_at_low_priority(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Branches, "__init__", noted)
     for graph in lossy_and_faithful():
-        result = get_solver("windows")(Request(graph, budget_at(without_options(graph), 0.25), clock=WallClock(60.0)))
+        result = get_solver("windows")(Request(graph, budget_at(remove_options(graph), 0.25), clock=WallClock(60.0)))
         assert result.status is Status.OPTIMAL
     assert bounded_at == [min(own + LAST, 19), own]
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
@@ -166,8 +168,8 @@ def test_part_search_equals_a_solve_alone_and_keeps_its_bound_separate(monkeypat
 
 
 def test_that_nothing_fits_in_a_part_says_nothing_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = random_options(1, 40, 12)
-    program = without_options(graph)
+    graph = draw_options(1, 40, 12)
+    program = remove_options(graph)
     budget = budget_at(program, 0.25)
     search, part = searched_beside(offloading(program), program, budget, monkeypatch)
     assert part.incumbent.infeasible and not search.incumbent.infeasible

@@ -3,14 +3,14 @@
 import pytest
 
 from graphs.ir import Graph, Phase
-from graphs.options import without_options
-from graphs.options.passes import in_passes
+from graphs.options import remove_options
+from graphs.options.passes import order_by_passes
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_options
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_options
+from graphs.synthetic.small import make_training_chain
 from planner.capture.options import with_options
 from solvers.clock import WorkClock
 from solvers.least import bracket_least_budget, find_least_known
@@ -34,10 +34,10 @@ def solved(graph: Graph, budget_bytes: int, work: float = 1.0) -> Result:
 def two_branches(capacity_bytes: int | None = None) -> Graph:
     """Ops a and b of 4 s that read nothing, c of 1 s that reads both; on the other device each takes as long, a copy 0.5 s."""
     draft = Draft()
-    (a,) = draft.op("a", [], [2], time_s=4.0)
-    (b,) = draft.op("b", [], [2], time_s=4.0)
-    (c,) = draft.op("c", [a, b], [2], time_s=1.0)
-    return on_devices(draft.graph([c]), OtherDevice("second", (4.0, 4.0, 1.0), 4.0, capacity_bytes))
+    (a,) = draft.add_op("a", [], [2], time_s=4.0)
+    (b,) = draft.add_op("b", [], [2], time_s=4.0)
+    (c,) = draft.add_op("c", [a, b], [2], time_s=1.0)
+    return on_devices(draft.build_graph([c]), OtherDevice("second", (4.0, 4.0, 1.0), 4.0, capacity_bytes))
 
 
 def test_devices_work_side_by_side() -> None:
@@ -66,10 +66,10 @@ def test_a_memory_that_is_a_limit_is_kept() -> None:
 
 def test_the_other_memory_is_of_use_to_a_budget() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [4], time_s=8.0)
-    (b,) = draft.op("b", [], [1], time_s=4.0, workspace_bytes=4)
-    (c,) = draft.op("c", [a, b], [1], time_s=2.0)
-    graph = on_devices(draft.graph([c]), OtherDevice("second", (None, None, 9.0), 4.0))
+    (a,) = draft.add_op("a", [], [4], time_s=8.0)
+    (b,) = draft.add_op("b", [], [1], time_s=4.0, workspace_bytes=4)
+    (c,) = draft.add_op("c", [a, b], [1], time_s=2.0)
+    graph = on_devices(draft.build_graph([c]), OtherDevice("second", (None, None, 9.0), 4.0))
     # What a has made goes to the other memory while b works, and comes back: 1 s each way, of which b hides neither.
     result = solved(graph, 6)
     assert result.time_s == 16.0 and result.bound_s is not None and result.bound_s <= 16.0
@@ -95,14 +95,14 @@ def test_windows_is_never_slower_than_xengine() -> None:
 
 def long_chain(ops: int) -> Graph:
     """A chain of a training step that a device as fast as the main one stands beside."""
-    chain = training_chain(ops)
+    chain = make_training_chain(ops)
     return on_devices(chain, OtherDevice("second", tuple(op.time_s for op in chain.ops), 50.0))
 
 
 @pytest.mark.slow
 def test_steps_too_large_for_the_reference_are_planned_within_their_budget() -> None:
     graph = long_chain(60)
-    program = Graph(graph.program, training_chain(60).tensors, graph.kept)
+    program = Graph(graph.program, make_training_chain(60).tensors, graph.kept)
     peak = simulate(program, keep_everything(program)).peak_bytes
     assert get_solver("xengine")(ask(graph, peak)).schedule is None
     for budget in (peak, int(0.6 * peak)):
@@ -116,22 +116,22 @@ def test_steps_too_large_for_the_reference_are_planned_within_their_budget() -> 
 def test_forward_results_are_on_the_device_at_the_end_of_the_pass() -> None:
     """So the passes of a step need no more memory than its plan."""
     draft = Draft()
-    (a,) = draft.op("a", [], [4], time_s=9.0)
-    (loss,) = draft.op("loss", [a], [3], time_s=9.0)
-    (b,) = draft.op("b", [a], [4], time_s=9.0, phase=Phase.BACKWARD, workspace_bytes=2)
-    graph = on_devices(draft.graph([loss, b]), OtherDevice("second", (1.0, 1.0, 1.0), 4.0))
+    (a,) = draft.add_op("a", [], [4], time_s=9.0)
+    (loss,) = draft.add_op("loss", [a], [3], time_s=9.0)
+    (b,) = draft.add_op("b", [a], [4], time_s=9.0, phase=Phase.BACKWARD, workspace_bytes=2)
+    graph = on_devices(draft.build_graph([loss, b]), OtherDevice("second", (1.0, 1.0, 1.0), 4.0))
     result = solved(graph, 12)
     assert result.schedule is not None and result.time_s is not None and result.time_s < 9.0
-    assert simulate(graph, in_passes(graph, result.schedule)).peak_bytes == result.peak_bytes
+    assert simulate(graph, order_by_passes(graph, result.schedule)).peak_bytes == result.peak_bytes
 
 
 @pytest.mark.slow
 def test_placement_combines_with_other_options() -> None:
     better = 0
     for seed in range(3):
-        step = random_options(seed, 5)
+        step = draw_options(seed, 5)
         around = Surroundings(Link.even(4.0), 1000, (OtherDevice("second", tuple(op.time_s for op in step.program), 4.0),))
-        program = without_options(step)
+        program = remove_options(step)
         budget = int(0.9 * simulate(program, keep_everything(program)).peak_bytes)
         times = {}
         for options in ((), ("offload",), ("placement",), ("placement", "offload")):
@@ -150,19 +150,19 @@ def test_placement_combines_with_other_options() -> None:
 @pytest.mark.slow
 def test_least_budgets_know_the_other_memory() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [8], time_s=1.0)
-    (b,) = draft.op("b", [a], [8], time_s=1.0)
-    (c,) = draft.op("c", [b], [1], time_s=1.0)
-    graph = on_devices(draft.graph([c]), OtherDevice("second", (1.0, 1.0, 1.0), 4.0))
+    (a,) = draft.add_op("a", [], [8], time_s=1.0)
+    (b,) = draft.add_op("b", [a], [8], time_s=1.0)
+    (c,) = draft.add_op("c", [b], [1], time_s=1.0)
+    graph = on_devices(draft.build_graph([c]), OtherDevice("second", (1.0, 1.0, 1.0), 4.0))
     bracket = bracket_least_budget(graph, clock=WorkClock(2.0))
     assert (bracket.proved_bytes, bracket.found_bytes) == (1, 1)
     # It is too small for what b reads and makes: b runs here.
-    tight = on_devices(draft.graph(), OtherDevice("second", (1.0, 1.0, 1.0), 4.0, capacity_bytes=15))
+    tight = on_devices(draft.build_graph(), OtherDevice("second", (1.0, 1.0, 1.0), 4.0, capacity_bytes=15))
     assert simulate(tight, find_least_known(tight, WorkClock(1.0))).peak_bytes == 16
 
 
 def test_a_schedule_of_little_memory_is_known_without_solving() -> None:
-    chain = training_chain(8)
+    chain = make_training_chain(8)
     peak = simulate(chain, find_least_known(chain, WorkClock(1.0))).peak_bytes
     # What the last op reads, and what it makes, come to the main device; all else may stay on the other one.
     graph = on_devices(chain, OtherDevice("second", tuple(op.time_s for op in chain.ops), 4.0))

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_training_step
+from graphs.synthetic.small import make_training_chain
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
@@ -21,7 +21,7 @@ from tests.support.solvers.answers import ask
 
 
 def test_order_and_choice_are_inverse() -> None:
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     problem = build_problem(graph, 4)
     result = solve(ask(graph, 4))
     assert result.schedule is not None
@@ -34,7 +34,7 @@ def test_order_and_choice_are_inverse() -> None:
 
 
 def test_a_schedule_that_fits_solves_every_relaxation() -> None:
-    graph = random_training_step(2, 15)
+    graph = draw_training_step(2, 15)
     budget = peak_bytes(graph) * 6 // 10
     result = solve(ask(graph, budget))
     assert result.schedule is not None
@@ -68,7 +68,7 @@ def test_splitting_windows_never_weakens_the_linear_relaxation() -> None:
         return answer.bound
 
     for seed in (3, 5):
-        graph = random_training_step(seed, 60)
+        graph = draw_training_step(seed, 60)
         problem = build_problem(graph, peak_bytes(graph) * 4 // 10)
         n = len(graph.ops)
         discretization = Discretization((n // 2, n - 1))

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Schedule, keep_everything
-from graphs.synthetic.random_graphs import random_options
+from graphs.synthetic.random_graphs import draw_options
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.options import with_options
 from solvers.clock import WorkClock
@@ -25,12 +25,12 @@ def offloading() -> Graph:
     return with_options(graph, ("offload",), Surroundings(Link.even(peak_bytes(graph) / graph.time_s)))
 
 
-GRAPHS = {"offload": offloading(), **{f"alternatives {seed}": random_options(seed, 30) for seed in (5, 9, 31, 38)}}
+GRAPHS = {"offload": offloading(), **{f"alternatives {seed}": draw_options(seed, 30) for seed in (5, 9, 31, 38)}}
 
 
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 def test_the_first_schedule_is_that_of_the_start(graph: Graph) -> None:
-    budget_bytes = budget_at(without_options(graph), 0.4)
+    budget_bytes = budget_at(remove_options(graph), 0.4)
     solved = get_solver("windows")(Request(graph, budget_bytes, clock=WorkClock(2.0)))
     assert solved.schedule is not None and solved.time_s is not None
     order = order_of_schedule(build_problem(graph, budget_bytes), solved.schedule)

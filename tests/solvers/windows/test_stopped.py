@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.random_graphs import draw_training_step
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.memory import give_back, read_resident_bytes
 from solvers.registry import SOLVERS, get_solver
@@ -22,7 +22,7 @@ from tests.support.solvers.answers import ask
 
 def test_progress_only_gets_better() -> None:
     seen: list[SolveProgress] = []
-    graph = random_training_step(3, 30)
+    graph = draw_training_step(3, 30)
     result = solve(ask(graph, peak_bytes(graph) * 6 // 10, time_limit_s=60, on_progress=seen.append))
     assert seen
     best = [p.best_s for p in seen if p.best_s is not None]
@@ -35,7 +35,7 @@ def test_progress_only_gets_better() -> None:
 
 
 def test_a_stop_gives_the_best_so_far() -> None:
-    graph = random_training_step(5, 60)
+    graph = draw_training_step(5, 60)
     best: list[float] = []
 
     def note(progress: SolveProgress) -> None:
@@ -53,14 +53,14 @@ def test_a_stop_gives_the_best_so_far() -> None:
 
 
 def test_a_stop_before_anything_is_found() -> None:
-    graph = training_chain(30)
+    graph = make_training_chain(30)
     result = solve(ask(graph, 5, should_stop=lambda: True))
     assert result.status is Status.LIMIT
     assert "Raise the time limit or the budget" in result.message
 
 
 def test_a_time_limit_that_has_passed() -> None:
-    assert solve(ask(training_chain(30), 5, time_limit_s=1e-9)).status is Status.LIMIT
+    assert solve(ask(make_training_chain(30), 5, time_limit_s=1e-9)).status is Status.LIMIT
 
 
 def test_without_memory_to_grow_there_is_still_a_schedule() -> None:

@@ -11,7 +11,7 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Compute
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.random_graphs import draw_graph
 from planner.capture.options import with_options
 from solvers.clock import WallClock
 from solvers.highs import solve_program
@@ -28,7 +28,7 @@ from tests.support.solvers.random_orders import everything, random_order, short_
 
 
 def offering(draw: random.Random, most_ops: int) -> Graph:
-    graph = random_graph(draw.randint(0, 10**6), draw.randint(3, most_ops))
+    graph = draw_graph(draw.randint(0, 10**6), draw.randint(3, most_ops))
     host_bytes = draw.choice((None, None, draw.randint(3, 30)))
     rates = (0.5, 1.0, 2.0, 4.0)
     link = Link(draw.choice(rates), draw.choice(rates), draw.choice((0.0, 0.0, 0.5)))
@@ -147,10 +147,10 @@ def in_order(graph: Graph, wanted: Sequence[str]) -> list[int]:
 @pytest.mark.parametrize("order", [0, 1])
 def test_copies_are_issued_as_soon_as_there_is_something_to_copy(order: int) -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [4], time_s=2.0)
-    (b,) = draft.op("b", [], [4], time_s=2.0)
-    draft.op("c", [a, b], [1], time_s=1.0)
-    graph = on_devices(draft.graph([]), OtherDevice("second", (1.0, 1.0, None), 4.0))
+    (a,) = draft.add_op("a", [], [4], time_s=2.0)
+    (b,) = draft.add_op("b", [], [4], time_s=2.0)
+    draft.add_op("c", [a, b], [1], time_s=1.0)
+    graph = on_devices(draft.build_graph([]), OtherDevice("second", (1.0, 1.0, None), 4.0))
     copies = ["copy_a_second_to_device", "copy_b_second_to_device"][:: 1 if order else -1]
     found = add_transfers(build_problem(graph, 100), in_order(graph, ["a@second", "b@second", *copies, "c"]))
     # a is there after 1 s, its copy after 2, that of b after 3.
@@ -159,10 +159,10 @@ def test_copies_are_issued_as_soon_as_there_is_something_to_copy(order: int) -> 
 
 def test_a_copy_is_waited_for_only_where_its_memory_is_called_for() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [4], time_s=1.0)
-    (b,) = draft.op("b", [], [4], time_s=1.0)
-    draft.op("c", [a, b], [1], time_s=1.0)
-    graph = on_devices(draft.graph([]), OtherDevice("second", (None, 1.0, 1.0), 1.0))
+    (a,) = draft.add_op("a", [], [4], time_s=1.0)
+    (b,) = draft.add_op("b", [], [4], time_s=1.0)
+    draft.add_op("c", [a, b], [1], time_s=1.0)
+    graph = on_devices(draft.build_graph([]), OtherDevice("second", (None, 1.0, 1.0), 1.0))
     order = in_order(graph, ["a", "copy_a_device_to_second", "b", "copy_b_device_to_second", "c@second"])
     roomy, tight = (add_transfers(build_problem(graph, budget), order) for budget in (8, 7))
     assert (max(roomy.memory_bytes), roomy.time_s) == (8, 10.0)
@@ -202,10 +202,10 @@ def test_the_judge_says_the_same_of_devices(seeds: range) -> None:
 
 def test_a_copy_that_nothing_reads_comes_before_the_next_one() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [4], time_s=1.0)
-    (b,) = draft.op("b", [], [4], time_s=1.0)
-    draft.op("c", [a, b], [1], time_s=1.0)
-    graph = on_devices(draft.graph([]), OtherDevice("second", (1.0, 1.0, None), 4.0))
+    (a,) = draft.add_op("a", [], [4], time_s=1.0)
+    (b,) = draft.add_op("b", [], [4], time_s=1.0)
+    draft.add_op("c", [a, b], [1], time_s=1.0)
+    graph = on_devices(draft.build_graph([]), OtherDevice("second", (1.0, 1.0, None), 4.0))
     wanted = ["a@second", "b", "copy_a_second_to_device", "copy_a_second_to_device", "c"]
     found = add_transfers(build_problem(graph, 20), in_order(graph, wanted))
     assert found.time_s == 4.0 == simulate(graph, found.schedule).time_s
@@ -213,19 +213,19 @@ def test_a_copy_that_nothing_reads_comes_before_the_next_one() -> None:
 
 def test_a_kept_tensor_may_come_last() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [4], time_s=3.0)
-    draft.op("b", [], [4], time_s=1.0)
-    graph = on_devices(draft.graph([a]), OtherDevice("second", (1.0, 1.0), 4.0))
+    (a,) = draft.add_op("a", [], [4], time_s=3.0)
+    draft.add_op("b", [], [4], time_s=1.0)
+    graph = on_devices(draft.build_graph([a]), OtherDevice("second", (1.0, 1.0), 4.0))
     found = add_transfers(build_problem(graph, 8), in_order(graph, ["a@second", "b", "copy_a_second_to_device"]))
     assert found.time_s == 2.0 == simulate(graph, found.schedule).time_s
 
 
 def test_the_copy_that_is_due_first_goes_first() -> None:
     draft = Draft()
-    a, b = draft.op("p", [], [4, 4])
-    draft.op("u", [b], [1])
-    draft.op("v", [a], [1])
-    graph = on_devices(draft.graph([]), OtherDevice("second", (1.0, None, None), 4.0))
+    a, b = draft.add_op("p", [], [4, 4])
+    draft.add_op("u", [b], [1])
+    draft.add_op("v", [a], [1])
+    graph = on_devices(draft.build_graph([]), OtherDevice("second", (1.0, None, None), 4.0))
     wanted = ["p@second", "copy_p_second_to_device", "copy_p.1_second_to_device", "u", "v"]
     found = add_transfers(build_problem(graph, 20), in_order(graph, wanted))
     assert found.time_s == 4.0 == simulate(graph, found.schedule).time_s
@@ -234,12 +234,12 @@ def test_the_copy_that_is_due_first_goes_first() -> None:
 def test_a_copy_that_is_not_due_waits_for_the_space_of_one_that_leaves() -> None:
     """Beside a, which leaves until 4, there is space for b or for m; b is read last."""
     draft = Draft()
-    (a,) = draft.op("a", [], [6])
-    (b,) = draft.op("b", [], [4])
-    draft.op("m", [], [3], time_s=4.0)
-    draft.op("r", [b], [1])
-    draft.op("s", [a], [1])
-    graph = on_devices(draft.graph([]), OtherDevice("second", (None, 1.0, None, None, 1.0), 2.0))
+    (a,) = draft.add_op("a", [], [6])
+    (b,) = draft.add_op("b", [], [4])
+    draft.add_op("m", [], [3], time_s=4.0)
+    draft.add_op("r", [b], [1])
+    draft.add_op("s", [a], [1])
+    graph = on_devices(draft.build_graph([]), OtherDevice("second", (None, 1.0, None, None, 1.0), 2.0))
     wanted = ["a", "b@second", "m", "copy_b_second_to_device", "r", "copy_a_device_to_second", "s@second"]
     found = add_transfers(build_problem(graph, 12), in_order(graph, wanted))
     assert max(found.memory_bytes) <= 12
@@ -249,12 +249,12 @@ def test_a_copy_that_is_not_due_waits_for_the_space_of_one_that_leaves() -> None
 def test_a_copy_leaves_before_its_memory_is_needed() -> None:
     """The other memory holds a or the output of y. It is needed from the start, r reads a only at 7."""
     draft = Draft()
-    (a,) = draft.op("a", [], [4])
-    draft.op("m", [], [1], time_s=3.0)
-    draft.op("n", [], [1], time_s=3.0)
-    draft.op("y", [], [4], time_s=6.0)
-    draft.op("r", [a], [1])
-    graph = on_devices(draft.graph([]), OtherDevice("second", (1.0, None, None, 6.0, 1.0), 4.0, capacity_bytes=6))
+    (a,) = draft.add_op("a", [], [4])
+    draft.add_op("m", [], [1], time_s=3.0)
+    draft.add_op("n", [], [1], time_s=3.0)
+    draft.add_op("y", [], [4], time_s=6.0)
+    draft.add_op("r", [a], [1])
+    graph = on_devices(draft.build_graph([]), OtherDevice("second", (1.0, None, None, 6.0, 1.0), 4.0, capacity_bytes=6))
     wanted = ["a", "copy_a_device_to_second", "m", "n", "y@second", "copy_a_second_to_device", "r"]
     found = add_transfers(build_problem(graph, 20), in_order(graph, wanted))
     assert found.fits_elsewhere

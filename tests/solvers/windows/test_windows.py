@@ -6,8 +6,8 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_training_step
-from graphs.synthetic.small import chain, skips, training_chain
+from graphs.synthetic.random_graphs import draw_training_step
+from graphs.synthetic.small import make_chain, make_skips, make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.bounds import bound_least_budget
 from solvers.registry import get_solver
@@ -23,9 +23,9 @@ from tests.support.solvers.answers import KNOWN_OPTIMA, ask
     ("graph", "budget", "optimum_s"),
     [
         *KNOWN_OPTIMA,
-        (training_chain(8), 9, 16),
-        (training_chain(8), 3, 16 + 7 * 6 // 2),
-        (training_chain(12), 3, 24 + 11 * 10 // 2),
+        (make_training_chain(8), 9, 16),
+        (make_training_chain(8), 3, 16 + 7 * 6 // 2),
+        (make_training_chain(12), 3, 24 + 11 * 10 // 2),
     ],
 )
 def test_windows_finds_known_optima(graph: Graph, budget: int, optimum_s: float) -> None:
@@ -38,7 +38,7 @@ def test_windows_finds_known_optima(graph: Graph, budget: int, optimum_s: float)
 
 
 @pytest.mark.parametrize(
-    ("graph", "budget"), [(chain(5), 1), (training_chain(8), 2), (diamond(), 6), (two_outputs(), 6), (kept_output(), 5)]
+    ("graph", "budget"), [(make_chain(5), 1), (make_training_chain(8), 2), (diamond(), 6), (two_outputs(), 6), (kept_output(), 5)]
 )
 def test_infeasible_result_names_the_least_budget(graph: Graph, budget: int) -> None:
     result = solve(ask(graph, budget))
@@ -53,20 +53,20 @@ def test_infeasible_though_every_op_fits() -> None:
     # d reads a and c (7 with its output), c cannot be made without b, and b not without a: no op takes more than
     # 7. But a must not run again, and is there beside b and c, 9.
     draft = Draft()
-    (a,) = draft.op("a", [], [3])
-    (b,) = draft.op("b", [a], [3])
-    (c,) = draft.op("c", [b], [3])
-    draft.op("d", [a, c], [1])
-    graph = draft.graph()
+    (a,) = draft.add_op("a", [], [3])
+    (b,) = draft.add_op("b", [a], [3])
+    (c,) = draft.add_op("c", [b], [3])
+    draft.add_op("d", [a, c], [1])
+    graph = draft.build_graph()
     assert solve(ask(graph, 7)).time_s == 5
     draft = Draft()
-    (seed,) = draft.op("seed", [], [3])
-    (a,) = draft.op("a", [seed], [3])
-    (b,) = draft.op("b", [a], [3])
-    (c,) = draft.op("c", [b], [3])
-    draft.op("d", [a, c], [1])
+    (seed,) = draft.add_op("seed", [], [3])
+    (a,) = draft.add_op("a", [seed], [3])
+    (b,) = draft.add_op("b", [a], [3])
+    (c,) = draft.add_op("c", [b], [3])
+    draft.add_op("d", [a, c], [1])
     # a is made again from seed, which is made again too: c, seed and a are there at once.
-    graph = draft.graph()
+    graph = draft.build_graph()
     assert bound_least_budget(graph).budget_bytes == 7
     result = solve(ask(graph, 8))
     assert result.status is Status.INFEASIBLE
@@ -75,7 +75,7 @@ def test_infeasible_though_every_op_fits() -> None:
 
 
 def test_budget_at_the_peak_keeps_everything() -> None:
-    graph = skips(4)
+    graph = make_skips(4)
     result = solve(ask(graph, peak_bytes(graph)))
     assert result.status is Status.OPTIMAL
     assert result.time_s == result.bound_s == graph.time_s
@@ -84,7 +84,7 @@ def test_budget_at_the_peak_keeps_everything() -> None:
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 5))])
 def test_lower_budgets_take_no_less_time(seed: int) -> None:
-    graph = random_training_step(seed, 8)
+    graph = draw_training_step(seed, 8)
     peak = peak_bytes(graph)
     times: list[float] = []
     for percent in (100, 90, 80, 70, 60, 50):
@@ -120,13 +120,13 @@ def test_ops_that_must_not_run_again_do_not() -> None:
 
 def test_nothing_is_made_again_after_its_source_is_written_over() -> None:
     draft = Draft()
-    weight = draft.static("weight", 1)
-    (a,) = draft.op("a", [weight], [4])
-    (b,) = draft.op("b", [a], [4])
-    draft.op("step", [weight, b], [1], mutates=(weight,), recomputable=False)
-    draft.op("c", [], [5])
-    draft.op("d", [a], [1])
-    graph = draft.graph()
+    weight = draft.add_static("weight", 1)
+    (a,) = draft.add_op("a", [weight], [4])
+    (b,) = draft.add_op("b", [a], [4])
+    draft.add_op("step", [weight, b], [1], mutates=(weight,), recomputable=False)
+    draft.add_op("c", [], [5])
+    draft.add_op("d", [a], [1])
+    graph = draft.build_graph()
     # a is held through c: 1 + 4 + 5. Were it made again after the step, 9 would do (a, b and weight).
     assert solve(ask(graph, 10)).time_s == graph.time_s
     assert solve(ask(graph, 9)).status is Status.INFEASIBLE
@@ -134,12 +134,12 @@ def test_nothing_is_made_again_after_its_source_is_written_over() -> None:
 
 def test_ops_of_zero_time_are_recomputed() -> None:
     draft = Draft()
-    (a,) = draft.op("a", [], [2], time_s=0.0)
-    (b,) = draft.op("b", [a], [2], time_s=0.0)
-    (c,) = draft.op("c", [b], [2], time_s=0.0)
-    (d,) = draft.op("d", [c], [2], time_s=0.0)
-    draft.op("e", [a, d], [1], time_s=0.0)
-    result = solve(ask(draft.graph(), 5))
+    (a,) = draft.add_op("a", [], [2], time_s=0.0)
+    (b,) = draft.add_op("b", [a], [2], time_s=0.0)
+    (c,) = draft.add_op("c", [b], [2], time_s=0.0)
+    (d,) = draft.add_op("d", [c], [2], time_s=0.0)
+    draft.add_op("e", [a, d], [1], time_s=0.0)
+    result = solve(ask(draft.build_graph(), 5))
     assert result.status is Status.OPTIMAL
     assert result.time_s == result.bound_s == 0
     assert result.schedule is not None
@@ -149,22 +149,22 @@ def test_ops_of_zero_time_are_recomputed() -> None:
 def test_bytes_matter_in_large_budgets() -> None:
     giga = 10**9
     draft = Draft()
-    (a,) = draft.op("a", [], [giga])
-    (b,) = draft.op("b", [a], [giga])
-    (c,) = draft.op("c", [b], [giga])
-    draft.op("d", [a, c], [1])
-    graph = draft.graph()
+    (a,) = draft.add_op("a", [], [giga])
+    (b,) = draft.add_op("b", [a], [giga])
+    (c,) = draft.add_op("c", [b], [giga])
+    draft.add_op("d", [a, c], [1])
+    graph = draft.build_graph()
     assert solve(ask(graph, 3 * giga)).time_s == 4
     assert solve(ask(graph, 3 * giga - 1)).time_s == 5
 
 
 def test_result_records_solver_settings_and_versions() -> None:
-    result = solve(ask(training_chain(5), 4, tolerance=0.01, time_limit_s=60))
+    result = solve(ask(make_training_chain(5), 4, tolerance=0.01, time_limit_s=60))
     assert result.solver == "windows"
     windows = result.settings["windows"]
-    assert isinstance(windows, list) and windows == sorted(set(windows)) and windows[-1] == len(training_chain(5).ops) - 1
+    assert isinstance(windows, list) and windows == sorted(set(windows)) and windows[-1] == len(make_training_chain(5).ops) - 1
     asked = {"tolerance": 0.01, "time_limit_s": 60, "params": WindowsParams().export()}
     assert dict(result.settings) == {**asked, "windows": windows}
     assert set(result.versions) == {"highs", "scipy", "numpy"}
     assert result.seconds > 0
-    assert get_solver("windows")(ask(training_chain(5), 4)).solver == "windows"
+    assert get_solver("windows")(ask(make_training_chain(5), 4)).solver == "windows"

@@ -104,11 +104,11 @@ class DeviceMemory:
     def _block(self, size_bytes: int, stream: int, pool: PoolId) -> Block:
         """A block of `pool`, else a free one of the last pools (the end of ``DeviceCachingAllocator::malloc``)."""
         try:
-            return self.allocator.alloc(size_bytes, stream, pool)
+            return self.allocator.allocate(size_bytes, stream, pool)
         except DeviceFullError:
             for other in self.last_pools if pool == DEFAULT_POOL else ():
-                if self.allocator.fitting_block(size_bytes, stream, other) is not None:
-                    return self.allocator.alloc(size_bytes, stream, other)
+                if self.allocator.find_fitting_block(size_bytes, stream, other) is not None:
+                    return self.allocator.allocate(size_bytes, stream, other)
             raise
 
     def bytes_at(self, address: int, size_bytes: int) -> np.ndarray:

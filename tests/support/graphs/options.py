@@ -8,7 +8,7 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.pools import DEVICE
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph
+from graphs.synthetic.random_graphs import draw_graph
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.capture.options import with_options
 from solvers.result import Result
@@ -31,11 +31,11 @@ def random_placement(seed: int, ops: int) -> tuple[Graph, int]:
     or only here, a parameter, limits of the other memory."""
     draw = random.Random(seed)
     draft = Draft()
-    parameter = draft.static("parameter", draw.randint(1, 4))
+    parameter = draft.add_static("parameter", draw.randint(1, 4))
     made: list[int] = []
     for i in range(ops):
         inputs = draw.sample(made, min(len(made), draw.choice((0, 1, 1, 2))))
-        made += draft.op(
+        made += draft.add_op(
             f"op{i}",
             [*inputs, *([parameter] if draw.random() < 0.4 else [])],
             [draw.randint(1, 5) for _ in range(draw.choice((1, 1, 2)))],
@@ -43,7 +43,7 @@ def random_placement(seed: int, ops: int) -> tuple[Graph, int]:
             workspace_bytes=draw.choice((0, 0, 2)),
             recomputable=draw.random() < 0.85,
         )
-    graph = draft.graph([t for t in made if draw.random() < 0.25])
+    graph = draft.build_graph([t for t in made if draw.random() < 0.25])
     others = []
     for name in ("second", "third")[: 2 if ops == 2 and draw.random() < 0.3 else 1]:
         times = [float(draw.randint(1, 9)) if draw.random() < 0.9 else None for _ in graph.ops]
@@ -62,7 +62,7 @@ def with_trips(graph: Graph, bytes_per_s: float = 1.0, host_bytes: int | None = 
 def random_step(seed: int, most_ops: int = 12) -> Graph:
     """A random graph of which the second half is a backward pass, with modules ``h.0`` to ``h.2`` in the first."""
     draw = random.Random(seed)
-    graph = random_graph(draw.randint(0, 10**6), draw.randint(4, most_ops))
+    graph = draw_graph(draw.randint(0, 10**6), draw.randint(4, most_ops))
     n = len(graph.ops)
     ops = [replace(op, phase=Phase.BACKWARD) if 2 * op.id >= n else replace(op, module=f"h.{6 * op.id // n}") for op in graph.ops]
     return replace(graph, ops=tuple(ops))
@@ -98,11 +98,11 @@ def three_layers(layers: str = "001122") -> Graph:
     draft = Draft()
     f: list[int] = []
     for i in range(7):
-        f += draft.op(f"f{i + 1}", f[-1:], [1])
+        f += draft.add_op(f"f{i + 1}", f[-1:], [1])
     gradient: tuple[int, ...] = ()
     for i in range(6, -1, -1):
-        gradient = draft.op(f"g{i + 1}", [*f[max(0, i - 1) : i + 1], *gradient], [1], phase=Phase.BACKWARD)
-    graph = draft.graph(gradient)
+        gradient = draft.add_op(f"g{i + 1}", [*f[max(0, i - 1) : i + 1], *gradient], [1], phase=Phase.BACKWARD)
+    graph = draft.build_graph(gradient)
     ops = (replace(op, module=f"h.{layers[op.id]}") if op.id < 6 and layers[op.id] != " " else op for op in graph.ops)
     targets = {0: "aten.mm.default", 2: "aten.mm.default", 4: "aten.mm.default"}
     return with_trips(replace(graph, ops=tuple(replace(op, target=targets.get(op.id, op.target)) for op in ops)))

@@ -11,7 +11,7 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.pools import COMPUTE, DEVICE, Pool
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
-from graphs.synthetic.random_graphs import random_options, with_overwriting
+from graphs.synthetic.random_graphs import draw_options, draw_overwriting
 from tests.support.graphs.event_judge import live, runs
 
 SIDE, THIRD = "side", "third"
@@ -110,7 +110,7 @@ _DEPTH = 6  # of what is made to be read
 def found_in_a_step(seed: int, ops: int = 8) -> Graph:
     """A graph with optional ops on the main device, ops that may write over inputs, and a limit of what is lossy."""
     draw = Random(seed)
-    return replace(with_overwriting(random_options(seed, ops), draw), limits=((VARIANCE, 0.5),))
+    return replace(draw_overwriting(draw_options(seed, ops), draw), limits=((VARIANCE, 0.5),))
 
 
 def around(graph: Graph, *names: str, host_bytes: int | None = 1000) -> Surroundings:

@@ -6,7 +6,7 @@ from random import Random
 
 from graphs.ir import Graph
 from graphs.synthetic.draft import Draft
-from graphs.synthetic.random_graphs import random_graph, random_training_step, with_overwriting
+from graphs.synthetic.random_graphs import draw_graph, draw_overwriting, draw_training_step
 
 
 def diamond() -> Graph:
@@ -16,12 +16,12 @@ def diamond() -> Graph:
     though no op needs more, there is none: the second of b and c needs a and the other one in memory.
     """
     draft = Draft()
-    (a,) = draft.op("a", [], [2])
-    (b,) = draft.op("b", [a], [3])
-    (c,) = draft.op("c", [a], [3], time_s=5)
-    (d,) = draft.op("d", [b, c], [1])
-    draft.op("e", [a, d], [1])
-    return draft.graph()
+    (a,) = draft.add_op("a", [], [2])
+    (b,) = draft.add_op("b", [a], [3])
+    (c,) = draft.add_op("c", [a], [3], time_s=5)
+    (d,) = draft.add_op("d", [b, c], [1])
+    draft.add_op("e", [a, d], [1])
+    return draft.build_graph()
 
 
 def two_outputs() -> Graph:
@@ -31,10 +31,10 @@ def two_outputs() -> Graph:
     output, 6. One tensor per op would keep x until w, 11 bytes. With 6 there is none.
     """
     draft = Draft()
-    x, y = draft.op("s", [], [4, 1])
-    (u,) = draft.op("u", [x], [1])
-    draft.op("w", [y, u], [1], workspace_bytes=4)
-    return draft.graph()
+    x, y = draft.add_op("s", [], [4, 1])
+    (u,) = draft.add_op("u", [x], [1])
+    draft.add_op("w", [y, u], [1], workspace_bytes=4)
+    return draft.build_graph()
 
 
 def kept_output() -> Graph:
@@ -45,24 +45,24 @@ def kept_output() -> Graph:
     in memory: 1 + 1 + 2 + 1 = 5. With 5 bytes there is none: c and y need 5 + 1.
     """
     draft = Draft()
-    x, y = draft.op("a", [], [2, 1])
-    (b,) = draft.op("b", [], [4])
-    (c,) = draft.op("c", [b], [1])
-    draft.op("d", [x, c], [1])
-    return draft.graph([y])
+    x, y = draft.add_op("a", [], [2, 1])
+    (b,) = draft.add_op("b", [], [4])
+    (c,) = draft.add_op("c", [b], [1])
+    draft.add_op("d", [x, c], [1])
+    return draft.build_graph([y])
 
 
 def random_overwriting(seed: int, ops: int) -> Graph:
-    """Return a ``random_graph`` in which many outputs may overwrite an input of their size."""
+    """Return a ``draw_graph`` in which many outputs may overwrite an input of their size."""
     draw = random.Random(seed)
     return replace(
-        with_overwriting(random_graph(draw.randint(0, 10**9), ops), draw), provenance={"made": "synthetic", "seed": seed}
+        draw_overwriting(draw_graph(draw.randint(0, 10**9), ops), draw), provenance={"made": "synthetic", "seed": seed}
     )
 
 
 def of_four_sizes(seed: int, ops: int) -> Graph:
     """A step whose tensors are from segments of 20 MiB and of their own, which do not serve each other's sizes."""
-    plain, sizes = random_training_step(seed, ops), Random(seed)
+    plain, sizes = draw_training_step(seed, ops), Random(seed)
     tensors = tuple(replace(t, size_bytes=sizes.choice((2, 11, 24, 36)) * 2**20) for t in plain.tensors)
     without = tuple(replace(op, workspace_bytes=0) for op in plain.ops)
     return replace(plain, tensors=tensors, ops=without, provenance={"device": "h200"})

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.ir import Graph, Op
-from graphs.options.selection import differences
+from graphs.options.selection import describe_differences
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from planner.capture.workload.models import Workload, build
@@ -185,5 +185,5 @@ def plan_of(graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -
         solver="by hand",
         seconds=0.0,
         settings={"options": ["chunks"]},
-        differs=differences(graph, schedule.computed),
+        differs=describe_differences(graph, schedule.computed),
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from graphs.ir import Graph
-from graphs.options.offload import without_offload
+from graphs.options.offload import remove_offload
 from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
 from graphs.simulate import simulate
@@ -60,7 +60,7 @@ def with_random_copies(offered: Graph, schedule: Schedule, seed: int) -> Schedul
     is being read, or stays to the end.
     """
     random = Random(seed)
-    _, offloads = without_offload(offered)
+    _, offloads = remove_offload(offered)
     by_tensor = offloads.by_tensor
     steps: list[Step] = []
     there: set[int] = set()  # on the device

@@ -8,9 +8,9 @@ from random import Random
 import torch
 
 from graphs.ir import Graph
-from graphs.options.passes import in_passes
-from graphs.options.placement import Placement, placement_of
-from graphs.options.selection import exact_ops
+from graphs.options.passes import order_by_passes
+from graphs.options.placement import Placement, get_placement
+from graphs.options.selection import list_exact_ops
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
@@ -53,14 +53,14 @@ def with_everything(name: str, names: Sequence[str] = (SECOND,), *, exact: bool 
     captured = traced(name)
     around = replace(surroundings(captured, names), host_bytes=host_bytes)
     options = (*(option for option in TRACED if option != "compress"), *BESIDE, *(() if exact else ("compress:4",)))
-    return with_graph(captured, with_options(captured.graph, options, around, exact_ops(captured.graph) if exact else None))
+    return with_graph(captured, with_options(captured.graph, options, around, list_exact_ops(captured.graph) if exact else None))
 
 
 def step_with_everything(name: str, seed: int) -> tuple[Capture, Schedule, Executor]:
     """As ``placed_step``, of a graph with all options."""
     workload = make(name)
     offered = with_everything(name)
-    schedule = in_passes(offered.graph, any_schedule(offered.graph, seed))
+    schedule = order_by_passes(offered.graph, any_schedule(offered.graph, seed))
     return offered, schedule, Executor(offered, schedule, workload.model, workload.loss_fn)
 
 
@@ -93,7 +93,7 @@ def placed_step(name: str, seed: int, names: Sequence[str] = (SECOND,)) -> tuple
 
 def placed_at_random(graph: Graph, seed: int) -> Schedule:
     """A schedule, judged: each op on any device, now and then twice; what goes is copied again from where it is left."""
-    placing = _Placing(placement_of(graph), Random(seed))
+    placing = _Placing(get_placement(graph), Random(seed))
     found = Schedule(tuple(placing.steps()))
     simulate(graph, found)
     return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from graphs.synthetic.small import chain, training_chain
+from graphs.synthetic.small import make_chain, make_training_chain
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
@@ -59,11 +59,11 @@ def check(graph: Graph, budget_bytes: int, optimum: float | None) -> Result:
 
 # A graph, a budget in bytes, and the seconds of the fastest schedule within it.
 KNOWN_OPTIMA: tuple[tuple[Graph, int, float], ...] = (
-    (chain(1), 1, 1),
-    (chain(5), 2, 5),
-    (training_chain(3), 4, 6),
-    (training_chain(3), 3, 7),
-    (training_chain(8), 8, 17),
+    (make_chain(1), 1, 1),
+    (make_chain(5), 2, 5),
+    (make_training_chain(3), 4, 6),
+    (make_training_chain(3), 3, 7),
+    (make_training_chain(8), 8, 17),
     (diamond(), 9, 9),
     (diamond(), 8, 10),
     (two_outputs(), 7, 3),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 
 from graphs.ir import Graph
-from graphs.options.placement import placement_of
+from graphs.options.placement import get_placement
 from tests.support.solvers.brute_force import may_repeat
 
 Places = frozenset[tuple[int, int]]  # (device, tensor of the program)
@@ -33,7 +33,7 @@ def fastest_serial(graph: Graph, budget_bytes: int, *, stay: bool = False) -> fl
 
 class _Search:
     def __init__(self, graph: Graph, budget_bytes: int, *, stay: bool) -> None:
-        self.placement = placement_of(graph)
+        self.placement = get_placement(graph)
         self.whole, self.program, self.stay = graph, self.placement.program, stay
         self.devices = range(len(graph.pools))
         self.room = [budget_bytes - graph.static_bytes, *(pool.capacity_bytes for pool in graph.pools[1:])]

@@ -4,7 +4,7 @@ import heapq
 from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
-from graphs.options.offload import without_offload
+from graphs.options.offload import remove_offload
 from graphs.schedule import Compute, Free, Schedule, Step
 from tests.support.solvers.brute_force import ways_to_overwrite
 from tests.support.solvers.brute_force_options import BEGINNING, Progress, executions, promises
@@ -93,7 +93,7 @@ def _split(state: State) -> tuple[object, tuple[float, ...]]:
 
 class _Search:
     def __init__(self, graph: Graph, budget_bytes: int) -> None:
-        self.program, offloads = without_offload(graph)
+        self.program, offloads = remove_offload(graph)
         self.by_tensor = offloads.by_tensor
         self.host_bytes = next(pool.capacity_bytes for pool in graph.pools if pool.name == "host")
         self.size = [0 if t.static else t.size_bytes for t in self.program.tensors]

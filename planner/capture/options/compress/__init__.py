@@ -1,7 +1,7 @@
 """Lossy compression of saved tensors: they are stored in few bits, and restored for the backward pass."""
 
 from graphs.options.compress import COMPRESS as NAME
-from graphs.options.compress import LEAST_BITS, MOST_BITS, REFERENCE_BITS, within
+from graphs.options.compress import LEAST_BITS, MOST_BITS, REFERENCE_BITS, limit_variance
 from graphs.options.option import Argument, Feature
 from planner.capture.options.option import EAGER_KERNELS, StepOption, imported_late
 
@@ -14,7 +14,7 @@ COMPRESS = StepOption(
         "planner.compile",
         Feature.VARYING_SIZES: "the gradient error is measured at one size; leave one of them out",
     },
-    argument=Argument(LEAST_BITS, MOST_BITS, REFERENCE_BITS, "bits", "which limits the gradient error", within),
+    argument=Argument(LEAST_BITS, MOST_BITS, REFERENCE_BITS, "bits", "which limits the gradient error", limit_variance),
     apply=imported_late("planner.capture.options.compress.find", "compressed"),
     measure=imported_late("planner.capture.options.compress.sensitivity", "measured_variances"),
 )

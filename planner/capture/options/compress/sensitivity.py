@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphs.ir import Graph, Phase
-from graphs.options.compress import modelled_variance, with_variances
+from graphs.options.compress import model_variance, set_variances
 from graphs.schedule import Compute, schedule_of
 from planner.capture.frontend.random_states import gpus_of, preserve_random_states
 from planner.capture.lowering.lower import Capture
@@ -29,8 +29,8 @@ def modelled_variances(capture: Capture) -> Graph:
     Each tensor changes its part of the gradients as much as itself. Numbers are taken as normal, and the parts as equal.
     """
     found = kept_tensors(capture)
-    modelled = {op: modelled_variance(form) / len(found) for kept in found for form, (_, op) in kept.ops.items()}
-    return with_variances(capture.graph, modelled, "modelled") if found else capture.graph
+    modelled = {op: model_variance(form) / len(found) for kept in found for form, (_, op) in kept.ops.items()}
+    return set_variances(capture.graph, modelled, "modelled") if found else capture.graph
 
 
 def measured_variances(capture: Capture, real: RealStep | None) -> Graph:
@@ -55,7 +55,7 @@ def measured_variances(capture: Capture, real: RealStep | None) -> Graph:
                 measured[restore] = passes.squared_error(kept, form, exact) / norm
     if not all(map(math.isfinite, measured.values())):
         return modelled_variances(capture)
-    return with_variances(capture.graph, measured, "measured")
+    return set_variances(capture.graph, measured, "measured")
 
 
 class _PerturbedStep:

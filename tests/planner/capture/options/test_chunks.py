@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.errors import UsageError
-from graphs.io.graph_document import graph_from_dict, graph_to_dict
-from graphs.options import without_options
+from graphs.io.graph_document import build_from_dict, convert_to_dict
+from graphs.options import remove_options
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, rows_behind
@@ -144,8 +144,8 @@ def test_graph_keeps_named_options_and_drops_others() -> None:
     assert with_options(found, ["chunks"]) is found
     left = with_options(found, ())
     assert left.plain and left.ops == plain.ops and left.tensors == plain.tensors
-    assert left.fingerprint == without_options(found).fingerprint == plain.fingerprint != found.fingerprint
-    assert graph_from_dict(graph_to_dict(found)) == found
+    assert left.fingerprint == remove_options(found).fingerprint == plain.fingerprint != found.fingerprint
+    assert build_from_dict(convert_to_dict(found)) == found
     with pytest.raises(UsageError, match=r"traced without the option 'chunks'.*--options chunks"):
         with_options(plain, ["chunks"])
     with pytest.raises(UsageError, match="the option 'chunks' is named twice"):

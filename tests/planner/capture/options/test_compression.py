@@ -8,10 +8,10 @@ import torch
 
 from benchmarks.all_compressed import all_compressed
 from graphs.errors import GraphError, ScheduleError, TraceError, UsageError
-from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Graph, Phase
-from graphs.options import without_options
-from graphs.options.compress import KEEP, RESTORE, VARIANCE, variance_at
+from graphs.options import remove_options
+from graphs.options.compress import KEEP, RESTORE, VARIANCE, predict_variance
 from graphs.simulate import simulate
 from planner.capture.options import check_options, check_traced, with_options
 from planner.capture.options.compress.find import kept_tensors
@@ -135,11 +135,11 @@ def test_compression_bits_are_parsed_from_option_names() -> None:
 def test_graphs_hold_every_form_and_the_limit_comes_with_the_bits() -> None:
     graph = small()
     assert graph.provenance["sensitivity"] == "modelled"
-    assert graph_from_dict(graph_to_dict(graph)) == graph
+    assert build_from_dict(convert_to_dict(graph)) == graph
     found = with_options(graph, ["compress:4"])
-    assert graph_from_dict(graph_to_dict(found)) == found
+    assert build_from_dict(convert_to_dict(found)) == found
     four = sum(op.used(VARIANCE) for op in graph.ops if op.target == f"{RESTORE}.4")
-    assert dict(found.limits)[VARIANCE] == pytest.approx(four) and variance_at(graph, 8) == pytest.approx(four / 17**2)
+    assert dict(found.limits)[VARIANCE] == pytest.approx(four) and predict_variance(graph, 8) == pytest.approx(four / 17**2)
     assert len(with_options(graph, ()).ops) == len(graph.program)
     restored_tensors = {t for op in graph.ops if op.target.startswith(RESTORE) for t in op.outputs}
     for op in graph.ops:
@@ -170,7 +170,7 @@ def test_variances_that_cannot_be_are_refused(variance: float) -> None:
         replace(graph, ops=(graph.ops[0].using(VARIANCE, 1.0), *graph.ops[1:]))
     with pytest.raises(GraphError, match=r"the graph allows -1\.0 of 'gradient variance'"):
         replace(graph, limits=((VARIANCE, -1.0),))
-    assert without_options(graph).ops == graph.program
+    assert remove_options(graph).ops == graph.program
 
 
 def test_small_models_have_no_compressed_tensors() -> None:

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.errors import UsageError
-from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Op
-from graphs.options import without_options
+from graphs.options import remove_options
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.options.traced import with_traced
@@ -150,8 +150,8 @@ def test_unnamed_options_are_dropped_from_the_graph() -> None:
     workload = make("smoothed")
     found = tracing.trace(*workload, roofline="cpu", options=["chunks", "kernels"])
     plain = capture(*workload).graph
-    assert with_options(found, ()).fingerprint == without_options(found).fingerprint == plain.fingerprint
-    assert graph_from_dict(graph_to_dict(found)) == found
+    assert with_options(found, ()).fingerprint == remove_options(found).fingerprint == plain.fingerprint
+    assert build_from_dict(convert_to_dict(found)) == found
     alone = with_options(found, ["kernels"])
     assert {op.target.partition(".")[0] for op in alone.ops if op.optional} == {"kernels"}
     with pytest.raises(UsageError, match=r"traced without the option 'kernels'.*--options kernels"):

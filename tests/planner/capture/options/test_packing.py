@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import remove_options
 from planner.capture.options import with_options
 from planner.capture.options.pack import bits, finder, pooling, ranges
 from planner.capture.options.pack.comparisons import COMPARISONS, Compared
@@ -196,7 +196,7 @@ def test_each_kind_of_packing_is_found() -> None:
     assert names["max_1[1]@narrow"].size_bytes * 8 == names["max_1[1]"].size_bytes
     assert names["threshold_backward@bits"].size_bytes == -(-names["relu"].size_bytes // 32)
     assert with_options(graph, ()).ops == capture(*mixed()).graph.ops
-    assert with_options(graph, ()).fingerprint == without_options(graph).fingerprint != graph.fingerprint
+    assert with_options(graph, ()).fingerprint == remove_options(graph).fingerprint != graph.fingerprint
 
 
 class Chained(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.capture.options import with_options
 from planner.plans.solving import solve
 from planner.show.facts.lifetimes import lives_of
@@ -86,7 +86,7 @@ return boxes.filter((a, i) => boxes.some((b, j) => j > i && meet(a, b))).length;
 
 
 def blocks(count: int = 8, model: str = "chain", module: str = "model.h.{}.mlp") -> Graph:
-    plain = training_chain(count)
+    plain = make_training_chain(count)
     ops = tuple(replace(op, module=module.format(op.id % 4), target="aten.relu.default") for op in plain.ops)
     return Graph(ops, plain.tensors, plain.kept, {"model": model})
 

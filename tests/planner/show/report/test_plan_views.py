@@ -13,7 +13,7 @@ from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
 from planner.plans.plan import Plan, read_plan
 from planner.plans.solving import solve
@@ -22,7 +22,7 @@ from tests.support.report import parsed, solved
 
 
 def blocks(count: int = 8) -> Graph:
-    plain = training_chain(count)
+    plain = make_training_chain(count)
     ops = tuple(replace(op, module=f"model.h.{op.id % 4}.mlp") for op in plain.ops)
     return Graph(ops, plain.tensors, plain.kept, {"model": "<chain>"})
 
@@ -73,12 +73,12 @@ def test_a_plan_without_its_graph(plan: Plan, graph: Graph, tmp_path: Path) -> N
         alone.save(tmp_path / "plan.json", graph=tmp_path / "model.json")
     assert alone.compare(graph) == plan.compare()
     with pytest.raises(MismatchError, match="the plan is for another graph"):
-        alone.compare(training_chain(5))
+        alone.compare(make_training_chain(5))
 
 
 def test_a_plan_of_another_graph_is_not_loaded(plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json", graph=tmp_path / "model.json")
-    write_graph(training_chain(5), tmp_path / "model.json")
+    write_graph(make_training_chain(5), tmp_path / "model.json")
     with pytest.raises(MismatchError, match="the plan is for another graph"):
         Plan.load(tmp_path / "plan.json")
 
@@ -103,7 +103,7 @@ def test_plan_comparison_equals_simulated_figures(plan: Plan, graph: Graph) -> N
 
 
 def test_comparison_within_a_reserved_budget_counts_reserved_memory() -> None:
-    chain = training_chain(8)
+    chain = make_training_chain(8)
     tensors = tuple(replace(t, size_bytes=11 * 2**20) for t in chain.tensors)  # in segments of 12 MiB
     graph = replace(chain, tensors=tensors, provenance={"device": "h200"})
     plan = planner.solve(graph, 100 * 2**20, work_limit=2.0)  # as much as all tensors allocate

@@ -17,7 +17,7 @@ from graphs.io.formats import write_graph
 from graphs.ir import Graph, Phase
 from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from graphs.units import format_bytes
 from planner.capture.workload.models import build
 from planner.cli.main import main
@@ -40,7 +40,7 @@ HOSTILE = "</title><script>alert('x')</script>&\x1b[31m"
 
 def graph(module: str = "model.h.{}.mlp", model: str = "chain") -> Graph:
     """A chain whose ops belong to blocks."""
-    plain = training_chain(8)
+    plain = make_training_chain(8)
     ops = tuple(replace(op, module=module.format(op.id % 4), target="aten.relu.default") for op in plain.ops)
     return Graph(ops, plain.tensors, plain.kept, {"model": model})
 
@@ -273,7 +273,7 @@ def test_invalid_show_arguments_print_one_error(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other.json"
-    write_graph(training_chain(5), other)
+    write_graph(make_training_chain(5), other)
     html = str(tmp_path / "report.html")
     for arguments, code, said in (
         ([files[0], "--graph", files[1]], 2, "nothing to write: name a page (-o report.html)"),
@@ -297,7 +297,7 @@ def test_a_plan_finds_its_graph_wherever_both_are_moved(tmp_path: Path, capsys: 
     assert html.read_text().startswith("<!DOCTYPE html>")
 
     written = parsed(html.read_text()).rows
-    write_graph(training_chain(5), moved / "model.json")
+    write_graph(make_training_chain(5), moved / "model.json")
     assert main(show) == 1
     assert "the plan is for another graph" in capsys.readouterr().err
     (moved / "model.json").unlink()

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from bokeh.models import Span
 
-from graphs.clocks import passages
+from graphs.clocks import find_passages
 from graphs.io.formats import write_graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.capture.options import with_options
 from planner.cli.main import main
 from planner.plans.document import write_plan
@@ -162,7 +162,7 @@ def test_the_page_is_whole_and_needs_nothing_else(name: str) -> None:
 
 
 def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() -> None:
-    plain = training_chain(4)
+    plain = make_training_chain(4)
     offered = with_options(plain, ["offload"], Surroundings(Link.even(1.0), 10))
     text, as_ever = (page(StepFacts.of(Timeline(graph, plan_of(graph, keep_everything(plain))))) for graph in (offered, plain))
     assert "Other streams" not in as_ever
@@ -206,7 +206,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[Timeline]:
     """Random schedules on two streams or three, with copies, stand-ins and several memories."""
     # Plans are for graphs that a solver knows; these have all choices that there can be.
     monkeypatch.setattr(timeline_module, "check_plan", lambda graph, plan: simulate(graph, plan.schedule))
-    small = training_chain(3)
+    small = make_training_chain(3)
     other = plan_of(small, keep_everything(small))
     for seed in range(count):
         draw = random.Random(seed)
@@ -219,7 +219,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, count: int) -> Iterator[Timeline]:
 @pytest.mark.slow
 def test_timeline_matches_the_judge_on_random_streams_and_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = 0
-    small = training_chain(3)
+    small = make_training_chain(3)
     # These graphs have what baselines are not made for: static tensors of other memories.
     monkeypatch.setattr(chart, "baselines", lambda graph, plan: baselines(small, plan))
     for timeline in drawn(monkeypatch, 60):
@@ -238,7 +238,7 @@ def test_timeline_matches_the_judge_on_random_streams_and_pools(monkeypatch: pyt
             assert held[0].start_s == 0 and held[-1].end_s == max(timeline.clocks.clocks_s)
             assert all(before.end_s == after.start_s for before, after in pairwise(held))
             # By the judge of the tests: what is there in between, and during what runs.
-            own = passages(graph, timeline.plan.schedule, timeline.clocks, pool.owner)
+            own = find_passages(graph, timeline.plan.schedule, timeline.clocks, pool.owner)
             expected, now_s = set(), 0.0
             for k, (start_s, end_s) in enumerate(own):
                 if start_s > now_s:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphs.errors import FormatError
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
 from planner.plans.document import write_plan
 from planner.plans.solving import solve
@@ -109,7 +109,7 @@ def test_a_file_that_is_no_pickle(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_snapshot_command_reports_savings_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, plan = written(snapshot(), tmp_path), solve(training_chain(8), "60%")
+    path, plan = written(snapshot(), tmp_path), solve(make_training_chain(8), "60%")
     write_plan(plan, tmp_path / "plan.json")
     assert main(["snapshot", path, "--plan", str(tmp_path / "plan.json"), "--top", "1"]) == 0
     said = capsys.readouterr().out

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from graphs.ir import Graph
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.plans import search
@@ -60,10 +60,10 @@ def test_a_loss_head_in_a_graph_is_in_chunks(*, measured: bool, monkeypatch: pyt
     planned = torch.compile(step, backend="planner", dynamic=False, options=options)
     wanted, found = trained(model, step, batch), trained(model, planned, batch)
     ((graph, plan),) = solved
-    assert plan.budget_bytes < bound_least_budget(without_options(graph)).budget_bytes
+    assert plan.budget_bytes < bound_least_budget(remove_options(graph)).budget_bytes
     assert any(graph.ops[op].optional for op in plan.schedule.computed) and plan.differs
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(wanted, found, strict=True))
-    again, kept = peak_bytes(lambda: trained(model, planned, batch)), simulate(graph, keep_everything(without_options(graph)))
+    again, kept = peak_bytes(lambda: trained(model, planned, batch)), simulate(graph, keep_everything(remove_options(graph)))
     assert again < peak_bytes(lambda: trained(model, step, batch)) < kept.peak_bytes
 
 

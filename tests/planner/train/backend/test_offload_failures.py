@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from graphs.errors import CopyError, PlannerError
-from graphs.schedule import Compute, boundary
+from graphs.schedule import Compute, find_boundary
 from planner.runtime.transfers.channels import HostChannels
 from planner.train.backend.planned_graph import PlannedGraph
 from planner.train.backend.rest_of_step import keeping_all
@@ -69,7 +69,7 @@ def test_a_copy_that_fails_is_one_error_and_the_step_can_be_called_again(
     before = {name: value.clone() for name, value in twin.state_dict().items()}
     twin.zero_grad()
     (graph,), (channels,) = graphs, opened
-    steps = graph.schedule.steps[: boundary(graph.captured.graph, graph.schedule)]
+    steps = graph.schedule.steps[: find_boundary(graph.captured.graph, graph.schedule)]
     first = sum(isinstance(s, Compute) and graph.captured.graph.ops[s.op].optional for s in steps)
     assert first
     left = first // 2 if when == "forward" else first

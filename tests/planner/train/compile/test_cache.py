@@ -16,7 +16,7 @@ import torch
 
 import planner
 from graphs.errors import OutputError
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from planner.plans.cache import PlanCache
 from planner.plans.document import write_plan
 from tests.support.models.planned import compiled_with_cache, workload
@@ -161,7 +161,7 @@ def test_a_spoiled_plan_is_replaced(spoil: Any, said: str, tmp_path: Path, solve
 @pytest.mark.parametrize("kind", ["link", "dangling link", "circle of links", "pipe", "link to a folder"])
 def test_links_and_pipes_in_the_cache_are_replaced(kind: str, tmp_path: Path) -> None:
     cache, elsewhere = PlanCache(tmp_path / "cache"), tmp_path / "elsewhere.json"
-    plan = planner.solve(training_chain(4), "100%")
+    plan = planner.solve(make_training_chain(4), "100%")
     path = cache.path({"budget": "100%"})
     write_plan(replace(plan, seconds=7.0), elsewhere)
     kept = elsewhere.read_text()
@@ -187,13 +187,13 @@ def test_a_folder_in_the_place_of_a_plan_is_left_alone(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="is planned again: it is no file"):
         assert cache.load(path, "100%") is None
     with pytest.warns(UserWarning, match="the plan was not stored in the cache: .* is a folder"):
-        cache.store(planner.solve(training_chain(4), "100%"), path)
+        cache.store(planner.solve(make_training_chain(4), "100%"), path)
     assert path.is_dir()
 
 
 def test_cached_plan_is_loaded_for_its_own_budget_only(tmp_path: Path) -> None:
     cache = PlanCache(tmp_path)
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     plan = planner.solve(graph, "80%")
     path = cache.path({})
     cache.store(plan, path)

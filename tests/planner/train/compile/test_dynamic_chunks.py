@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import planner
-from graphs.options import without_options
+from graphs.options import remove_options
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.measure.steps import outcome
@@ -27,7 +27,7 @@ def test_a_loss_head_is_in_chunks_at_each_size(*, exact: bool) -> None:
     first = batch(64)
     graph = planner.trace(model, loss_fn, first, passes=1, options=["chunks"])
     budget = simulate(graph, schedule_with(graph, in_chunks(graph, 4))).peak_bytes
-    assert budget < bound_least_budget(without_options(graph)).budget_bytes  # so it takes chunks
+    assert budget < bound_least_budget(remove_options(graph)).budget_bytes  # so it takes chunks
     if exact:
         budget = simulate(graph, schedule_with(graph, ())).peak_bytes
     step = planner.compile(

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from graphs.options.selection import option_of
+from graphs.options.selection import get_option_name
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.measure.steps import outcome
@@ -46,4 +46,4 @@ def test_an_option_goes_with_each_size(option: str) -> None:
         if option == "in-place":
             assert sum(simulate(graph, schedule).memory_bytes) < sum(simulate(graph.out_of_place(), schedule).memory_bytes)
         else:
-            assert any(op.optional and option_of(op) == option for op in graph.ops)
+            assert any(op.optional and get_option_name(op) == option for op in graph.ops)

@@ -14,7 +14,7 @@ import planner
 from graphs.errors import InfeasibleError, PlannerError
 from graphs.ir import Graph
 from graphs.simulate import simulate
-from graphs.synthetic.small import chain
+from graphs.synthetic.small import make_chain
 from planner.measure.observation import OpTimer, PeakWatch
 from planner.measure.steps import outcome
 from planner.plans import background
@@ -272,7 +272,7 @@ def test_a_solve_here_asks_with_its_time_and_gap(monkeypatch: pytest.MonkeyPatch
         return gap is not None
 
     monkeypatch.setattr(background, "solve_graph", solve_graph)
-    assert solve_here(SolveJob(chain(2), 1, SolveSettings()), is_enough).failure == "too little"
+    assert solve_here(SolveJob(make_chain(2), 1, SolveSettings()), is_enough).failure == "too little"
     assert asked == [(True, None), (True, compute_gap(1.25, 1.0))]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import planner
 from graphs.errors import MismatchError
 from graphs.ir import Phase
-from graphs.overwriting import overwritten_saved_tensors
+from graphs.overwriting import find_overwritten_saved
 from graphs.schedule import schedule_of
 from planner.capture.options.traced import with_traced
 from planner.capture.step import TrainingStep
@@ -258,7 +258,7 @@ def sigmoid_over_what_is_saved() -> tuple[nn.Module, Callable[..., Any]]:
     (sigmoid,) = (op.id for op in graph.ops if op.name == "sigmoid")
     first = next(op.id for op in graph.ops if op.phase is Phase.BACKWARD)
     schedule = schedule_of(graph, [*range(first), sigmoid, *range(first, len(graph.ops))])
-    assert overwritten_saved_tensors(graph, schedule)
+    assert find_overwritten_saved(graph, schedule)
     return model, Executor(captured, schedule, model, F.cross_entropy)
 
 

@@ -14,7 +14,7 @@ import planner
 from graphs.allocators.training import training_of
 from graphs.errors import PlannerError, UsageError
 from graphs.ir import Kind
-from graphs.optimizers import MeasuredOptimizer, optimizer_of
+from graphs.optimizers import MeasuredOptimizer, get_traced_optimizer
 from graphs.schedule import keep_everything
 from planner.capture.trace import capture
 from planner.measure.optimizers import measure_optimizer
@@ -331,5 +331,5 @@ def test_a_graph_keeps_the_measured_memory() -> None:
     assert graph.static_bytes_by_kind[Kind.OPTIMIZER_STATE] == 107
     training = training_of(graph, keep_everything(graph))
     assert (training.state, training.temporaries) == ((100, 7), (30,))
-    assert optimizer_of(graph.provenance) == measured
+    assert get_traced_optimizer(graph.provenance) == measured
     assert ("optimizer", "Own") in provenance_lines(graph.provenance)

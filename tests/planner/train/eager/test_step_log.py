@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphs.io.graph_document import graph_from_dict, graph_to_dict
+from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Kind, Phase
 from graphs.schedule import Compute, Free, keep_everything
 from graphs.simulate import simulate
@@ -44,7 +44,7 @@ def test_a_step_becomes_a_graph() -> None:
     assert graph.kept == {5}
     assert graph.static_bytes == 100
     assert graph.tensors[6].kind is Kind.CONSTANT
-    assert graph_from_dict(graph_to_dict(graph)) == graph
+    assert build_from_dict(convert_to_dict(graph)) == graph
     assert simulate(graph, keep_everything(graph)).peak_bytes == 100 + 8 + 4 + 30
 
 

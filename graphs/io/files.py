@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from graphs.errors import FormatError, OutputError, UsageError, quote
+from graphs.errors import FormatError, OutputError, UsageError
 from graphs.io.documents import convert_to_json, shorten
 
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/(?P<process>[0-9]+))/fd/(?P<number>[0-9]+)")
@@ -54,9 +54,8 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str]) 
 
     Raises:
         OutputError: the folder does not exist or is not writable, or `path` is a folder.
-        UsageError: it is one of the files that are read, or no name.
+        UsageError: it is one of the files that are read.
     """
-    _check_name(path)
     if not os.fspath(path):
         raise OutputError("the name of the file to write is empty")
     if (descriptor := open_descriptor(path)) is not None:
@@ -79,11 +78,6 @@ def check_writable(path: str | os.PathLike[str], *read: str | os.PathLike[str]) 
         raise OutputError(f"{path} cannot be written: permission denied")
     if target.exists() and any(Path(source).exists() and target.samefile(source) for source in read):
         raise UsageError(f"{path} is an input of this command: name another file to write")
-
-
-def _check_name(path: object) -> None:
-    if not isinstance(path, str | os.PathLike):
-        raise UsageError(f"the name of a file is {quote(path)}: must be text or a pathlib.Path")
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
@@ -209,9 +203,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
     Raises:
         FormatError: the file is not there, cannot be read, or is not text.
-        UsageError: `path` is no name.
     """
-    _check_name(path)
     try:
         if _is_device(path):
             raise FormatError(f"{path}: is a device, not a file")

@@ -18,6 +18,7 @@ from planner.measure.link_rates import link_alone
 from planner.measure.machine import machine
 from planner.measure.tracing import trace
 from planner.memory.free_memory import free_bytes
+from planner.native.library import describe_library
 from planner.plans.summary import summarize
 from planner.settings.stages import TraceSettings
 from planner.studies.workload_tracing import Tracing
@@ -79,6 +80,7 @@ def _packages() -> Iterator[Fact]:
             "-P, or rename that package"
         )
         yield Fact("packages", name, str(own), problem)
+    yield Fact("packages", "native passes", describe_library())
 
 
 def _found_on_path(name: str) -> Path | None:

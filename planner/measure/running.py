@@ -35,7 +35,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
 from planner.settings.compatibility import check_compatible
 from planner.settings.option_settings import recorded_options, with_recorded
-from planner.settings.stages import TraceSettings, check_flags
+from planner.settings.stages import TraceSettings
 
 _PLANNED, _KEEPING, _EAGER, _EAGER_AGAIN = "the plan", "keeping everything", "eager PyTorch", "eager PyTorch again"
 
@@ -163,9 +163,6 @@ def run(
         raise UsageError(
             f"the plan is {quote(plan)}: must be one that planner.solve returns, or planner.Plan.load reads from a file"
         )
-    check_flags(None, arena=arena)
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise UsageError(f"repeats is {repeats!r}: must be at least 1")
     if arena:
         check_compatible({Feature.ARENA, *(name for name, _ in map(parsed, recorded_options(plan.settings)))})
     with Stages(*views_of(on_progress), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:

@@ -33,7 +33,6 @@ from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.runtime.libraries import warm_up_libraries
 from planner.settings.devices import DeviceSpec, get_device
 from planner.settings.link import MEASURED_LINK
-from planner.settings.option_settings import list_options
 from planner.settings.other_devices import DEVICES_KEY, encode_devices
 from planner.settings.stages import TraceSettings
 
@@ -97,7 +96,7 @@ def trace(
         passes,
         measure_link,
         name,
-        options=list_options(options),
+        options=tuple(options),
         other_devices=tuple(other_devices),
     )
     return trace_workload(Workload(model, loss_fn, batch), settings, on_progress)

@@ -27,6 +27,7 @@ from planner.capture.program.builder import Line, Pass, PassBuilder
 from planner.capture.program.moved import moved
 from planner.capture.program.program import Call, OpCalls, Program, Ref, read_by
 from planner.capture.program.writer import CallBefore, PassWriter
+from planner.native.passes import SwitchedPass
 from planner.runtime.devices import Devices
 from planner.runtime.step_lines import StepLines
 
@@ -107,7 +108,7 @@ def compile_schedule(
     main = _main_part(writers[0], halves, static_given_up=static_given_up)
     parts = {pool.owner: _other_part(writer, halves) for pool, writer in zip(devices.pools[1:], writers[1:], strict=True)}
     all_parts = (main, *parts.values())
-    forward, backward = _runners(devices, main, parts)
+    forward, backward = _runners(devices, main, parts, native=tick is None)
     return Code(
         forward,
         backward,
@@ -207,15 +208,23 @@ def _other_part(writer: PassWriter, halves: _Halves) -> _DevicePasses:
     return _DevicePasses((first.finish(None, title), second.finish(None, title)), (streams, writer.streams), alive)
 
 
-def _runners(devices: Devices, main: _DevicePasses, others: Mapping[str, _DevicePasses]) -> tuple[Forward, Backward]:
-    """Return the functions that run each pass with its transfers, on all devices."""
-    run_forward, run_backward = (each.run for each in main.passes)
+def _runners(
+    devices: Devices, main: _DevicePasses, others: Mapping[str, _DevicePasses], *, native: bool
+) -> tuple[Forward, Backward]:
+    """Return the functions that run each pass with its transfers, on all devices; in C++ if `native` and once that is loaded."""
+
+    def runners(part: _DevicePasses) -> list[Callable[..., Any]]:
+        return [SwitchedPass(each) if native else each.run for each in part.passes]
+
+    run_forward, run_backward = runners(main)
     if not devices.channels:
         return run_forward, run_backward
 
+    run_parts = {stream: runners(part) for stream, part in others.items()}
+
     def parts(half: int, states: Sequence[list[Any]]) -> dict[str, Callable[..., Any]]:
-        items = zip(others.items(), states, strict=True)
-        return {stream: partial(part.passes[half].run, state) for (stream, part), state in items}
+        items = zip(run_parts.items(), states, strict=True)
+        return {stream: partial(run[half], state) for (stream, run), state in items}
 
     def forward(static: Sequence[Any]) -> Returned:
         states: list[list[Any]] = [[] for _ in others]

@@ -166,17 +166,6 @@ def default_options(solver: str) -> tuple[str, ...]:
     return DEFAULTS if check_solver(solver).alternatives else ()
 
 
-def list_options(options: Sequence[str]) -> tuple[str, ...]:
-    """Return the names in `options`.
-
-    Raises:
-        UsageError: it is a name by itself, whose letters would be options.
-    """
-    if isinstance(options, str):
-        raise UsageError(f"options is {options!r}: must be a list of names, [{options!r}]")
-    return tuple(options)
-
-
 def option_settings(
     options: Sequence[str],
     link: str | float | None = None,
@@ -197,7 +186,9 @@ def option_settings(
         UsageError: there is no such option; or the link, the memory or `exact` is given without an option that needs it.
         BudgetError: the link or the memory cannot be read.
     """
-    check_complete(list_options(options))
+    if isinstance(options, str):
+        raise UsageError(f"options is {options!r}: must be a list of names, [{options!r}]")
+    check_complete(options)
     if exact and not options:
         raise UsageError("exact is given, but no option that it applies to: add options=['chunks'] (--options chunks)")
     if Need.LINK not in needs(options):

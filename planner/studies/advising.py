@@ -22,7 +22,7 @@ from planner.memory.reserved import memory_on
 from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import get_device
-from planner.settings.option_settings import list_options, option_settings
+from planner.settings.option_settings import option_settings
 from planner.settings.stages import check_positive
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
@@ -81,7 +81,7 @@ def advise(
     """
     began = time.monotonic()
     check_positive("time limit", time_limit_s, "seconds")
-    names = _options_to_try(roofline) if options is None else list_options(options)
+    names = _options_to_try(roofline) if options is None else tuple(options)
     kind, device, available_bytes = _available(model, batch, roofline)
     counted = memory_on(kind, CountedMemory.of(memory))
     traced = traced_options(names)
@@ -151,7 +151,7 @@ def curve(
         True
     """
     check_is_graph(graph)
-    if isinstance(budgets, str | bool | float):
+    if isinstance(budgets, str):
         raise BudgetError(f"budgets is {budgets!r}: must be how many, or a list of budgets, [{budgets!r}]")
     check_positive("time limit", time_limit_s, "seconds")
     settings = StudySettings(

@@ -24,15 +24,21 @@ class Pass:
 
     Attributes:
         module: the module with the code of the pass.
-        run: function of its parameters.
+        parameters: its parameters.
+        run: function of them.
+        guard: makes the context that it runs in; None for none.
         read: the variables of parameters that any node reads.
         lines: for each line of a step, the position of that step in the schedule.
+        node_lines: by the name of a node, its line.
     """
 
     module: fx.GraphModule
+    parameters: Sequence[Parameter]
     run: Callable[..., Any]
+    guard: Call | None
     read: frozenset[str]
     lines: Mapping[Line, int]
+    node_lines: Mapping[str, Line]
 
 
 class PassBuilder:
@@ -172,9 +178,11 @@ class PassBuilder:
         codegen = StraightLine(self._parameters, self._names)
         module = module_of(self._graph, codegen, title)
         file, guard = module.forward.__code__.co_filename, self._program.guard
-        run: Callable[..., Any] = module.forward if guard is None else _guarded(module.forward, guard)
         read = frozenset(variable(node) for node in self._graph.find_nodes(op="placeholder") if node.users)
-        return Pass(module, run, read, {(file, number): step for number, step in codegen.steps.items()})
+        lines = {(file, number): step for number, step in codegen.steps.items()}
+        node_lines = {name: (file, number) for name, number in codegen.lines.items()}
+        run = run_within(guard, module.forward)
+        return Pass(module, self._parameters, run, guard, read, lines, node_lines)
 
     def _held(self, tensor: int) -> fx.Node:
         """Return the node that holds a tensor; a static tensor is aligned before its first use if kernels expect that."""
@@ -214,7 +222,10 @@ def _nothing() -> None:
     pass
 
 
-def _guarded(run: Callable[..., Any], guard: Call) -> Callable[..., Any]:
+def run_within(guard: Call | None, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs `run` in the context that `guard` makes; `run` itself if there is none."""
+    if guard is None:
+        return run
     assert callable(guard.target)
     context = guard.target
 

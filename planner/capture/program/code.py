@@ -48,12 +48,14 @@ class StraightLine(CodeGen):
 
     Attributes:
         steps: for each line of a step, its position in the schedule.
+        lines: by the name of a node, its line.
     """
 
     def __init__(self, parameters: Sequence[Parameter], names: Mapping[str, object]) -> None:
         """Initialize with `names` for some targets and constants."""
         super().__init__()
         self.steps: dict[int, int] = {}
+        self.lines: dict[str, int] = {}
         self._parameters, self._names = parameters, names
 
     def source(self, nodes: Iterable[fx.Node]) -> tuple[str, dict[str, Any]]:
@@ -70,6 +72,7 @@ class StraightLine(CodeGen):
         for node in nodes:
             if (line := written.line(node)) is not None:
                 lines.append(f"    {line}")
+                self.lines[node.name] = len(lines)
                 if STEP in node.meta:
                     self.steps[len(lines)] = node.meta[STEP]
         return "\n".join(lines) + "\n", written.values

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from markupsafe import escape
 
 from graphs.errors import PlannerError
-from graphs.ir import Graph, check_is_graph
+from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.attributes import attributes
 from planner.plans.plan_check import planned_graph
@@ -110,8 +110,6 @@ def html(plan: PlanRecord, graph: Graph | None) -> str:
 
 
 def _timeline(plan: PlanRecord, graph: Graph | None, method: str) -> Timeline:
-    if graph is not None:
-        check_is_graph(graph)
     found = plan.source if graph is None else graph
     if found is None:
         raise PlannerError(

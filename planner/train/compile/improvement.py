@@ -36,7 +36,7 @@ from solvers.result import OPTIMAL_GAP, SOLVED
 _TIMED_STEPS = 3
 _GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end
 _START_S = 0.5  # cost of the start of a process; a solve between two steps has as much time to improve what it has proved
-_HERE_S = 2.0  # most for a solve between two steps; a plan that took longer is not solved there
+_HERE_S = 2.0  # a plan that took longer is not solved again between two steps; one that did not, for no longer than it took
 # A process is started at once if a step loses this much to suboptimality, proved or possible; otherwise once the total loss
 # is as large as the cost of the start, or after as many steps, for the proof.
 _LOST_AT_ONCE_S, _TRIAL_STEPS = 0.005, 10
@@ -217,9 +217,10 @@ class Improvement:
     def _solve_here(self) -> None:
         """Solve again between two steps until as much is proved as before; a process goes on if that is above the tolerance."""
         known = math.inf if self.plan.gap is None else self.plan.gap
+        most_s = max(_START_S, self.plan.seconds)
 
         def is_enough(seconds: float, gap: float | None) -> bool:
-            return seconds > (_START_S if gap is not None and gap <= known else _HERE_S)
+            return seconds > (_START_S if gap is not None and gap <= known else most_s)
 
         found = solve_here(self._job(), is_enough).plan
         if found is not None:

@@ -99,17 +99,6 @@ def test_arguments_of_a_wrong_type_raise(tmp_path: Path) -> None:
         "seconds is '5': must be a number, 0 or more": lambda: step.wait("5"),  # type: ignore[arg-type]
         "seconds is -1: must be a number, 0 or more": lambda: step.wait(-1),
         "seconds is nan: must be a number, 0 or more": lambda: step.wait(float("nan")),
-        "repeats is 0: must be at least 1": lambda: planner.run(plan, model(), F.mse_loss, (X, Y), repeats=0),
-        "arena is 'yes': must be one of True, False, None": lambda: planner.run(plan, model(), F.mse_loss, (X, Y), arena="yes"),  # type: ignore[arg-type]
-        "options is 'chunks': must be a list of names": lambda: traced(model(), options="chunks"),
-        "options is 'offload': must be a list of names": lambda: planner.advise(model(), F.mse_loss, (X, Y), options="offload"),
-        "budgets is 2.5: must be how many": lambda: planner.curve(graph, 2.5),  # type: ignore[arg-type]
-        "budgets is True: must be how many": lambda: planner.curve(graph, True),
-        "the graph is 'memory.png': must be one": lambda: plan.plot("memory.png"),  # type: ignore[arg-type]
-        "the name of a file is 3: must be text": lambda: plan.save(3),  # type: ignore[arg-type]
-        "the name of a file is 4: must be text": lambda: planner.Plan.load(4),  # type: ignore[arg-type]
-        "max_recomputation is '2': must be above 0": lambda: planner.rematerialize("1GB", max_recomputation="2"),  # type: ignore[arg-type]
-        "device is 'cud', where no tensor can be made": lambda: planner.rematerialize("1GB", device="cud"),
         "unknown device 'h900': choose from": lambda: planner.checkpoint(model(), budget="1MB", roofline="h900"),
         "the model is already compiled": lambda: planner.checkpoint(torch.compile(model()), budget="1MB"),  # type: ignore[type-var]
         "budgets is '80%': must be how many": lambda: planner.curve(graph, "80%"),

@@ -1,0 +1,518 @@
+// The passes of a schedule as flat programs: the same calls and frees as in Python, without Python between them.
+//
+// A program has registers, which hold tensors, numbers, lists of tensors or objects of Python, and instructions, which call an
+// operator by its boxed kernel, call a function of Python, or take an item out of a list. Each frees some registers at its end.
+// Operators run below autograd: nothing in a pass is recorded for it. Those that write, or return what callers see, keep the
+// counting of versions, on which checks of later writes rely.
+//
+// Python's interpreter lock is released between calls of Python. An instruction that fails ends the pass; all registers are
+// freed before the error reaches Python, with the position of the instruction.
+
+#define PY_SSIZE_T_CLEAN
+#define AT_PER_OPERATOR_HEADERS
+#include <Python.h>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/List.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch::jit { // of pybind_utils.h, which takes ten seconds to compile
+TORCH_PYTHON_API c10::IValue toIValue(pybind11::handle object, const c10::TypePtr& type, std::optional<int32_t> length);
+TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
+} // namespace torch::jit
+
+namespace {
+
+namespace py = pybind11;
+using c10::IValue;
+using Registers = std::vector<IValue>;
+
+// An object of Python in a register.
+struct Object final : torch::CustomClassHolder {
+  explicit Object(py::object object) : object(std::move(object)) {}
+
+  ~Object() override {
+    py::gil_scoped_acquire lock;
+    object = py::object();
+  }
+
+  py::object object;
+};
+
+// What an argument is made of; the values are those of planner.native.passes.
+enum Form : int64_t {
+  kConstant,
+  kRegister,
+  kList,
+  kTuple,
+  kSlice,
+};
+
+struct Argument {
+  Form form = kConstant;
+  IValue constant; // of operators
+  py::object object; // of functions of Python
+  int64_t index = -1; // of a register
+  bool number_is_tensor = false, is_float = false, is_optional = false; // of an operator's argument, or its items
+  std::vector<Argument> items;
+};
+
+enum Kind : int64_t {
+  kOperator,
+  kFunction,
+  kItem,
+};
+
+struct Instruction {
+  Kind kind = kOperator;
+  std::optional<c10::OperatorHandle> op;
+  bool counts_versions = false;
+  py::object target;
+  std::vector<Argument> arguments; // those by name last
+  py::object names; // of the arguments by name, as a tuple
+  std::vector<int64_t> results; // registers; -1 for what nothing reads
+  std::vector<int64_t> freed;
+};
+
+struct Parameter {
+  std::vector<int64_t> items; // registers of a sequence's items
+  int64_t index = -1; // the register of a value that is no sequence
+  bool emptied = false; // true for a list that is emptied once it is read
+};
+
+struct Program {
+  int64_t registers = 0;
+  std::vector<Parameter> parameters;
+  std::vector<Instruction> instructions;
+  Argument returned;
+};
+
+// Return a number as the tensor that operators take for it, in memory that no allocator counts: constants stay with their program.
+IValue wrap_number(const IValue& number) {
+  const at::Scalar scalar = number.toScalar();
+  auto* data = new c10::complex<double>();
+  if (scalar.isComplex()) {
+    *data = scalar.toComplexDouble();
+  } else if (scalar.isFloatingPoint()) {
+    *reinterpret_cast<double*>(data) = scalar.toDouble();
+  } else if (scalar.isBoolean()) {
+    *reinterpret_cast<bool*>(data) = scalar.toBool();
+  } else {
+    *reinterpret_cast<int64_t*>(data) = scalar.toLong();
+  }
+  const auto drop = [data](void*) { delete data; };
+  at::Tensor wrapped = at::from_blob(data, {}, drop, scalar.type());
+  wrapped.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return wrapped;
+}
+
+IValue to_value(py::handle object) {
+  PyObject* given = object.ptr();
+  if (THPVariable_Check(given)) {
+    return THPVariable_Unpack(given);
+  }
+  if (given == Py_None) {
+    return {};
+  }
+  if (PyBool_Check(given)) {
+    return given == Py_True;
+  }
+  if (PyFloat_CheckExact(given)) {
+    return PyFloat_AS_DOUBLE(given);
+  }
+  if (PyLong_CheckExact(given)) {
+    int overflow = 0;
+    const int64_t number = PyLong_AsLongLongAndOverflow(given, &overflow);
+    if (overflow == 0) {
+      return number;
+    }
+  }
+  return IValue::make_capsule(c10::make_intrusive<Object>(py::reinterpret_borrow<py::object>(object)));
+}
+
+py::object to_object(const IValue& value) {
+  if (value.isTensor()) {
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(value.toTensor()));
+  }
+  if (value.isCapsule()) {
+    return c10::static_intrusive_pointer_cast<Object>(value.toCapsule())->object;
+  }
+  return torch::jit::toPyObject(value);
+}
+
+py::object build_object(const Argument& argument, const Registers& registers) {
+  switch (argument.form) {
+    case kConstant:
+      return argument.object;
+    case kRegister:
+      return to_object(registers[argument.index]);
+    case kList: {
+      py::list list(argument.items.size());
+      for (size_t i = 0; i < argument.items.size(); i++) {
+        list[i] = build_object(argument.items[i], registers);
+      }
+      return list;
+    }
+    case kTuple: {
+      py::tuple tuple(argument.items.size());
+      for (size_t i = 0; i < argument.items.size(); i++) {
+        tuple[i] = build_object(argument.items[i], registers);
+      }
+      return tuple;
+    }
+    case kSlice: {
+      py::object ends[3];
+      for (size_t i = 0; i < 3; i++) {
+        ends[i] = build_object(argument.items[i], registers);
+      }
+      return py::reinterpret_steal<py::object>(PySlice_New(ends[0].ptr(), ends[1].ptr(), ends[2].ptr()));
+    }
+  }
+  TORCH_INTERNAL_ASSERT(false, "an argument has the unknown form ", static_cast<int64_t>(argument.form));
+}
+
+IValue build_value(const Argument& argument, const Registers& registers) {
+  if (argument.form == kConstant) {
+    return argument.constant;
+  }
+  if (argument.form == kRegister) {
+    const IValue& value = registers[argument.index];
+    if (value.isScalar()) {
+      if (argument.number_is_tensor) {
+        return wrap_number(value);
+      }
+      if (argument.is_float) {
+        return value.toScalar().toDouble();
+      }
+    }
+    return value;
+  }
+  if (argument.is_optional) {
+    c10::List<std::optional<at::Tensor>> list;
+    list.reserve(argument.items.size());
+    for (const Argument& item : argument.items) {
+      list.push_back(build_value(item, registers).toOptional<at::Tensor>());
+    }
+    return list;
+  }
+  c10::List<at::Tensor> list;
+  list.reserve(argument.items.size());
+  for (const Argument& item : argument.items) {
+    list.push_back(build_value(item, registers).toTensor());
+  }
+  return list;
+}
+
+// The dispatch keys of a thread, which are as before at the end.
+class DispatchKeys {
+ public:
+  DispatchKeys() : outside_(c10::impl::tls_local_dispatch_key_set()), counting_(outside_), plain_(outside_) {
+    counting_.excluded_ = counting_.excluded_ | c10::autograd_dispatch_keyset;
+    plain_.excluded_ = plain_.excluded_ | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+  }
+
+  ~DispatchKeys() {
+    leave();
+  }
+
+  void enter(bool counts_versions) {
+    const int now = counts_versions ? 1 : 2;
+    if (now != now_) {
+      c10::impl::_force_tls_local_dispatch_key_set(counts_versions ? counting_ : plain_);
+      now_ = now;
+    }
+  }
+
+  void leave() {
+    if (now_ != 0) {
+      c10::impl::_force_tls_local_dispatch_key_set(outside_);
+      now_ = 0;
+    }
+  }
+
+ private:
+  const c10::impl::LocalDispatchKeySet outside_;
+  c10::impl::LocalDispatchKeySet counting_, plain_;
+  int now_ = 0;
+};
+
+void call_operator(const Instruction& instruction, Registers& registers, torch::jit::Stack& stack) {
+  stack.clear();
+  for (const Argument& argument : instruction.arguments) {
+    stack.push_back(build_value(argument, registers));
+  }
+  instruction.op->callBoxed(stack);
+  for (size_t i = 0; i < instruction.results.size(); i++) {
+    if (instruction.results[i] >= 0) {
+      registers[instruction.results[i]] = std::move(stack[i]);
+    }
+  }
+  stack.clear();
+}
+
+void call_function(const Instruction& instruction, Registers& registers) {
+  py::gil_scoped_acquire lock;
+  py::object result;
+  {
+    std::vector<py::object> given;
+    std::vector<PyObject*> pointers;
+    for (const Argument& argument : instruction.arguments) {
+      given.push_back(build_object(argument, registers));
+      pointers.push_back(given.back().ptr());
+    }
+    const size_t named = instruction.names ? PyTuple_GET_SIZE(instruction.names.ptr()) : 0;
+    result = py::reinterpret_steal<py::object>(PyObject_Vectorcall(
+        instruction.target.ptr(), pointers.data(), pointers.size() - named, named > 0 ? instruction.names.ptr() : nullptr));
+  }
+  if (!result) {
+    throw py::error_already_set();
+  }
+  if (!instruction.results.empty() && instruction.results[0] >= 0) {
+    registers[instruction.results[0]] = to_value(result);
+  }
+}
+
+void take_item(const Instruction& instruction, Registers& registers) {
+  const IValue& sequence = registers[instruction.arguments[0].index];
+  IValue& item = registers[instruction.results[0]];
+  if (sequence.isCapsule()) {
+    py::gil_scoped_acquire lock;
+    const py::object subscript = build_object(instruction.arguments[1], registers);
+    py::object found = py::reinterpret_steal<py::object>(PyObject_GetItem(to_object(sequence).ptr(), subscript.ptr()));
+    if (!found) {
+      throw py::error_already_set();
+    }
+    item = to_value(found);
+    return;
+  }
+  const int64_t index = instruction.arguments[1].constant.toInt();
+  if (sequence.isTensorList()) {
+    item = sequence.toTensorList().get(index < 0 ? sequence.toTensorList().size() + index : index);
+  } else if (sequence.isTuple()) {
+    item = sequence.toTupleRef().elements()[index];
+  } else {
+    item = sequence.toListRef()[index];
+  }
+}
+
+void read_parameters(const Program& program, py::handle given, Registers& registers) {
+  for (size_t i = 0; i < program.parameters.size(); i++) {
+    const Parameter& parameter = program.parameters[i];
+    PyObject* value = PyTuple_GET_ITEM(given.ptr(), i);
+    if (parameter.index >= 0) {
+      registers[parameter.index] = to_value(value);
+      continue;
+    }
+    const auto sequence = py::reinterpret_steal<py::object>(PySequence_Fast(value, "a pass was called without a sequence"));
+    if (!sequence) {
+      throw py::error_already_set();
+    }
+    TORCH_CHECK_VALUE(
+        PySequence_Fast_GET_SIZE(sequence.ptr()) == static_cast<Py_ssize_t>(parameter.items.size()),
+        "a pass takes ", parameter.items.size(), " values and got ", PySequence_Fast_GET_SIZE(sequence.ptr()));
+    for (size_t item = 0; item < parameter.items.size(); item++) {
+      if (parameter.items[item] >= 0) {
+        registers[parameter.items[item]] = to_value(PySequence_Fast_GET_ITEM(sequence.ptr(), item));
+      }
+    }
+    if (parameter.emptied && PyList_SetSlice(value, 0, PyList_GET_SIZE(value), nullptr) < 0) {
+      throw py::error_already_set();
+    }
+  }
+}
+
+py::object run(const Program& program, py::handle given, int64_t& position) {
+  Registers registers(program.registers);
+  read_parameters(program, given, registers);
+  {
+    py::gil_scoped_release unlocked;
+    DispatchKeys keys;
+    torch::jit::Stack stack;
+    stack.reserve(16);
+    for (const Instruction& instruction : program.instructions) {
+      switch (instruction.kind) {
+        case kOperator:
+          keys.enter(instruction.counts_versions);
+          call_operator(instruction, registers, stack);
+          break;
+        case kFunction:
+          keys.leave();
+          call_function(instruction, registers);
+          break;
+        case kItem:
+          take_item(instruction, registers);
+          break;
+      }
+      for (int64_t freed : instruction.freed) {
+        registers[freed] = IValue();
+      }
+      position++;
+    }
+  }
+  return build_object(program.returned, registers);
+}
+
+// An argument is a pair of its form and what it holds.
+Argument read_argument(py::handle described) {
+  const auto pair = py::reinterpret_borrow<py::tuple>(described);
+  Argument argument;
+  argument.form = static_cast<Form>(pair[0].cast<int64_t>());
+  if (argument.form == kConstant) {
+    argument.object = pair[1];
+  } else if (argument.form == kRegister) {
+    argument.index = pair[1].cast<int64_t>();
+  } else {
+    for (py::handle item : pair[1]) {
+      argument.items.push_back(read_argument(item));
+    }
+  }
+  return argument;
+}
+
+// Adapt an argument to the type that the schema of an operator has for it.
+void adapt(Argument& argument, c10::TypePtr type) {
+  if (argument.form == kConstant) {
+    const auto number = py::reinterpret_borrow<py::object>(argument.object);
+    auto unwrapped = type;
+    if (const auto optional = type->cast<c10::OptionalType>()) {
+      unwrapped = optional->getElementType();
+    }
+    const bool is_number = PyFloat_Check(number.ptr()) || PyLong_Check(number.ptr()) || PyComplex_Check(number.ptr());
+    if (unwrapped->kind() == c10::TypeKind::TensorType && is_number) {
+      argument.constant = wrap_number(torch::jit::toIValue(number, c10::NumberType::get(), std::nullopt));
+    } else {
+      argument.constant = torch::jit::toIValue(number, type, std::nullopt);
+    }
+    return;
+  }
+  if (const auto optional = type->cast<c10::OptionalType>()) {
+    type = optional->getElementType();
+  }
+  if (argument.form == kRegister) {
+    argument.number_is_tensor = type->kind() == c10::TypeKind::TensorType;
+    argument.is_float = type->kind() == c10::TypeKind::FloatType;
+    return;
+  }
+  const auto list = type->cast<c10::ListType>();
+  TORCH_CHECK_TYPE(list && (argument.form == kList || argument.form == kTuple), "no list is expected");
+  auto item_type = list->getElementType();
+  argument.is_optional = item_type->kind() == c10::TypeKind::OptionalType;
+  const auto inner = argument.is_optional ? item_type->expectRef<c10::OptionalType>().getElementType() : item_type;
+  TORCH_CHECK_TYPE(inner->kind() == c10::TypeKind::TensorType, "a list of other values than tensors has one that varies");
+  for (Argument& item : argument.items) {
+    adapt(item, item_type);
+  }
+}
+
+Instruction read_instruction(py::handle described) {
+  const auto fields = py::reinterpret_borrow<py::tuple>(described);
+  Instruction instruction;
+  instruction.kind = static_cast<Kind>(fields[0].cast<int64_t>());
+  for (py::handle argument : fields[2]) {
+    instruction.arguments.push_back(read_argument(argument));
+  }
+  for (py::handle result : fields[4]) {
+    instruction.results.push_back(result.cast<int64_t>());
+  }
+  for (py::handle freed : fields[5]) {
+    instruction.freed.push_back(freed.cast<int64_t>());
+  }
+  if (instruction.kind == kOperator) {
+    const auto name = py::reinterpret_borrow<py::tuple>(fields[1]);
+    const auto schema_name = name[0].cast<std::string>(), overload = name[1].cast<std::string>();
+    instruction.op = c10::Dispatcher::singleton().findSchemaOrThrow(schema_name.c_str(), overload.c_str());
+    instruction.counts_versions = fields[3].cast<bool>();
+    const auto& expected = instruction.op->schema().arguments();
+    TORCH_CHECK_TYPE(expected.size() == instruction.arguments.size(), "the schema has other arguments");
+    for (size_t i = 0; i < expected.size(); i++) {
+      adapt(instruction.arguments[i], expected[i].type());
+    }
+  } else if (instruction.kind == kFunction) {
+    instruction.target = fields[1];
+    instruction.names = fields[3];
+  } else if (instruction.arguments[1].form == kConstant && PyLong_Check(instruction.arguments[1].object.ptr())) {
+    instruction.arguments[1].constant = instruction.arguments[1].object.cast<int64_t>();
+  }
+  return instruction;
+}
+
+std::unique_ptr<Program> read_program(py::handle described) {
+  const auto fields = py::reinterpret_borrow<py::tuple>(described);
+  auto program = std::make_unique<Program>();
+  program->registers = fields[0].cast<int64_t>();
+  for (py::handle each : fields[1]) {
+    const auto parts = py::reinterpret_borrow<py::tuple>(each);
+    Parameter parameter;
+    if (parts[1].is_none()) {
+      parameter.index = parts[0].cast<int64_t>();
+    } else {
+      for (py::handle item : parts[1]) {
+        parameter.items.push_back(item.cast<int64_t>());
+      }
+    }
+    parameter.emptied = parts[2].cast<bool>();
+    program->parameters.push_back(std::move(parameter));
+  }
+  for (py::handle each : fields[2]) {
+    program->instructions.push_back(read_instruction(each));
+  }
+  program->returned = read_argument(fields[3]);
+  return program;
+}
+
+void drop_program(PyObject* capsule) {
+  delete static_cast<Program*>(PyCapsule_GetPointer(capsule, nullptr));
+}
+
+} // namespace
+
+extern "C" {
+
+// Return whether an operator can be called with such arguments: an instruction of kind kOperator.
+PyObject* passes_accepts(PyObject* instruction) {
+  HANDLE_TH_ERRORS
+  try {
+    read_instruction(instruction);
+  } catch (const c10::Error&) {
+    Py_RETURN_FALSE;
+  } catch (const std::exception&) { // a conversion by pybind11
+    PyErr_Clear();
+    Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* passes_new(PyObject* described) {
+  HANDLE_TH_ERRORS
+  auto program = read_program(described);
+  PyObject* capsule = PyCapsule_New(program.get(), nullptr, drop_program);
+  if (capsule != nullptr) {
+    program.release();
+  }
+  return capsule;
+  END_HANDLE_TH_ERRORS
+}
+
+// Run a program on a tuple of arguments; `position` gets the number of instructions that were executed.
+PyObject* passes_run(PyObject* capsule, PyObject* given, int64_t* position) {
+  HANDLE_TH_ERRORS
+  *position = 0;
+  return run(*static_cast<Program*>(PyCapsule_GetPointer(capsule, nullptr)), given, *position).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+} // extern "C"

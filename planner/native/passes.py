@@ -1,0 +1,67 @@
+"""Passes that run in C++ (``passes.cpp``) once its library is loaded, and in Python until then."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from planner.capture.program.builder import Line, Pass, run_within
+from planner.native.library import Library, find_library
+from planner.native.lowering import lower_pass
+
+
+class SwitchedPass:
+    """A pass that runs in C++ from its first call after the library was loaded, and in Python before.
+
+    Both make the same calls and frees in the same order.
+    """
+
+    def __init__(self, each: Pass) -> None:
+        """Initialize with the pass in Python."""
+        self._waiting: Pass | None = each
+        self._run: Callable[..., Any] = each.run
+
+    def __call__(self, *given: Any) -> Any:
+        """Run the pass."""
+        if (waiting := self._waiting) is not None and (library := find_library()) is not None:
+            self._run, self._waiting = run_within(waiting.guard, NativePass(waiting, library)), None
+        return self._run(*given)
+
+
+class NativePass:
+    """A pass in C++.
+
+    Attributes:
+        called_in_python: what it calls as in Python.
+    """
+
+    def __init__(self, each: Pass, library: Library) -> None:
+        """Translate a pass."""
+        program = lower_pass(each.parameters, each.module.graph.nodes, library.accepts)
+        self.called_in_python = program.called_in_python
+        self._lines: tuple[Line, ...] = tuple(each.node_lines[node.name] for node in program.nodes)
+        self._run, self._program = library.run, library.new_program(program.described)
+        self._python = each.run  # whose lines tracebacks show
+
+    def __call__(self, *given: Any) -> Any:
+        """Run the pass; an error has the line of the op that failed in its traceback, as the pass in Python would.
+
+        Raises:
+            Exception: that of the op.
+        """
+        position = ctypes.c_int64(-1)
+        try:
+            return self._run(self._program, given, position)
+        except BaseException as error:
+            if not 0 <= position.value < len(self._lines):
+                raise
+            failed = [error]
+        return _raise_at(self._lines[position.value], failed)
+
+
+def _raise_at(line: Line, failed: list[BaseException]) -> NoReturn:
+    """Raise the error in `failed`, which is emptied, from a line of a file."""
+    file, number = line
+    scope: dict[str, Any] = {}
+    exec(compile("\n" * (number - 1) + "def forward(failed): raise failed.pop()", file, "exec"), scope)
+    scope.pop("forward")(failed)
+    raise AssertionError("the function raises")

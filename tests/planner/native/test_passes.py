@@ -1,0 +1,222 @@
+"""Passes in C++ make the calls and the frees of those in Python: the same bits, peaks and errors."""
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from graphs.schedule import keep_everything
+from planner.capture.lowering.lower import Capture
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.capture.workload.models import Workload
+from planner.measure.pool_memory import measured_peak
+from planner.native import library
+from planner.native.library import use_python_passes, wait_for_library
+from planner.native.passes import NativePass
+from planner.runtime.executor import Executor
+from tests.support.models.steps import STEPS, capture_of, classes, make, random_schedule
+
+Outcome = tuple[torch.Tensor, list[torch.Tensor | None], list[torch.Tensor], torch.Tensor]
+
+
+def executors(name: str, seed: int) -> Iterator[tuple[Executor, Workload]]:
+    """The step in Python and in C++, by one random schedule."""
+    captured = capture_of(name)
+    schedule = random_schedule(captured.graph, seed)
+    for native in (False, True):
+        workload = make(name)
+        executor = Executor(captured, schedule, workload.model, workload.loss_fn)
+        if native:
+            yield executor, workload
+        else:
+            with use_python_passes():
+                yield executor, workload
+
+
+def outcome(executor: Executor, workload: Workload) -> Outcome:
+    torch.manual_seed(11)
+    loss = executor(*workload.batch)
+    loss = loss[0] if isinstance(loss, tuple) else loss
+    loss.backward()
+    gradients = [p.grad for p in workload.model.parameters()]
+    return loss.detach(), gradients, [*workload.model.buffers()], torch.get_rng_state()
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, list | tuple):
+        for each, same in zip(one, other, strict=True):
+            assert_equal(each, same)
+    else:
+        assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_bits_and_peaks_are_those_of_the_passes_in_python(name: str) -> None:
+    for seed in range(3):
+        outcomes, peaks = [], []
+        for executor, workload in executors(name, seed):
+            step = TrainingStep(workload.model, workload.loss_fn)
+            peaks.append(measured_peak(capture_of(name), executor, step, workload.batch).peak_bytes)
+            outcomes.append([outcome(executor, workload) for _ in range(2)])
+        assert_equal(*outcomes)
+        assert peaks[0] == peaks[1]
+
+
+def native_passes(executor: Executor) -> list[NativePass]:
+    """The passes of a step that ran in C++."""
+    return [each._run for each in (executor.launched.forward, executor.launched.backward)]
+
+
+def test_every_operator_of_pytorch_is_called_without_python() -> None:
+    functions = set()
+    for name in STEPS:
+        *_, (executor, workload) = executors(name, 0)
+        outcome(executor, workload)
+        functions |= {target for each in native_passes(executor) for target in each.called_in_python}
+    assert not {target for target in functions if isinstance(target, torch._ops.OpOverload)}
+
+
+class Failing(nn.Module):
+    """Raises in the kernel of an op, if its input is larger than what it was captured for says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.embedding = nn.Embedding(4, 8)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.linear(self.embedding(index)))
+
+
+def failing() -> tuple[Executor, Capture, Workload]:
+    torch.manual_seed(0)
+    workload = classes(Failing(), torch.randint(4, (24,)))
+    captured = capture(*workload)
+    return Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn), captured, workload
+
+
+def test_an_error_has_the_line_of_the_op_and_holds_no_tensor() -> None:
+    executor, captured, workload = failing()
+    outcome(executor, workload)
+    wrong = (torch.full((24,), 7), *workload.batch[1:])
+    with pytest.raises(IndexError, match="index out of range") as raised:
+        executor(*wrong)
+    step = executor.launched.lines.failed_step(raised.value)
+    assert step is not None
+    failed = executor.launched.lines.schedule.steps[step]
+    assert "embedding" in captured.graph.ops[failed.op].target  # type: ignore[union-attr]
+    assert "embedding" in str(raised.traceback[-2].statement)
+    kept = weakref.ref(wrong[0])
+    del wrong, raised
+    gc.collect()
+    assert kept() is None
+    outcome(executor, workload)
+
+
+def test_an_error_of_python_comes_through_as_it_is() -> None:
+    def refuse(x: torch.Tensor) -> torch.Tensor:
+        if x.abs().max() > 1e6:
+            raise KeyError("too large")
+        return x * 2
+
+    op = torch.library.custom_op("planner_tests::refuse", refuse, mutates_args=(), schema="(Tensor x) -> Tensor")
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda ctx, gradient: gradient * 2)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return op(self.linear(x))
+
+    workload = classes(Net(), torch.randn(24, 8))
+    captured = capture(*workload)
+    executor = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
+    outcome(executor, workload)
+    with pytest.raises(KeyError, match="too large"):
+        executor(torch.full((24, 8), 1e9), *workload.batch[1:])
+    outcome(executor, workload)
+
+
+def test_the_first_calls_run_in_python_until_the_library_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = wait_for_library()
+    executor, _, workload = failing()
+    monkeypatch.setattr(library._LOADER, "library", None)
+    monkeypatch.setattr(library._LOADER, "start", lambda: None)
+    before = outcome(executor, workload)
+    assert not isinstance(native_passes(executor)[0], NativePass)
+    monkeypatch.setattr(library._LOADER, "library", loaded)
+    workload.model.zero_grad()
+    assert_equal(before[:2], outcome(executor, workload)[:2])
+    assert all(isinstance(each, NativePass) for each in native_passes(executor))
+
+
+def test_without_a_compiler_steps_run_in_python(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import logging, torch, planner\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        "from planner.native import library\n"
+        "model, batch = torch.nn.Linear(4, 4), (torch.ones(2, 4), torch.ones(2, 4))\n"
+        "step = planner.compile(model, lambda y, target: (y * target).sum(), batch, budget='100%')\n"
+        "step(*batch).backward()\n"
+        "library._LOADER.wait()\n"
+        "model.zero_grad()\n"
+        "step(*batch).backward()\n"
+        "assert torch.equal(model.bias.grad, torch.full((4,), 2.0)), model.bias.grad\n"
+        "assert library.find_library() is None and library._LOADER.problem\n"
+    )
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        env={"PATH": "/nowhere", "CXX": "/nowhere/g++", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+        | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "run their passes in Python" in run.stderr
+
+
+def test_lists_that_a_pass_returns_are_new() -> None:
+    executor, _, workload = failing()
+    static = executor.program.gather(executor.training_step, executor.check(*workload.batch))
+    with torch.no_grad():
+        (_, _, saved), (_, _, again) = (executor.launched.forward(static) for _ in range(2))
+    assert type(saved) is type(again) is list
+    assert saved is not again
+
+
+def test_doctor_says_where_the_library_is() -> None:
+    wait_for_library()
+    assert str(library.library_path()) in library.describe_library()
+
+
+def test_a_planned_step_is_called_under_a_dispatch_mode() -> None:
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ops = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ops += 1
+            return func(*args, **(kwargs or {}))
+
+    workload = make("gpt2_sdpa")
+    step = planner.compile(*workload, budget="100%")
+    step(*workload.batch).backward()
+    workload.model.zero_grad()
+    with Count() as count:
+        step(*workload.batch).backward()
+    assert count.ops > 100

@@ -12,7 +12,7 @@ MODELS_STAMP := $(MODELS)/.installed
 # What pip installs without constraints.txt, as it does for users: made again each time, for one Python or another.
 LATEST := .venv-latest-$(notdir $(PYTHON))
 
-.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-training bench-first-step bench-operators try-models try-entries gpu clean
+.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-host bench-training bench-first-step bench-operators try-models try-entries gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -61,6 +61,9 @@ bench-compiled: $(STAMP) ## plans over Inductor's kernels beside torch.compile a
 
 bench-executor: $(STAMP) ## what the executor itself costs, against eager and torch.compile(mode="lite"), into results/executor
 	$(BIN)/python -m benchmarks.executor $(ARGS)
+
+bench-host: $(STAMP) ## what the host takes for a step whose kernels take nothing: eager, torch.compile, plans in C++ and in Python, into results/host
+	$(BIN)/python -m benchmarks.host $(ARGS)
 
 bench-eager: $(STAMP) ## the eager runtime: its cost with nothing to evict, and time at budgets, into results/eager
 	$(BIN)/python -m benchmarks.eager $(ARGS)

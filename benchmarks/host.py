@@ -1,0 +1,245 @@
+"""The time that the host takes for a step: ``make bench-host`` writes results/host/.
+
+Tensors are tiny, so that kernels take next to nothing and a step takes as long as what launches them. Eager PyTorch,
+checkpointing by blocks, ``torch.compile`` (default, and ``mode="lite"``) and planned steps take turns on one thread; ratios are
+medians within a turn. Plans have budgets of 100, 70 and 50% of the peak, or 1.1 times the least where that is more. The plan at
+100% runs in Python too, to compare both kinds of passes.
+"""
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.command import Setting, benchmark
+from benchmarks.models.dense import recommender
+from benchmarks.models.huggingface_models import build_model
+from benchmarks.models.sequences import lstm_tagger
+from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from planner.capture.lowering.lower import Capture
+from planner.capture.signature import call
+from planner.capture.step import TrainingStep
+from planner.capture.trace import capture
+from planner.capture.workload.models import Workload, build
+from planner.cli import argument_types
+from planner.measure.steps import Step, loss_of, ratio_in_turns
+from planner.measure.tracing import profiled
+from planner.native.library import use_python_passes, wait_for_library
+from planner.plans.solving import solve
+from planner.runtime.code import Backward, Forward, Returned
+from planner.runtime.executor import Executor
+from planner.settings.stages import TraceSettings
+from planner.studies.baselines import checkpoint_blocks, own_code
+from planner.studies.experiment import Study
+from planner.studies.rows import Made, column, key, listed, provenance
+from planner.studies.tables import Column, markdown
+from solvers.bounds import least_budget_bound
+
+_LAYERS, _WIDTH, _HEADS, _WORDS, _LENGTH = 12, 32, 2, 64, 8
+SHARES = (1.0, 0.7, 0.5)
+IN_PYTHON = "planned at 100%, in Python"
+_ROOM = 1.1  # above the least budget
+_SOLVE_S = 20.0
+_WARM_UP = 3  # steps of each that are not timed
+
+
+def build_language_model(config: str, model: str, **options: Any) -> Workload:
+    """Build a model of Transformers that computes its loss itself, on one short sequence."""
+    built = build_model(config, model, vocab_size=_WORDS, **options)
+    tokens = torch.randint(3, _WORDS, (1, _LENGTH))
+    return Workload(built, None, {"input_ids": tokens, "labels": tokens})
+
+
+def build_image_model() -> Workload:
+    """Build ViT of Transformers for one small image."""
+    sizes = {"hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "intermediate_size": 64}
+    model = build_model("ViTConfig", "ViTForImageClassification", image_size=16, patch_size=8, **sizes)
+    return Workload(model, None, {"pixel_values": torch.randn(1, 3, 16, 16), "labels": torch.zeros(1, dtype=torch.int64)})
+
+
+_BERT = {"hidden_size": _WIDTH, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "intermediate_size": 64}
+_T5 = {"d_model": _WIDTH, "d_kv": 16, "d_ff": 64, "num_layers": 6, "num_heads": _HEADS, "decoder_start_token_id": 0}
+MODELS: Mapping[str, Callable[[], Workload]] = {
+    "gpt2": partial(
+        build_language_model, "GPT2Config", "GPT2LMHeadModel", n_embd=_WIDTH, n_layer=_LAYERS, n_head=_HEADS, use_cache=False
+    ),
+    "bert": partial(build_language_model, "BertConfig", "BertForMaskedLM", **_BERT),
+    "t5": partial(build_language_model, "T5Config", "T5ForConditionalGeneration", **_T5, use_cache=False),
+    "llama": partial(build_language_model, "LlamaConfig", "LlamaForCausalLM", **_BERT, use_cache=False),
+    "vit": build_image_model,
+    "resnet50": partial(build, "resnet50", width=8, size=32, classes=10, batch=2),
+    "unet": partial(build, "unet", channels=4, depth=4, size=32, batch=1),
+    "mobilenet_v2": partial(build, "mobilenet_v2", multiplier=0.25, size=32, classes=10, batch=2),
+    "lstm": lstm_tagger,
+    "dlrm": recommender,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRow(Made):
+    """The times of one way to run a model."""
+
+    model: str = key()
+    way: str = key()
+    ops: int = column("of the captured step")
+    eager_s: float = column("a step of eager PyTorch")
+    ratio: float | None = column("steps, as multiples of eager PyTorch's; unknown where the way fails")
+    forward_ratio: float | None = column("the same of forward passes")
+    backward_ratio: float | None = column("the same of backward passes")
+    around_ratio: float | None = column("what a planned step takes besides its passes, as a share of eager PyTorch's step")
+    repeats: int = column("steps that are timed")
+
+
+class PassTimes:
+    """A stage of a step that adds up the seconds of its passes."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
+        """Run the forward pass; see ``planner.runtime.code.Stage``."""
+        start = time.perf_counter()
+        returned = run(static)
+        self.seconds += time.perf_counter() - start
+        return returned
+
+    def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        """Run the backward pass."""
+        start = time.perf_counter()
+        gradients = run(static, saved)
+        self.seconds += time.perf_counter() - start
+        return gradients
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds of the steps of one way, in turns: forward passes, backward passes, and what is not in passes of a plan."""
+
+    forward: list[float]
+    backward: list[float]
+    around: list[float]
+
+    @property
+    def both(self) -> list[float]:
+        return [sum(pair) for pair in zip(self.forward, self.backward, strict=True)]
+
+
+def measure(name: str, known: Sequence[HostRow], *, repeats: int) -> Iterator[HostRow]:
+    """Yield the rows of a model."""
+    warnings.simplefilter("ignore")
+    wait_for_library()
+    torch.manual_seed(0)
+    workload = MODELS[name]()
+    captured = profiled(capture(*workload), workload, TraceSettings(passes=3))
+    eager = TrainingStep(workload.model, workload.loss_fn)
+    steps: dict[str, Step] = {"eager": eager}
+    for way, make in _list_other_ways(workload, eager).items():
+        try:
+            step = make()
+            loss_of(call(step, workload.batch)).backward()
+        except Exception as error:  # noqa: BLE001  # a row says that it fails
+            print(f"{way} fails on {name}: {str(error).splitlines()[0]}")
+        else:
+            steps[way] = step
+    steps.update(_make_planned_steps(captured, workload))
+    times = _take_turns(steps, workload, repeats)
+    eager_times = times["eager"]
+    for way in WAYS:
+        found = times.get(way)
+        yield HostRow(
+            model=name,
+            way=way,
+            ops=len(captured.graph.ops),
+            eager_s=median(eager_times.both),
+            ratio=None if found is None else ratio_in_turns(found.both, eager_times.both)[0],
+            forward_ratio=None if found is None else ratio_in_turns(found.forward, eager_times.forward)[0],
+            backward_ratio=None if found is None else ratio_in_turns(found.backward, eager_times.backward)[0],
+            around_ratio=ratio_in_turns(found.around, eager_times.both)[0] if found is not None and found.around else None,
+            repeats=repeats,
+            **provenance(),
+        )
+
+
+def _list_other_ways(workload: Workload, eager: TrainingStep) -> dict[str, Callable[[], Step]]:
+    """Return functions that make the steps to compare with, by name."""
+    compiled = partial(torch.compile, own_code(eager), dynamic=False)
+    return {
+        "checkpointing by blocks": lambda: checkpoint_blocks().prepare(workload.model, workload.loss_fn),
+        "torch.compile": compiled,
+        'torch.compile(mode="lite")': partial(compiled, mode="lite"),
+    }
+
+
+def _make_planned_steps(captured: Capture, workload: Workload) -> Iterator[tuple[str, Executor]]:
+    """Yield the planned steps: in C++ at each budget, and in Python at the peak."""
+    peak = simulate(captured.graph, keep_everything(captured.graph)).peak_bytes
+    least = least_budget_bound(captured.graph).budget_bytes
+    for share in SHARES:
+        budget = min(max(int(share * peak), int(_ROOM * least)), peak)
+        plan = solve(captured.graph, budget, time_limit_s=_SOLVE_S)
+        yield f"planned at {share:.0%}", Executor(captured, plan.schedule, workload.model, workload.loss_fn)
+    with use_python_passes():
+        step = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
+        loss_of(call(step, workload.batch)).backward()
+        yield IN_PYTHON, step
+
+
+def _take_turns(steps: Mapping[str, Step], workload: Workload, repeats: int) -> dict[str, _Times]:
+    """Return the times of steps that take turns."""
+    times = {way: _Times([], [], []) for way in steps}
+    passes = {way: PassTimes() for way, step in steps.items() if isinstance(step, Executor)}
+    for turn in range(_WARM_UP + repeats):
+        for way, step in steps.items():
+            workload.model.zero_grad()
+            with use_python_passes() if way == IN_PYTHON else nullcontext():
+                if isinstance(step, Executor) and turn == 0:
+                    step.observe(passes[way])
+                before = passes[way].seconds if way in passes else 0.0
+                start = time.perf_counter()
+                loss = loss_of(call(step, workload.batch))
+                middle = time.perf_counter()
+                loss.backward()
+                end = time.perf_counter()
+            del loss
+            if turn >= _WARM_UP:
+                times[way].forward.append(middle - start)
+                times[way].backward.append(end - middle)
+                if way in passes:
+                    times[way].around.append(end - start - (passes[way].seconds - before))
+    return times
+
+
+TABLE = (
+    *("model", "ops"),
+    Column("eager step", "eager_s"),
+    "way",
+    Column("step", "ratio", missing="fails"),
+    Column("forward", "forward_ratio", missing="fails"),
+    Column("backward", "backward_ratio", missing="fails"),
+    Column("around the passes", "around_ratio", missing=""),
+)
+WAYS = (
+    "checkpointing by blocks",
+    "torch.compile",
+    'torch.compile(mode="lite")',
+    *map("planned at {:.0%}".format, SHARES),
+    IN_PYTHON,
+)
+
+
+STUDY = Study(HostRow, measure, order=listed(model=MODELS, way=WAYS), pages={"table.md": partial(markdown, columns=TABLE)})
+main = benchmark(
+    STUDY, __doc__, models=MODELS, out="results/host", repeats=Setting(40, "steps timed of each", argument_types.count)
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,7 +19,7 @@ from planner.plans.plan import Plan
 from planner.plans.solving import solve_graph
 from planner.settings.budgets import budget_in_bytes
 from solvers.bounds import bound_least_budget
-from solvers.clock import WallClock
+from solvers.clock import WorkClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 
 HALF_WAY = "least + 50%"  # a share, as others that end so: of the first batch, of the first graph
@@ -46,7 +46,9 @@ def on_the_way(graph: Graph, *shares: float) -> tuple[int, ...]:
     """The budgets at these shares of the way from the least that rules of eviction come to, to the peak."""
     kept = keep_everything(graph)
     peak = peak_bytes(graph)
-    least = simulate(graph, find_least_evicting_schedule(graph, WallClock(60.0)) or kept).peak_bytes
+    # Enough for most of the way: to the last half per cent it takes longer than planning the step.
+    clock = WorkClock(1e-3 * len(graph.ops))
+    least = simulate(graph, find_least_evicting_schedule(graph, clock) or kept).peak_bytes
     return tuple(int(least + share * (peak - least)) for share in shares)
 
 

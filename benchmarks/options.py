@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 
-from benchmarks import offload
+from benchmarks import offload, options_ablation
 from benchmarks.command import carry_out, command_line, one_thread
 from benchmarks.options_errors import ERRORS, MEASURED, bits_of
 from benchmarks.options_table import BUDGETS, LEAST, Offer, OptionsRow, set_name, sets_of, table
@@ -154,7 +154,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--work", type=argument_types.work, help="instead of seconds, units of work: a busy machine changes no row"
     )
+    parser.add_argument("--ablation", action="store_true", help="leave out each part of pack, kernels and chunks instead")
     arguments = parser.parse_args(words)
+    if arguments.ablation:
+        one_thread()
+        return carry_out(options_ablation.study(arguments.work), arguments, options_ablation.cases())
     names = arguments.options
     check_options(names)
     one_thread()

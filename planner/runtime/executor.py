@@ -1,6 +1,6 @@
 """Execution of a planned training step: a schedule with real tensors behind an autograd function."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,25 +101,30 @@ class Executor:
         trained = {tensor for tensor, _ in self.program.gradients}
         self._untrained = [i for i, source in enumerate(self.program.sources) if source.tensor not in trained]
         self._parameters = [i for i, source in enumerate(self.program.sources) if source.kind is Kind.PARAMETER]
-        overwritten = {t for op in self.graph.ops for t in op.mutates}
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads their results.
         compiled = any(calls.launches for calls in self.program.calls)
         # In the order in which they begin: what measures a step, its arena, and the rollback of one that fails.
         self._observers: list[tuple[Stage, Code | None]] = []
         self._rollback = Rollback.of(self.graph, self.program, versions_follow=compiled)
         self.code = self._staged()
-        self._untold = [i for i, source in enumerate(self.program.sources) if compiled and source.tensor in overwritten]
+        self._divide_inputs(capture.copied, compiled=compiled)
+        self._written_over = find_overwritten_saved(self.graph, schedule)
+        self.memory = self._memory_of(self.launched)
+
+    def _divide_inputs(self, copied: Collection[int], *, compiled: bool) -> None:
+        """Divide the inputs that the backward pass reads by how a write to them in between is noticed."""
+        sources = self.program.sources
+        overwritten = {t for op in self.graph.ops for t in op.mutates}
+        self._untold = [i for i, source in enumerate(sources) if compiled and source.tensor in overwritten]
         if compiled:
             overwritten = set()
         read = [i for i, reads in enumerate(self.code.backward_reads) if reads and i != self._tangent]
-        self._unchecked = [i for i in read if self.program.sources[i].tensor in overwritten]
-        unwritten = [i for i in read if self.program.sources[i].tensor not in overwritten]
-        self.changed_inputs = ChangedInputs(self.graph, [self.program.sources[i].tensor for i in unwritten], capture.copied)
-        place = {self.program.sources[i].tensor: i for i in unwritten}
+        self._unchecked = [i for i in read if sources[i].tensor in overwritten]
+        unwritten = [i for i in read if sources[i].tensor not in overwritten]
+        self.changed_inputs = ChangedInputs(self.graph, [sources[i].tensor for i in unwritten], copied)
+        place = {sources[i].tensor: i for i in unwritten}
         self._recomputed_from = [place[t] for t in self.changed_inputs.recomputed_from]
         self._checked = [i for i in unwritten if i not in self._recomputed_from]
-        self._written_over = find_overwritten_saved(self.graph, schedule)
-        self.memory = self._memory_of(self.launched)
 
     def _memory_of(self, code: Code) -> PlannedMemory:
         return PlannedMemory(

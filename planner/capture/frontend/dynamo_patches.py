@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -99,6 +100,51 @@ def _is_attribute(owner: Any, name: Any, asked: str) -> bool:
     return bool(owner.is_tensor() and name.is_python_constant() and name.as_python_constant() == asked)
 
 
+@dataclass(frozen=True, slots=True)
+class _DataWrites:
+    """Writes to the data of inputs, by the capture they are in.
+
+    Attributes:
+        pending: by input its proxy and its data, which are written as the graph ends.
+        at_once: copies to parameters that are trained, with the memory of both sides.
+    """
+
+    pending: "WeakKeyDictionary[TracingContext, dict[Any, tuple[Any, Any]]]" = field(default_factory=WeakKeyDictionary)
+    at_once: "WeakKeyDictionary[TracingContext, list[tuple[fx.Node, set[int]]]]" = field(default_factory=WeakKeyDictionary)
+
+    def add(self, translator: Any, owner: Any, value: Any) -> bool:
+        """Write `value` to the data of the input `owner`; return False, and do nothing, where Dynamo has to refuse it."""
+        output = translator.output
+        if len(output.tracers) > 1:
+            return False
+        old, new = (variable.as_proxy().node.meta["example_value"] for variable in (owner, value))
+        if not (same_layout(old, new) and old.dtype is new.dtype and old.storage_offset() == new.storage_offset()):
+            return False
+        data = owner.var_getattr(translator, "data")
+        detached = value.call_method(translator, "detach", [], {})
+        if old.requires_grad:
+            copy = data.call_method(translator, "copy_", [detached], {})
+            self.at_once.setdefault(output.tracing_context, []).append((copy.as_proxy().node, {storage(old), storage(new)}))
+            return True
+        self.pending.setdefault(output.tracing_context, {}).setdefault(owner, (owner.proxy, data))
+        owner.proxy = detached.as_proxy()
+        return True
+
+    def end(self, translator: Any, output: Any) -> None:
+        """Write what is pending, as the graph ends.
+
+        Raises:
+            TraceError: the step goes on with another name of the memory of a parameter that was written.
+        """
+        pending = self.pending.pop(output.tracing_context, {})
+        values = [owner.call_method(translator, "clone", [], {}) for owner in pending]  # one may be the old value of another
+        for (owner, (proxy, data)), value in zip(pending.items(), values, strict=True):
+            owner.proxy = proxy
+            data.call_method(translator, "copy_", [value], {})
+        for copy, storages in self.at_once.pop(output.tracing_context, []):
+            _refuse_other_names(copy, storages)
+
+
 def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> None:
     """Capture ``buffer.data = value`` and ``buffer.set_(value)`` as a write into its own memory, until `stack` is closed.
 
@@ -117,26 +163,11 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
     holder, name_of = tensor_method("set_")
     set_storage, compile_graph = getattr(holder, name_of), OutputGraph.compile_subgraph
     attribute = TensorVariable.var_getattr
-    written: WeakKeyDictionary[TracingContext, dict[Any, tuple[Any, Any]]] = WeakKeyDictionary()
-    at_once: WeakKeyDictionary[TracingContext, list[tuple[fx.Node, set[int]]]] = WeakKeyDictionary()
+    writes = _DataWrites()
 
     def write(translator: Any, owner: Any, value: Any) -> bool:
-        """Return True if `value` is written instead of being given to Dynamo."""
-        output = translator.output
-        if owner.source is None or not value.is_tensor() or len(output.tracers) > 1 or not wanted(translator):
-            return False
-        old, new = (variable.as_proxy().node.meta["example_value"] for variable in (owner, value))
-        if not (same_layout(old, new) and old.dtype is new.dtype and old.storage_offset() == new.storage_offset()):
-            return False
-        data = owner.var_getattr(translator, "data")
-        detached = value.call_method(translator, "detach", [], {})
-        if old.requires_grad:
-            copy = data.call_method(translator, "copy_", [detached], {})
-            at_once.setdefault(output.tracing_context, []).append((copy.as_proxy().node, {storage(old), storage(new)}))
-            return True
-        written.setdefault(output.tracing_context, {}).setdefault(owner, (owner.proxy, data))
-        owner.proxy = detached.as_proxy()
-        return True
+        is_input = owner.source is not None and value.is_tensor() and wanted(translator)
+        return is_input and writes.add(translator, owner, value)
 
     def set_or_write(function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
         if _is_attribute(owner, name, "data") and write(translator, owner, value):
@@ -156,13 +187,7 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
         return attribute(owner, translator, name)
 
     def compile_written(output: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-        pending = written.pop(output.tracing_context, {})
-        values = [owner.call_method(translator, "clone", [], {}) for owner in pending]  # one may be the old value of another
-        for (owner, (proxy, data)), value in zip(pending.items(), values, strict=True):
-            owner.proxy = proxy
-            data.call_method(translator, "copy_", [value], {})
-        for copy, storages in at_once.pop(output.tracing_context, []):
-            _refuse_other_names(copy, storages)
+        writes.end(translator, output)
         return compile_graph(output, translator, *args, **kwargs)
 
     stack.enter_context(patch.object(owner_of, method, set_or_write))

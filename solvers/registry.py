@@ -42,7 +42,7 @@ class Entry:
     program_time: str = ""
 
 
-_CHECKMATE_TIME = "solvers.baselines.common.checkmate_program:estimate_program_time_s"
+_CHECKMATE_TIME = "solvers.baselines.checkmate:estimate_program_time_s"
 
 
 def _make_baseline(module: str, description: str, rule: str = "", *, params: str = "", large_programs: bool = False) -> Entry:

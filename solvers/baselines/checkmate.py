@@ -1,7 +1,7 @@
-"""Checkmate's 0-1 program as published (Jain et al., MLSys 2020), in PuLP, as the reference.
+"""Checkmate's 0-1 program as published (Jain et al., MLSys 2020), as the reference.
 
-``common/checkmate_program.py`` has the program, adapted to several outputs per op, kept tensors and workspaces;
-``common/pulp_solvers.py`` solves it with HiGHS or another solver of PuLP.
+``common/checkmate_program.py`` has the families of its rows, adapted to several outputs per op, kept tensors and workspaces;
+``common/pulp_solvers.py`` solves it with HiGHS or, by PuLP, another solver.
 
 Its schedules execute each op at most once per stage, in program order; a stage ends with the first execution of an op. Others
 exist, and at tight budgets one of them may be the only feasible one, or faster: the optimum is no bound on all schedules.
@@ -10,7 +10,9 @@ exist, and at tight budgets one of them may be the only feasible one, or faster:
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from graphs.errors import BudgetError, PlannerError
@@ -18,16 +20,29 @@ from graphs.io.files import check_writable, write_text
 from graphs.ir import Graph
 from graphs.schedule import schedule_of
 from graphs.units import format_bytes
-from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, CheckmateVariant
-from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, read_versions, solve_model
+from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateVariant, StageProgram, get_value
+from solvers.baselines.common.program_size import find_refusal
+from solvers.baselines.common.pulp_solvers import (
+    HIGHS,
+    check_clock,
+    check_milp_solver,
+    read_versions,
+    solve_model,
+    write_with_pulp,
+)
 from solvers.baselines.common.verdicts import Verdict, build_result, judge
 from solvers.bounds import bound_least_budget, describe_too_small
-from solvers.highs.program import Outcome
-from solvers.problem import build_problem
+from solvers.highs.program import Answer, Floats, Outcome
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, describe_class
 
 CLASS = "each op at most once per stage, in program order"
+MOST_BINARIES = 500_000  # of R and S: a program of more takes several GB
+# Seconds to write the program and solve its relaxation once: half of what 1,600 to 12,000 variables R and S took on a busy core.
+# The first schedule takes ten times as long and more.
+_LEAST_S, _LEAST_POWER = 1e-4, 1.2
+_WHOLE = 1e-4  # tolerance on binaries
+NOT_WRITTEN = Answer(Outcome.STOPPED, None, None, -math.inf, "the program was not written to its end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +56,49 @@ class CheckmateParams:
 
     milp_solver: str = HIGHS
     variant: CheckmateVariant = PUBLISHED
+
+
+class CheckmateProgram(StageProgram):
+    """The program of a graph and the bytes for its produced tensors."""
+
+    def __init__(self, graph: Graph, capacity_bytes: int, variant: CheckmateVariant = PUBLISHED, *, whole: bool = True) -> None:
+        super().__init__(graph, [capacity_bytes], variant, whole=whole)
+
+    def build(self, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Add variables, objective and rows; return False if `is_over` returned True before the end."""
+        families = (self.add_inputs, self.add_handover, partial(self.add_memory, 0))
+        return self.add_all((self.add_decisions,), is_over) and self.add_all(families, is_over)
+
+    def find_refusal(self, limit_s: float) -> tuple[str, Reason] | None:
+        """Return why the program is not begun: too large, or too long for a time limit; None if neither. Nothing is built."""
+        count = self.count_decisions()
+        what = f"Checkmate's program for {self.ops:,} ops has {count:,} variables R and S"
+        return find_refusal(what, count, MOST_BINARIES, estimate_least_time_s(count), limit_s)
+
+    def read_executions(self, values: Floats) -> list[int] | None:
+        """Return the ops in the order of a solution's schedule; None if a binary is neither 0 nor 1."""
+        order: list[int] = []
+        for t in range(self.ops):
+            for i in range(t):
+                value = get_value(self.r(0, t, i), values)
+                if min(value, 1 - value) > _WHOLE:
+                    return None
+                if value > 0.5:
+                    order.append(i)
+            order.append(t)
+        return order
+
+
+def estimate_least_time_s(count: int) -> float:
+    """Return about the least seconds after which a program of `count` variables R and S can have a solution."""
+    return _LEAST_S * math.pow(count, _LEAST_POWER)
+
+
+def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
+    """Return ``estimate_least_time_s`` of the program of a graph; 0 if it is refused in any time."""
+    program = CheckmateProgram(graph, budget_bytes - graph.static_bytes)
+    refused = budget_bytes < bound_least_budget(graph).budget_bytes or program.find_refusal(math.inf)
+    return 0.0 if refused else estimate_least_time_s(program.count_decisions())
 
 
 def solve(request: Request) -> Result:
@@ -60,15 +118,13 @@ def solve(request: Request) -> Result:
     least = bound_least_budget(graph)
     verdict = Verdict(Status.INFEASIBLE, message=describe_too_small(graph, budget_bytes, least))
     if budget_bytes >= least.budget_bytes:
-        model = CheckmateModel(build_problem(graph, budget_bytes), params.variant)
-        if (refusal := model.explain_refusal(request.clock.limit)) is not None:
+        model = CheckmateProgram(graph, budget_bytes - graph.static_bytes, params.variant)
+        if (refusal := model.find_refusal(request.clock.limit)) is not None:
             verdict = Verdict(Status.LIMIT, None, graph.time_s, *refusal)
         else:
             request.tell("writing Checkmate's program", None, graph.time_s)
             written = model.build(request.is_stopped)
-            answer = (
-                solve_model(model, params.milp_solver, tolerance * graph.time_s, request) if written else PulpAnswer.unfinished()
-            )
+            answer = solve_model(model, params.milp_solver, tolerance * graph.time_s, request) if written else NOT_WRITTEN
             verdict = _judge(model, answer, request)
     settings = {
         **request.settings,
@@ -98,26 +154,27 @@ def write_model(graph: Graph, budget_bytes: int, path: str | os.PathLike[str], *
     least = bound_least_budget(graph)
     if budget_bytes < least.budget_bytes:
         raise BudgetError(describe_too_small(graph, budget_bytes, least))
-    model = CheckmateModel(build_problem(graph, budget_bytes), variant)
-    if (refusal := model.explain_refusal(math.inf)) is not None:
+    model = CheckmateProgram(graph, budget_bytes - graph.static_bytes, variant)
+    if (refusal := model.find_refusal(math.inf)) is not None:
         raise PlannerError(refusal[0])
     model.build()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "model")
+        problem, _ = write_with_pulp(model)
         if ending == ".lp":
-            model.program.writeLP(str(file))
+            problem.writeLP(str(file))
         else:
-            model.program.writeMPS(str(file))
+            problem.writeMPS(str(file))
         write_text(path, file.read_text())
 
 
-def _judge(model: CheckmateModel, answer: PulpAnswer, request: Request) -> Verdict:
+def _judge(model: CheckmateProgram, answer: Answer, request: Request) -> Verdict:
     clock = request.clock
     budget, spent = format_bytes(request.budget_bytes), clock.format_amount(clock.now)
     # Every op is executed once at least, whatever the solver knows.
-    bound_s = max(model.graph.time_s, answer.bound_s or 0.0)
-    if answer.found:
-        executed = model.read_executions()
+    bound_s = max(model.graph.time_s, model.convert_to_seconds(answer.bound) or 0.0)
+    if answer.values is not None:
+        executed = model.read_executions(answer.values)
         if executed is None:
             return Verdict(Status.ERROR, message="the solver returned a binary variable that is neither 0 nor 1")
         return judge(request, schedule_of(model.graph, executed), bound_s)

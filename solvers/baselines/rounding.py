@@ -7,18 +7,17 @@ was not in memory before, or if an executed op reads it. The schedule frees as e
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from graphs.schedule import Schedule, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_seconds
-from solvers.baselines.checkmate import CLASS
-from solvers.baselines.common.checkmate_program import ALWAYS, NEVER, CheckmateModel, get_value
-from solvers.baselines.common.pulp_solvers import HIGHS, PulpAnswer, check_clock, check_milp_solver, read_versions, solve_model
+from solvers.baselines.checkmate import CLASS, NOT_WRITTEN, CheckmateProgram
+from solvers.baselines.common.pulp_solvers import HIGHS, check_clock, check_milp_solver, read_versions, solve_model
 from solvers.baselines.common.verdicts import Verdict, build_result
 from solvers.bounds import bound_least_budget, describe_too_small
-from solvers.highs.program import Outcome
-from solvers.problem import Problem, build_problem
+from solvers.highs.builder import ONE
+from solvers.highs.program import Answer, Floats, Outcome
 from solvers.request import Request
 from solvers.result import Reason, Result, Status, decide_status, describe_class
 
@@ -60,11 +59,11 @@ def solve(request: Request) -> Result:
     params = request.get_params(RoundingParams())
     check_milp_solver(params.milp_solver)
     check_clock(request.clock)
-    rounding = _Rounding(request, build_problem(graph, budget_bytes), params, random.Random(params.seed))
+    rounding = _Rounding(request, params, random.Random(params.seed))
     least = bound_least_budget(graph)
     if budget_bytes < least.budget_bytes:
         verdict = Verdict(Status.INFEASIBLE, message=describe_too_small(graph, budget_bytes, least))
-    elif (refusal := CheckmateModel(rounding.problem).explain_refusal(request.clock.limit)) is not None:
+    elif (refusal := rounding.make_program().find_refusal(request.clock.limit)) is not None:
         verdict = Verdict(Status.LIMIT, None, graph.time_s, *refusal)
     else:
         rounding.run()
@@ -86,40 +85,39 @@ class _Rounding:
     """One solve: relaxations for smaller and smaller fractions of the budget, until a rounded schedule fits."""
 
     request: Request
-    problem: Problem
     params: RoundingParams
     draw: random.Random
     best: tuple[float, Schedule] | None = None
     bound_s: float | None = None
     fraction: float | None = None
-    end: PulpAnswer | None = None
+    end: Answer | None = None
 
     def run(self) -> None:
         """Try the fractions of the budget in turn; the bound is that of the whole budget."""
         self.bound_s = self.request.graph.time_s
         for fraction in self.params.fractions:
             self.request.tell(f"rounding at {fraction:.0%} of the budget", None, self.bound_s)
-            model, self.end = self.relax(fraction)
-            if fraction == 1.0 and self.end.bound_s is not None:
-                self.bound_s = max(self.bound_s, self.end.bound_s)
-            if self.end.found:
-                self.round(model)
+            program = self.make_program(fraction)
+            self.end = NOT_WRITTEN
+            if program.build(self.request.is_stopped):
+                self.end = solve_model(program, self.params.milp_solver, 0.0, self.request)
+            if fraction == 1.0:
+                self.bound_s = max(self.bound_s, program.convert_to_seconds(self.end.bound) or 0.0)
+            if self.end.values is not None:
+                self.round(program, self.end.values)
             if self.best is not None:
                 self.fraction = fraction
-            if self.best is not None or not self.end.found or self.request.is_stopped():
+            if self.best is not None or self.end.values is None or self.request.is_stopped():
                 return
 
-    def relax(self, fraction: float) -> tuple[CheckmateModel, PulpAnswer]:
-        """Solve the linear relaxation for `fraction` of the budget without static memory and return it."""
-        part = replace(self.problem, capacity_bytes=int(fraction * self.problem.capacity_bytes))
-        model = CheckmateModel(part, whole=False)
-        if not model.build(self.request.is_stopped):
-            return model, PulpAnswer.unfinished()
-        return model, solve_model(model, self.params.milp_solver, 0.0, self.request)
+    def make_program(self, fraction: float = 1.0) -> CheckmateProgram:
+        """Return the linear relaxation for `fraction` of the budget without static memory, still to be built."""
+        graph, budget_bytes = self.request.graph, self.request.budget_bytes
+        return CheckmateProgram(graph, int(fraction * (budget_bytes - graph.static_bytes)), whole=False)
 
-    def round(self, model: CheckmateModel) -> None:
+    def round(self, model: CheckmateProgram, values: Floats) -> None:
         """Keep the fastest schedule that fits of all roundings of a solution."""
-        relaxed = {key: get_value(S) for key, S in model.S.items()}
+        relaxed = {(t, x): float(values[S]) for (_, t, x), S in model.S.items()}
         tried: set[tuple[int, ...]] = set()
         for handed in self.generate_roundings(relaxed):
             executed = find_cheapest_executions(model, handed)
@@ -151,7 +149,7 @@ class _Rounding:
         way_out = "Raise the budget, or use the solver windows"
         if self.end is not None and self.end.outcome is Outcome.FAILED:
             return Verdict(Status.ERROR, None, self.bound_s, f"the solver gave up after {spent}: {self.end.detail}")
-        if self.end is not None and not self.end.found and self.end.outcome is Outcome.STOPPED:
+        if self.end is not None and self.end.values is None and self.end.outcome is Outcome.STOPPED:
             limit = request.clock.format_amount(request.clock.limit)
             why = f"no relaxation for {budget} was solved in {spent} (limit {limit}): {self.end.detail}. {way_out}"
             return Verdict(Status.LIMIT, None, self.bound_s, why, Reason.TIME)
@@ -159,7 +157,7 @@ class _Rounding:
         return Verdict(Status.LIMIT, None, self.bound_s, why, Reason.MEMORY)
 
 
-def find_cheapest_executions(model: CheckmateModel, handed: set[tuple[int, int]]) -> list[int]:
+def find_cheapest_executions(model: CheckmateProgram, handed: set[tuple[int, int]]) -> list[int]:
     """Return op ids in order of execution, the fewest that hand over `handed`, (stage, tensor) pairs: phase two.
 
     R[t,i] = 1 if i = t, or an output x of i has S[t+1,x] = 1 and S[t,x] = 0, or an op j with R[t,j] = 1 reads an x with S[t,x] =
@@ -168,8 +166,8 @@ def find_cheapest_executions(model: CheckmateModel, handed: set[tuple[int, int]]
     graph = model.graph
 
     def is_present(t: int, x: int) -> bool:
-        made = model.problem.producer[x]
-        return made < t and (model.s(t, x) is ALWAYS or (t, x) in handed or model.r(t, made) is NEVER)
+        made = model.made_at[x]
+        return made < t and (model.s(0, t, x) == ONE or (t, x) in handed or model.r(0, t, made) is None)
 
     order: list[int] = []
     for t in range(model.ops):
@@ -178,6 +176,6 @@ def find_cheapest_executions(model: CheckmateModel, handed: set[tuple[int, int]]
         for i in range(t, -1, -1):
             if i == t or any(x in wanted for x in graph.ops[i].outputs):
                 stage.append(i)
-                wanted.update(x for x in model.problem.inputs[i] if not is_present(t, x))
+                wanted.update(x for x in graph.ops[i].inputs if not is_present(t, x))
         order += reversed(stage)
     return order

@@ -6,16 +6,10 @@ ahead of time; that search starts at the best serial schedule.
 
 Both programs grow with the square of the ops, for each device: they are for small graphs.
 
-XEngine's 0-1 program is Checkmate's, on several devices.
-
-Stage t ends with the first execution of op t, on one of the devices. R[d,t,i]: op i is executed on device d in stage t; S[d,t,x]:
-tensor x is in the memory of d when stage t begins; A[d,e,t,x,v]: x is copied from d to e in stage t, just before the turn of op v
-there; F[d,t,x,k]: x is freed on d in stage t after the turn of k; U[d,t,k]: memory of d at the turn of k.
+XEngine's 0-1 program is Checkmate's (``common.checkmate_program``) on several devices, with copies A[d,e,t,x,v] between them:
 
     sum over d of R[d,t,t] = 1
-    R[e,t,v]      <= R[e,t,p(x)] + S[e,t,x] + sum over d and w <= v of A[d,e,t,x,w]        x read by op v
     A[d,e,t,x,v]  <= R[e,t,v]       A[d,e,t,x,v] <= R[d,t,p(x)] + S[d,t,x]
-    S[d,t+1,x]    <= S[d,t,x] + R[d,t,p(x)]
     minimise sum of c_di R[d,t,i] + sum of copy_dex A[d,e,t,x,v]
 
 In the paper, a copy is the product R[e,t,v] Z[d,t,x] with Z = R or S, which stays quadratic; A linearises it, once for each
@@ -24,8 +18,7 @@ tensor and device. Other changes mend a defect, or are needed to agree with ``gr
 - a tensor that is on a device already is not copied there again; of several sources one is chosen;
 - a copy takes memory where it arrives, from the turn of its first reader to that of the last, and its source stays until then;
 - rows of memory and frees are written for each device by itself;
-- kept tensors end on the main device, where they stay once they are there (copied at the end of their pass, if need be);
-- several outputs of an op, workspaces, ops that must not be recomputed: as in ``common.checkmate_program``.
+- kept tensors end on the main device, where they stay once they are there (copied at the end of their pass, if need be).
 
 With `stay` a copy may be handed over to the next stage as well, and with `ahead` be made at the beginning of a stage.
 
@@ -51,6 +44,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -62,10 +56,11 @@ from graphs.schedule import Compute, Free, Schedule, Step, schedule_of
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from solvers import highs
+from solvers.baselines.common.checkmate_program import BEGIN, TIGHTER, StageProgram
 from solvers.baselines.common.program_size import find_refusal
 from solvers.baselines.common.verdicts import Verdict, build_result, judge
 from solvers.clock import Clock, measure_rest
-from solvers.highs.builder import ONE, Term, TermProgram, Weighted
+from solvers.highs.builder import ONE, Term, Weighted
 from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
 from solvers.request import Request
 from solvers.result import Reason, Result, Status
@@ -74,9 +69,6 @@ MOST_COLUMNS = 40_000
 MOST_DECISIONS = 24_000  # of R and S: with A they are 40,000
 # Seconds to write the program and solve its relaxation once: half of what 800 to 3,600 variables R and S took on a core.
 _LEAST_S, _LEAST_POWER = 5e-7, 1.75
-BEGIN = -1  # the turn before all ops of a stage
-_MEMORY_RANGE = 1e4  # the capacity of a pool in the program's unit of its memory
-_TIME_RANGE = 1e3  # the step on the main device in its unit of time
 _ONE_HALF = 0.5
 _ROUNDING = 1e-6  # of the makespan of a known schedule, in floating point
 _SERIAL_SHARE = 0.3  # of the time left, for the serial program when the makespan is requested
@@ -101,35 +93,28 @@ class ScheduleClass:
 PUBLISHED = ScheduleClass()
 
 
-class XEngineProgram(TermProgram):
+class XEngineProgram(StageProgram):
     """The program of a graph with placement.
 
     Attributes:
-        R, S, A, F: columns by the letters of the program, where they may be 1. The turn of a copy at the end is `ops`.
-        capacity: by device the bytes for produced tensors; None if all of them fit at any multiplicity.
-        unit_s: seconds, the unit of time.
+        A: columns of copies, where they may be 1. The turn of a copy at the end is `ops`.
+        seconds_of: of columns R and A.
     """
 
     def __init__(
         self, placement: Placement, budget_bytes: int, schedules: ScheduleClass = PUBLISHED, *, whole_frees: bool = False
     ) -> None:
-        super().__init__()
-        self.placement, self.graph, self.schedules = placement, placement.program, schedules
-        self.whole_frees = whole_frees
-        self.ops, self.devices = len(self.graph.ops), range(len(placement.pools))
-        capacities = [budget_bytes - self.graph.static_bytes, *(pool.capacity_bytes for pool in placement.pools[1:])]
-        total = sum(2 * t.size_bytes for t in self.graph.tensors) + max(op.workspace_bytes for op in self.graph.ops)
-        self.capacity = [None if c is None or c >= total else c for c in capacities]
-        self.unit_s = (self.graph.time_s or 1.0) / _TIME_RANGE
-        self.made_at = [t.producers[0] if t.producers else -1 for t in self.graph.tensors]
-        (self.last_run, self.last_use), self.due = _find_last_stages(placement), find_due(self.graph)
-        self.R: dict[tuple[int, int, int], int] = {}
-        self.S: dict[tuple[int, int, int], int] = {}
+        graph = placement.program
+        capacities = [budget_bytes - graph.static_bytes, *(pool.capacity_bytes for pool in placement.pools[1:])]
+        total = sum(2 * t.size_bytes for t in graph.tensors) + max(op.workspace_bytes for op in graph.ops)
+        capacity = [None if c is None or c >= total else c for c in capacities]
+        super().__init__(graph, capacity, TIGHTER, whole_frees=whole_frees, copies_stay=schedules.stay)
+        self.placement, self.schedules = placement, schedules
+        self.due = find_due(graph)
+        self.ends = frozenset((*self.due.values(), self.ops - 1))
+        self.last_run, self.last_use = self._find_last_uses()
         self.A: dict[tuple[int, int, int, int, int], int] = {}
-        self.F: dict[tuple[int, int, int, int], int] = {}
-        self.arriving: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # by device, stage, turn: (tensor, column)
-        self.leaving: dict[tuple[int, int, int], list[tuple[int, int]]] = {}  # by device, stage, tensor: (turn, column)
-        self.seconds: dict[int, float] = {}  # of columns R and A
+        self.seconds_of: dict[int, float] = {}
 
     def count(self) -> int:
         """Return the number of variables R and S; nothing is built."""
@@ -151,40 +136,34 @@ class XEngineProgram(TermProgram):
 
     def build(self) -> bool:
         """Add columns and rows; return False if the program would be too large."""
-        for t in range(self.ops):
-            self.add_columns(t)
-            if len(self.cost) > MOST_COLUMNS:
-                return False
-        for t in range(self.ops):
-            self.add_first(t)
-            self.add_inputs(t)
-            self.add_sources(t)
-            self.add_hand_over(t)
-            for d in self.devices:
-                self.add_memory(d, t)
-            if len(self.cost) > MOST_COLUMNS:
-                return False
+
+        def is_large() -> bool:
+            return len(self.cost) > MOST_COLUMNS
+
+        families = (self.add_first, self.add_inputs, self.add_sources, self.add_handover)
+        memory = tuple(partial(self.add_memory, d) for d in self.devices)
+        if not (self.add_all((self.add_columns,), is_large) and self.add_all((*families, *memory), is_large)):
+            return False
         for x in self.graph.kept:
             self.add_end(x)
         return True
 
     def count_seconds(self) -> None:
         """Set the objective of the paper: the sum of all executions and copies."""
-        for column, seconds in self.seconds.items():
+        for column, seconds in self.seconds_of.items():
             self.cost[column] = seconds / self.unit_s
 
     def add_columns(self, t: int) -> None:
         """Add R and S of stage t if they can serve it or a later one, then A."""
-        ops = self.placement.program.ops
         for d in self.devices:
             for i in range(t + 1):
                 run = self.placement.runs[d][i]
                 if run is not None and (i == t or (self.schedules.again and t <= self.last_run[i])):
-                    self.R[d, t, i] = self._add_timed_column(run)
+                    self.R[d, t, i] = self._add_timed(run, "R", d, t, i)
             for x, place in enumerate(self.placement.places[d]):
                 if place is not None and max(self.made_at[x], 0) < t <= self._find_last_stage(d, x) and self._can_stay(d, x):
-                    # If all tensors fit, everything is handed over (``add_hand_over``), so that S is integer by itself.
-                    self.S[d, t, x] = self.add_column(integer=self.capacity[d] is not None)
+                    # If all tensors fit, everything is handed over (``add_handover``), so that S is integer by itself.
+                    self.S[d, t, x] = self.add_variable("S", d, t, x, integer=self.capacity[d] is not None)
         if self.schedules.ahead:
             for x in range(len(self.graph.tensors)):
                 if self.last_use[x] >= t:
@@ -194,7 +173,7 @@ class XEngineProgram(TermProgram):
             readers = [e for e in self.devices if (e, t, v) in self.R]
             if self.schedules.ahead and alone:
                 readers = []  # the beginning of the stage is just before its only op
-            for x in ops[v].inputs:
+            for x in self.graph.ops[v].inputs:
                 self._add_copies(t, v, x, readers)
         for x in (x for x, stage in self.due.items() if stage == t):
             self._add_copies(t, self.ops, x, [0])
@@ -205,14 +184,13 @@ class XEngineProgram(TermProgram):
                 run = self.placement.copies.get((d, e, x))
                 made = None if turn == BEGIN else self.r(d, t, self.made_at[x])
                 if run is not None and (made is not None or self.s(d, t, x) is not None):
-                    column = self._add_timed_column(run)
-                    self.A[d, e, t, x, turn] = column
-                    self.arriving.setdefault((e, t, turn), []).append((x, column))
+                    column = self.A[d, e, t, x, turn] = self._add_timed(run, "A", d, e, t, x, turn + 1)
+                    self.arriving.setdefault((e, t, x), []).append((turn, column))
                     self.leaving.setdefault((d, t, x), []).append((turn, column))
 
-    def _add_timed_column(self, op: int) -> int:
-        column = self.add_column(integer=True)
-        self.seconds[column] = self.placement.whole.ops[op].time_s
+    def _add_timed(self, op: int, letter: str, *key: int) -> int:
+        column = self.add_variable(letter, *key, integer=True)
+        self.seconds_of[column] = self.placement.whole.ops[op].time_s
         return column
 
     def _find_last_stage(self, d: int, x: int) -> int:
@@ -224,26 +202,9 @@ class XEngineProgram(TermProgram):
         """Return True if x may be handed over on d; static tensors are always on the main device, elsewhere they are copies."""
         return not self.graph.tensors[x].static or (d > 0 and self.schedules.stay)
 
-    def stays(self, d: int, x: int) -> bool:
-        """Return True if x is never freed on d, once it is there."""
-        return d == 0 and x in self.graph.kept
-
     def add_first(self, t: int) -> None:
         """Add sum of R[d,t,t] = 1: exactly one first execution over all devices."""
         self.add_terms([(self.r(d, t, t), 1) for d in self.devices], 1, 1)
-
-    def add_inputs(self, t: int) -> None:
-        """Add R[e,t,v] <= R[e,t,p(x)] + S[e,t,x] + sum of A[d,e,t,x,w] for w <= v."""
-        for (e, stage, v), executed in self.R.items():
-            for x in self.graph.ops[v].inputs if stage == t else ():
-                if self.s(e, t, x) != ONE:
-                    self.add_at_most([(executed, 1), *self._list_presence(e, t, x, v)], 0)
-
-    def _list_presence(self, e: int, t: int, x: int, turn: int) -> list[Weighted]:
-        """Return -1 for each column by which x may be on e at a turn of stage t."""
-        copies = [(column, -1.0) for w in range(BEGIN, turn + 1) for y, column in self.arriving.get((e, t, w), ()) if y == x]
-        made = self.r(e, t, self.made_at[x]) if self.made_at[x] < turn else None
-        return [(made, -1.0), (self.s(e, t, x), -1.0), *copies]
 
     def add_sources(self, t: int) -> None:
         """Add A[d,e,t,x,v] <= R[e,t,v], and <= R[d,t,p(x)] + S[d,t,x]; at the beginning of a stage, <= S[d,t,x]."""
@@ -256,114 +217,23 @@ class XEngineProgram(TermProgram):
                 made = None if turn == BEGIN else self.r(d, t, self.made_at[x])
                 self.add_at_most([(column, 1), (made, -1), (self.s(d, t, x), -1)], 0)
 
-    def add_hand_over(self, t: int) -> None:
-        """Add S[d,t+1,x] <= S[d,t,x] + R[d,t,p(x)], with copies if they stay; without frees also >= each of them."""
-        for d in self.devices:
-            for x in range(len(self.graph.tensors)):
-                after, stays = self.S.get((d, t + 1, x)), self.stays(d, x)
-                if after is None:
-                    continue
-                before = [(self.s(d, t, x), -1.0), (self.r(d, t, self.made_at[x]), -1.0)]
-                if self.schedules.stay or stays:
-                    before = self._list_presence(d, t, x, self.ops)
-                self.add_at_most([(after, 1), *before], 0)
-                for column, _ in before if stays or self.capacity[d] is None else ():
-                    if column is not None:
-                        self.add_at_most([(column, 1), (after, -1)], 0)
-
     def add_end(self, x: int) -> None:
         """Add the row that kept x is on the main device at the end of its pass."""
-        self.add_at_most(self._list_presence(0, self.due[x], x, self.ops), -1)
+        self.add_at_most(self.list_sources(0, self.due[x], x, self.ops), -1)
 
-    def add_memory(self, d: int, t: int) -> None:
-        """Add U[d,t,k] = U[d,t,k-1] - frees after k - 1 + copies before k + outputs; U + workspace <= M_d."""
-        if (capacity := self.capacity[d]) is None:
-            return
-        unit = max(capacity, 1) / _MEMORY_RANGE
-        size = [0.0 if t.static and d == 0 else t.size_bytes / unit for t in self.graph.tensors]
-        change: list[Weighted] = [(self.S.get((d, t, x)), size[x]) for x in range(len(size))]
-        previous: Term = None
-        for k in self.iterate_turns(t):
-            arriving, executed = self.arriving.get((d, t, k), ()), self.r(d, t, k)
-            change += [(column, size[x]) for x, column in arriving]
-            if executed is not None:
-                change.append((executed, sum(size[x] for x in self.graph.ops[k].outputs)))
-            if executed is not None or arriving:
-                used = self.add_column(upper=max(capacity / unit, 0.0))
-                self.add_terms([(used, 1), (previous, -1), *((term, -weight) for term, weight in change)], 0, 0)
-                if executed is not None and (workspace_bytes := self.graph.ops[k].workspace_bytes):
-                    self.add_at_most([(used, 1), (executed, workspace_bytes / unit)], capacity / unit)
-                previous, change = used, []
-            change += [(freed, -size[x]) for x, freed in self.iterate_frees(d, t, k)]
-            change += [(double, -size[x]) for x, double in self.iterate_doubles(d, t, k)]
+    def _find_last_uses(self) -> tuple[list[int], list[int]]:
+        """Return for each op the last stage in which it may be useful, and for each tensor the last in which it may be used.
 
-    def iterate_turns(self, t: int) -> Iterator[int]:
-        """Yield the turns of stage t: before its ops, each of them, and the end if a kept tensor is due there."""
-        yield from range(BEGIN, t + 1)
-        if t in self.due.values() or t == self.ops - 1:
-            yield self.ops
-
-    def iterate_frees(self, d: int, t: int, k: int) -> Iterator[tuple[int, int]]:
-        """Yield x and F[d,t,x,k] <= uses of x at k: R[d,t,k] + sum of A[d,e,t,x,k]; <= 1 - each later use, and 1 - S[d,t+1,x]."""
-        uses: dict[int, list[int]] = {}
-        if (executed := self.r(d, t, k)) is not None:
-            for x in dict.fromkeys((*self.graph.ops[k].inputs, *self.graph.ops[k].outputs)):
-                uses[x] = [executed]
-        for (source, stage, x), copies in self.leaving.items():
-            if (source, stage) == (d, t):
-                for turn, column in copies:
-                    if turn == k:
-                        uses.setdefault(x, []).append(column)
-        for x, events in uses.items():
-            if self.stays(d, x) or (d == 0 and self.graph.tensors[x].static):
-                continue
-            later = [self.r(d, t, j) for j in self.graph.consumers[x] if k < j <= t]
-            later += [column for turn, column in self.leaving.get((d, t, x), ()) if turn > k]
-            freed = self.add_column(integer=self.whole_frees)
-            self.add_at_most([(freed, 1), *((event, -1.0) for event in events)], 0)
-            for hazard in (self.S.get((d, t + 1, x)), *later):
-                if hazard is not None:
-                    self.add_at_most([(freed, 1), (hazard, 1)], 1)
-            self.F[d, t, x, k] = freed
-            yield x, freed
-
-    def iterate_doubles(self, d: int, t: int, k: int) -> Iterator[tuple[int, int]]:
-        """Yield x and R[d,t,k] S[d,t,x] for outputs of op k that are in memory twice until its turn is over."""
-        if (executed := self.r(d, t, k)) is None:
-            return
-        for x in self.graph.ops[k].outputs:
-            if (there := self.S.get((d, t, x))) is not None and (len(self.graph.ops[k].outputs) > 1 or self.stays(d, x)):
-                double = self.add_column()
-                self.add_at_most([(double, 1), (executed, -1)], 0)
-                self.add_at_most([(double, 1), (there, -1)], 0)
-                yield x, double
-
-    def r(self, d: int, t: int, i: int) -> Term:
-        """Return R[d,t,i]."""
-        return self.R.get((d, t, i))
-
-    def s(self, d: int, t: int, x: int) -> Term:
-        """Return S[d,t,x]: 1 for static tensors on the main device."""
-        return ONE if d == 0 and self.graph.tensors[x].static else self.S.get((d, t, x))
-
-
-def _find_last_stages(placement: Placement) -> tuple[list[int], list[int]]:
-    """Return for each op the last stage in which it may be useful, and for each tensor the last in which it may be used.
-
-    An op that must run once, or whose inputs have been written in place, runs no later; kept tensors are used to the end.
-    """
-    graph = placement.program
-    last = len(graph.ops) - 1
-    writers = [(t, op.id) for op in graph.ops for t in op.mutates]
-    last_use = [last if t in graph.kept else -1 for t in range(len(graph.tensors))]
-    last_run = [0] * len(graph.ops)
-    for op in reversed(graph.ops):
-        allowed = min((w for t, w in writers if w > op.id and t in (*op.inputs, *op.mutates)), default=last)
-        worth = max((last_use[t] for t in op.outputs), default=op.id)
-        last_run[op.id] = max(op.id, min(allowed, worth)) if op.recomputable else op.id
-        for t in op.inputs:
-            last_use[t] = max(last_use[t], last_run[op.id])
-    return last_run, last_use
+        Kept tensors are used to the end.
+        """
+        last_use = [self.ops - 1 if t in self.graph.kept else -1 for t in range(len(self.graph.tensors))]
+        last_run = [0] * self.ops
+        for op in reversed(self.graph.ops):
+            worth = max((last_use[t] for t in op.outputs), default=op.id)
+            last_run[op.id] = max(op.id, min(self.last_stage[op.id], worth))
+            for t in op.inputs:
+                last_use[t] = max(last_use[t], last_run[op.id])
+        return last_run, last_use
 
 
 def add_clocks(program: XEngineProgram, horizon_s: float) -> None:
@@ -435,7 +305,7 @@ class _Clocks:
     def copy(self, t: int, turn: int) -> None:
         """Add the rows of the copies of a turn, in the order of their columns."""
         for d, e, x, column in self.copies.get((t, turn), ()):
-            seconds = self.program.seconds[column] / self.program.unit_s
+            seconds = self.program.seconds_of[column] / self.program.unit_s
             before = self.channel.get((d, e))
             done = self.add_time_after(before)
             self.program.add_at_most([(before, 1), (column, seconds), (done, -1)], 0)
@@ -449,7 +319,7 @@ class _Clocks:
     def compute(self, t: int, turn: int) -> None:
         """Add the rows of the op of a turn on each device that may execute it."""
         for d, column in self.executed.get((t, turn), ()):
-            seconds, op = self.program.seconds[column] / self.program.unit_s, self.program.graph.ops[turn]
+            seconds, op = self.program.seconds_of[column] / self.program.unit_s, self.program.graph.ops[turn]
             before = self.device[d]
             done = self.add_time_after()
             self.program.add_at_most([(before, 1), (column, seconds), (done, -1)], 0)
@@ -505,7 +375,7 @@ class _Clocks:
         earliest: list[int] = []
         for op in program.graph.ops:
             runs = [(program.R[d, op.id, op.id], d) for d in program.devices if (d, op.id, op.id) in program.R]
-            times: list[Weighted] = [(column, program.seconds[column] / program.unit_s) for column, _ in runs]
+            times: list[Weighted] = [(column, program.seconds_of[column] / program.unit_s) for column, _ in runs]
             slowest = max(seconds for _, seconds in times)
             end = self.add_time_after()
             program.add_at_most([*times, (end, -1), *((column, -slowest) for column in again[op.id])], 0)

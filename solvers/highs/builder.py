@@ -89,6 +89,7 @@ class TermProgram(ProgramBuilder):
         self.add_terms(terms, -np.inf, limit)
 
     def add_terms(self, terms: Sequence[Weighted], lower: float, upper: float) -> None:
-        """Add the row: `lower` <= sum of `terms` <= `upper`."""
-        known = [(column, weight) for column, weight in terms if column is not None]
-        self.add_row([column for column, _ in known], [weight for _, weight in known], lower, upper)
+        """Add the row: `lower` <= sum of `terms` <= `upper`, with constants in its limits."""
+        known = [(column, weight) for column, weight in terms if column]
+        constant = sum(weight for column, weight in terms if column == ONE)
+        self.add_row([column for column, _ in known], [weight for _, weight in known], lower - constant, upper - constant)

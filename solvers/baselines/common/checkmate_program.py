@@ -1,37 +1,36 @@
-"""Checkmate's 0-1 program as published (Jain et al., MLSys 2020), in PuLP.
+"""Checkmate's 0-1 program (Jain et al., MLSys 2020), which POET extends by paging and XEngine by devices.
 
-Stage t ends with the first execution of op t (frontier-advancing). R[t,i]: op i is executed in stage t; S[t,x]: tensor x is in
-memory when stage t begins; F[t,x,k]: x is freed in stage t after op k; U[t,k]: memory at the turn of op k in stage t. Published
-for one output per op; here, to agree with ``graphs.simulate``, tensors have lifetimes of their own:
+Stage t ends with the first execution of op t (frontier-advancing). On device d, of which Checkmate and POET have one:
+
+    R[d,t,i]      op i is executed in stage t
+    S[d,t,x]      tensor x is in memory when stage t begins
+    A[d,e,t,x,k]  x is copied to device e just before the turn of op k in stage t
+    F[d,t,x,k]    x is freed in stage t after the turn of k
+    U[d,t,k]      memory at the turn of k
+
+Published for one output per op and one device. Here, to agree with ``graphs.simulate``, tensors have lifetimes of their own:
 
 - S and F are per tensor, and a recomputed op produces all its outputs. One that is in memory already counts twice during the
-execution and once afterwards: D[t,x] = R[t,p(x)] S[t,x] subtracts the copy.
-- A kept tensor is in memory from its first computation on: S = 1, F = 0, and D = R.
+execution and once afterwards: D[d,t,x] = R[d,t,p(x)] S[d,t,x] subtracts the copy.
+- A kept tensor stays in memory: F = 0. With one device S is 1 from its first computation on, and D = R.
 - The workspace of an op counts during its turn only.
 - An op that must run once, or has an input that was written in place since, has R = 0.
+
+Columns and rows are written for HiGHS; ``common.pulp_solvers`` writes the same with PuLP, for other solvers and for files.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
-
-import pulp
 
 from graphs.ir import Graph
-from solvers.baselines.common.program_size import find_refusal
-from solvers.bounds import bound_least_budget
-from solvers.problem import Problem, build_problem
-from solvers.result import Reason
+from solvers.highs.builder import ONE, Term, TermProgram, Weighted
+from solvers.highs.program import Floats
 
-MOST_BINARIES = 500_000  # of R and S: PuLP takes several GB for more
-# Seconds to write the program and solve its relaxation once: half of what 1,600 to 12,000 variables R and S took on a busy core.
-# The first schedule takes ten times as long and more.
-_LEAST_S, _LEAST_POWER = 1e-4, 1.2
-_WHOLE = 1e-4  # tolerance on binaries
-_MEMORY_RANGE = 1e4  # the budget in the program's unit of memory
-_TIME_RANGE = 1e3  # the step without recomputation in its unit of time
+BEGIN = -1  # the turn before all ops of a stage
+MEMORY_RANGE = 1e4  # the capacity of a device in the program's unit of its memory
+TIME_RANGE = 1e3  # the step without recomputation in its unit of time
 
 
 class UnusedOutputs(StrEnum):
@@ -42,10 +41,10 @@ class UnusedOutputs(StrEnum):
 
 
 class Frees(StrEnum):
-    """The linearisation of F[t,x,k] = R[t,k] (1 - S[t+1,x]) prod over later readers j of (1 - R[t,j])."""
+    """The linearisation of F[d,t,x,k] = R[d,t,k] (1 - S[d,t+1,x]) prod over later readers j of (1 - R[d,t,j])."""
 
     HAZARDS = "hazards"  # binary, with the count of factors that are 0: as published
-    SPLIT = "split"  # continuous, below each factor: tighter, found later
+    SPLIT = "split"  # below each factor: tighter, found later
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,224 +56,241 @@ class CheckmateVariant:
 
 
 PUBLISHED = CheckmateVariant()
+TIGHTER = CheckmateVariant(frees=Frees.SPLIT)
 
 
-NEVER, ALWAYS = 0, 1  # constants in place of variables
-Term = Any  # a variable of PuLP, NEVER or ALWAYS
-Weighted = tuple[Term, float]
+class StageProgram(TermProgram):
+    """The columns and rows that the programs share, in units of memory and time that suit solvers.
 
+    Attributes:
+        capacity: by device the bytes for produced tensors; None if all of them fit at any multiplicity.
+        R, S, F: columns by the letters of the program, where they may be 1.
+        arriving, leaving: by device, stage and tensor the copies to and from there: (turn, column). Those at turn `ops`, the end
+            of a stage, are in its memory if the stage is in `ends`.
+        names: of columns.
+        unit_s: seconds, the unit of time.
+    """
 
-def estimate_least_time_s(count: int) -> float:
-    """Return about the least seconds after which a program of `count` variables R and S can have a solution."""
-    return _LEAST_S * math.pow(count, _LEAST_POWER)
+    def __init__(
+        self,
+        graph: Graph,
+        capacity: Sequence[int | None],
+        variant: CheckmateVariant,
+        *,
+        whole: bool = True,
+        whole_frees: bool = False,
+        copies_stay: bool = True,
+    ) -> None:
+        """Begin a program without columns.
 
+        Args:
+            whole: False for the linear relaxation.
+            whole_frees: True if F is binary where frees are split, too.
+            copies_stay: True if copies may be handed over to the next stage.
+        """
+        super().__init__()
+        self.graph, self.capacity, self.variant = graph, capacity, variant
+        self.whole, self.whole_frees, self.copies_stay = whole, whole_frees, copies_stay
+        self.ops, self.devices = len(graph.ops), range(len(capacity))
+        self.unit_s = (graph.time_s or 1.0) / TIME_RANGE
+        self.made_at = [t.producers[0] if t.producers else -1 for t in graph.tensors]
+        self.last_stage = find_last_stages(graph)
+        self.R: dict[tuple[int, int, int], int] = {}
+        self.S: dict[tuple[int, int, int], int] = {}
+        self.F: dict[tuple[int, int, int, int], int] = {}
+        self.arriving: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        self.leaving: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        self.ends: frozenset[int] = frozenset()
+        self.names: dict[int, str] = {}
 
-def estimate_program_time_s(graph: Graph, budget_bytes: int) -> float:
-    """Return ``estimate_least_time_s`` of the program of a graph; 0 if it is refused in any time."""
-    model = CheckmateModel(build_problem(graph, budget_bytes))
-    refused = budget_bytes < bound_least_budget(graph).budget_bytes or model.explain_refusal(math.inf)
-    return 0.0 if refused else estimate_least_time_s(model.count())
+    def add_variable(self, letter: str, *key: int, cost: float = 0.0, upper: float = 1.0, integer: bool = False) -> int:
+        """Add a variable that is named by a letter and numbers, without that of the only device."""
+        column = self.add_column(cost, integer=integer and self.whole, upper=upper)
+        self.names[column] = "_".join((letter, *map(str, key[len(self.devices) == 1 :])))
+        return column
 
+    def add_decisions(self, t: int) -> None:
+        """Add R[t,i] and S[t,x] of the only device, and the objective: the sum of c_i R[t,i] without first executions."""
+        for i in range(t):
+            if t <= self.last_stage[i]:
+                self.R[0, t, i] = self.add_variable("R", 0, t, i, cost=self.graph.ops[i].time_s / self.unit_s, integer=True)
+        for x in self.iterate_passing(t):
+            self.S[0, t, x] = self.add_variable("S", 0, t, x, integer=True)
 
-class CheckmateModel:
-    """The program of a problem, with memory and time in units that suit solvers."""
-
-    def __init__(self, problem: Problem, variant: CheckmateVariant = PUBLISHED, *, whole: bool = True) -> None:
-        self.problem = problem
-        self.graph = problem.graph
-        self.variant = variant
-        self.whole = whole
-        self.ops = problem.ops
-        self.memory_unit = max(problem.capacity_bytes, 1) / _MEMORY_RANGE
-        self.capacity = problem.capacity_bytes / self.memory_unit
-        self.time_unit = (problem.base_s or 1.0) / _TIME_RANGE
-        self.size = [size / self.memory_unit for size in problem.sizes]
-        # An op may be executed up to the stage before the one whose op writes its inputs in place.
-        stages = zip(problem.graph.ops, problem.recompute_before, strict=True)
-        self.last_stage = [min(last, self.ops - 1) if op.recomputable else op.id for op, last in stages]
-        self.program = pulp.LpProblem("checkmate", pulp.LpMinimize)
-        self.variable: Callable[..., Any] = self.program.add_variable
-        self.R: dict[tuple[int, int], Any] = {}
-        self.S: dict[tuple[int, int], Any] = {}
-        self.rows = 0
-
-    def build(self, expired: Callable[[], bool] = lambda: False) -> bool:
-        """Add variables, objective and rows; return False if `expired` returned True before the end."""
-        for t in range(self.ops):
-            for i in range(t):
-                if t <= self.last_stage[i]:
-                    self.R[t, i] = self.add_binary(f"R_{t}_{i}")
-            for x in self.iterate_passing(t):
-                self.S[t, x] = self.add_binary(f"S_{t}_{x}")
-            if expired():
-                return False
-        self.add_objective()
-        for t in range(self.ops):
-            self.add_inputs(t)
-            self.add_handover(t)
-            self.add_memory(t)
-            if expired():
-                return False
-        return True
-
-    def count(self) -> int:
-        """Return the number of variables R and S; nothing is built."""
-        passing = sum(self.ops - 1 - self.problem.producer[x] for x in self.iterate_passing(self.ops))
+    def count_decisions(self) -> int:
+        """Return the number of variables that ``add_decisions`` adds for all stages."""
+        passing = sum(self.ops - 1 - self.made_at[x] for x in self.iterate_passing(self.ops))
         return passing + sum(last - i for i, last in enumerate(self.last_stage))
 
-    def explain_refusal(self, limit_s: float) -> tuple[str, Reason] | None:
-        """Return why the program is not begun: too large, or too long for a time limit; None if neither. Nothing is built."""
-        count = self.count()
-        what = f"Checkmate's program for {self.ops:,} ops has {count:,} variables R and S"
-        return find_refusal(what, count, MOST_BINARIES, estimate_least_time_s(count), limit_s)
-
-    @property
-    def is_mip(self) -> bool:
-        """True if there are binary variables."""
-        return self.whole and bool(self.R or self.S)
-
-    def add_objective(self) -> None:
-        """Set the objective: sum over t, i of c_i R[t,i], without the first executions, whose R is 1."""
-        self.program.setObjective(_sum([(R, self.problem.time_s[i] / self.time_unit) for (_, i), R in self.R.items()]))
-
     def add_inputs(self, t: int) -> None:
-        """Add R[t,j] <= R[t,p(x)] + S[t,x] for each op j of stage t and each x in in(j)."""
-        for j in range(t + 1):
-            if self.r(t, j) is NEVER:
-                continue
-            for x in self.problem.inputs[j]:
-                self.add_at_most([(self.r(t, j), 1), (self.r(t, self.problem.producer[x]), -1), (self.s(t, x), -1)], 0)
+        """Add R[d,t,j] <= S[d,t,x] + R[d,t,p(x)] + sum of A[e,d,t,x,k] for k <= j, for each x in in(j)."""
+        for d in self.devices:
+            for j in range(t + 1):
+                executed = self.r(d, t, j)
+                for x in self.graph.ops[j].inputs if executed is not None else ():
+                    if self.s(d, t, x) != ONE:
+                        self.add_at_most([(executed, 1), *self.list_sources(d, t, x, j)], 0)
 
     def add_handover(self, t: int) -> None:
-        """Add S[t+1,x] <= S[t,x] + R[t,p(x)] for each x produced before stage t; a new one may always be handed over."""
-        for x in self.iterate_passing(t) if t + 1 < self.ops else ():
-            self.add_at_most([(self.s(t + 1, x), 1), (self.s(t, x), -1), (self.r(t, self.problem.producer[x]), -1)], 0)
+        """Add S[d,t+1,x] <= S[d,t,x] + R[d,t,p(x)], + sum of A[e,d,t,x,k] if copies stay; >= each where nothing is freed."""
+        for d in self.devices:
+            for x in range(len(self.graph.tensors)):
+                after, stays = self.S.get((d, t + 1, x)), self.stays(d, x)
+                if after is None:
+                    continue
+                copied = self.copies_stay or stays
+                before = self.list_sources(d, t, x, self.ops) if copied else self.list_sources(d, t, x, self.ops)[:2]
+                self.add_at_most([(after, 1), *before], 0)
+                for column, _ in before if stays or self.capacity[d] is None else ():
+                    if column is not None:
+                        self.add_at_most([(column, 1), (after, -1)], 0)
 
-    def add_memory(self, t: int) -> None:
-        """Add U[t,1] = sum of b_x S[t,x] + R[t,1] b(out(1)), and along the ops of stage t the following rows.
+    def list_sources(self, d: int, t: int, x: int, turn: int) -> list[Weighted]:
+        """Return -1 for each term by which x may be on d at a turn of stage t: R if before it, S, and copies up to it."""
+        made = self.r(d, t, self.made_at[x]) if self.made_at[x] < turn else None
+        copies = [(column, -1.0) for k, column in self.arriving.get((d, t, x), ()) if k <= turn]
+        return [(made, -1.0), (self.s(d, t, x), -1.0), *copies]
 
-        U[t,k+1] = U[t,k] - sum over x in io(k) of b_x F[t,x,k] - sum over x in out(k) of b_x D[t,x] + R[t,k+1] b(out(k+1));
-        U[t,k] + w_k R[t,k] <= M.
+    def add_memory(self, d: int, t: int) -> None:
+        """Add U[d,t,k] along the turns of stage t, which begins with sum of b_x S[d,t,x], and U[d,t,k] + w_k R[d,t,k] <= M_d.
+
+        U[d,t,k] = U[d,t,k-1] - sum of b_x F[d,t,x,k-1] - sum over x in out(k-1) of b_x D[d,t,x] + sum of b_x A[e,d,t,x,k]
+        + R[d,t,k] b(out(k)).
         """
-        change = [(self.s(t, x), self.size[x]) for k in range(t) for x in self.graph.ops[k].outputs]
-        previous: Term = 0
-        for k in range(t + 1):
+        if (capacity_bytes := self.capacity[d]) is None:
+            return
+        unit = max(capacity_bytes, 1) / MEMORY_RANGE
+        capacity = capacity_bytes / unit
+        size = [0.0 if x.static and d == 0 else x.size_bytes / unit for x in self.graph.tensors]
+        arrivals, departures = _sort_by_turn(self.arriving, d, t), _sort_by_turn(self.leaving, d, t)
+        change: list[Weighted] = [(self.s(d, t, x), weight) for x, weight in enumerate(size) if weight]
+        previous: Term = None
+        for k in self.iterate_turns(t):
+            arriving, executed = arrivals.get(k, ()), self.r(d, t, k)
+            change += [(column, size[x]) for x, column in arriving]
+            if executed is not None:
+                change.append((executed, sum(size[x] for x in self.graph.ops[k].outputs)))
+            if executed is not None or arriving:
+                used = self.add_variable("U", d, t, k, upper=max(capacity, 0.0))
+                self.add_terms([(used, 1), (previous, -1), *((term, -weight) for term, weight in change)], 0, 0)
+                if executed is not None and (workspace_bytes := self.graph.ops[k].workspace_bytes):
+                    self.add_at_most([(used, 1), (executed, workspace_bytes / unit)], capacity)
+                previous, change = used, []
+            change += [(freed, -size[x]) for x, freed in self.iterate_frees(d, t, k, departures.get(k, ()))]
+            change += [(double, -size[x]) for x, double in self.iterate_doubles(d, t, k)]
+
+    def iterate_turns(self, t: int) -> Iterator[int]:
+        """Yield the turns of stage t: before its ops, each of them, and its end where that counts."""
+        yield from range(BEGIN, t + 1)
+        if t in self.ends:
+            yield self.ops
+
+    def iterate_frees(self, d: int, t: int, k: int, leaving: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Yield x and F[d,t,x,k] for each x that is used at k: in(k) and out(k) if R[d,t,k], and copies that are `leaving`."""
+        uses: dict[int, list[int]] = {}
+        if (executed := self.r(d, t, k)) is not None:
             op = self.graph.ops[k]
-            executed = self.r(t, k)
-            if executed is NEVER:
+            own = op.outputs if self.variant.unused_outputs is UnusedOutputs.AT_ONCE else ()
+            uses = {x: [executed] for x in (*op.inputs, *own)}
+        for x, column in leaving:
+            uses.setdefault(x, []).append(column)
+        for x, events in uses.items():
+            hazards = [self.s(d, t + 1, x), *(self.r(d, t, j) for j in self.graph.consumers[x] if k < j <= t)]
+            hazards += [column for turn, column in self.leaving.get((d, t, x), ()) if turn > k]
+            if self.stays(d, x) or (d == 0 and self.graph.tensors[x].static) or ONE in hazards:
                 continue
-            change.append((executed, sum(self.size[x] for x in op.outputs)))
-            used = self.variable(f"U_{t}_{k}", 0, self.capacity)
-            self.add_equal([(used, 1), (previous, -1), *((term, -size) for term, size in change)], 0)
-            if op.workspace_bytes:
-                self.add_at_most([(used, 1), (executed, op.workspace_bytes / self.memory_unit)], self.capacity)
-            previous = used
-            change = [(freed, -self.size[x]) for x, freed in self.iterate_frees(t, k)]
-            change += [(double, -self.size[x]) for x, double in self.iterate_doubles(t, k)]
+            self.F[d, t, x, k] = self.add_free((d, t, x, k), events, [hazard for hazard in hazards if hazard is not None])
+            yield x, self.F[d, t, x, k]
 
-    def iterate_frees(self, t: int, k: int) -> Iterator[tuple[int, Term]]:
-        """Yield x and F[t,x,k] = R[t,k] (1 - S[t+1,x]) prod over readers j of x, k < j <= t, of (1 - R[t,j]) for x in io(k)."""
-        op = self.graph.ops[k]
-        own = op.outputs if self.variant.unused_outputs is UnusedOutputs.AT_ONCE else ()
-        for x in (*self.problem.inputs[k], *own):
-            hazards = [self.s(t + 1, x), *(self.r(t, j) for j in self.graph.consumers[x] if k < j <= t)]
-            if self.problem.kept[x] or ALWAYS in [hazard for hazard in hazards if isinstance(hazard, int)]:
-                continue
-            open_hazards = [hazard for hazard in hazards if not isinstance(hazard, int)]
-            yield x, self.free(f"F_{t}_{x}_{k}", self.r(t, k), open_hazards)
+    def add_free(self, key: tuple[int, ...], events: Sequence[int], hazards: Sequence[int]) -> int:
+        """Return F, which may be 1 if one of `events` is 1 and every one of `hazards` is 0.
 
-    def free(self, name: str, executed: Term, hazards: Sequence[Term]) -> Term:
-        """Return F, which is 1 if `executed` is 1 and every one of `hazards` is 0.
-
-        As published: 1 - F <= h and h <= m (1 - F) for h = (1 - executed) + sum of the m - 1 hazards. Split: F <= executed, and F
-        <= 1 - hazard for each.
+        As published: 1 - F <= h and h <= m (1 - F) for h = (1 - R) + sum of the m - 1 hazards. Split: F <= sum of the events, and
+        F <= 1 - hazard for each.
         """
-        if not hazards:
-            return executed
+        if not hazards and len(events) == 1:
+            return events[0]
         if self.variant.frees is Frees.SPLIT:
-            freed = self.variable(name, 0, 1)
-            for factor in [executed] if executed is not ALWAYS else []:
-                self.add_at_most([(freed, 1), (factor, -1)], 0)
+            freed = self.add_variable("F", *key, integer=self.whole_frees)
+            if ONE not in events:
+                self.add_at_most([(freed, 1), *((event, -1) for event in events)], 0)
             for hazard in hazards:
                 self.add_at_most([(freed, 1), (hazard, 1)], 1)
             return freed
-        freed, count = self.add_binary(name), [(executed, -1.0), *((hazard, 1.0) for hazard in hazards)]
+        (executed,) = events
+        freed, count = self.add_variable("F", *key, integer=True), [(executed, -1.0), *((hazard, 1.0) for hazard in hazards)]
         self.add_at_most([(freed, -1), *((term, -weight) for term, weight in count)], 0)
         self.add_at_most([(freed, len(count)), *count], len(count) - 1)
         return freed
 
-    def iterate_doubles(self, t: int, k: int) -> Iterator[tuple[int, Term]]:
-        """Yield x and D[t,x] = R[t,k] S[t,x] for x in out(k), which may be in memory when k is recomputed."""
-        outputs = self.graph.ops[k].outputs
-        for x in outputs if k < t else ():
-            if self.problem.kept[x]:
-                yield x, self.r(t, k)
-            elif len(outputs) > 1 and self.s(t, x) is not NEVER:
-                double = self.variable(f"D_{t}_{x}", 0, 1)
-                self.add_at_most([(double, 1), (self.r(t, k), -1)], 0)
-                self.add_at_most([(double, 1), (self.s(t, x), -1)], 0)
-                self.add_at_most([(self.r(t, k), 1), (self.s(t, x), 1), (double, -1)], 1)
+    def iterate_doubles(self, d: int, t: int, k: int) -> Iterator[tuple[int, int]]:
+        """Yield x and D[d,t,x] <= R[d,t,k], S[d,t,x] for x in out(k), which may be in memory when k is recomputed."""
+        if (executed := self.r(d, t, k)) is None:
+            return
+        for x in self.graph.ops[k].outputs:
+            there = self.s(d, t, x)
+            if there == ONE:
+                yield x, executed
+            elif there is not None and (len(self.graph.ops[k].outputs) > 1 or self.stays(d, x)):
+                double = self.add_variable("D", d, t, x)
+                self.add_at_most([(double, 1), (executed, -1)], 0)
+                self.add_at_most([(double, 1), (there, -1)], 0)
                 yield x, double
 
-    def compute_solution_s(self) -> float:
-        """Return the seconds of a solution, including first executions: sum over t, i of c_i R[t,i]."""
-        return self.problem.base_s + sum(self.problem.time_s[i] * get_value(R) for (_, i), R in self.R.items())
+    def convert_to_seconds(self, objective: float) -> float | None:
+        """Return the time of the step with a value of the objective, which is without first executions; None if infinite."""
+        return self.graph.time_s + objective * self.unit_s if math.isfinite(objective) else None
 
-    def read_executions(self) -> list[int] | None:
-        """Return the ops in the order of a solution's schedule; None if a binary is neither 0 nor 1."""
-        order: list[int] = []
-        for t in range(self.ops):
-            for i in range(t):
-                value = get_value(self.r(t, i))
-                if min(value, 1 - value) > _WHOLE:
-                    return None
-                if value > 0.5:
-                    order.append(i)
-            order.append(t)
-        return order
+    def r(self, d: int, t: int, i: int) -> Term:
+        """Return R[d,t,i]; with one device 1 for the first execution."""
+        return ONE if i == t and len(self.devices) == 1 else self.R.get((d, t, i))
 
-    def r(self, t: int, i: int) -> Term:
-        """Return R[t,i]: 1 for the first execution, 0 if none is possible."""
-        return ALWAYS if i == t else self.R.get((t, i), NEVER)
+    def s(self, d: int, t: int, x: int) -> Term:
+        """Return S[d,t,x]: 1 for static tensors on the main device, and for kept ones that only it can have produced."""
+        is_kept = len(self.devices) == 1 and x in self.graph.kept and self.made_at[x] < t
+        return ONE if d == 0 and (self.graph.tensors[x].static or is_kept) else self.S.get((d, t, x))
 
-    def s(self, t: int, x: int) -> Term:
-        """Return S[t,x]: 1 for kept tensors, 0 before production, without readers, and after the last stage."""
-        if self.problem.kept[x]:
-            return ALWAYS if self.problem.producer[x] < t else NEVER
-        return self.S.get((t, x), NEVER)
+    def stays(self, d: int, x: int) -> bool:
+        """Return True if x is never freed on d, once it is there."""
+        return d == 0 and x in self.graph.kept
 
     def iterate_passing(self, t: int) -> Iterator[int]:
         """Yield the tensors produced before stage t that have readers and are not kept."""
         for k in range(t):
-            yield from (x for x in self.graph.ops[k].outputs if self.graph.consumers[x] and not self.problem.kept[x])
+            yield from (x for x in self.graph.ops[k].outputs if self.graph.consumers[x] and x not in self.graph.kept)
 
-    def add_binary(self, name: str) -> Any:
-        """Add a 0-1 variable and return it; it is continuous in the relaxation."""
-        return self.variable(name, 0, 1, "Binary" if self.whole else "Continuous")
-
-    def add_at_most(self, terms: Sequence[Weighted], limit: float) -> None:
-        """Add the row: sum of `terms` <= `limit`."""
-        self._add(_sum(terms) <= limit)
-
-    def add_equal(self, terms: Sequence[Weighted], value: float) -> None:
-        """Add the row: sum of `terms` = `value`."""
-        self._add(_sum(terms) == value)
-
-    def _add(self, row: Any) -> None:
-        self.program.addConstraint(row, f"c{self.rows}")
-        self.rows += 1
+    def add_all(self, families: Sequence[Callable[[int], object]], is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Call each of `families` for every stage; return False if `is_over` returned True before the end."""
+        for t in range(self.ops):
+            for add in families:
+                add(t)
+            if is_over():
+                return False
+        return True
 
 
-def get_value(term: Term) -> float:
-    """Return the value of a variable in a solution; 0 if it is in no row."""
-    return float(term if isinstance(term, int) else term.varValue or 0.0)
+def _sort_by_turn(
+    copies: Mapping[tuple[int, int, int], Sequence[tuple[int, int]]], d: int, t: int
+) -> dict[int, list[tuple[int, int]]]:
+    """Return by turn the copies of device d in stage t: (tensor, column)."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for device, stage, x in copies:
+        if (device, stage) == (d, t):
+            for turn, column in copies[device, stage, x]:
+                found.setdefault(turn, []).append((x, column))
+    return found
 
 
-def _sum(terms: Sequence[Weighted]) -> Any:
-    total = pulp.lpSum([])  # PuLP 3 and 4 have no constructor in common
-    for term, weight in terms:
-        if isinstance(term, int):
-            total.constant += term * weight
-        else:
-            total.addterm(term, weight)
-    return total
+def get_value(term: Term, values: Floats) -> float:
+    """Return the value of a term in a solution."""
+    return 0.0 if term is None else float(values[term])
+
+
+def find_last_stages(graph: Graph) -> list[int]:
+    """Return for each op the last stage in which it may be executed: its own, or up to the next op that writes its inputs."""
+    writers = [(t, op.id) for op in graph.ops for t in op.mutates]
+    last = len(graph.ops) - 1
+    return [
+        min((w for t, w in writers if w > op.id and t in (*op.inputs, *op.mutates)), default=last) if op.recomputable else op.id
+        for op in graph.ops
+    ]

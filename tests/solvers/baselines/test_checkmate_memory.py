@@ -4,9 +4,10 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.synthetic.draft import Draft
-from solvers.baselines.checkmate import CheckmateParams, solve
-from solvers.baselines.common.checkmate_program import PUBLISHED, CheckmateModel, CheckmateVariant, UnusedOutputs
-from solvers.problem import build_problem
+from solvers import highs
+from solvers.baselines.checkmate import CheckmateParams, CheckmateProgram, solve
+from solvers.baselines.common.checkmate_program import MEMORY_RANGE, PUBLISHED, CheckmateVariant, UnusedOutputs
+from solvers.clock import WallClock
 from solvers.result import Status
 from tests.support.solvers.answers import ask
 
@@ -51,24 +52,19 @@ def second_copy() -> Graph:
 
 
 def test_an_output_made_twice_is_there_once_afterwards() -> None:
-    model = CheckmateModel(build_problem(second_copy(), 7))
+    model = CheckmateProgram(second_copy(), 7)
     model.build()
-    # By hand: y stays, a runs again before c.
-    fixed = {"S_1_1": 1, "S_2_1": 1, "S_3_1": 1, "S_1_0": 0, "S_2_0": 0, "R_2_0": 1, "R_2_1": 0, "R_3_0": 0}
-    for variable in model.program.variables():
-        if variable.name in fixed:
-            variable.lowBound = variable.upBound = fixed[variable.name]
-    model.program.solve(_silent())
-    used = {v.name: v.varValue * model.memory_unit for v in model.program.variables() if v.name.startswith("U_2_")}
+    # By hand: y stays, a runs again before c, and the second y is counted once afterwards.
+    fixed = {"S_1_1": 1, "S_2_1": 1, "S_3_1": 1, "S_1_0": 0, "S_2_0": 0, "R_2_0": 1, "R_2_1": 0, "R_3_0": 0, "D_2_1": 1}
+    for column, name in model.names.items():
+        if name in fixed:
+            model.lower[column] = model.upper[column] = fixed[name]
+    values = highs.solve_program(model.build_milp(), clock=WallClock(60)).values
+    assert values is not None
+    used = {name: values[column] * 7 / MEMORY_RANGE for column, name in model.names.items() if name.startswith("U_2_")}
     # While a runs: y, b, x and the second y; while c runs: x, y, b and its output.
     assert used == pytest.approx({"U_2_0": 1 + 1 + 3 + 1, "U_2_1": 1 + 1 + 3, "U_2_2": 3 + 1 + 1 + 1})
     assert solve(ask(second_copy(), 7)).time_s == 5
-
-
-def _silent() -> object:
-    import pulp
-
-    return pulp.getSolver("HiGHS", msg=False)
 
 
 def test_static_tensors_written_in_place_restrict_recomputation() -> None:

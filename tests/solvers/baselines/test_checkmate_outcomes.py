@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pulp
 import pytest
 
@@ -12,11 +13,9 @@ from graphs.errors import PlannerError
 from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.small import make_chain, make_training_chain
 from solvers.baselines import checkmate
-from solvers.baselines.checkmate import CheckmateParams, solve, write_model
-from solvers.baselines.common.checkmate_program import CheckmateModel
-from solvers.baselines.common.pulp_solvers import OUTCOMES, PulpAnswer
-from solvers.highs.program import Outcome
-from solvers.problem import build_problem
+from solvers.baselines.checkmate import CheckmateParams, CheckmateProgram, solve, write_model
+from solvers.baselines.common.pulp_solvers import OUTCOMES
+from solvers.highs.program import Answer, Outcome
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import budget_at
@@ -50,12 +49,12 @@ def test_a_program_that_is_too_large_is_not_begun(tmp_path: Path) -> None:
 
 def test_the_size_of_the_program_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(10):
-        model = CheckmateModel(build_problem(draw_graph(seed, 12), 1000))
+        model = CheckmateProgram(draw_graph(seed, 12), 1000)
         model.build()
-        monkeypatch.setattr("solvers.baselines.common.checkmate_program.MOST_BINARIES", len(model.R) + len(model.S) - 1)
-        assert f"has {len(model.R) + len(model.S)} variables" in str(model.explain_refusal(math.inf))
-        monkeypatch.setattr("solvers.baselines.common.checkmate_program.MOST_BINARIES", len(model.R) + len(model.S))
-        assert model.explain_refusal(math.inf) is None
+        monkeypatch.setattr("solvers.baselines.checkmate.MOST_BINARIES", len(model.R) + len(model.S) - 1)
+        assert f"has {len(model.R) + len(model.S)} variables" in str(model.find_refusal(math.inf))
+        monkeypatch.setattr("solvers.baselines.checkmate.MOST_BINARIES", len(model.R) + len(model.S))
+        assert model.find_refusal(math.inf) is None
 
 
 @pytest.mark.parametrize("time_limit_s", [1e-9, 0.02])
@@ -113,10 +112,8 @@ def test_a_solver_that_is_not_there_is_named(name: str, word: str, monkeypatch: 
     ("value", "words"), [(0.5, "neither 0 nor 1"), (0.0, "1 B over the budget")], ids=["half a binary", "memory ignored"]
 )
 def test_invalid_solver_answers_are_errors(value: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(model: CheckmateModel, *rest: object) -> PulpAnswer:
-        for variable in model.program.variables():
-            variable.varValue = value
-        return PulpAnswer(Outcome.OPTIMAL, True, None, "so they say")
+    def run(model: CheckmateProgram, *rest: object) -> Answer:
+        return Answer(Outcome.OPTIMAL, np.full(len(model.cost), value), None, -math.inf, "so they say")
 
     monkeypatch.setattr(checkmate, "solve_model", run)
     result = solve(ask(make_training_chain(4), 4))
@@ -128,7 +125,7 @@ def test_invalid_solver_answers_are_errors(value: float, words: str, monkeypatch
     ("outcome", "status"), [(Outcome.FAILED, Status.ERROR), (Outcome.STOPPED, Status.LIMIT), (Outcome.INFEASIBLE, Status.LIMIT)]
 )
 def test_every_outcome_without_a_solution_has_a_status(outcome: Outcome, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkmate, "solve_model", lambda *rest: PulpAnswer(outcome, False, None, "its own word"))
+    monkeypatch.setattr(checkmate, "solve_model", lambda *rest: Answer(outcome, None, None, -math.inf, "its own word"))
     result = solve(ask(make_training_chain(4), 4))
     assert result.status is status
     assert "its own word" in result.message

@@ -61,7 +61,7 @@ def test_program_cost_bounds_the_cost_of_the_schedule(power: float) -> None:
         assert simulation.peak_bytes <= int(0.85 * peak), seed
         times = [graph.ops[op].time_s * (power if graph.ops[op].optional else 1.0) for op in schedule.computed]
         # A copy that is carried out twice in the program may be there still, and some serve nothing.
-        assert sum(times) - graph.time_s <= found.objective * model.time_unit + 1e-6, seed
+        assert sum(times) - graph.time_s <= found.objective * model.unit_s + 1e-6, seed
         compared += 1
     assert compared > 10
 

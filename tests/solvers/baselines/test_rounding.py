@@ -1,5 +1,7 @@
 """Two-phase rounding: what it finds, what it says about it, and that nothing depends on luck."""
 
+from math import inf
+
 import pytest
 
 from graphs.errors import PlannerError
@@ -11,11 +13,9 @@ from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.small import make_skips, make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from solvers.baselines import checkmate, rounding
-from solvers.baselines.common.checkmate_program import CheckmateModel
-from solvers.baselines.common.pulp_solvers import PulpAnswer
+from solvers.baselines.checkmate import CheckmateProgram
 from solvers.baselines.rounding import RoundingParams, find_cheapest_executions, solve
-from solvers.highs.program import Outcome
-from solvers.problem import build_problem
+from solvers.highs.program import Answer, Outcome
 from solvers.registry import get_solver
 from solvers.result import SolveProgress, Status
 from tests.support.budgets import budget_at
@@ -26,7 +26,7 @@ from tests.support.solvers.answers import ask
 
 
 def executions(graph: Graph, handed: set[tuple[int, int]]) -> list[int]:
-    model = CheckmateModel(build_problem(graph, 10**9), whole=False)
+    model = CheckmateProgram(graph, 10**9, whole=False)
     model.build()
     return find_cheapest_executions(model, handed)
 
@@ -171,7 +171,7 @@ def test_a_budget_below_the_needs_of_an_op_is_infeasible() -> None:
 
 def test_time_is_up_before_a_relaxation_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = draw_training_step(0, 40)
-    monkeypatch.setattr("solvers.baselines.common.checkmate_program._LEAST_S", 0.0)  # so that it is begun
+    monkeypatch.setattr("solvers.baselines.checkmate._LEAST_S", 0.0)  # so that it is begun
     result = solve(ask(graph, budget_at(graph, 0.2), time_limit_s=1e-9))
     assert (result.status, result.bound_s) == (Status.LIMIT, graph.time_s)
     assert "no relaxation for" in result.message
@@ -192,7 +192,7 @@ def test_rounding_reports_progress() -> None:
 
 
 def test_a_solver_that_gives_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "solve_model", lambda *rest: PulpAnswer(Outcome.FAILED, False, None, "out of its depth"))
+    monkeypatch.setattr(rounding, "solve_model", lambda *rest: Answer(Outcome.FAILED, None, None, -inf, "out of its depth"))
     result = solve(ask(make_training_chain(4), 4))
     assert result.status is Status.ERROR
     assert "out of its depth" in result.message

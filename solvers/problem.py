@@ -8,7 +8,6 @@ from graphs.ir import Graph
 from graphs.options import remove_options
 from graphs.options.offload import Offloads, remove_offload
 from graphs.pools import COMPUTE
-from solvers.conflicts import Conflict
 from solvers.pass_ends import find_requested_outputs
 from solvers.places import Places, find_circles, find_places
 from solvers.streams import Streams, get_workspace_bytes, list_sizes
@@ -46,7 +45,6 @@ class Problem:
         last_worth: for each op the last op for which a recomputation of i may be useful (-1: none).
         recompute_before: for each op the op before which it must be recomputed at the latest: the next one that writes in place a
             tensor that it reads (n: no limit).
-        conflicts: conflicts that no schedule may have; only of plain graphs, whose ops are numbered as in `graph`.
     """
 
     whole: Graph
@@ -72,7 +70,6 @@ class Problem:
     last_use: tuple[int, ...]
     last_worth: tuple[int, ...]
     recompute_before: tuple[int, ...]
-    conflicts: tuple[Conflict, ...] = ()
 
     def allows(self, computed: Iterable[int]) -> bool:
         """Return True if the executed ops `computed` respect the graph's limits on resources."""

@@ -7,7 +7,6 @@ from typing import TypeVar, cast
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from solvers.clock import Clock, WallClock, measure_rest
-from solvers.conflicts import Conflict
 from solvers.result import Ending, SolveProgress
 from solvers.tolerance import DEFAULT, Tolerance
 
@@ -42,7 +41,6 @@ class Request:
         params: parameters of the solver, of the class that the registry names; None: its defaults.
         on_schedule: called in the thread that solves with each better schedule of `graph` and the current lower bound, by solvers
             that improve schedules.
-        conflicts: conflicts that no schedule may have, for ``windows`` on plain graphs.
         start: a schedule of `graph`, and windows, to begin with; None if none are known.
     """
 
@@ -54,7 +52,6 @@ class Request:
     should_stop: Callable[[], bool] | None = None
     params: object = None
     on_schedule: Callable[[Schedule, float], None] | None = None
-    conflicts: tuple[Conflict, ...] = ()
     start: Start | None = None
 
     def get_params(self, default: Params) -> Params:

@@ -28,15 +28,6 @@ class ArenaRules:
         """Return True if the buffers of tensor t are in the arena."""
         return t not in self.outside and graph.tensors[t].size_bytes >= self.least_bytes
 
-    def compute_most_arena_bytes(self, graph: Graph, budget_bytes: int) -> int:
-        """Return the bytes that an arena within the budget has at most, whatever the schedule.
-
-        All that is kept outside is in memory at the end, unless it may be written over a tensor in the arena.
-        """
-        over = {output for op in graph.ops for output, _ in op.overwrites}
-        outside_bytes = sum(graph.tensors[t].size_bytes for t in (self.outside & graph.kept) - over)
-        return budget_bytes - graph.static_bytes - outside_bytes
-
 
 @dataclass(frozen=True)
 class Needs:

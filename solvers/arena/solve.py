@@ -1,8 +1,9 @@
-"""The fastest schedule whose buffers fit an arena: schedules and conflicts in turn.
+"""The fastest schedule whose buffers fit an arena: schedules and addresses in turn.
 
-A schedule whose buffers do not fit gives a conflict, which each further solve excludes, so that schedules and addresses are one
-problem with one bound. Where that is not proved in time, ops at which the arena was too large are given more workspace: a local
-margin, which finds schedules that fit and leaves the bound alone.
+If the buffers of a schedule do not fit, ops at which the arena was too large are given more workspace in the next solve: a local
+margin, which finds schedules that fit and leaves the bound alone. Tried and given up: to prove which few buffers do not fit
+together and to exclude them from the next solve. No plan of a model was other than with margins alone; only graphs of a few ops
+had better bounds.
 """
 
 from collections.abc import Callable
@@ -12,22 +13,18 @@ from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
 from solvers.addresses.solve import solve_by
-from solvers.arena.find import find_conflict
 from solvers.arena.needs import ArenaRules, Needs
 from solvers.clock import Clock, measure_rest
-from solvers.conflicts import Conflict, occurs
 from solvers.margins import Margins, MarginSearch, add_margins
 from solvers.request import Request
 from solvers.result import SOLVED, Reason, Result, SolveProgress, Status, decide_status
 
-_SMALL_OPS = 60  # graphs in which conflicts are excluded until the end
-_CONFLICTS = 3  # that are excluded before margins are added, in larger graphs
 _SOLVES = 12  # with margins, until a schedule fits
 _BETTER = 3  # after that, with smaller margins
 _FIRST, _NEXT = 0.4, 0.3  # of what is left of the clock, for the first solve and each of the others
-# Shares of the limit, and most of the clock: for the smallest arena, for addresses within the capacity, and for a conflict.
 _CLOSE = 0.0005  # of the budget: margins that differ by no more are not told apart
-_QUICK, _PLACE, _PROVE = (0.02, 1.0), (0.05, 5.0), (0.05, 10.0)
+# Shares of the limit, and most of the clock: for the smallest arena, and for addresses within the capacity.
+_QUICK, _PLACE = (0.02, 1.0), (0.05, 5.0)
 # Schedules that are placed while a solve goes on: until some do not fit, and only those that are faster by so much.
 _MISFITS, _FASTER = 3, 0.002
 
@@ -39,11 +36,11 @@ Solve = Callable[[Request], Result]
 def solve_in_arena(solve: Solve, request: Request, rules: ArenaRules) -> Result:
     """Search for the fastest schedule whose static memory, arena, and memory outside the arena are within the budget.
 
-    The bound holds for all such schedules. The settings have ``arena_bytes`` and ``outside_arena_bytes``, the number of
-    ``arena_conflicts`` that were excluded, and of ``arena_solves``.
+    The bound holds for all such schedules: it is that without addresses. The settings have ``arena_bytes`` and
+    ``outside_arena_bytes``, and the number of ``arena_solves``.
 
     Args:
-        solve: a solver, which counts the bytes in use. Conflicts are for ``windows``; other solvers ignore them.
+        solve: a solver, which counts the bytes in use.
         request: the budget is that of the whole step.
         rules: the rules by which buffers are in the arena.
     """
@@ -68,7 +65,6 @@ class _Joint:
     Attributes:
         best: the fastest schedule that fits, None if none is known.
         bound_s: lower bound on the time of every schedule that fits; None if unknown.
-        conflicts: the conflicts proved so far, which no schedule may have.
         margins: those of the next solve, and what is known of others.
         needed_bytes: the least that a schedule was found to need; None if none was found.
         solves, grown: number of solves, and of enlargements of the margins.
@@ -82,7 +78,6 @@ class _Joint:
     margins: MarginSearch
     best: _Placed | None = None
     bound_s: float | None = None
-    conflicts: tuple[Conflict, ...] = ()
     needed_bytes: int | None = None
     solves: int = 0
     grown: int = 0
@@ -109,7 +104,7 @@ class _Joint:
         return self.request.is_stopped() or self._choose_status(result) in SOLVED
 
     def _solve_once(self, share: float) -> Result:
-        """Solve for schedules with the conflicts and margins so far, for a share of the time that is left."""
+        """Solve for schedules with the margins so far, for a share of the time that is left."""
         request = self.request
         self.solves += 1
         self.misfits = 0
@@ -125,7 +120,6 @@ class _Joint:
                 clock=request.clock.start_part(share * measure_rest(request.clock)),
                 on_progress=tell,
                 on_schedule=self._see,
-                conflicts=self.conflicts,
             )
         )
 
@@ -164,10 +158,8 @@ class _Joint:
         return True
 
     def _learn(self, result: Result) -> bool:
-        """Set conflicts and margins of the next solve; return False if none can gain."""
+        """Set the margins of the next solve; return False if none can gain."""
         schedule = self._find_misfit(result)
-        if schedule is not None and self._add_conflict(schedule):
-            return True
         if schedule is None and not self.margins.now:
             return False
 
@@ -188,19 +180,6 @@ class _Joint:
         if self.best is None and seen:
             self._take(seen[0], simulate(self.request.graph, seen[0]).time_s)
         return result.schedule
-
-    def _add_conflict(self, schedule: Schedule) -> bool:
-        """Add a conflict of `schedule`, if one is proved; return whether to solve again without a change of margins."""
-        request = self.request
-        graph = request.graph
-        if not graph.plain or occurs(self.conflicts, graph, schedule):
-            return False
-        capacity_bytes = self.rules.compute_most_arena_bytes(graph, request.budget_bytes)
-        found = find_conflict(graph, schedule, self.rules, capacity_bytes, self._allot_part(_PROVE))
-        if found is None:
-            return False
-        self.conflicts += (found,)
-        return not self.margins.now and (len(graph.ops) <= _SMALL_OPS or len(self.conflicts) <= _CONFLICTS)
 
     def _enlarge_margins(self, now: Margins, schedule: Schedule) -> Margins:
         """Return larger margins than those `now`, at the ops that run while a buffer is above the capacity.
@@ -231,14 +210,12 @@ class _Joint:
         """Return the result of the whole; `result` is that of the last solve."""
         request, best = self.request, self.best
         settings = {**result.settings, **request.settings, "tolerance": result.settings.get("tolerance")}
-        settings |= {"arena_conflicts": len(self.conflicts), "arena_solves": self.solves}
+        settings["arena_solves"] = self.solves
         if best is not None:
             settings |= dict(zip(ARENA_SIZES, (best.arena_bytes, best.outside_bytes), strict=True))
             status, message = self._choose_status(result), self._describe_defect(result)
         elif result.status in (Status.INFEASIBLE, Status.ERROR) and not self.margins.now:
             status, message = result.status, result.message
-            if status is Status.INFEASIBLE and self.conflicts:
-                message = f"{message} Addresses in one arena were taken into account."
         else:
             status, message = Status.LIMIT, self._describe_failure(result)
         return replace(

@@ -4,7 +4,6 @@ import math
 import threading
 
 from graphs.units import format_seconds
-from solvers.conflicts import occurs
 from solvers.problem import OBJECTIVE_SCALE, Problem
 from solvers.windows.decoding.decode import NOWHERE_BYTES, Trial
 from solvers.windows.progress import ProgressReports
@@ -54,10 +53,8 @@ class Incumbent:
         return self.best
 
     def fits(self, trial: Trial) -> bool:
-        """Return True if `trial` is within the budget, and no conflict occurs in it."""
-        problem = self._problem
-        within = trial.peak_bytes <= problem.budget_bytes
-        return within and not occurs(problem.conflicts, problem.whole, trial.schedule)
+        """Return True if `trial` is within the budget."""
+        return trial.peak_bytes <= self._problem.budget_bytes
 
     def compare_peak(self, trial: Trial) -> None:
         """Keep `trial` as the schedule of least peak if it has a lower one."""

@@ -1,7 +1,7 @@
 """The state of one solve that all strategies share."""
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 from solvers.clock import Clock
@@ -65,7 +65,6 @@ class Search:
         """Begin the solve of `request`; progress is reported in the calling thread."""
         params = request.get_params(WindowsParams())
         problem, progress = build_problem(request.graph, request.budget_bytes), ProgressReports(request)
-        problem = replace(problem, conflicts=request.conflicts)
         incumbent = Incumbent(problem, params.bound.arithmetic, progress)
         stopping = StoppingRule(request, incumbent, params.bound)
         whole = Discretization.whole(problem)

@@ -14,20 +14,13 @@ from graphs.schedule import keep_everything, schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph
 from solvers.addresses.solve import solve as find_addresses
-from solvers.arena.find import find_conflict
 from solvers.arena.needs import ArenaRules, Needs
 from solvers.arena.solve import solve_in_arena
 from solvers.bounds import bound_least_budget
-from solvers.clock import WallClock, WorkClock
-from solvers.conflicts import Conflict, Course, Pattern, Residency, occurs
-from solvers.highs import solve_program
-from solvers.highs.program import Outcome
-from solvers.problem import OBJECTIVE_SCALE, build_problem
+from solvers.clock import WorkClock
 from solvers.request import Request
 from solvers.result import Result, SolveProgress, Status
 from solvers.windows import solve
-from solvers.windows.relaxation.discretization import Discretization
-from solvers.windows.relaxation.models import build_relaxation
 from tests.support.solvers.answers import SLACK, TOLERANCE, ask
 from tests.support.solvers.brute_force import may_repeat
 
@@ -112,12 +105,15 @@ def check_against_brute_force(seed: int, ops: int, tightness: float, alignment: 
     rules = ArenaRules(alignment)
     result = solve_in_arena(solve, ask(graph, budget, tolerance=TOLERANCE, time_limit_s=60), rules)
     if optimum is None:
-        assert result.status is Status.INFEASIBLE
+        assert result.status in (Status.INFEASIBLE, Status.LIMIT) and result.schedule is None
         return
-    assert result.status is Status.OPTIMAL
-    assert result.schedule is not None and result.time_s is not None and result.bound_s is not None
-    assert result.bound_s <= optimum * (1 + SLACK)
-    assert optimum * (1 - SLACK) <= result.time_s <= optimum * (1 + TOLERANCE) + SLACK
+    assert result.bound_s is not None and result.bound_s <= optimum * (1 + SLACK)
+    if result.schedule is None:  # margins do not find every schedule
+        assert result.status is Status.LIMIT
+        return
+    assert result.time_s is not None and result.time_s >= optimum * (1 - SLACK)
+    if result.status is Status.OPTIMAL:
+        assert result.time_s <= optimum * (1 + TOLERANCE) + SLACK
     needs = Needs.of(graph, result.schedule, rules, budget)
     offsets = needs.find_addresses(WorkClock(20.0)).offsets
     assert offsets is not None and offsets.height_bytes <= budget - graph.static_bytes
@@ -125,63 +121,23 @@ def check_against_brute_force(seed: int, ops: int, tightness: float, alignment: 
 
 @FEW
 @given(**CASES)
-def test_equals_brute_force(seed: int, ops: int, tightness: float, alignment: int) -> None:
+def test_agrees_with_brute_force(seed: int, ops: int, tightness: float, alignment: int) -> None:
     check_against_brute_force(seed, ops, tightness, alignment)
 
 
 @pytest.mark.slow
 @MANY
 @given(**CASES)
-def test_equals_brute_force_on_many_graphs(seed: int, ops: int, tightness: float, alignment: int) -> None:
+def test_agrees_with_brute_force_on_many_graphs(seed: int, ops: int, tightness: float, alignment: int) -> None:
     check_against_brute_force(seed, ops, tightness, alignment)
 
 
-def conflicts_of(graph: Graph, budget: int, alignment: int, most: int = 4) -> tuple[Conflict, ...]:
-    """Conflicts of the fastest schedules, each of which is excluded from the next solve."""
-    found: list[Conflict] = []
-    for _ in range(most):
-        result = solve(replace(ask(graph, budget), conflicts=tuple(found)))
-        if result.schedule is None:
-            break
-        conflict = find_conflict(graph, result.schedule, ArenaRules(alignment), budget - graph.static_bytes, WallClock(60))
-        if conflict is None:
-            break
-        assert conflict.occurs_in(Course.of(graph, result.schedule))
-        assert not occurs(found, graph, result.schedule)
-        found.append(conflict)
-    return tuple(found)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
-def test_address_rows_never_exceed_the_brute_force_optimum(seed: int) -> None:
-    graph, budget = case(seed, 5, 0.9)
-    conflicts = conflicts_of(graph, budget, alignment=2)
-    optimum = fastest_in_arena(graph, budget - graph.static_bytes, 2)
-    assert optimum is not None
-    assert any(isinstance(conflict, Residency) for conflict in conflicts)
-    problem = replace(build_problem(graph, budget), conflicts=conflicts)
-    for ends in (range(5), (0, 4), (2, 4), (1, 3, 4), (4,)):
-        answer = solve_program(build_relaxation(problem, Discretization(tuple(ends))).program, clock=WallClock(60))
-        assert answer.outcome is Outcome.OPTIMAL
-        assert graph.time_s * (1 + answer.bound / OBJECTIVE_SCALE) <= optimum * (1 + SLACK) + SLACK
-
-
-@pytest.mark.slow
-def test_both_kinds_of_conflicts_are_found() -> None:
-    found = [conflict for seed in range(60) for conflict in conflicts_of(*case(seed, 5, 0.3), alignment=2)]
-    assert {type(conflict) for conflict in found} == {Residency, Pattern}
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_margins_find_the_optimum_where_a_solver_ignores_conflicts(seed: int) -> None:
+def test_margins_find_the_optimum(seed: int) -> None:
     graph, budget = case(seed, 5, 0.9)
     optimum = fastest_in_arena(graph, budget - graph.static_bytes, 2)
     assert optimum is not None
-
-    def ignoring(request: Request) -> Result:
-        return solve(replace(request, conflicts=()))
-
-    result = solve_in_arena(ignoring, ask(graph, budget, time_limit_s=20), ArenaRules(2))
+    result = solve_in_arena(solve, ask(graph, budget, time_limit_s=20), ArenaRules(2))
     assert result.bound_s is not None and result.time_s is not None
     assert result.bound_s <= optimum * (1 + SLACK)
     assert result.time_s == pytest.approx(optimum, rel=SLACK)
@@ -196,7 +152,7 @@ def test_finding_nothing_after_a_fit_is_no_defect() -> None:
     def idle_after_a_fit(request: Request) -> Result:
         nonlocal solves
         solves += 1
-        result = solve(replace(request, conflicts=()))
+        result = solve(request)
         if solves <= 4:  # the third and the fourth fit
             return result
         return replace(result, graph=request.graph, schedule=None, status=Status.LIMIT, message="nothing was found in time")

@@ -12,7 +12,6 @@ end.
 from collections.abc import Callable
 
 from solvers.problem import Problem
-from solvers.windows.relaxation.addresses import add_conflicts
 from solvers.windows.relaxation.availability import (
     add_beginnings_of_circles,
     add_hand_over,
@@ -50,7 +49,6 @@ def build_relaxation(problem: Problem, discretization: Discretization, should_st
         add_executed_at_all,
         add_resources,
         add_makespan,
-        add_conflicts,
     )
 
 

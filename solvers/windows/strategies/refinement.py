@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from solvers.clock import Clock
-from solvers.conflicts import find_ends
 from solvers.highs import solve_program
 from solvers.highs.builder import POLL_EVERY, BuildStoppedError
 from solvers.highs.program import Answer, Floats, Milp, Outcome, SolveCallbacks
@@ -229,6 +228,5 @@ def _offer(search: Search, model: Model, solution: Solution) -> tuple[Discretiza
         writers = find_late_writers(search.problem, order)  # none if it needs ops that the solution does not execute
         return (discretization.split(writers) if writers else discretization), None
     if trial.peak_bytes <= search.budget_bytes:
-        ends = find_ends(search.problem.conflicts, search.problem.whole, trial.schedule)
-        return (discretization.split(ends) if ends else split_at_waits(discretization, trial)), trial
+        return split_at_waits(discretization, trial), trial
     return refine_windows(discretization, trial, search.budget_bytes), trial

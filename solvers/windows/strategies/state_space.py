@@ -6,19 +6,17 @@ exponential in the number of tensors alive at once.
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, count
 
-from solvers.conflicts import Pattern, Residency, Tensors, set_of
 from solvers.problem import OBJECTIVE_SCALE, Problem
 from solvers.windows.strategies.first_schedules import offer_program
 from solvers.windows.strategies.strategy import Strategy
 
 _WORK_PER_STATES = 2e-2  # a thousand of them
 
-_Marks = tuple[int, ...]
-_State = tuple[int, int, _Marks]
+_State = tuple[int, int]
 
 
 class StateSpace(Strategy):
@@ -65,7 +63,7 @@ class StateSpaceResult:
 def find_shortest(problem: Problem, max_states: int, *, below_s: float, should_stop: Callable[[], bool]) -> StateSpaceResult:
     """Return the fastest order with first executions in program order (Dijkstra's algorithm).
 
-    A state is (number of ops executed for the first time, set of tensors in memory, how far each conflict has come about).
+    A state is (number of ops executed for the first time, set of tensors in memory: bit t for tensor t).
     Executing an op needs its inputs in memory, and space for its outputs and workspace; a recomputation costs its time, a first
     execution nothing, since it is the same in all orders. Freeing a tensor that is not kept costs nothing. Tensors that no later
     op can use are freed at once.
@@ -76,7 +74,7 @@ def find_shortest(problem: Problem, max_states: int, *, below_s: float, should_s
     """
     moves = _Moves(problem)
     order = count()
-    start: _State = (0, 0, moves.watch.start)
+    start: _State = (0, 0)
     cost = {start: 0.0}
     came: dict[_State, tuple[_State, int]] = {}
     # Ties, which are many, are broken towards later frontiers: one end is enough.
@@ -104,21 +102,20 @@ class _Moves:
     """The moves of ``find_shortest``."""
 
     def __init__(self, problem: Problem) -> None:
-        self.watch = _ConflictWatch(problem)
         self._problem = problem
-        self._inputs = [set_of(inputs) for inputs in problem.inputs]
-        self._outputs = [set_of(outputs) for outputs in problem.outputs]
+        self._inputs = [_set_of(inputs) for inputs in problem.inputs]
+        self._outputs = [_set_of(outputs) for outputs in problem.outputs]
         # An op needs memory for its outputs and workspace, except outputs that overwrite inputs, which are then gone.
         self._overwriting_choices = [_list_overwriting_choices(problem, i) for i in range(problem.ops)]
         # For each number of executed ops the tensors that are kept or may still be read.
         self._may_serve = [
-            set_of(t for t, last in enumerate(problem.last_use) if problem.kept[t] or last >= done)
+            _set_of(t for t, last in enumerate(problem.last_use) if problem.kept[t] or last >= done)
             for done in range(problem.ops + 1)
         ]
 
     def of(self, state: _State, live_bytes: int) -> Iterator[tuple[float, _State, int, int]]:
         """Yield the seconds of each move from `state`, where it leads, the bytes in memory there, and the op (-1: none)."""
-        problem, watch, (done, live, marks) = self._problem, self.watch, state
+        problem, (done, live) = self._problem, state
         for i in range(done + 1):
             recomputes = i < done
             if recomputes and (not problem.recomputable[i] or problem.last_worth[i] < done or problem.recompute_before[i] < done):
@@ -126,19 +123,15 @@ class _Moves:
             if self._inputs[i] & ~live:
                 continue
             reached, there = done if recomputes else done + 1, live | self._outputs[i]
-            marked = watch.mark_execution(marks, i, done, live, there)
-            if marked is None:
-                continue
             for needed_bytes, over in self._overwriting_choices[i]:
                 if live_bytes + needed_bytes <= problem.capacity_bytes:
                     after = there & self._may_serve[reached] & ~over
-                    following = reached, after, watch.keep_live_marks(marked, reached, after)
+                    following = reached, after
                     if following != state:
                         yield recomputes * problem.time_s[i], following, sum(problem.sizes[t] for t in _iterate_members(after)), i
         for t in _iterate_members(live):
             if not problem.kept[t]:
-                rest = live - (1 << t)
-                yield 0.0, (done, rest, watch.keep_live_marks(marks, done, rest)), live_bytes - problem.sizes[t], -1
+                yield 0.0, (done, live - (1 << t)), live_bytes - problem.sizes[t], -1
 
 
 def _list_overwriting_choices(problem: Problem, i: int) -> list[tuple[int, int]]:
@@ -147,62 +140,20 @@ def _list_overwriting_choices(problem: Problem, i: int) -> list[tuple[int, int]]
     inside = [t for t in problem.inputs[i] if t not in over]
     needed_bytes = problem.own_bytes[i] - sum(problem.sizes[t] for t in inside)
     subsets = (some for count in range(len(over) + 1) for some in combinations(over, count))
-    return [(needed_bytes - sum(problem.sizes[t] for t in some), set_of(some)) for some in subsets]
+    return [(needed_bytes - sum(problem.sizes[t] for t in some), _set_of(some)) for some in subsets]
 
 
-def _iterate_members(tensors: Tensors) -> Iterator[int]:
+def _set_of(tensors: Iterable[int]) -> int:
+    """Return a set of tensors."""
+    return sum(1 << t for t in set(tensors))
+
+
+def _iterate_members(tensors: int) -> Iterator[int]:
     """Yield the tensors of a set."""
     while tensors:
         bit = tensors & -tensors
         tensors -= bit
         yield bit.bit_length() - 1
-
-
-class _ConflictWatch:
-    """How far the conflicts of a problem have come about on the way to a state.
-
-    The mark of a conflict of residency is 1 as long as all its stays have been, and then 0; that of a pattern has a bit for each
-    number of its moments that have been.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.start: _Marks = (1,) * len(problem.conflicts)
-        self._conflicts = problem.conflicts
-        # By conflict and op: tensors of its stays during the first execution of the op, and between that of the op before and it.
-        self._at: list[list[Tensors]] = []
-        self._between: list[list[Tensors]] = []
-        self._last: list[int] = []
-        for conflict in problem.conflicts:
-            stays = conflict.stays if isinstance(conflict, Residency) else ()
-            ops = range(problem.ops + 1)
-            self._at.append([set_of(s.tensor for s in stays if s.first <= i <= s.last) for i in ops])
-            self._between.append([set_of(s.tensor for s in stays if s.first < i <= s.last) for i in ops])
-            self._last.append(max((s.last for s in stays), default=-1))
-
-    def mark_execution(self, marks: _Marks, op: int, done: int, live: Tensors, there: Tensors) -> _Marks | None:
-        """Return the marks with an execution of `op`, while tensors are `there` that were `live` before; None if one occurs."""
-        found = []
-        for c, (conflict, mark) in enumerate(zip(self._conflicts, marks, strict=True)):
-            if isinstance(conflict, Pattern):
-                mark = conflict.advance(mark, op, live, there)
-                if conflict.is_complete(mark):
-                    return None
-            elif mark and op == done:
-                mark = int(not self._at[c][op] & ~there)
-                if mark and op == self._last[c]:
-                    return None
-            found.append(mark)
-        return tuple(found)
-
-    def keep_live_marks(self, marks: _Marks, done: int, live: Tensors) -> _Marks:
-        """Return the marks where the tensors `live` are in memory."""
-        found = []
-        for c, (conflict, mark) in enumerate(zip(self._conflicts, marks, strict=True)):
-            if isinstance(conflict, Pattern):
-                found.append(conflict.keep_intact(mark, live))
-            else:
-                found.append(0 if self._between[c][done] & ~live else mark)
-        return tuple(found)
 
 
 def _trace(came: dict[_State, tuple[_State, int]], state: _State) -> tuple[int, ...]:

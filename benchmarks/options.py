@@ -158,7 +158,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     if arguments.ablation:
         one_thread()
-        return carry_out(options_ablation.study(arguments.work), arguments, options_ablation.cases())
+        return carry_out(options_ablation.make_study(arguments.work), arguments, options_ablation.list_cases())
     names = arguments.options
     check_options(names)
     one_thread()

@@ -15,7 +15,7 @@ from benchmarks.options_table import BUDGETS, LEAST
 from benchmarks.solves import Solved, solved
 from benchmarks.zoo_models import MODELS
 from graphs.ir import Graph, Op, Phase
-from graphs.options.selection import only_traced_ops, option_of
+from graphs.options.selection import get_option_name, keep_traced_ops
 from graphs.units import format_ratio
 from planner.capture.workload.workload import parse_spec
 from planner.plans.summary import summarize
@@ -80,7 +80,7 @@ class AblationRow(Solved):
         return math.inf if self.time_s is None or self.complete_s is None else self.time_s / self.complete_s - 1
 
 
-def parts_of(op: Op) -> tuple[str, ...]:
+def list_parts(op: Op) -> tuple[str, ...]:
     """Return the parts that an optional op belongs to: its kind and, of chunks, their count."""
     option, *words = op.target.split(".")
     if option == "chunks":
@@ -95,7 +95,7 @@ def find_parts(graph: Graph) -> dict[str, list[Op]]:
     """Return the optional ops of each part."""
     found: dict[str, list[Op]] = {}
     for op in graph.ops:
-        for part in parts_of(op) if op.optional and option_of(op) in OPTIONS else ():
+        for part in list_parts(op) if op.optional and get_option_name(op) in OPTIONS else ():
             found.setdefault(part, []).append(op)
     return found
 
@@ -103,7 +103,7 @@ def find_parts(graph: Graph) -> dict[str, list[Op]]:
 def leave_out(graph: Graph, dropped: Iterable[Op]) -> Graph:
     """Return `graph` without some of its optional ops."""
     names = {op.name for op in dropped}
-    return only_traced_ops(graph, [op.name for op in graph.ops if op.name not in names])
+    return keep_traced_ops(graph, [op.name for op in graph.ops if op.name not in names])
 
 
 def trace(costs: str, spec: str) -> Graph:
@@ -197,7 +197,7 @@ def write_table(rows: Sequence[AblationRow]) -> str:
 _SOLVED = (Status.OPTIMAL, Status.FEASIBLE)
 
 
-def study(work: float | None) -> Study[tuple[str, str], AblationRow]:
+def make_study(work: float | None) -> Study[tuple[str, str], AblationRow]:
     """Return the experiment with `work` units for each solve; None: as many as by default."""
     return Study(
         AblationRow,
@@ -208,7 +208,7 @@ def study(work: float | None) -> Study[tuple[str, str], AblationRow]:
     )
 
 
-def cases() -> dict[tuple[object, ...], tuple[str, str]]:
+def list_cases() -> dict[tuple[object, ...], tuple[str, str]]:
     """Return all steps, small ones first."""
     turns = zip_longest(*([(costs, model) for model in models] for costs, models in STEPS.items()))
     return {(model, costs): (costs, model) for costs, model in filter(None, chain.from_iterable(turns))}

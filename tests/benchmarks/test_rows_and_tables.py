@@ -30,6 +30,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "gpu/ways": ("gpu.plans",),
     "models": ("try_models",),
     "offload/max_batch": ("offload_sizes",),
+    "options/ablation": ("options", "--ablation"),
     "training": ("training", "--device", "cpu"),
 }
 WITH_FAILURES = ("gpu/plans", "gpu/ways")  # budgets that cannot be met, and graphs that took more than theirs
@@ -44,7 +45,7 @@ def make_tables(folder: str, out: Path) -> int:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_committed_tables_follow_from_committed_rows(folder: str, tmp_path: Path) -> None:
-    out = shutil.copytree(RESULTS / folder.removesuffix("/max_batch"), tmp_path / "results")
+    out = shutil.copytree(RESULTS / folder.removesuffix("/max_batch").removesuffix("/ablation"), tmp_path / "results")
     pages = {page: page.read_text() for page in out.rglob("*.md")}
     assert pages
     assert make_tables(folder, out) == (folder in WITH_FAILURES)

@@ -53,10 +53,14 @@ class FlatProgram:
     nodes: tuple[fx.Node, ...]
 
     @property
-    def called_in_python(self) -> frozenset[object]:
-        """The functions and operators that are called as in Python."""
-        _, _, instructions, _ = self.described
-        return frozenset(instruction[1] for instruction in instructions if instruction[0] is Kind.FUNCTION)
+    def called_in_python(self) -> list[object]:
+        """The functions and operators that are called as in Python, one for each call."""
+        return [instruction[1] for instruction in self.described[2] if instruction[0] is Kind.FUNCTION]
+
+    @property
+    def is_mostly_python(self) -> bool:
+        """True if more than half of the instructions call Python."""
+        return 2 * len(self.called_in_python) > len(self.described[2])
 
 
 def lower_pass(parameters: Sequence[Parameter], nodes: Iterable[fx.Node], accepts: Callable[[Described], bool]) -> FlatProgram:

@@ -6,13 +6,15 @@ from typing import Any, NoReturn
 
 from planner.capture.program.builder import Line, Pass, run_within
 from planner.native.library import Library, find_library
-from planner.native.lowering import lower_pass
+from planner.native.lowering import FlatProgram, lower_pass
 
 
 class SwitchedPass:
     """A pass that runs in C++ from its first call after the library was loaded, and in Python before.
 
-    Both make the same calls and frees in the same order.
+    Both make the same calls and frees in the same order. A pass that calls Python most of the time stays there, such as one that
+    launches Inductor's kernels: each call from C++ makes new Python objects of its tensors (a step of GPT-2 took 1.17 times as
+    long).
     """
 
     def __init__(self, each: Pass) -> None:
@@ -23,7 +25,10 @@ class SwitchedPass:
     def __call__(self, *given: Any) -> Any:
         """Run the pass."""
         if (waiting := self._waiting) is not None and (library := find_library()) is not None:
-            self._run, self._waiting = run_within(waiting.guard, NativePass(waiting, library)), None
+            self._waiting = None
+            program = lower_pass(waiting.parameters, waiting.module.graph.nodes, library.accepts)
+            if not program.is_mostly_python:
+                self._run = run_within(waiting.guard, NativePass(waiting, program, library))
         return self._run(*given)
 
 
@@ -34,10 +39,9 @@ class NativePass:
         called_in_python: what it calls as in Python.
     """
 
-    def __init__(self, each: Pass, library: Library) -> None:
-        """Translate a pass."""
-        program = lower_pass(each.parameters, each.module.graph.nodes, library.accepts)
-        self.called_in_python = program.called_in_python
+    def __init__(self, each: Pass, program: FlatProgram, library: Library) -> None:
+        """Initialize with the pass in Python, and as a flat program."""
+        self.called_in_python = frozenset(program.called_in_python)
         self._lines: tuple[Line, ...] = tuple(each.node_lines[node.name] for node in program.nodes)
         self._run, self._program = library.run, library.new_program(program.described)
         self._python = each.run  # whose lines tracebacks show

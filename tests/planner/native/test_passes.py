@@ -85,6 +85,30 @@ def test_every_operator_of_pytorch_is_called_without_python() -> None:
     assert not {target for target in functions if isinstance(target, torch._ops.OpOverload)}
 
 
+def test_a_pass_that_mostly_calls_python_stays_there() -> None:
+    doubled = torch.library.custom_op("planner_tests::doubled", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor")
+    doubled.register_fake(torch.empty_like)
+    doubled.register_autograd(lambda ctx, gradient: doubled(gradient))
+
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.weight
+            for _ in range(20):
+                x = doubled(x)
+            return x
+
+    workload = Workload(Doubling(), lambda x, y: (x * y).sum(), (torch.ones(4, 8), torch.ones(4, 8)))
+    captured = capture(*workload)
+    executor = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
+    outcome(executor, workload)
+    assert torch.equal(workload.model.get_parameter("weight").grad, torch.full((8,), 4 * 2.0**20))
+    assert not any(isinstance(each, NativePass) for each in native_passes(executor))
+
+
 class Failing(nn.Module):
     """Raises in the kernel of an op, if its input is larger than what it was captured for says."""
 

@@ -24,6 +24,7 @@ from planner.capture.frontend.effects import Effect
 from planner.capture.guards.names import Scope, accessor, readable
 from planner.capture.program.numbers import Number, StepNumbers
 from planner.capture.rewrites.outputs import tensors_in
+from planner.capture.rewrites.scalar_gradients import gradients_with_symbols
 from planner.torch_private.capture import (
     ConstantSource,
     GraphArg,
@@ -118,7 +119,7 @@ class SymbolicNumbers:
             self._decide(expression, hint)
             return sympy.sympify(hint)
 
-        with patch.object(ShapeEnv, "evaluate_expr", evaluated):
+        with patch.object(ShapeEnv, "evaluate_expr", evaluated), gradients_with_symbols():
             yield
 
     def _decide(self, expression: sympy.Basic, outcome: object) -> None:

@@ -93,6 +93,9 @@ EXPRESSIONS: dict[str, Expression] = {
     "half": lambda h, m: h.bfloat16() * m.weight + m.count,
     "integers": lambda h, m: h + torch.arange(16) * m.count,
     "nested": lambda h, m: h * m.config["rates"][0],
+    "exponents": lambda h, m: h.abs() ** m.weight + (h[:1] * h).square().pow(m.count / 2) + h**2,
+    "half exponents": lambda h, m: (h.abs() + 1).bfloat16() ** (m.count / 2) + h.double().abs() ** -m.weight,
+    "interpolation": lambda h, m: torch.lerp(h[:1], h.sin(), m.weight) + torch.lerp(h.half(), h[:, :1].half(), 1 - m.weight),
     "comparison": lambda h, m: h * m.weight if m.weight > 0.1 and m.count != 1 else h,
 }
 
@@ -105,7 +108,6 @@ def test_arithmetic_is_captured_again_once(name: str, captures: list[int]) -> No
 
 BY_VALUE: dict[str, Expression] = {
     "probability": lambda h, m: F.dropout(h, m.weight / 10),
-    "exponent": lambda h, m: h.abs() ** m.weight,
     "epsilon": lambda h, m: F.layer_norm(h, (16,), eps=m.weight),
     "size": lambda h, m: F.pad(h[:, : m.count], (0, 16 - m.count)),
     "item": lambda h, m: h * (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)[m.count],

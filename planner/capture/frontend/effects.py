@@ -94,8 +94,8 @@ class UnsettledError(Exception):
         effects: the values that are set.
     """
 
-    def __init__(self, effects: list[Effect]) -> None:
-        super().__init__(", ".join(effect.name for effect in effects))
+    def __init__(self, names: str, effects: list[Effect]) -> None:
+        super().__init__(names)
         self.effects = effects
 
 
@@ -176,7 +176,7 @@ def check_effects(
             raise TraceError(message)
         warn_caller(f"{name} is set by the step{effect.where}: a planned step does not set it, return it instead")
     if unsettled := [effect for effect, change in changes.items() if change == "once" and effect.is_read(guarded)]:
-        raise UnsettledError(unsettled)
+        raise UnsettledError(", ".join(f"{readable(e.name, local, scope)}{e.where}" for e in unsettled), unsettled)
     return tuple(counted)
 
 

@@ -33,7 +33,7 @@ from planner.capture.frontend.effects import (
 from planner.capture.frontend.failures import failure, own_message
 from planner.capture.frontend.fake_execution import on_fakes
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
-from planner.capture.frontend.source_lines import location, traced_line
+from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, location, traced_line
 from planner.capture.frontend.symbolic_numbers import SymbolicNumbers
 from planner.capture.guards.branches import DataBranches, asks_for_values
 from planner.capture.guards.data_guards import DataGuards
@@ -189,7 +189,10 @@ def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
         try:
             traced = once()
         except UnsettledError as unsettled:
-            raise TraceError(f"{unsettled} changes in the second step too: run the model before it is planned") from unsettled
+            raise TraceError(
+                f"{unsettled} changes in the second step too, and the step reads it: change it outside of what is planned, from "
+                f"what the step returns; or {GRAPH_BREAK_ADVICE}"
+            ) from unsettled
         stack.pop_all()
     return traced
 

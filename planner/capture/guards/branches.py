@@ -41,7 +41,6 @@ from planner.torch_private.core import (
     assert_async,
     assert_true,
     kept_in_graphs,
-    pytree,
     sympy_interp,
 )
 
@@ -229,9 +228,17 @@ class DataBranches:
 
     def _run(self, run: Callable[..., Any], tracer: Any, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Execute one node of Dynamo's graph on fake tensors, with concrete numbers where it makes tensors of them."""
-        symbolic = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, SYMBOLIC)]
+        symbolic: list[Any] = []
+
+        def find_number(leaf: Any) -> Any:
+            if not isinstance(leaf, SYMBOLIC):
+                return leaf
+            symbolic.append(leaf)
+            return self._values.number(leaf)
+
+        numbers = fx.node.map_aggregate((args, kwargs), find_number)  # also those in slices
         if symbolic and all(self._values.number(leaf) is not None for leaf in symbolic):
-            result = run(*pytree.tree_map_only(SYMBOLIC, self._values.number, (args, kwargs)))
+            result = run(*numbers)
             if tensors_in(result):
                 return result
         result = run(args, kwargs)

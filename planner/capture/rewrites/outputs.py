@@ -193,7 +193,10 @@ def check_writes(graph: fx.Graph) -> None:
             how, instead = f" by {producer}", "do that after optimizer.step(), under torch.no_grad()"
             if "embedding" in producer:
                 how, instead = ", to keep within max_norm= of its embedding", f"leave out max_norm=, and {instead}"
-            raise TraceError(f"the step itself writes to {_name(written.mutated_input)}{how}, which cannot be planned: {instead}")
+            raise TraceError(
+                f"the step itself writes to {_name(written.mutated_input)}{how}, which cannot be planned: {instead}, or "
+                "train with planner.checkpoint(model, budget=...)"
+            )
 
 
 def _name(desc: AOTInput) -> str:

@@ -70,6 +70,11 @@ def listed(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x * 2 if max(mask.sum(1).tolist()) >= 3 else x
 
 
+def found(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    start = int(mask[0].sum()) - 1
+    return x * 2 if torch.equal(mask[0, start - 1 : start + 1], mask[1, :2]) else x
+
+
 def selected(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return hidden[mask]
 
@@ -88,9 +93,10 @@ ALL, NONE = torch.ones(4, 4) > 0, torch.zeros(4, 4) > 0
         (counted, None, ALL, r"width = int\(mask.sum\(1\).max\(\)\)\) gives 4 for this batch, but gave 3"),
         (either, None, ALL, r"mask.all\(\) or mask"),
         (listed, None, NONE, r"tolist\(\)"),
+        (found, None, NONE, r"start = int\(mask\[0\].sum\(\)\)|start - 1 : start \+ 1"),
         (lambda x, mask: x, selected, ALL, r"return hidden\[mask\]\) gives \(16,\) for this batch, but gave \(9,\)"),
     ],
-    ids=["if", "number", "assertion", "equal", "size", "or", "list", "selection"],
+    ids=["if", "number", "assertion", "equal", "size", "or", "list", "slice", "selection"],
 )
 def test_branch_is_taken_as_in_eager_and_guarded(before: Any, after: Any, other: torch.Tensor, text: str) -> None:
     torch.manual_seed(0)

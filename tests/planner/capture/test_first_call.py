@@ -186,3 +186,19 @@ def test_an_optimizer_over_lazy_layers_is_measured_after_their_first_call() -> N
     optimizer = torch.optim.Adam(model.parameters())
     plan = planner.compile(model, F.mse_loss, vectors(0), budget="100%", optimizer=optimizer, wait=0.1).plan
     assert plan.graph.static_bytes >= 3 * sum(p.nbytes for p in model.parameters())
+
+
+def test_a_list_of_numbers_that_grows_in_each_step_is_named() -> None:
+    class Logging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.losses = nn.Linear(4, 4), list[float]()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = self.layer(x).square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+    named = r"^model.losses \(.*test_first_call.py:\d+\) changes in the second .* planner.checkpoint"
+    with pytest.warns(UserWarning, match="set by the first step"), pytest.raises(TraceError, match=named):
+        planner.compile(Logging(), None, (torch.randn(2, 4),), budget="100%", wait=0)

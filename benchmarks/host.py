@@ -41,7 +41,7 @@ from planner.studies.baselines import checkpoint_blocks, own_code
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import Column, markdown
-from solvers.bounds import least_budget_bound
+from solvers.bounds import bound_least_budget
 
 _LAYERS, _WIDTH, _HEADS, _WORDS, _LENGTH = 12, 32, 2, 64, 8
 SHARES = (1.0, 0.7, 0.5)
@@ -181,7 +181,7 @@ def _list_other_ways(workload: Workload, eager: TrainingStep) -> dict[str, Calla
 def _make_planned_steps(captured: Capture, workload: Workload) -> Iterator[tuple[str, Executor]]:
     """Yield the planned steps: in C++ at each budget, and in Python at the peak."""
     peak = simulate(captured.graph, keep_everything(captured.graph)).peak_bytes
-    least = least_budget_bound(captured.graph).budget_bytes
+    least = bound_least_budget(captured.graph).budget_bytes
     for share in SHARES:
         budget = min(max(int(share * peak), int(_ROOM * least)), peak)
         plan = solve(captured.graph, budget, time_limit_s=_SOLVE_S)

@@ -11,7 +11,7 @@ import planner
 from graphs.ir import Graph, Phase
 from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
-from graphs.synthetic.small import training_chain
+from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.show.views.figures import save_figure
 
@@ -141,7 +141,7 @@ def _memory(graph: Graph, schedule: Schedule) -> tuple[list[float], list[int]]:
 
 def draw_schedules(path: Path) -> None:
     """Which tensors of a chain of layers are in memory when, keeping everything and by a plan for less."""
-    graph = training_chain(6)
+    graph = make_training_chain(6)
     plans = [planner.solve(graph, budget, solver=solver) for budget, solver in ((7, "keep-everything"), (4, "windows"))]
     figure = Figure(figsize=(9, 5.2), layout="constrained")
     for axes, plan, name in zip(figure.subplots(2, 1, sharex=True), plans, ("keeping everything", "the plan"), strict=True):

@@ -19,7 +19,7 @@ from planner.capture.options.traced import with_traced
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
 from planner.measure.steps import ratio_in_turns
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.baselines import Method, memory_budget, torch_compile
 from planner.studies.measured import Benchmark, Measured
 from planner.studies.rows import Made, column, key, provenance, text, value
@@ -209,7 +209,7 @@ class _Comparison:
         """Return the least budget at which a schedule of any graph of `method` is found in some seconds."""
         if method not in self._least:
             captures = self._models[method].captures.values()
-            timed = (tracing.profiled(captured, self._workload, TraceSettings(passes=1)) for captured in captures)
+            timed = (tracing.profiled(captured, self._workload, PlanSettings(passes=1)) for captured in captures)
             graphs = [(captured if method == ATEN else with_traced(captured, (IN_PLACE.name,))).graph for captured in timed]
             self._least[method] = min(least_bytes(graph, _LEAST_S) for graph in graphs)
         return self._least[method]

@@ -37,7 +37,8 @@ from planner.measure import tracing
 from planner.measure.pool_memory import measured_peak
 from planner.plans.attributes import attributes
 from planner.runtime.executor import Executor
-from planner.settings.stages import TraceSettings
+from planner.settings.option_settings import OptionSettings
+from planner.settings.plan import PlanSettings
 from planner.show.views.figures import COLORS, new_figure, save_figure
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
@@ -157,7 +158,8 @@ def train(name: str, known: Sequence[CurveRow], *, steps: int, seed: int) -> Ite
 
 def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     """Return the curves of BITS, EXACT and OTHER_WEIGHTS, each with a model of its own; `workload` has the first batch."""
-    captured = tracing.capture_profiled(workload, TraceSettings(optimizer=recipe.optimizer, passes=1, options=("compress",)))
+    settings = PlanSettings(optimizer=recipe.optimizer, passes=1, options=OptionSettings(("compress",)))
+    captured = tracing.capture_profiled(workload, settings)
     program = remove_options(captured.graph)
     offered = with_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
     keeping = replace(captured, graph=program), keep_everything(program)

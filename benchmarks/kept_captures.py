@@ -8,7 +8,7 @@ from torch import nn
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.train.distributed.ranks import SingleProcess
 from planner.train.distributed.wrappers import Unwrapped
 
@@ -32,7 +32,7 @@ class KeptCaptures(Unwrapped):
         self._seconds: dict[CompileVariant | None, float] = {}
 
     def capture(
-        self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "CompileVariant | None" = None
+        self, loss_fn: LossFn | None, batch: Batch, settings: PlanSettings, variant: "CompileVariant | None" = None
     ) -> Capture:
         """Return the capture of ``Unwrapped.capture``, from the cache if it has it."""
         if variant in self.captures:

@@ -17,7 +17,7 @@ from planner.capture.workload.workload import parse_spec
 from planner.plans.attributes import attributes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.experiment import Study
 from planner.studies.max_batch import max_batch
 from planner.studies.rows import Made, column, key, listed, provenance, value
@@ -74,7 +74,7 @@ def search(
 ) -> Iterator[LargestSizeRow]:
     """Yield a row for each method on one case."""
     case = CASES[name]
-    tracing = Tracing(TraceSettings(roofline="h200", optimizer="adamw"))
+    tracing = Tracing(PlanSettings(roofline="h200", optimizer="adamw"))
     sizes = SizedModel(parse_spec(case.spec), case.varies, tracing, unit=case.unit, way_out="")
     wanted = Wanted(
         budget_bytes=parse_budget(budget, peak_bytes=0),

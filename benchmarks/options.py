@@ -26,7 +26,7 @@ from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
 from planner.settings.budgets import budget_in_bytes
 from planner.settings.option_settings import OptionSettings, option_settings
-from planner.settings.stages import SolveSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import missing_keys, provenance
 from solvers.clock import Clock
@@ -162,7 +162,7 @@ def main(words: Sequence[str] | None = None) -> int:
     names = arguments.options
     check_options(names)
     one_thread()
-    clock = SolveSettings(time_limit_s=arguments.seconds, work_limit=arguments.work).clock
+    clock = PlanSettings(time_limit_s=arguments.seconds, work_limit=arguments.work).clock
     pairs = [(model, option) for model in arguments.models if model in MEASURED for option in names]
     code = carry_out(ERRORS, arguments, {pair: (*pair, clock) for pair in pairs if traced_options(pair[1:])})
     traces = {m: partial(modelled, MODELS[m], options=traced_options(names)) for m in arguments.models if m in MODELS}

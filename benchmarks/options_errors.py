@@ -23,7 +23,8 @@ from planner.measure.steps import StepOutcome, ratio_in_turns
 from planner.plans.eager import Difference
 from planner.plans.summary import summarize
 from planner.runtime.executor import Executor
-from planner.settings.stages import TraceSettings
+from planner.settings.option_settings import OptionSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.experiment import Study
 from planner.studies.measured import relative_error
 from planner.studies.rows import Made, column, key, listed, provenance, text, value
@@ -155,7 +156,7 @@ def measure_errors(case: tuple[str, str, Callable[[], Clock]], known: Sequence[E
     model, option, clock = case
     torch.manual_seed(_SEED)
     workload = MEASURED[model]()
-    captured = tracing.capture_profiled(workload, TraceSettings(passes=_REPEATS, options=(option,)))
+    captured = tracing.capture_profiled(workload, PlanSettings(passes=_REPEATS, options=OptionSettings((option,))))
     bits, peak_bytes = bits_of(captured.graph.ops), summarize(captured.graph).keep_everything_peak_bytes
     row = ErrorRow(model=model, option=option, bits=bits, budget="", base_peak_bytes=peak_bytes, **provenance())
     if bits is Bits.EXACT:

@@ -40,7 +40,7 @@ from planner.runtime.executor import Executor
 from planner.settings.budgets import budget_in_bytes
 from planner.settings.devices import DeviceSpec, get_device
 from planner.settings.other_devices import decode_devices
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance, value
 from planner.studies.solves import result_of
@@ -166,7 +166,7 @@ def pair_of(step: Workload, pair: str) -> Pair:
         captured = capture(*step)
         times = tuple(op.time_s for op in model_times(captured, INTEGRATED).ops)
         return Pair(model_times(captured, get_device("cpu")), OtherDevice("integrated", times, MODELLED_BYTES_PER_S))
-    measured = tracing.capture_profiled(step, TraceSettings(passes=9, other_devices=(MEASURED[pair],)))
+    measured = tracing.capture_profiled(step, PlanSettings(passes=9, other_devices=(MEASURED[pair],)))
     (second,) = decode_devices(measured.graph.provenance)
     return Pair(measured.graph, second, measured)
 

@@ -9,7 +9,7 @@ from graphs.units import format_ratio
 from planner.capture.workload.workload import parse_spec
 from planner.plans.attributes import attributes
 from planner.plans.solving import order_for
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.rows import Made, column, text, value
 from planner.studies.solves import result_of
 from planner.studies.workload_tracing import Tracing
@@ -28,7 +28,7 @@ def modelled(spec: str, device: str = "h200", **settings: Any) -> Graph:
         device: a name in ``planner.settings.devices``.
         settings: further ones of the trace.
     """
-    return Tracing(TraceSettings(roofline=device, **settings)).graph(parse_spec(spec))
+    return Tracing(PlanSettings(roofline=device, **settings)).graph(parse_spec(spec))
 
 
 def least_bytes(graph: Graph, limit_s: float) -> int:

@@ -70,7 +70,7 @@ SOLVE_WALK = (
     Call(2, "planner.plans.plan", "Plan", "the plan"),
 )
 COMPILE_WALK = (
-    Call(0, "planner.train.compile.compile", "compile", "TraceSettings, SolveSettings, RunSettings"),
+    Call(0, "planner.train.compile.compile", "compile", "PlanSettings"),
     Call(1, "planner.train.compile.planning", "step", "a plan from the cache, or a new one"),
     Call(2, "planner.train.compile.compiler", "capture, make", "the following, in this order"),
     Call(3, "planner.train.distributed.wrappers", "capture", "the module, and its memory on this process"),

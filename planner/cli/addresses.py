@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     result = solve(
         table.buffers,
         arguments.capacity,
-        time_limit_s=arguments.time_limit,
+        time_limit_s=arguments.time_limit_s,
         work_limit=arguments.work_limit,
         seed=arguments.seed,
     )

@@ -16,7 +16,8 @@ from planner.cli.arguments import (
     print_result,
     tracing,
 )
-from planner.plans.attributes import attributes
+from planner.settings.option_settings import RECOMPUTATION
+from planner.settings.plan import select_settings
 
 
 def add(commands: Commands) -> None:
@@ -57,14 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
         progress.say(f"building {arguments.model}")
         from planner.studies.advising import advise
 
-        model, loss_fn, batch = tracing(arguments, options=()).load(arguments.model)
+        model, loss_fn, batch = tracing(arguments, options=RECOMPUTATION).load(arguments.model)
         advice = advise(
             model,
             loss_fn,
             batch,
-            **attributes(arguments, "optimizer", "accumulate", "roofline", "passes"),
-            **attributes(arguments, "options", "memory", "link", "host_budget"),
-            time_limit_s=arguments.time_limit,
+            **select_settings(vars(arguments)),
             name=str(arguments.model),
             on_progress=progress,
             should_stop=interrupt,

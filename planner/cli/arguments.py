@@ -21,7 +21,7 @@ from planner.progress.visible import visible, visible_lines
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import DEVICES
 from planner.settings.option_settings import LINK, OptionSettings, option_settings
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.show.views.text import aligned
 from planner.studies.workload_tracing import Tracing
 from solvers.tolerance import Tolerance
@@ -142,7 +142,9 @@ def add_workers(parser: Parser, *, said: str) -> None:
 
 def add_time_limit(parser: "argparse._ActionsContainer", *, said: str, default: float | None = None) -> None:
     """Add a time limit; `said` is the help on it."""
-    parser.add_argument("--time-limit", type=argument_types.duration, default=default, metavar="TIME", help=said)
+    parser.add_argument(
+        "--time-limit", dest="time_limit_s", type=argument_types.duration, default=default, metavar="TIME", help=said
+    )
 
 
 def add_total_time_limit(parser: Parser, *, said: str, default: float) -> None:
@@ -166,8 +168,8 @@ def study_settings(arguments: argparse.Namespace, *, time_limit_s: float, total_
 
     return StudySettings(
         tolerance=arguments.tolerance,
-        time_limit_s=arguments.time_limit or time_limit_s,
-        total_time_limit_s=arguments.total_time_limit or (total_time_limit_s if arguments.time_limit is None else math.inf),
+        time_limit_s=arguments.time_limit_s or time_limit_s,
+        total_time_limit_s=arguments.total_time_limit or (total_time_limit_s if arguments.time_limit_s is None else math.inf),
         options=graph_options(arguments),
         memory=CountedMemory.of(arguments.memory),
         jobs=arguments.jobs or JOBS,
@@ -292,9 +294,9 @@ def add_how_to_trace(parser: Parser) -> None:
 
 def tracing(arguments: argparse.Namespace, **changes: Any) -> Tracing:
     """Return the settings from the options of ``add_how_to_trace``, with `changes` to those of the trace."""
+    options = OptionSettings(tuple(getattr(arguments, "options", None) or ()))  # for commands that have them
     given = attributes(arguments, "roofline", "optimizer", "accumulate", "passes")
-    found = traced_options(getattr(arguments, "options", None) or ())  # for commands that have them
-    return Tracing(TraceSettings(**given | {"options": found} | changes), device=arguments.device, seed=arguments.seed)
+    return Tracing(PlanSettings(**given | {"options": options} | changes), device=arguments.device, seed=arguments.seed)
 
 
 def trace_model(model: "ModelSpec", arguments: argparse.Namespace, progress: "LineView", **changes: Any) -> "Graph":

@@ -202,7 +202,7 @@ def _measure(
 
     folder = Path(arguments.output)
     traced = traced_options(settings.options.names)
-    how = tracing(arguments, options=traced, measure_link=settings.options.measures_link, name=str(spec))
+    how = tracing(arguments, options=OptionSettings(traced), measure_link=settings.options.measures_link, name=str(spec))
     built = how.load(spec)
     progress.say(f"tracing {spec}")
     captured = profiled(built, folder, how.settings)

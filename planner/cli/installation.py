@@ -20,7 +20,7 @@ from planner.measure.tracing import trace
 from planner.memory.free_memory import free_bytes
 from planner.native.library import describe_library
 from planner.plans.summary import summarize
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.workload_tracing import Tracing
 from planner.torch_private.capture import graph_breaks
 
@@ -132,7 +132,7 @@ def _captured(model: ModelSpec) -> Iterator[Fact]:
 def _graph(model: ModelSpec) -> Graph:
     """Return the graph of `model`, with times by a roofline."""
     with suppress(TraceError):  # a step may branch on data, whose values fake tensors do not have
-        return Tracing(TraceSettings(roofline="cpu")).graph(model)
+        return Tracing(PlanSettings(roofline="cpu")).graph(model)
     return trace(*Tracing().load(model), roofline="cpu")
 
 

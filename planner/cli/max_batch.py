@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_overhead=arguments.max_overhead,
         limit=_LIMIT if arguments.limit is None else arguments.limit // unit,
         tolerance=arguments.tolerance,
-        time_limit_s=arguments.time_limit,
+        time_limit_s=arguments.time_limit_s,
         reorder=arguments.reorder,
         varies=arguments.vary or BATCH,
         unit=unit,

@@ -21,7 +21,7 @@ from planner.cli.arguments import (
     add_work_limit,
     print_result,
 )
-from planner.plans.attributes import attributes
+from planner.settings.plan import select_settings
 from solvers.tolerance import WIDENING
 
 if TYPE_CHECKING:
@@ -124,10 +124,9 @@ def run(arguments: argparse.Namespace) -> int:
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         plan = solve(
             graph,
-            time_limit_s=arguments.time_limit,
-            params=params,
-            **attributes(arguments, "budget", "max_overhead", "solver", "tolerance", "work_limit", "reorder"),
-            **attributes(arguments, "options", "link", "host_budget", "exact", "memory", "arena"),
+            arguments.budget,
+            max_overhead=arguments.max_overhead,
+            **select_settings(vars(arguments)) | {"params": params},
             on_progress=progress,
             should_stop=interrupt,
         )

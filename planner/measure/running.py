@@ -35,7 +35,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
 from planner.settings.compatibility import check_compatible
 from planner.settings.option_settings import recorded_options, with_recorded
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 
 _PLANNED, _KEEPING, _EAGER, _EAGER_AGAIN = "the plan", "keeping everything", "eager PyTorch", "eager PyTorch again"
 
@@ -237,7 +237,7 @@ def _captured(plan: Plan, workload: Workload, stages: Stages) -> Capture:
     """Return the step as it was when `plan` was made."""
     provenance = plan.graph.provenance
     with stages.stage(Stage.CAPTURE):
-        settings = TraceSettings(
+        settings = PlanSettings(
             optimizer=get_traced_optimizer(provenance),
             accumulate=bool(provenance.get("accumulate", False)),
             name=str(provenance.get("model", "")),

@@ -11,6 +11,7 @@ from graphs.ir import Graph
 from graphs.short_tracebacks import shorten_traceback
 from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.lowering.lower import Capture
+from planner.capture.options import check_traced
 from planner.capture.options.traced import measured_uses, needs_measuring, offered_as, with_traced, without_useless_ops
 from planner.capture.replay import RealStep, real_static
 from planner.capture.signature import Batch, detach_batch
@@ -33,8 +34,9 @@ from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.runtime.libraries import warm_up_libraries
 from planner.settings.devices import DeviceSpec, get_device
 from planner.settings.link import MEASURED_LINK
+from planner.settings.option_settings import OptionSettings
 from planner.settings.other_devices import DEVICES_KEY, encode_devices
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings, select_settings
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
@@ -87,22 +89,15 @@ def trace(
         >>> [op.name for op in graph.ops][:3]
         ['addmm', 'relu', 'addmm_1']
     """
+    given = select_settings(locals())
+    check_traced(options)
     step = TrainingStep(model, loss_fn)
     initialize_lazy_layers(step, batch)  # before their optimizer is measured
-    settings = TraceSettings(
-        memory_of(optimizer, step),
-        accumulate,
-        roofline,
-        passes,
-        measure_link,
-        name,
-        options=tuple(options),
-        other_devices=tuple(other_devices),
-    )
-    return trace_workload(Workload(model, loss_fn, batch), settings, on_progress)
+    given |= {"optimizer": memory_of(optimizer, step), "options": OptionSettings(tuple(options))}
+    return trace_workload(Workload(model, loss_fn, batch), PlanSettings.of(**given), on_progress)
 
 
-def trace_workload(workload: Workload, settings: TraceSettings, on_progress: OnProgress = None) -> Graph:
+def trace_workload(workload: Workload, settings: PlanSettings, on_progress: OnProgress = None) -> Graph:
     """Return the graph of a training step, as ``trace`` does."""
     workload = workload._replace(batch=detach_batch(workload.batch))
     with Stages(*views_of(on_progress), stages=(Stage.CAPTURE, Stage.MEASURE)) as stages:
@@ -115,7 +110,7 @@ def trace_workload(workload: Workload, settings: TraceSettings, on_progress: OnP
     return captured.graph
 
 
-def _modelled(workload: Workload, settings: TraceSettings, device: DeviceSpec) -> Capture:
+def _modelled(workload: Workload, settings: PlanSettings, device: DeviceSpec) -> Capture:
     """Return the step with times modelled by a roofline."""
     captured = capture(
         *workload,
@@ -124,11 +119,11 @@ def _modelled(workload: Workload, settings: TraceSettings, device: DeviceSpec) -
         as_on_cuda=device.name != "cpu",
         name=settings.name,
     )
-    captured = with_traced(mark_custom_ops(captured), settings.options)
+    captured = with_traced(mark_custom_ops(captured), settings.traced_options)
     return without_useless_ops(replace(captured, graph=model_times(captured, device)))
 
 
-def capture_profiled(workload: Workload, settings: TraceSettings, stages: Stages | None = None) -> Capture:
+def capture_profiled(workload: Workload, settings: PlanSettings, stages: Stages | None = None) -> Capture:
     """Return the step measured as by ``trace``, with its program; progress is reported to `stages`."""
     stages = stages or Stages()
     with stages.stage(Stage.CAPTURE):
@@ -137,7 +132,7 @@ def capture_profiled(workload: Workload, settings: TraceSettings, stages: Stages
         return profiled(captured, workload, settings, on_op=stage.advance)
 
 
-def capture_step(workload: Workload, settings: TraceSettings, *, variant: "CompileVariant | None" = None) -> Capture:
+def capture_step(workload: Workload, settings: PlanSettings, *, variant: "CompileVariant | None" = None) -> Capture:
     """Return the step with the sizes of its shapes and without times: nothing is executed.
 
     Args:
@@ -159,7 +154,7 @@ def capture_step(workload: Workload, settings: TraceSettings, *, variant: "Compi
 def profiled(
     captured: Capture,
     workload: Workload,
-    settings: TraceSettings,
+    settings: PlanSettings,
     *,
     on_op: Callable[[int, int], None] | None = None,
 ) -> Capture:
@@ -180,8 +175,8 @@ def profiled(
         warm_up_libraries(static[0].device)
     captured = profile(captured, static, passes=passes, on_op=on_op)
     prepare_for_tight_memory(captured.graph, static[0].device)
-    if settings.options:
-        offered = with_traced(captured, settings.options)
+    if settings.traced_options:
+        offered = with_traced(captured, settings.traced_options)
         captured = profile(offered, static, passes=passes) if len(offered.graph.ops) > len(captured.graph.ops) else offered
         captured = _compared(captured, step, workload.batch)
     recorded: dict[str, object] = {}

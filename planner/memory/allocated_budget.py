@@ -9,7 +9,7 @@ from graphs.simulate import simulate
 from planner.capture.options import as_executed
 from planner.memory.arena_rules import arena_rules
 from planner.memory.reserved import on_cuda
-from planner.settings.stages import SolveSettings
+from planner.settings.plan import PlanSettings
 from solvers.arena.solve import solve_in_arena
 from solvers.order.reorder import Reordering, keep_program_order, permute, reorder_by
 from solvers.order.solve import SolvedOrder, solve_in, solve_in_best_order, solve_reordered
@@ -21,7 +21,7 @@ from solvers.result import Result
 REORDERED = frozenset({"windows"})
 
 
-def solver_of(settings: SolveSettings, graph: Graph) -> Callable[[Request], SolvedOrder]:
+def solver_of(settings: PlanSettings, graph: Graph) -> Callable[[Request], SolvedOrder]:
     """Return the function that solves requests for `graph` in the requested order of ops, or in the best of several orders.
 
     The order that is not to change is that of the request's start, if it has one. The schedules are as a step runs them.
@@ -60,7 +60,7 @@ def solver_in(order: Reordering, solver: str = "windows") -> Callable[[Request],
     return lambda request: solve_in(permute(request.graph, order.original), get_solver(solver), request)
 
 
-def _in_memory_of(settings: SolveSettings, graph: Graph) -> Solver:
+def _in_memory_of(settings: PlanSettings, graph: Graph) -> Solver:
     """Return the solver, in an arena if the step runs in one; on CUDA that is part of what is reserved for a schedule."""
     run = get_solver(settings.solver)
     if not settings.arena or on_cuda(graph):

@@ -15,7 +15,7 @@ from planner.memory.allocated_budget import REORDERED
 from planner.memory.least_budget import LeastBudget, least_budget
 from planner.memory.reserved import counted_bytes, reserved_beside
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.stages import SolveSettings
+from planner.settings.plan import PlanSettings
 from solvers.bounds import bound_least_budget
 from solvers.clock import measure_rest
 from solvers.order.solve import SolvedOrder
@@ -64,7 +64,7 @@ class KnownBudgets:
     traced: Graph
     request: Request
     memory: CountedMemory
-    settings: SolveSettings
+    settings: PlanSettings
     must_stop: Callable[[], bool]
     _found: bool = field(default=False, init=False)  # by the solve
     _least: LeastBudget | None = field(default=None, init=False)

@@ -13,7 +13,7 @@ from graphs.errors import PlannerError
 from graphs.ir import Graph
 from planner.plans.plan import Plan
 from planner.plans.solving import solve_graph
-from planner.settings.stages import SolveSettings
+from planner.settings.plan import PlanSettings
 from solvers.child_process import ChildProcess, connect_to_parent, describe_error
 from solvers.request import Start
 from solvers.result import SolveProgress
@@ -31,7 +31,7 @@ class SolveJob:
 
     graph: Graph
     budget_bytes: int
-    settings: SolveSettings
+    settings: PlanSettings
     start: Start | None = None
 
 

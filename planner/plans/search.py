@@ -1,7 +1,7 @@
 """Solves of a step: the first plan, and the search for better ones while it trains."""
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
 from planner.plans.background import SolveJob
@@ -9,7 +9,7 @@ from planner.plans.plan import Plan
 from planner.plans.solving import solve_graph
 from planner.progress.stages import StageReport
 from planner.settings.budgets import allowed_overhead
-from planner.settings.stages import RunSettings, SolveSettings, Wait
+from planner.settings.plan import PlanSettings
 from solvers.request import Start
 from solvers.result import SolveProgress
 
@@ -19,21 +19,15 @@ class StepSearch:
     """The solves of a step.
 
     Attributes:
-        settings: settings of each solve.
-        run: quality of the first plan, and rules for its replacement.
+        settings: of each solve, with the quality of the first plan, and rules for its replacement.
     """
 
-    settings: SolveSettings
-    run: RunSettings = field(default_factory=RunSettings)
-
-    def at_once(self) -> "StepSearch":
-        """Return this search with the first schedule that fits, if a better one may replace it while the step trains."""
-        return replace(self, run=replace(self.run, wait=Wait(gap=None, seconds=0.0))) if self.run.goes_on else self
+    settings: PlanSettings
 
     @property
     def any_rounding(self) -> bool:
         """True if a plan may be replaced by one that rounds differently."""
-        return self.run.swap == "any"
+        return self.settings.swap == "any"
 
     def first_plan(self, graph: Graph, budget: str | int, stage: StageReport | None = None) -> Plan:
         """Return the first plan that is good enough; the solve is reported to `stage`, if there is one.
@@ -44,7 +38,7 @@ class StepSearch:
         latest = SolveProgress(0.0, "", None, None)
         began = time.monotonic()
         seeks_budget = allowed_overhead(budget) is not None
-        limit_s = None if seeks_budget else self.run.wait.seconds
+        limit_s = None if seeks_budget else self.settings.wait.seconds
         tell = None if stage is None else stage.solving(base_s=graph.time_s, limit_s=limit_s)
 
         def note(progress: SolveProgress) -> None:
@@ -56,12 +50,12 @@ class StepSearch:
         def is_good_enough() -> bool:
             if latest.best_s is None:
                 return False
-            wait = self.run.wait
+            wait = self.settings.wait
             close = wait.gap is not None and latest.gap is not None and latest.gap <= wait.gap
             return close or (wait.seconds is not None and time.monotonic() - began >= wait.seconds)
 
         stop = None if seeks_budget else is_good_enough
-        settings, wait = self._settings, self.run.wait
+        settings, wait = self.settings, self.settings.wait
         if wait.reproducible:
             settings = replace(settings, work_limit=settings.time_limit_s if wait.work is None else wait.work)
         return solve_graph(graph, budget, settings, on_progress=note, should_stop=stop)
@@ -73,15 +67,10 @@ class StepSearch:
             known: a plan of the same step, perhaps at other costs, from which the solve starts; it settles for no larger gap.
             keeps_order: True to solve only in its order of first executions.
         """
-        settings = self._settings
+        settings = self.settings
         if known.gap is not None:
             settings = replace(settings, tolerance=settings.tolerance.limit(known.gap))
         if keeps_order:
             settings = replace(settings, reorder=False)
         windows = known.settings.get("windows")
         return SolveJob(graph, budget_bytes, settings, Start(known.schedule, tuple(windows) if isinstance(windows, list) else ()))
-
-    @property
-    def _settings(self) -> SolveSettings:
-        """The settings of each solve, which takes the arena of the step into account."""
-        return replace(self.settings, arena=self.run.arena)

@@ -34,8 +34,7 @@ from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.settings.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.option_settings import option_settings
-from planner.settings.stages import SolveSettings
+from planner.settings.plan import PlanSettings, select_settings
 from solvers.arena.solve import ARENA_SIZES
 from solvers.clock import Clock
 from solvers.order.reorder import Reordering, find_order, keep_program_order, lowers_peak, may_lower_peak
@@ -121,21 +120,11 @@ def solve(
         graphs.errors.InfeasibleError: budget 1.00 kB is below ...
     """
     check_is_graph(graph)
+    settings = PlanSettings.of(**select_settings(locals()))
     for name, function in {"should_stop": should_stop, "on_plan": on_plan}.items():
         if not (function is None or callable(function)):
             raise UsageError(f"{name} is {function!r}: must be a function, or None")
     budget = budget_or_overhead(budget, max_overhead)
-    settings = SolveSettings(
-        solver=solver,
-        tolerance=Tolerance.of(tolerance),
-        time_limit_s=time_limit_s,
-        work_limit=work_limit,
-        reorder=reorder,
-        options=option_settings(options, link, host_budget, exact=exact),
-        params=params,
-        memory=CountedMemory.of(memory),
-        arena=arena,
-    )
     with Stages(*views_of(on_progress), stages=(Stage.SOLVE,)) as stages:
         with stages.stage(Stage.SOLVE) as stage:
             check_sums(graph)
@@ -148,7 +137,7 @@ def solve(
 def solve_graph(
     graph: Graph,
     budget: str | int,
-    settings: SolveSettings,
+    settings: PlanSettings,
     *,
     on_progress: Tell | None = None,
     should_stop: Stop | None = None,
@@ -218,7 +207,7 @@ def solve_graph(
     return plans.plan_of(result, clock)
 
 
-def _arena_setting(graph: Graph, settings: SolveSettings, memory: CountedMemory) -> bool | None:
+def _arena_setting(graph: Graph, settings: PlanSettings, memory: CountedMemory) -> bool | None:
     """Return True or False if steps of `graph` run in an arena or in none, None if that is to be decided for each schedule.
 
     Raises:
@@ -250,7 +239,7 @@ class _Plans:
     """
 
     graph: Graph
-    settings: SolveSettings
+    settings: PlanSettings
     summary: GraphSummary
     memory: CountedMemory
     arena: bool | None
@@ -321,7 +310,7 @@ class _Plans:
 def _least_memory(
     run: Solver,
     graph: Graph,
-    settings: SolveSettings,
+    settings: PlanSettings,
     overhead: float,
     clock: Clock,
     on_progress: Tell | None,

@@ -103,6 +103,12 @@ class OptionSettings:
         said = {"options": list(self.names), **({"exact": True} if self.exact else {})}
         return {**said, **(copying if self.offloads else {})}
 
+    @property
+    def key(self) -> dict[str, object]:
+        """These settings as the key of cached plans: with the share of host memory if it is one, else with its bytes."""
+        host = self.host_budget if self.shares_host else self.host_bytes
+        return {**asdict(self), "host_bytes": host, "host_budget": None}
+
     def check_solver(self, solver: str) -> None:
         """Raise unless `solver` accepts graphs with these options.
 

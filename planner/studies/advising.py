@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import get_device
 from planner.settings.option_settings import option_settings
-from planner.settings.stages import check_positive
+from planner.settings.plan import check_positive, select_settings
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import Curve
@@ -79,24 +80,13 @@ def advise(
         >>> print(advice)
         eager PyTorch needs ...
     """
+    given = {name: value for name, value in select_settings(locals()).items() if name in signature(trace).parameters}
     began = time.monotonic()
     check_positive("time limit", time_limit_s, "seconds")
     names = _options_to_try(roofline) if options is None else tuple(options)
     kind, device, available_bytes = _available(model, batch, roofline)
     counted = memory_on(kind, CountedMemory.of(memory))
-    traced = traced_options(names)
-    graph = trace(
-        model,
-        loss_fn,
-        batch,
-        optimizer=optimizer,
-        accumulate=accumulate,
-        roofline=roofline,
-        passes=passes,
-        name=name,
-        options=traced,
-        on_progress=on_progress,
-    )
+    graph = trace(model, loss_fn, batch, **given | {"options": traced_options(names)}, on_progress=on_progress)
     with _reporting(on_progress) as say:
         return advise_graph(
             graph,

@@ -23,7 +23,7 @@ from planner.plans.summary import check_same_graph, summarize
 from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.baselines import Method, eager
 from planner.studies.best import HEURISTICS, undominated
 from planner.studies.compare import Solved, SolveRow, Task, judge_of, tasks_for
@@ -39,7 +39,7 @@ _TOGETHER = 8  # of PyTorch's methods are prepared before they are timed and com
 _EAGER = eager().name
 
 
-def profiled(workload: Workload, folder: Path, settings: TraceSettings) -> Capture:
+def profiled(workload: Workload, folder: Path, settings: PlanSettings) -> Capture:
     """Return the captured step with the times in ``graph.json`` of `folder`; without that file, measure and write it.
 
     A resumed comparison uses the same times, and the same link to the host if one was measured.

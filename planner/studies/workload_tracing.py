@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from planner.capture.workload import workload
 from planner.capture.workload.workload import ModelSpec
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 
 if TYPE_CHECKING:
     from graphs.ir import Graph
@@ -22,7 +22,7 @@ class Tracing:
         device, seed: as in ``workload.load``.
     """
 
-    settings: TraceSettings = field(default_factory=TraceSettings)
+    settings: PlanSettings = field(default_factory=PlanSettings)
     device: str = "cpu"
     seed: int = 0
 

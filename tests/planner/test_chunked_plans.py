@@ -24,7 +24,7 @@ from planner.plans.document import write_plan
 from planner.plans.eager import Difference, EagerComparison
 from planner.plans.plan import Plan, read_plan
 from planner.plans.plan_check import check_plan, check_sizes, check_with_its_graph
-from planner.settings.stages import SolveSettings
+from planner.settings.plan import PlanSettings
 from planner.show.facts.graph import graph_facts
 from planner.show.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
 from planner.show.report.graph_text import graph_text
@@ -103,7 +103,7 @@ def test_training_with_chunks_reports_rounding_without_warnings(
 ) -> None:
     asked: list[Any] = []
 
-    def solved(graph: Graph, budget: int | str, settings: SolveSettings, **options: Any) -> Plan:
+    def solved(graph: Graph, budget: int | str, settings: PlanSettings, **options: Any) -> Plan:
         asked.append(settings.options.names)
         return plan_of(graph, schedule_with(graph, in_chunks(graph, 8)), 10**9)
 

@@ -26,7 +26,8 @@ from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan
 from planner.plans.solving import solve
 from planner.runtime.executor import Executor
-from planner.settings.stages import TraceSettings
+from planner.settings.option_settings import OptionSettings
+from planner.settings.plan import PlanSettings
 from planner.train.compile.step import PlannedStep
 
 FACTOR = 2.0  # that a measured gradient error is from the predicted one at most
@@ -40,7 +41,7 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def captured(workload: Workload) -> Capture:
-    return tracing.capture_profiled(workload, TraceSettings(passes=1, options=("compress",)))
+    return tracing.capture_profiled(workload, PlanSettings(passes=1, options=OptionSettings(("compress",))))
 
 
 def outcome(executor: Executor, workload: Workload) -> measure.StepOutcome:

@@ -16,7 +16,7 @@ from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan
 from planner.settings.option_settings import option_settings, with_recorded
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from tests.support.cli import call, refused
 from tests.support.models.alternatives import make
 
@@ -60,7 +60,7 @@ def test_exact_plan_runs_on_a_recaptured_step(graph: Graph, workload: Workload) 
 
 
 def test_calls_go_with_the_ops_that_are_left(graph: Graph, workload: Workload) -> None:
-    captured = tracing.as_recorded(tracing.capture_step(workload, TraceSettings()), graph.provenance, ["chunks"])
+    captured = tracing.as_recorded(tracing.capture_step(workload, PlanSettings()), graph.provenance, ["chunks"])
     names = [op.name for op in graph.ops if op.optional and op.exact]
     held = with_graph(captured, with_recorded(captured.graph, {"options": ["chunks"], "exact": names}))
     before = dict(zip((op.name for op in captured.graph.ops), captured.program.calls, strict=True))

@@ -21,7 +21,7 @@ from planner.plans.plan import Plan, read_plan
 from planner.plans.plan_check import check_plan
 from planner.plans.summary import other_peaks, summarize
 from planner.settings.option_settings import option_settings
-from planner.settings.stages import SolveSettings
+from planner.settings.plan import PlanSettings
 from planner.show.facts.graph import graph_facts
 from planner.show.facts.step import StepFacts
 from planner.show.facts.timeline import Timeline
@@ -99,7 +99,7 @@ def test_written_plan_with_placement_and_options_runs_exactly(seed: int, tmp_pat
 def test_training_with_placement_and_options_equals_eager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, loss_fn, batch = small()
 
-    def solved(graph: Graph, budget: int, settings: SolveSettings, **_: Any) -> Plan:
+    def solved(graph: Graph, budget: int, settings: PlanSettings, **_: Any) -> Plan:
         return random_plan(graph, budget, seed=3, options=settings.options.names, host_budget=settings.options.host_bytes)
 
     monkeypatch.setattr(search, "solve_graph", solved)

@@ -23,7 +23,6 @@ from planner.capture.guards.names import readable
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import CHECKS
 from planner.progress import Stage, Stages
-from planner.settings.backend_settings import BackendSettings, settings_of
 from planner.settings.budgets import is_share
 from planner.settings.devices import DEVICES, DeviceSpec, find_device, get_device
 from planner.torch_private.capture import (
@@ -47,6 +46,7 @@ from planner.train.backend import polyfills as polyfills  # registers them with 
 from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
 from planner.train.backend.missing_gradients import leave_out_unread
 from planner.train.backend.planned_graph import PlannedGraph, device_of
+from planner.train.backend.settings import BackendSettings, settings_of
 from planner.train.backend.shared_budget import SharedBudget
 from planner.train.backend.unplanned_graph import UnplannedGraph
 
@@ -81,7 +81,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
         InfeasibleError, LimitError: a graph does not fit, as in ``planner.solve``.
     """
     budget = _budget(settings_of(options))
-    compile_module = _compile_kernels if budget.settings.run.kernels == "inductor" else _compile
+    compile_module = _compile_kernels if budget.settings.kernels == "inductor" else _compile
     return compile_module(module, inputs, budget)
 
 
@@ -112,7 +112,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
                 warn_caller(_NOT_PLANNED.format("eager PyTorch", error))
                 return default_partition(unplanned, (), num_fwd_outputs=num_fwd_outputs)
             graph = budget.graph(joint, captured, outputs=num_fwd_outputs)
-            graph.input_names, graph.check_writes = _input_names(module, joint, captured), budget.settings.run.check_writes
+            graph.input_names, graph.check_writes = _input_names(module, joint, captured), budget.settings.check_writes
             _plan(graph, add, budget, stages)
         planned.append(graph)
         return graph.interface()
@@ -166,7 +166,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         graph = budget.graph(joint, kernels, outputs=num_fwd_outputs)
-        graph.input_names, graph.check_writes = _input_names(module, joint, kernels), budget.settings.run.check_writes
+        graph.input_names, graph.check_writes = _input_names(module, joint, kernels), budget.settings.check_writes
         if is_share(budget.budget):
             graph.eager = _as_eager(joint, num_fwd_outputs)
         with stages:

@@ -13,9 +13,8 @@ from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.frontend.joint import logging_methods
 from planner.capture.step import check_module
 from planner.progress import OnProgress
-from planner.settings.backend_settings import settings_of
 from planner.settings.budgets import budget_in_bytes, read_budget
-from planner.settings.stages import Wait
+from planner.settings.plan import Wait, select_settings
 from planner.torch_private.capture import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
@@ -26,6 +25,7 @@ from planner.torch_private.capture import (
     is_compiling_forbidden,
 )
 from planner.train.backend import backend
+from planner.train.backend.settings import settings_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -79,6 +79,7 @@ def checkpoint(
         True
         >>> loss_fn(planned(x), y).backward()
     """
+    given = select_settings(locals())
     check_module(model)
     if isinstance(model, DistributedDataParallel | DataParallel):
         raise PlannerError(
@@ -94,22 +95,8 @@ def checkpoint(
         model._compiled_call_impl = None
         return model
     budget_in_bytes(read_budget(budget), 2**30)  # only the syntax of a share can be checked before the first call
-    given = {
-        "budget": budget,
-        "time_limit_s": time_limit_s,
-        "wait": wait,
-        "tolerance": tolerance,
-        "kernels": kernels,
-        "options": options,
-        "link": link,
-        "host_budget": host_budget,
-        "roofline": roofline,
-        "check_writes": check_writes,
-        "memory": memory,
-        "params": params,
-        "on_progress": on_progress,
-    }
-    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None and value != ()}
+    given |= {"budget": budget, "on_progress": on_progress}
+    asked = {name: value for name, value in given.items() if value is not None and value != ()}
     settings_of(asked)  # raise before the first call
     model._compiled_call_impl = _call(model, torch.compile(_own(model), backend=backend.planner, dynamic=False, options=asked))
     return model

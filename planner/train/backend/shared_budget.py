@@ -34,13 +34,13 @@ from planner.plans.search import StepSearch
 from planner.plans.summary import summarize
 from planner.progress import Stage, Stages, views_of
 from planner.runtime.arena import Arena, SharedSlab
-from planner.settings.backend_settings import BackendSettings
 from planner.settings.budgets import budget_in_bytes, is_auto, is_share
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import OptionSettings
 from planner.train.backend.planned_graph import PlannedGraph, device_of
 from planner.train.backend.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
+from planner.train.backend.settings import BackendSettings
 from planner.train.backend.shared_channels import SharedChannels, host_room, with_host_bytes
 from planner.train.backend.step_memory import (
     PassStorages,
@@ -91,14 +91,14 @@ class SharedBudget:
     """The memory on the device and the host that one ``torch.compile`` call may use.
 
     Attributes:
-        settings: settings of that call.
+        settings: of the plan of each graph.
         budget: the budget; ``auto`` is replaced by bytes when they are known.
         memory: the memory that it counts; the default depends on the device of the first graph.
     """
 
     def __init__(self, settings: BackendSettings) -> None:
-        self.settings, self.budget, self.memory = settings, settings.budget, CountedMemory.ALLOCATED
-        self._options = options = settings.solve.options
+        self.settings, self.budget, self.memory = settings.plan, settings.budget, CountedMemory.ALLOCATED
+        self._options = options = self.settings.options
         self._shared_channels = None if options.host_bytes is None else SharedChannels(options.host_bytes)
         self.forward_runs: list[_ForwardRun] = []
         self._planned: dict[tuple[PlannedGraph, ...], _StepBudget] = {}  # steps whose graphs are planned together
@@ -106,7 +106,7 @@ class SharedBudget:
         self._largest_bytes = 0  # peak of a step without recomputation
         self.known_graphs: dict[PlannedGraph, PassStorages] = {}
         self._before: dict[UnplannedGraph, PassStorages] = {}  # the last pass of each, before planned graphs
-        self._slab = SharedSlab() if settings.run.arena else None
+        self._slab = SharedSlab() if self.settings.arena else None
         is_first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
         self._views = views_of(settings.on_progress) if is_first else ()
 
@@ -118,8 +118,8 @@ class SharedBudget:
         """
         device = device_of(joint)
         if device.type == "cuda":
-            check_compatible({*self.settings.run.features, Feature.SHARED_GPU})
-        asked = self.settings.solve.memory
+            check_compatible({*self.settings.features, Feature.SHARED_GPU})
+        asked = self.settings.memory
         self.memory = memory_on(device.type, None) if asked is None else memory_of(captured.graph, asked)
         captured = replace(captured, graph=self._options.apply(captured.graph))
         channels = None if self._shared_channels is None else self._shared_channels.channels(device)
@@ -135,7 +135,7 @@ class SharedBudget:
     @property
     def traced(self) -> tuple[str, ...]:
         """The requested options that are found in captured graphs."""
-        return self.settings.solve.traced_options
+        return self.settings.traced_options
 
     def stages(self) -> Stages:
         """Return the progress stages of a planning, without capture and execution; all are shown in one place."""
@@ -225,8 +225,8 @@ class SharedBudget:
 
     def _solve(self, graph: Graph, budget_bytes: int, memory: CountedMemory = CountedMemory.ALLOCATED) -> Schedule:
         """Return a schedule of `graph` within a budget of `memory`; the graph already has the requested options."""
-        settings = replace(self.settings.solve, options=OptionSettings(self.traced), memory=memory)
-        return StepSearch(settings, self.settings.run).first_plan(graph, budget_bytes).schedule
+        settings = replace(self.settings, options=OptionSettings(self.traced), memory=memory)
+        return StepSearch(settings).first_plan(graph, budget_bytes).schedule
 
     def _given(self, order: Sequence[PlannedGraph], whole: int, *, alone: bool) -> int:
         """Return the part of the budget for which the graphs of a step are planned: all of it if there is only one."""
@@ -235,7 +235,7 @@ class SharedBudget:
     @property
     def limit_s(self) -> float:
         """The time limit for each graph, in seconds."""
-        return self.settings.solve.time_limit_s
+        return self.settings.time_limit_s
 
     @property
     def _host_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,9 +15,8 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.measure.optimizers import memory_of
 from planner.progress import OnProgress
 from planner.settings.budgets import budget_or_overhead
-from planner.settings.counted_memory import CountedMemory
-from planner.settings.option_settings import default_options, option_settings
-from planner.settings.stages import RunSettings, SolveSettings, TraceSettings, Wait
+from planner.settings.option_settings import default_options
+from planner.settings.plan import PlanSettings, Wait, select_settings
 from planner.train.compile.planning import Planning
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import Unwrapped, unwrap
@@ -140,38 +140,11 @@ def compile(  # noqa: A001
         >>> step.plan.peak_bytes <= 1_000_000_000
         True
     """
+    given = select_settings(locals())
     wrapper = unwrap(model)
     step = TrainingStep(wrapper.module, loss_fn)
     initialize_lazy_layers(step, batch)  # before their optimizer is measured
-    solve = SolveSettings(
-        solver=solver,
-        tolerance=Tolerance.of(tolerance),
-        time_limit_s=time_limit_s,
-        reorder=reorder,
-        options=option_settings(default_options(solver) if options is None else options, link, host_budget, exact=exact),
-        params=params,
-        memory=CountedMemory.of(memory),
-    )
-    trace = TraceSettings(
-        optimizer=memory_of(optimizer, step),
-        accumulate=accumulate,
-        passes=passes,
-        measure_link=solve.options.measures_link,
-        options=solve.traced_options,
-        other_devices=tuple(other_devices),
-    )
-    run = RunSettings(
-        kernels=kernels,
-        cuda_graph=cuda_graph,
-        arena=arena,
-        dynamic=dynamic,
-        replan=replan,
-        max_plans=max_plans,
-        compare_eager=compare_eager,
-        check_writes=check_writes,
-        cache=cache,
-        wait=Wait.of(wait),
-        swap=swap,
-    )
-    planning = Planning(wrapper, loss_fn, trace, solve, run, on_progress)
-    return planning.step(batch, budget_or_overhead(budget, max_overhead))
+    given |= {"optimizer": memory_of(optimizer, step), "options": default_options(solver) if options is None else options}
+    settings = PlanSettings.of(**given)
+    settings = replace(settings, measure_link=settings.options.measures_link)
+    return Planning(wrapper, loss_fn, settings, on_progress).step(batch, budget_or_overhead(budget, max_overhead))

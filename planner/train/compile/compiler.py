@@ -39,7 +39,7 @@ from planner.runtime.transfers.channels import HostChannels
 from planner.settings.budgets import allowed_overhead
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import with_recorded
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.torch_private.core import clear_cublas_workspaces
 from planner.train.compile.compare_eager import compare_with_eager, warn_of_differences
 from planner.train.compile.graph_room import GraphBudget, with_room_for_pool
@@ -64,8 +64,7 @@ class Compiler:
     Attributes:
         wrapper: the model with its wrapper for one or several processes.
         loss_fn: as in ``compile``.
-        trace: settings of capture and measurement.
-        search: how graphs are solved for a budget.
+        settings: of capture, solves and runs.
         recorder: makes the recorder of a step that is replayed; None: steps run op by op.
         compare_eager: True to compare steps with eager PyTorch.
         channels: channels for transfers to and from the host in all its steps; None if no graph offers them.
@@ -79,8 +78,7 @@ class Compiler:
 
     wrapper: Unwrapped
     loss_fn: LossFn | None
-    trace: TraceSettings
-    search: StepSearch
+    settings: PlanSettings
     recorder: Callable[[], FunctionRecorder] | None = None
     compare_eager: bool = True
     channels: HostChannels | None = None
@@ -93,8 +91,7 @@ class Compiler:
 
     def at_once(self) -> "Compiler":
         """Return a compiler of steps that run soon: if a better plan may replace it, by the first that fits, timed once."""
-        passes = 1 if self.search.run.goes_on else self.trace.passes
-        return replace(self, compare_eager=False, search=self.search.at_once(), trace=replace(self.trace, passes=passes))
+        return replace(self, compare_eager=False, settings=self.settings.at_once)
 
     def capture(self, batch: Batch) -> Capture:
         """Return the step on `batch` with the sizes of its shapes; nothing is executed."""
@@ -103,7 +100,7 @@ class Compiler:
     def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
         """Return the step on `batch` with the sizes and kernels that `plan` was made for; `captured` is from ``capture``."""
         del batch
-        return as_recorded(captured, plan.graph.provenance, self.trace.options)
+        return as_recorded(captured, plan.graph.provenance, self.settings.traced_options)
 
     def make(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
@@ -119,8 +116,8 @@ class Compiler:
 
     def _captured(self, batch: Batch, variant: "CompileVariant | None") -> Capture:
         with self.stages.stage(Stage.CAPTURE):
-            captured = self.wrapper.capture(self.loss_fn, batch, self.trace, variant)
-        if self.search.run.arena:
+            captured = self.wrapper.capture(self.loss_fn, batch, self.settings, variant)
+        if self.settings.arena:
             captured = self.wrapper.with_slab_gradients(captured)
         return captured if self.recorder is None else recordable(captured)
 
@@ -129,7 +126,7 @@ class Compiler:
         self.slab.drop()  # of a step of other sizes
         with self.stages.stage(Stage.MEASURE) as stage:
             workload = Workload(self.wrapper.module, self.loss_fn, batch)
-            return profiled(captured, workload, self.trace, on_op=stage.advance)
+            return profiled(captured, workload, self.settings, on_op=stage.advance)
 
     def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
         """Return the step of a profiled capture, solved until the measured peak is within the budget.
@@ -179,7 +176,7 @@ class Compiler:
 
     def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:
         """Return the step that `executor` runs by `plan`, which was solved for `solved_bytes`."""
-        executor.start_training(plan.budget_bytes, check_writes=self.search.run.check_writes)
+        executor.start_training(plan.budget_bytes, check_writes=self.settings.check_writes)
         return PlannedStep(
             plan,
             self.wrapper.wrapped(executor),
@@ -192,7 +189,7 @@ class Compiler:
 
     def _graph_budget(self, graph: Graph, budget: str | int) -> GraphBudget | None:
         """Return the budget of reserved memory for a step that is recorded; None for others, and for other budgets."""
-        memory = memory_of(graph, self.search.settings.memory)
+        memory = memory_of(graph, self.settings.memory)
         if self.recorder is None or memory is CountedMemory.ALLOCATED or allowed_overhead(budget) is not None:
             return None
         return GraphBudget.of(graph, budget, memory)
@@ -200,26 +197,26 @@ class Compiler:
     def _first_plan(self, graph: Graph, budget: str | int, *, rehearses: bool = True) -> Plan:
         compare_s = _COMPARE_STEPS * graph.time_s + _COMPARE_S if self.compare_eager and rehearses else 0.0
         self.stages.expect({Stage.CHECK: _CHECK_STEPS * graph.time_s if rehearses else 0.0, Stage.COMPARE: compare_s})
-        if self.search.run.wait.seconds is not None:
-            self.stages.expect({Stage.SOLVE: self.search.run.wait.seconds})
+        if self.settings.wait.seconds is not None:
+            self.stages.expect({Stage.SOLVE: self.settings.wait.seconds})
         with self.stages.stage(Stage.SOLVE) as stage:
-            search = self.search
+            settings = self.settings
             if self.recorder is not None:  # the rest of the budget is outside of the plan
-                search = replace(search, settings=replace(search.settings, memory=CountedMemory.ALLOCATED))
-            return search.first_plan(graph, budget, stage)
+                settings = replace(settings, memory=CountedMemory.ALLOCATED)
+            return StepSearch(settings).first_plan(graph, budget, stage)
 
     def _rehearses(self, graph: Graph) -> bool:
         """Return True if planning runs a step to measure its peak."""
         if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
             return True  # a plan over the budget would stay
-        if self.search.run.arena and isinstance(self.slab, SharedSlab):
+        if self.settings.arena and isinstance(self.slab, SharedSlab):
             return True  # its first step is recorded
         return not why_it_does_not_fit(graph, next(self.wrapper.module.parameters()).device)
 
     @property
     def _swaps(self) -> bool:
         """True if the plans of steps are swapped while they train."""
-        return self.search.run.goes_on and self.recorder is None and not self.trace.other_devices
+        return self.settings.goes_on and self.recorder is None and not self.settings.other_devices
 
     def _improving(
         self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int, *, finds: bool
@@ -232,7 +229,7 @@ class Compiler:
             plan,
             executor,
             solved_bytes=solved_bytes,
-            search=self.search,
+            search=StepSearch(self.settings),
             make_executor=self._made_executor,
             finds=finds,
         )
@@ -299,7 +296,7 @@ class Compiler:
         names = frozenset(self.numbers - self.constants)
         if names:
             try:
-                return replace(self, trace=replace(self.trace, numbers=names)).capture(batch)
+                return replace(self, settings=replace(self.settings, numbers=names)).capture(batch)
             except TraceError:  # together with branches on data, say
                 self.constants.update(names)
         return self.capture(batch)
@@ -307,18 +304,18 @@ class Compiler:
     def _with_numbers(self, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
         """Return the step on `batch` with the present numbers, by the plan of one of `steps` if the graph is the same."""
         quiet = replace(self, stages=Stages())
-        captured = quiet._with_inputs(batch, steps[0]) if self.trace.reads_numbers else quiet.capture(batch)
+        captured = quiet._with_inputs(batch, steps[0]) if self.settings.reads_numbers else quiet.capture(batch)
         for step in steps:
             try:
                 same = self.captured_for(step.plan, captured, batch)
                 check_same_graph(step.plan.graph, summarize(with_recorded(same.graph, step.plan.settings)))
             except PlannerError:  # a number has chosen other ops
                 continue
-            if self.search.run.arena and isinstance(self.slab, SharedSlab):  # its first step is recorded
+            if self.settings.arena and isinstance(self.slab, SharedSlab):  # its first step is recorded
                 executor, _ = quiet._executor(same, batch, step.plan)
             else:
                 executor = self._made_executor(same, step.plan)
-            executor.start_training(step.plan.budget_bytes, check_writes=self.search.run.check_writes)
+            executor.start_training(step.plan.budget_bytes, check_writes=self.settings.check_writes)
             copying = self._copier(same, step.plan.budget_bytes, measured=False)
             return PlannedStep(step.plan, self.wrapper.wrapped(executor), step.measured, copying=copying, executor=executor)
         with self.stages.restart() as stages:
@@ -352,7 +349,7 @@ class Compiler:
             )
         plan = with_arena(replace(plan, measured_peak_bytes=peak_bytes), executor.arena)
         plan = self._compared(captured, batch, plan, executor)
-        executor.start_training(plan.budget_bytes, check_writes=self.search.run.check_writes)
+        executor.start_training(plan.budget_bytes, check_writes=self.settings.check_writes)
         improving = self._improving(captured, plan, executor, plan.budget_bytes, finds=False) if improves else None
         copying = self._copier(captured, plan.budget_bytes, measured=False)
         run = self.wrapper.wrapped(executor)
@@ -397,7 +394,7 @@ class Compiler:
     def _made_executor(self, captured: Capture, plan: Plan) -> Executor:
         offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
         executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
-        if self.search.run.arena or plan.arena_bytes is not None:
+        if self.settings.arena or plan.arena_bytes is not None:
             executor.use_arena(self.slab)
         elif isinstance(self.slab, SharedPool) and self.slab.pool is not None:  # of an earlier plan
             self.slab.drop()

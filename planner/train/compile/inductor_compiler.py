@@ -13,6 +13,7 @@ from planner.plans.plan import Plan
 from planner.plans.solving import eager_peak_bytes
 from planner.plans.summary import summarize
 from planner.settings.budgets import budget_in_bytes, is_share
+from planner.settings.option_settings import RECOMPUTATION
 from planner.train.compile.compiler import Compiler
 from planner.train.compile.step import PlannedStep
 
@@ -45,10 +46,9 @@ class InductorCompiler(Compiler):
         whole_bytes = summarize(captured.graph).keep_everything_peak_bytes
         if is_share(budget):
             # Shares refer to the peak of eager PyTorch, whose kernels are measured for that.
-            eager = replace(self, trace=replace(self.trace, options=(), measure_link=False)).profile(
-                self._captured(batch, None), batch
-            )
-            whole_bytes = eager_peak_bytes(eager.graph, captured.graph, self.search.settings.memory)
+            plain = replace(self.settings, options=RECOMPUTATION, measure_link=False)
+            eager = replace(self, settings=plain).profile(self._captured(batch, None), batch)
+            whole_bytes = eager_peak_bytes(eager.graph, captured.graph, self.settings.memory)
             captured = _shares_of(whole_bytes, captured)
         budget_bytes = budget_in_bytes(budget, whole_bytes)
         steps: list[PlannedStep] = []

@@ -1,7 +1,6 @@
 """From settings to a planned step: the settings are checked together, and one compiler makes the steps of a model."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,15 +16,13 @@ from planner.measure.steps import device_name
 from planner.plans.cache import PlanCache, warn_unusable
 from planner.plans.line import plan_line
 from planner.plans.plan_check import check_sizes
-from planner.plans.search import StepSearch
 from planner.progress import OnProgress, Stages, views_of
 from planner.runtime.cuda.cuda_graph import CudaGraphs
 from planner.runtime.cuda.device_arena import shared_slab
 from planner.runtime.executor import check_no_transform
-from planner.runtime.transfers.channels import HostChannels
 from planner.settings.budgets import allowed_overhead, cache_key
 from planner.settings.compatibility import check_compatible, find_conflict
-from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.train.compile.auto_budget import with_auto_resolved
 from planner.train.compile.compiler import Compiler
 from planner.train.compile.dynamic import DynamicStep
@@ -43,7 +40,7 @@ class Planning:
     Attributes:
         wrapper: the model with its wrapper for one or several processes.
         loss_fn, on_progress: as in ``planner.compile``.
-        trace, solve, run: settings.
+        settings: of capture, solves and runs.
 
     Raises:
         UsageError: settings are incompatible with each other, or with how the model is trained.
@@ -51,14 +48,12 @@ class Planning:
 
     wrapper: Unwrapped
     loss_fn: LossFn | None
-    trace: TraceSettings
-    solve: SolveSettings
-    run: RunSettings
+    settings: PlanSettings
     on_progress: OnProgress = None
 
     def __post_init__(self) -> None:
         check_compatible(self._features)
-        if ("placement" in self.solve.features) != bool(self.trace.other_devices):
+        if self.settings.options.places != bool(self.settings.other_devices):
             raise UsageError("other_devices= and options=['placement'] go together: give both, or leave both out")
 
     @property
@@ -71,7 +66,7 @@ class Planning:
             Feature.SHARED_GPU: shared and any(parameter.device.type == "cuda" for parameter in self.wrapper.module.parameters()),
         }
         found = {feature for feature, there in around.items() if there}
-        return self.solve.features | self.run.features | found
+        return self.settings.features | found
 
     def step(self, batch: Batch, budget: str | int) -> PlannedStep:
         """Return the planned step for batches like `batch`, as ``planner.compile`` does.
@@ -81,84 +76,54 @@ class Planning:
             budget: the budget, from ``budget_or_overhead``.
         """
         check_trains()
-        batch, run = detach_batch(batch), self.run
+        batch = detach_batch(batch)
         budget = with_auto_resolved(budget, self.wrapper, batch)
         if allowed_overhead(budget) is not None:
-            check_compatible(run.features | {Feature.MAX_OVERHEAD})
-        channels, solve = self._channels()
-        compiler = self._compiler(channels, solve)
-        made_with = self._made_with(solve)
+            check_compatible(self.settings.features | {Feature.MAX_OVERHEAD})
+        compiler = self._compiler()
+        settings = compiler.settings
 
         def plan_size(batch: Batch, budget: str | int, compiler: Compiler = compiler) -> PlannedStep:
             with compiler.stages.restart() as stages:
-                return _planned(replace(compiler, stages=stages), batch, budget, made_with)
+                return _planned(replace(compiler, stages=stages), batch, budget)
 
         def make(batch: Batch, budget: str | int) -> PlannedStep:
             first = plan_size(batch, budget)
-            others = replace(compiler, compare_eager=False) if run.dynamic else compiler.at_once()
-            sizes = SizePlans(partial(plan_size, compiler=others), first.plan.budget_bytes, max_plans=run.max_plans)
-            if run.dynamic:
+            others = replace(compiler, compare_eager=False) if settings.dynamic else compiler.at_once()
+            sizes = SizePlans(partial(plan_size, compiler=others), first.plan.budget_bytes, max_plans=settings.max_plans)
+            if settings.dynamic:
                 return DynamicStep(first, batch, sizes)
-            if not run.replan and find_conflict(self._features | {Feature.VARYING_SIZES}) is None:
+            if not settings.replan and find_conflict(self._features | {Feature.VARYING_SIZES}) is None:
                 first.take_smaller(sizes)
             return first
 
-        return ReplannedStep(make, batch, budget, max_plans=run.max_plans) if run.replan else make(batch, budget)
+        return ReplannedStep(make, batch, budget, max_plans=settings.max_plans) if settings.replan else make(batch, budget)
 
-    def _channels(self) -> tuple[HostChannels | None, SolveSettings]:
-        """Return the channels to the host, and the settings with the host memory that all plans share; None without transfers."""
-        options = self.solve.options
-        if options.host_bytes is None:
-            return None, self.solve
-        channels = self.wrapper.channels(options.host_bytes)
-        host_bytes = int(channels.memory.capacity_bytes)  # the buffers of earlier plans count as free
-        return channels, replace(self.solve, options=replace(options, host_bytes=host_bytes))
-
-    def _compiler(self, channels: HostChannels | None, solve: SolveSettings) -> Compiler:
-        make = Compiler
-        if self.run.kernels == "inductor":
+    def _compiler(self) -> Compiler:
+        make, settings = Compiler, self.settings
+        if settings.kernels == "inductor":
             from planner.train.compile.inductor_compiler import InductorCompiler  # importing Inductor takes a second
 
             make = InductorCompiler
-        refuses_arena = find_conflict(self._features | {Feature.ARENA}) is not None
-        run = replace(self.run, arena=False) if refuses_arena else self.run
+        device = next(self.wrapper.module.parameters()).device
+        channels = None if settings.options.host_bytes is None else self.wrapper.channels(settings.options.host_bytes)
+        if channels is not None:  # whose memory all plans share: the buffers of earlier ones count as free
+            options = replace(settings.options, host_bytes=int(channels.memory.capacity_bytes))
+            settings = replace(settings, options=options)
+        if find_conflict(self._features | {Feature.ARENA}) is not None:
+            settings = replace(settings, arena=False)
         first = self.wrapper.ranks.is_first  # of several processes, only the first one reports
         return make(
             self.wrapper,
             self.loss_fn,
-            self.trace,
-            StepSearch(solve, run),
-            partial(CudaGraphs, next(self.wrapper.module.parameters()).device) if self.run.cuda_graph else None,
-            compare_eager=self.run.compare_eager,
+            settings,
+            partial(CudaGraphs, device) if settings.cuda_graph else None,
+            compare_eager=settings.compare_eager,
             channels=channels,
-            slab=shared_slab(next(self.wrapper.module.parameters()).device),
-            follows=self.run.replan is not False and find_conflict(self._features | {Feature.REPLAN}) is None,
+            slab=shared_slab(device),
+            follows=settings.replan is not False and find_conflict(self._features | {Feature.REPLAN}) is None,
             stages=Stages(*views_of(self.on_progress)) if first else Stages(),
         )
-
-    def _made_with(self, solve: SolveSettings) -> dict[str, object]:
-        """Return the settings that a cached plan depends on."""
-        options, params = self.solve.options, solve.params
-        made_with: dict[str, object] = {
-            "solver": solve.solver,
-            "tolerance": solve.tolerance.steps,
-            "time_limit_s": solve.time_limit_s,
-            "reorder": solve.reorder,
-            "memory": solve.memory,
-            "kernels": self.run.kernels,
-        }
-        if options.names:
-            made_with |= {"options": options.names, "exact": options.exact}
-        if options.offloads:
-            host_budget = options.host_budget if options.shares_host else options.host_bytes
-            made_with |= {"link": options.link_bytes_per_s, "host_budget": host_budget}
-        if self.trace.other_devices:
-            made_with["other_devices"] = list(self.trace.other_devices)
-        if self.run.arena is not None:
-            made_with["arena"] = self.run.arena
-        if params is not None:
-            made_with["params"] = asdict(params) if is_dataclass(params) and not isinstance(params, type) else repr(params)
-        return made_with
 
 
 def check_trains() -> None:
@@ -173,13 +138,9 @@ def check_trains() -> None:
     check_no_transform("planner.compile is called")
 
 
-def _planned(compiler: Compiler, batch: Batch, budget: str | int, made_with: Mapping[str, object]) -> PlannedStep:
-    """Return the step for batches like `batch`, from the cache if possible.
-
-    Args:
-        made_with: settings that plans depend on.
-    """
-    wrapper, cache = compiler.wrapper, compiler.search.run.cache
+def _planned(compiler: Compiler, batch: Batch, budget: str | int) -> PlannedStep:
+    """Return the step for batches like `batch`, from the cache if possible."""
+    wrapper, cache, made_with = compiler.wrapper, compiler.settings.cache, compiler.settings.made_with
     plans = wrapper.ranks.each(lambda: None if cache is None else PlanCache(cache))
     with wrapper.opened():
         captured = wrapper.ranks.each(lambda: compiler.capture(batch))

@@ -24,7 +24,7 @@ from planner.measure.tracing import capture_step
 from planner.runtime.earlier_gradients import BUCKETS, SHARDS, TO_SEND
 from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.train.distributed.ranks import Ranks, SingleProcess
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Unwrapped:
         return nullcontext()
 
     def capture(
-        self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "CompileVariant | None" = None
+        self, loss_fn: LossFn | None, batch: Batch, settings: PlanSettings, variant: "CompileVariant | None" = None
     ) -> Capture:
         """Return the captured step, with all static memory of this process. Called inside ``opened``.
 
@@ -89,7 +89,7 @@ class Replicated(Unwrapped):
         return _other_parameters(self.module)
 
     def capture(
-        self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "CompileVariant | None" = None
+        self, loss_fn: LossFn | None, batch: Batch, settings: PlanSettings, variant: "CompileVariant | None" = None
     ) -> Capture:
         """Return the captured step, with the buckets in which gradients are sent; earlier gradients may lie in them."""
         in_buckets = self._model.gradient_as_bucket_view
@@ -154,7 +154,7 @@ class Sharded(Unwrapped):
             self._reshard()
 
     def capture(
-        self, loss_fn: LossFn | None, batch: Batch, settings: TraceSettings, variant: "CompileVariant | None" = None
+        self, loss_fn: LossFn | None, batch: Batch, settings: PlanSettings, variant: "CompileVariant | None" = None
     ) -> Capture:
         """Return the captured step on whole parameters, with this rank's shards, and the optimizer state of the shards only.
 

@@ -22,7 +22,7 @@ from planner.plans.solving import solve_graph
 from planner.runtime.allocator import capped_allocator, cuda_context_bytes
 from planner.settings.budgets import budget_in_bytes, is_auto, is_share, read_budget
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.stages import SolveSettings
+from planner.settings.plan import PlanSettings
 from planner.show.facts.timeline import Timeline
 from planner.show.report.page import write_pages
 from planner.torch_private.core import (
@@ -300,7 +300,7 @@ class Rematerialization:
             plan, step = found.plan, found.step
         else:
             params = (MegEngineParams if self._heuristic == MEGENGINE else DtrParams)(thrash_factor=1 + self._max_recomputation)
-            settings = SolveSettings(solver=self._heuristic, params=params, memory=CountedMemory.ALLOCATED)
+            settings = PlanSettings(solver=self._heuristic, params=params, memory=CountedMemory.ALLOCATED)
             plan = solve_graph(step.graph, self.budget_bytes, settings)
         write_pages(Timeline(step.graph, plan), path, trace)
 

@@ -24,7 +24,7 @@ from graphs.errors import PlannerError
 from graphs.schedule import Compute, Schedule
 from planner.plans.background import BackgroundSolve, SolveJob
 from planner.plans.plan import Plan
-from planner.settings.stages import SolveSettings
+from planner.settings.plan import PlanSettings
 from planner.train.eager.step_log import LoggedOp, StepGraph, StepLog, recorded_step
 
 _POLL_S = 0.2
@@ -175,7 +175,7 @@ class StepPlans:
     def __init__(self, budget_bytes: int) -> None:
         """Initialize without plans; steps are solved for `budget_bytes`."""
         self.budget_bytes = budget_bytes
-        self.settings = SolveSettings(reorder=False)
+        self.settings = PlanSettings(reorder=False)
         self.planned_steps = self.left_steps = self.borrowed_steps = 0
         self.log = StepLog(0)
         self.borrows = False

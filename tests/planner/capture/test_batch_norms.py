@@ -16,7 +16,7 @@ from planner.capture.workload.models import Workload
 from planner.measure.steps import outcome
 from planner.measure.tracing import profiled
 from planner.runtime.executor import Executor
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.torch_private.core import DispatchKey, python_kernels, scoped_library
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
 from tests.support.models.steps import Call, random_schedule
@@ -75,7 +75,7 @@ def test_eager_kernel_is_captured(norm: nn.Module, training: bool, targets: tupl
     assert called == set(targets)
     if targets[1] == "aten.cudnn_batch_norm_backward.default":
         return  # no such kernel on the CPU
-    captured = profiled(captured, Workload(model, F.cross_entropy, batch), TraceSettings())
+    captured = profiled(captured, Workload(model, F.cross_entropy, batch), PlanSettings())
     planned = Executor(captured, random_schedule(captured.graph, seed), model, F.cross_entropy)
     expected = outcome(TrainingStep(model, F.cross_entropy), model, batch)
     assert expected.differences(outcome(planned, model, batch)) == ()

@@ -17,7 +17,7 @@ from planner.capture.workload.models import Workload
 from planner.measure.steps import loss_of, outcome
 from planner.measure.tracing import profiled
 from planner.runtime.executor import Executor
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule
 
 
@@ -142,7 +142,7 @@ def test_fingerprint_depends_on_structure_and_sizes() -> None:
     workload = make("tied")
     captured = capture_of("tied")
     again = capture(*make("tied"), optimizer="adamw")
-    timed = profiled(captured, workload, TraceSettings(passes=1)).graph
+    timed = profiled(captured, workload, PlanSettings(passes=1)).graph
     assert captured.graph.fingerprint == again.graph.fingerprint == timed.fingerprint
     assert captured.graph.fingerprint != capture_of("frozen").graph.fingerprint
 
@@ -156,7 +156,7 @@ def test_profiling_does_not_change_the_model(name: str) -> None:
     captured = capture_of(name)
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
     state = torch.get_rng_state()
-    graph = profiled(captured, workload, TraceSettings(passes=2)).graph
+    graph = profiled(captured, workload, PlanSettings(passes=2)).graph
     assert all(torch.equal(before[key], value) for key, value in workload.model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in workload.model.parameters())

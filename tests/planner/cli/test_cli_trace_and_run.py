@@ -17,7 +17,8 @@ from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.solving import solve
 from planner.progress import LineView
-from planner.settings.stages import TraceSettings
+from planner.settings.option_settings import OptionSettings
+from planner.settings.plan import PlanSettings
 from tests.support.budgets import between
 from tests.support.cli import ROOT, call, chain, refused, run_report
 
@@ -30,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("asked")
     module.calls = []  # type: ignore[attr-defined]
 
-    def trace_workload(workload: Workload, settings: TraceSettings, on_progress: LineView) -> Graph:
+    def trace_workload(workload: Workload, settings: PlanSettings, on_progress: LineView) -> Graph:
         module.calls.append((len(workload), settings))
         return chain()
 
@@ -57,12 +58,14 @@ def test_trace_passes_its_options_on(asked: Any, tmp_path: Path, capsys: pytest.
     assert (said.code, said.err) == (0, "")
     assert said.out.startswith(f"{path}: 12 ops and 0 optional ones, 13 tensors, step time 12 ms")
     assert read_graph(path) == chain()
-    given = TraceSettings("adamw", accumulate=True, roofline="h200", passes=3, name=TINY, options=("chunks",))
+    given = PlanSettings(
+        optimizer="adamw", accumulate=True, roofline="h200", passes=3, name=TINY, options=OptionSettings(("chunks",))
+    )
     assert asked.calls == [(3, given)]
     data = json.loads(call(capsys, "trace", TINY, "-o", path, "--json", "--measure-link").out)
     assert data["ops"] == 12
     assert data["output"] == str(path)
-    assert asked.calls[1][1] == TraceSettings(measure_link=True, name=TINY)
+    assert asked.calls[1][1] == PlanSettings(measure_link=True, name=TINY)
 
 
 def test_trace_refuses_invalid_arguments_before_building_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

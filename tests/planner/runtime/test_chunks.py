@@ -13,7 +13,8 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options.chunks.find import COUNTS
 from planner.capture.workload.models import Workload
 from planner.measure.tracing import capture_profiled
-from planner.settings.stages import TraceSettings
+from planner.settings.option_settings import OptionSettings
+from planner.settings.plan import PlanSettings
 from tests.support.models.alternatives import STEPS, in_chunks, make, optional_ops, schedule_with, transformers_model
 from tests.support.models.outcomes import executed, may_differ
 
@@ -24,7 +25,7 @@ _HALF = ("llama", "transformers llama", "feed_forward", "shifted")  # in bfloat1
 def captured(name: str) -> tuple[Capture, Workload]:
     torch.manual_seed(7)
     workload = make(name) if name in STEPS else transformers_model(name.partition(" ")[2])
-    return capture_profiled(workload, TraceSettings(passes=1, options=("chunks",))), workload
+    return capture_profiled(workload, PlanSettings(passes=1, options=OptionSettings(("chunks",)))), workload
 
 
 # Of the Llamas feed_forward is quick.

@@ -17,7 +17,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.cuda_channels import StreamChannel, StreamTransfer
 from planner.runtime.transfers.transfers import Transfer
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from tests.support.budgets import assert_is_peak
 from tests.support.cuda_device import Order, cuda_device, on_device
 from tests.support.cuda_device.steps import assert_as_eager
@@ -66,7 +66,7 @@ def test_steps_that_copy_have_the_bits_of_eager_pytorch_in_any_order(name: str, 
 def test_copies_stay_within_their_budget(order: Order) -> None:
     with cuda_device(order=order):
         workload = on_device(make("mutated"))
-        captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
+        captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
         offered = offering(captured)
         schedule = with_random_copies(offered.graph, keep_everything(captured.graph), 2)
         step = Executor(offered, schedule, workload.model, workload.loss_fn)
@@ -165,7 +165,7 @@ def test_offloaded_steps_on_a_gpu_are_exact(name: str) -> None:
     workload = make(name)
     workload.model.cuda()
     workload = type(workload)(workload.model, workload.loss_fn, tuple(value.cuda() for value in workload.batch))
-    captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
+    captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
     offered = offering(captured)
     eager = train(workload, None)
     for seed in range(3):

@@ -15,7 +15,7 @@ from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.runtime.cuda.graphed_step import recordable
 from planner.runtime.executor import Executor
-from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.train.compile import per_batch
 from planner.train.compile.per_batch import BatchPlans
 from planner.train.compile.planning import Planning
@@ -206,9 +206,7 @@ def test_unrecordable_steps_raise() -> None:
         Planning(
             Unwrapped(workload.model, Several()),
             workload.loss_fn,
-            TraceSettings(),
-            SolveSettings(),
-            RunSettings(cuda_graph=True),
+            PlanSettings(cuda_graph=True),
         )
 
 

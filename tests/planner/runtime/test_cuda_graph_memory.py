@@ -20,14 +20,13 @@ from planner.capture.workload.models import Workload, build
 from planner.measure.tracing import profiled
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
-from planner.plans.search import StepSearch
 from planner.runtime.cuda.cuda_graph import CudaGraphs
 from planner.runtime.cuda.graph_pool import pool_bytes
 from planner.runtime.cuda.graphed_step import record, recordable
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries, workspaces
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.train.compile.compiler import Compiler
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.ranks import SingleProcess
@@ -88,7 +87,7 @@ def test_cuda_graph_pool_holds_the_predicted_bytes(name: str, seed: int | None) 
     device = next(workload.model.parameters()).device
     warm_up_libraries(device)
     step = TrainingStep(workload.model, workload.loss_fn)
-    captured = profiled(recordable(capture(*workload)), workload, TraceSettings(passes=1))
+    captured = profiled(recordable(capture(*workload)), workload, PlanSettings(passes=1))
     schedule = random_schedule(captured.graph, seed) if seed else keep_everything(captured.graph)
     recorder = CudaGraphs(device)
     executor = Executor(captured, schedule, workload.model, workload.loss_fn)
@@ -101,18 +100,21 @@ def test_cuda_graph_pool_holds_the_predicted_bytes(name: str, seed: int | None) 
 
 def solved(workload: Workload, budget: str | int, recorder: Callable[[], CudaGraphs]) -> PlannedStep:
     """The step within `budget`."""
-    search = StepSearch(
-        SolveSettings(tolerance=Tolerance.of(0.05), time_limit_s=60.0, memory=CountedMemory.ALLOCATED), RunSettings(swap="never")
+    settings = PlanSettings(
+        optimizer="adamw",
+        passes=1,
+        tolerance=Tolerance.of(0.05),
+        time_limit_s=60.0,
+        memory=CountedMemory.ALLOCATED,
+        swap="never",
     )
-    making = Compiler(
-        Unwrapped(workload.model, SingleProcess()), workload.loss_fn, TraceSettings(optimizer="adamw", passes=1), search, recorder
-    )
+    making = Compiler(Unwrapped(workload.model, SingleProcess()), workload.loss_fn, settings, recorder)
     return making.make(making.capture(workload.batch), workload.batch, budget)
 
 
 def budget_with_pool(workload: Workload) -> int:
     """Half way from the least to the peak of keeping everything, and what a pool takes besides its tensors."""
-    captured = profiled(recordable(capture(*workload, optimizer="adamw")), workload, TraceSettings(passes=1))
+    captured = profiled(recordable(capture(*workload, optimizer="adamw")), workload, PlanSettings(passes=1))
     device = next(workload.model.parameters()).device
     held_bytes = pool_bytes(captured.graph, keep_everything(captured.graph), workspaces(device))
     return captured.graph.static_bytes + held_bytes

@@ -19,7 +19,7 @@ from planner.measure.steps import loss_of
 from planner.measure.tracing import profiled
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.show.report.describe import run_data, run_text
 from planner.studies.baselines import Method
 from planner.studies.measured import Benchmark
@@ -38,7 +38,7 @@ CUDA = torch.device("cuda:0")
 def step_on_cuda(name: str, seed: int | None = None) -> tuple[Executor, TrainingStep, tuple[torch.Tensor, ...]]:
     """A step whose ops are measured in none of its threads yet, but for the forward pass."""
     workload = on_device(make(name))
-    captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
+    captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
     schedule = keep_everything(captured.graph) if seed is None else random_schedule(captured.graph, seed)
     return Executor(captured, schedule, workload.model, workload.loss_fn), captured, workload
 

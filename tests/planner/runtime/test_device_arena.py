@@ -16,7 +16,7 @@ from planner.measure.tracing import profiled
 from planner.memory.reserved import requests_of
 from planner.runtime.cuda.device_arena import DeviceArena, SharedPool
 from planner.runtime.executor import Executor
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.machine import Machine
 from tests.support.cuda_device.steps import assert_as_eager
@@ -49,7 +49,7 @@ def workload() -> Workload:
 
 def in_arena(workload: Workload, seed: int, shared: SharedPool | None = None) -> tuple[Executor, DeviceArena]:
     """A step by a random schedule."""
-    captured = profiled(capture(*workload), workload, TraceSettings(passes=1))
+    captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
     executor = Executor(captured, random_schedule(captured.graph, seed), workload.model, workload.loss_fn)
     executor.use_arena(SharedPool(executor.device) if shared is None else shared)
     assert isinstance(executor.arena, DeviceArena)

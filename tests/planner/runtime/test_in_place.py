@@ -20,8 +20,8 @@ from planner.measure import running, tracing
 from planner.measure.steps import outcome
 from planner.measure.tracing import capture_profiled
 from planner.runtime.executor import Executor
-from planner.settings.option_settings import option_settings
-from planner.settings.stages import TraceSettings
+from planner.settings.option_settings import OptionSettings, option_settings
+from planner.settings.plan import PlanSettings
 from tests.support.budgets import on_the_way
 from tests.support.models.outcomes import executed
 from tests.support.models.steps import make, random_schedule, solve_for
@@ -79,7 +79,7 @@ def test_a_product_with_a_number_which_rounds_otherwise_in_place_has_no_variant(
 def captured(name: str) -> tuple[Capture, Workload]:
     torch.manual_seed(7)
     workload = make(name)
-    return capture_profiled(workload, TraceSettings(passes=1, options=("in-place",))), workload
+    return capture_profiled(workload, PlanSettings(passes=1, options=OptionSettings(("in-place",)))), workload
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from planner.measure.pool_memory import measured_peak
 from planner.measure.running import run
 from planner.measure.tracing import profiled
 from planner.runtime.executor import Executor
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from tests.support.budgets import on_the_way
 from tests.support.models.steps import STEPS, capture_of, make, solve_for
 
@@ -17,7 +17,7 @@ QUICK = ("gpt2_sdpa", "tied", "frozen", "mutated", "shared_gradient")
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])
 def test_measured_peak_is_within_the_budget_and_as_predicted(name: str) -> None:
     workload = make(name)
-    captured = profiled(capture_of(name), workload, TraceSettings(passes=1))
+    captured = profiled(capture_of(name), workload, PlanSettings(passes=1))
     step = TrainingStep(workload.model, workload.loss_fn)
     for budget in on_the_way(captured.graph, 1.0, 0.6, 0.3, 0.1):
         plan = solve_for(0.0, captured.graph, budget)

@@ -23,7 +23,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostMemory
 from planner.runtime.transfers.transfers import storage_bytes
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from tests.support.budgets import on_the_way
 from tests.support.models.offloaded import copies_in, copying_step, offering, with_random_copies
 from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
@@ -37,7 +37,7 @@ QUICK = ("gpt2_sdpa", "mutated")
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])
 def test_plans_with_copies_train_as_eager_does_within_their_bytes(name: str) -> None:
     workload = make(name)
-    captured = profiled(capture_of(name), workload, TraceSettings(passes=1))
+    captured = profiled(capture_of(name), workload, PlanSettings(passes=1))
     offered = offering(captured)
     eager = train(workload, None)
     tangent_bytes = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)

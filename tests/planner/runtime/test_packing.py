@@ -19,7 +19,8 @@ from planner.measure.pool_memory import measured_peak
 from planner.measure.tracing import capture_profiled
 from planner.plans.solving import solve
 from planner.runtime.executor import Executor
-from planner.settings.stages import TraceSettings
+from planner.settings.option_settings import OptionSettings
+from planner.settings.plan import PlanSettings
 from solvers.bounds import bound_least_budget
 from tests.support.budgets import on_the_way
 from tests.support.models.outcomes import assert_same, train
@@ -31,7 +32,9 @@ KINDS = ("from_bits", "mask_drawn_again", "from_narrow", "from_places", "from_re
 @cache
 def captured(*options: str, channels_last: bool = False) -> tuple[Capture, Workload]:
     workload = mixed(channels_last=channels_last)
-    return capture_profiled(workload, TraceSettings(optimizer="adamw", passes=1, options=("pack", *options))), workload
+    return capture_profiled(
+        workload, PlanSettings(optimizer="adamw", passes=1, options=OptionSettings(("pack", *options)))
+    ), workload
 
 
 def assert_exact(capture: Capture, workload: Workload, schedule: Schedule) -> None:
@@ -58,7 +61,7 @@ def test_adaptive_pooling_is_exact() -> None:
     torch.manual_seed(7)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(36, 5))
     workload = Workload(model, nn.CrossEntropyLoss(), (torch.randn(5, 3, 17, 15), torch.randint(5, (5,))))
-    capture = capture_profiled(workload, TraceSettings(optimizer="adamw", passes=1, options=("pack",)))
+    capture = capture_profiled(workload, PlanSettings(optimizer="adamw", passes=1, options=OptionSettings(("pack",))))
     (op,) = does(capture.graph, "of_shape")
     assert op.inputs == capture.graph.ops[op.replaces[0]].inputs[:1]
     assert_exact(capture, workload, packing(capture.graph, [op]))
@@ -112,7 +115,7 @@ def test_a_net_that_pools_fits_where_recomputing_does_not() -> None:
     torch.manual_seed(7)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(16 * 64, 5))
     workload = Workload(model, nn.CrossEntropyLoss(), (torch.randn(8, 3, 34, 34), torch.randint(5, (8,))))
-    capture = capture_profiled(workload, TraceSettings(passes=1, options=("pack",)))
+    capture = capture_profiled(workload, PlanSettings(passes=1, options=OptionSettings(("pack",))))
     below = bound_least_budget(with_options(capture.graph, ())).budget_bytes - 1
     with pytest.raises(InfeasibleError):
         solve(capture.graph, below, work_limit=20.0)
@@ -130,7 +133,7 @@ def test_beside_copies_to_the_host() -> None:
 
 def test_packing_with_chunks_is_exact() -> None:
     workload = build("gpt2", layers=1, width=16, heads=2, vocab=301, seq=8, batch=4)
-    capture = capture_profiled(workload, TraceSettings(passes=1, options=("chunks", "pack")))
+    capture = capture_profiled(workload, PlanSettings(passes=1, options=OptionSettings(("chunks", "pack"))))
     graph = capture.graph
     alone = with_options(graph, ["pack"])
     assert {op.target.partition(".")[0] for op in graph.ops if op.optional} == {"chunks", "pack"}

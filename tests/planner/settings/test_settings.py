@@ -1,6 +1,9 @@
 """Settings are checked when they are made, and parameters of the solver reach it from everywhere."""
 
+import json
 from collections.abc import Callable
+from dataclasses import fields, replace
+from inspect import Parameter, signature
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,12 @@ from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
 from planner.plans.plan import read_plan
 from planner.plans.search import StepSearch
+from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings
-from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
+from planner.settings.plan import NOT_IN_PLANS, PlanSettings, select_settings
+from planner.train.backend.settings import OPTIONS_OF_COMPILE
 from solvers.baselines.dtr import DtrParams
+from solvers.tolerance import Tolerance
 from solvers.windows.params import BoundParams, WindowsParams
 
 PARAMS = WindowsParams(bound=BoundParams(small_ops=12))
@@ -25,24 +31,24 @@ PARAMS = WindowsParams(bound=BoundParams(small_ops=12))
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: SolveSettings("simplex"), "there is no solver 'simplex'"),
-        (lambda: SolveSettings(time_limit_s=0), "time limit is 0: must be seconds, above 0"),
-        (lambda: SolveSettings(work_limit=-1.0), "work limit is -1.0: must be a number, above 0"),
-        (lambda: SolveSettings("dtr", options=option_settings(["offload"])), "the solver 'dtr' recomputes only"),
-        (lambda: TraceSettings(options=("offload",)), "'offload' is not found in a step"),
-        (lambda: SolveSettings(params=DtrParams()), "must be WindowsParams"),
-        (lambda: SolveSettings("dtr", params="many"), "params is 'many': must be DtrParams"),
-        (lambda: SolveSettings("chen-sqrt", params=WindowsParams()), "'chen-sqrt' has no parameters: leave params out"),
-        (lambda: TraceSettings(passes=0), "passes is 0: must be at least 1"),
-        (lambda: TraceSettings(optimizer="lion"), "unknown optimizer 'lion': choose one of none, sgd"),
-        (lambda: TraceSettings(roofline="h900"), "unknown device 'h900': choose from"),
-        (lambda: TraceSettings(other_devices=("tpu",)), "there is no device 'tpu': write cpu"),
-        (lambda: TraceSettings(roofline="h100", measure_link=True), "roofline= does not go with measure_link=True"),
-        (lambda: RunSettings(kernels="triton"), "kernels is 'triton': choose from eager, inductor"),
-        (lambda: RunSettings(swap="often"), "swap is 'often': choose from exact, any, never"),
-        (lambda: RunSettings(max_plans=0), "max_plans is 0: at least one plan must be kept"),
-        (lambda: RunSettings(arena=True, cuda_graph=True), "arena=True does not go with cuda_graph=True"),
-        (lambda: RunSettings(cuda_graph=True, replan=True), "cuda_graph=True does not go with replan=True"),
+        (lambda: PlanSettings(solver="simplex"), "there is no solver 'simplex'"),
+        (lambda: PlanSettings(time_limit_s=0), "time limit is 0: must be seconds, above 0"),
+        (lambda: PlanSettings(work_limit=-1.0), "work limit is -1.0: must be a number, above 0"),
+        (lambda: PlanSettings(solver="dtr", options=option_settings(["offload"])), "the solver 'dtr' recomputes only"),
+        (lambda: planner.trace(nn.Linear(1, 1), None, (), options=["offload"]), "'offload' is not found in a step"),
+        (lambda: PlanSettings(params=DtrParams()), "must be WindowsParams"),
+        (lambda: PlanSettings(solver="dtr", params="many"), "params is 'many': must be DtrParams"),
+        (lambda: PlanSettings(solver="chen-sqrt", params=WindowsParams()), "'chen-sqrt' has no parameters: leave params out"),
+        (lambda: PlanSettings(passes=0), "passes is 0: must be at least 1"),
+        (lambda: PlanSettings(optimizer="lion"), "unknown optimizer 'lion': choose one of none, sgd"),
+        (lambda: PlanSettings(roofline="h900"), "unknown device 'h900': choose from"),
+        (lambda: PlanSettings(other_devices=("tpu",)), "there is no device 'tpu': write cpu"),
+        (lambda: PlanSettings(roofline="h100", measure_link=True), "roofline= does not go with measure_link=True"),
+        (lambda: PlanSettings(kernels="triton"), "kernels is 'triton': choose from eager, inductor"),
+        (lambda: PlanSettings(swap="often"), "swap is 'often': choose from exact, any, never"),
+        (lambda: PlanSettings(max_plans=0), "max_plans is 0: at least one plan must be kept"),
+        (lambda: PlanSettings(arena=True, cuda_graph=True), "arena=True does not go with cuda_graph=True"),
+        (lambda: PlanSettings(cuda_graph=True, replan=True), "cuda_graph=True does not go with replan=True"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_when_they_are_made(make: Callable[[], object], said: str) -> None:
@@ -63,9 +69,9 @@ def test_parameters_reach_the_solver() -> None:
 def test_parameters_reach_the_graphs_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     reached: list[object] = []
 
-    def search(settings: SolveSettings, run: RunSettings) -> StepSearch:
+    def search(settings: PlanSettings) -> StepSearch:
         reached.append(settings.params)
-        return StepSearch(settings, run)
+        return StepSearch(settings)
 
     monkeypatch.setattr("planner.train.backend.shared_budget.StepSearch", search)
     torch._dynamo.reset()
@@ -81,6 +87,51 @@ def test_a_kept_plan_is_one_of_the_same_parameters(tmp_path: Path) -> None:
         step = planner.compile(model, nn.MSELoss(), batch, params=params, **given)
         assert step.plan.settings["params"] == (params or WindowsParams()).export()
     assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+_OTHER_VALUES: dict[str, object] = {
+    "roofline": "h100",
+    "other_devices": ("cpu:1",),
+    "options": option_settings(["in-place"]),
+    "solver": "chen-sqrt",
+    "tolerance": Tolerance.of(0.01),
+    "time_limit_s": 7.0,
+    "work_limit": 7.0,
+    "reorder": True,
+    "params": PARAMS,
+    "memory": CountedMemory.RESERVED,
+    "arena": True,
+    "kernels": "inductor",
+    "cuda_graph": True,
+}
+
+
+def test_every_setting_is_in_the_key_of_cached_plans_unless_it_is_known_not_to_matter() -> None:
+    default = PlanSettings()
+    assert _OTHER_VALUES.keys() == {field.name for field in fields(PlanSettings)} - NOT_IN_PLANS
+    for name, value in _OTHER_VALUES.items():
+        changed = replace(default, **{name: value}).made_with
+        assert [one for one in changed if changed[one] != default.made_with[one]] == [name]
+        json.dumps(changed)
+
+
+def test_a_share_of_host_memory_keeps_its_key_and_amounts_are_bytes_in_it() -> None:
+    shares = [option_settings(["offload"], host_budget=share).key for share in ("50%", "50%", "40%", None)]
+    assert shares[0] == shares[1] != shares[2] != shares[3] != shares[0]
+    assert option_settings(["offload"], host_budget="2GB").key == option_settings(["offload"], host_budget=2_000_000_000).key
+
+
+def test_front_ends_take_only_known_settings() -> None:
+    for front_end in (planner.compile, planner.solve, planner.trace, planner.checkpoint, planner.advise):
+        names = {p.name for p in signature(front_end).parameters.values() if p.kind is Parameter.KEYWORD_ONLY}
+        others = names - select_settings(dict.fromkeys(names)).keys()
+        assert others <= {"budget", "max_overhead", "on_progress", "on_plan", "should_stop"}
+
+
+def test_the_guide_names_every_option_of_the_backend() -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/torch-compile.md").read_text()
+    for name in OPTIONS_OF_COMPILE:
+        assert f"`{name}`" in guide or f'"{name}":' in guide or f"{name}=" in guide, name
 
 
 def test_the_command_reads_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

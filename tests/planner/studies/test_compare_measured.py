@@ -13,7 +13,7 @@ from planner.capture.workload import workload
 from planner.capture.workload.models import Workload
 from planner.cli.main import main
 from planner.measure.tracing import trace
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.baselines import (
     Method,
     auto_sac,
@@ -64,7 +64,7 @@ def measure(
     built = mlp()
     return compare_measured(
         built,
-        profiled(built, folder, TraceSettings(name="six layers")),
+        profiled(built, folder, PlanSettings(name="six layers")),
         [tight()],
         METHODS,
         stock,
@@ -123,7 +123,7 @@ def test_only_undominated_methods_are_paired_with_the_optimum(tmp_path: Path) ->
     """Of the heuristics of DTR the fastest, of PyTorch's methods those that no other of their kind beats."""
     built = mlp()
     stock = (checkpoint_blocks(), replace(checkpoint_blocks(), name="checkpoint-blocks level 9"), sac(SacRule.ATTENTION))
-    captured = profiled(built, tmp_path, TraceSettings(name="six layers"))
+    captured = profiled(built, tmp_path, PlanSettings(name="six layers"))
     heuristics = ("windows", "dtr", "lru", "largest")
     found = compare_measured(
         built, captured, [tight()], heuristics, stock, tmp_path, SETTINGS, on_activity=str, should_stop=lambda: False
@@ -193,7 +193,7 @@ def test_a_stopped_comparison_keeps_nothing_half_done(tmp_path: Path) -> None:
 def test_times_of_another_graph_are_refused(folder: Path, rows: dict[tuple[str, str, str], ComparisonRow]) -> None:
     other = workload.load(workload.parse_spec(SPEC.replace("batch=512", "batch=500")))
     with pytest.raises(MismatchError, match="another graph"):
-        profiled(other, folder, TraceSettings())
+        profiled(other, folder, PlanSettings())
 
 
 def test_tables_and_figures_are_made_of_the_csv(

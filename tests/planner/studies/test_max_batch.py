@@ -21,7 +21,7 @@ from planner.memory.least_memory import StopWhenDecided
 from planner.memory.reserved import counted_bytes, reserved_at
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import RECOMPUTATION, option_settings
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.max_batch import largest, max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
 from planner.studies.workload_sizes import SizedModel
@@ -88,7 +88,7 @@ def test_max_batch_equals_brute_force(budget: int, max_overhead: float | None, l
 @pytest.mark.slow
 def test_max_batch_of_a_traced_model_equals_brute_force() -> None:
     batches = SizedModel(
-        parse_spec("zoo:mlp,layers=3,width=32,classes=8"), "batch", Tracing(TraceSettings(roofline="h200")), way_out=""
+        parse_spec("zoo:mlp,layers=3,width=32,classes=8"), "batch", Tracing(PlanSettings(roofline="h200")), way_out=""
     )
     kept = cached(batches.graph)
     graph = kept(8)

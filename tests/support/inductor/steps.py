@@ -21,9 +21,7 @@ from planner.capture.options.in_place import IN_PLACE
 from planner.capture.signature import call
 from planner.capture.workload.models import Workload, build
 from planner.measure.steps import loss_of
-from planner.plans.search import StepSearch
-from planner.settings.option_settings import option_settings
-from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.train.compile.inductor_compiler import InductorCompiler
 from planner.train.distributed.wrappers import unwrap
 from tests.support.models.steps import make, tokens
@@ -175,9 +173,8 @@ def prepare(case: Case, variant: CompileVariant = CompileVariant.DEFAULT) -> Pre
     workload = case.workload()
     reference = workload._replace(model=copy.deepcopy(workload.model))
     wanted = train(case, compiled(plain_step(reference)), reference)
-    search = StepSearch(SolveSettings(time_limit_s=10.0, options=option_settings([IN_PLACE.name])), RunSettings(swap="never"))
-    trace = TraceSettings(accumulate=case.batches > 1, passes=1, options=(IN_PLACE.name,))
-    compiler = InductorCompiler(unwrap(workload.model), workload.loss_fn, trace, search, compare_eager=False)
+    settings = PlanSettings.of(options=[IN_PLACE.name], accumulate=case.batches > 1, passes=1, time_limit_s=10.0, swap="never")
+    compiler = InductorCompiler(unwrap(workload.model), workload.loss_fn, settings, compare_eager=False)
     with case.context():
         captured = compiler.profile(compiler._captured(workload.batch, variant), workload.batch)
     return Prepared(case, workload, compiler, captured, wanted)

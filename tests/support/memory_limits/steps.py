@@ -25,7 +25,7 @@ from planner.capture.workload.models import Workload
 from planner.measure import tracing
 from planner.plans.solving import solve
 from planner.runtime.executor import Executor
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 
 _MMAP_THRESHOLD = -3  # of mallopt
 _MB = 10**6
@@ -66,7 +66,7 @@ def limited(more_bytes: int) -> Iterator[None]:
 
 
 def profiled(model: nn.Module, given: Batch) -> Capture:
-    return tracing.profiled(capture(model, F.mse_loss, given), Workload(model, F.mse_loss, given), TraceSettings(passes=1))
+    return tracing.profiled(capture(model, F.mse_loss, given), Workload(model, F.mse_loss, given), PlanSettings(passes=1))
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

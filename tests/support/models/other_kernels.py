@@ -16,7 +16,7 @@ from planner.capture.workload.models import Workload, build
 from planner.measure.exactness import with_exactness
 from planner.measure.profile import profile
 from planner.measure.tracing import capture_step
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from tests.support.models.alternatives import make
 
 
@@ -87,7 +87,7 @@ def with_all_ways(name: str) -> tuple[Capture, Workload]:
     """The step `name`, profiled once, with all ways by which its ops can be computed."""
     torch.manual_seed(5)
     workload = _STEPS[name]()
-    captured = with_traced(capture_step(workload, TraceSettings()), ["kernels"])
+    captured = with_traced(capture_step(workload, PlanSettings()), ["kernels"])
     step = TrainingStep(workload.model, workload.loss_fn)
     captured = profile(captured, real_static(captured, step, workload.batch), passes=1)
     return with_exactness(captured, RealStep(captured, step, workload.batch)), workload

@@ -21,8 +21,9 @@ from planner.capture.program.moved import moved
 from planner.measure.tracing import capture_profiled
 from planner.runtime.devices import place_of
 from planner.runtime.executor import Executor
+from planner.settings.option_settings import OptionSettings
 from planner.settings.other_devices import parse_device
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from tests.support.graphs.random_choices import BESIDE, any_schedule
 from tests.support.models.steps import make
 
@@ -34,14 +35,14 @@ TRACED = ("chunks", "pack", "kernels", "in-place", "compress")
 def profiled(name: str) -> Capture:
     """The step `name` with measured times and workspaces."""
     workload = make(name)
-    return capture_profiled(workload, TraceSettings(passes=1))
+    return capture_profiled(workload, PlanSettings(passes=1))
 
 
 @cache
 def traced(name: str) -> Capture:
     """The step `name` with all that is found in it, measured."""
     workload = make(name)
-    return capture_profiled(workload, TraceSettings(passes=1, options=TRACED))
+    return capture_profiled(workload, PlanSettings(passes=1, options=OptionSettings(TRACED)))
 
 
 def with_everything(name: str, names: Sequence[str] = (SECOND,), *, exact: bool = True, host_bytes: int | None = None) -> Capture:

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.ir import Graph
 from planner.capture.workload.workload import load, parse_spec
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.workload_tracing import Tracing
 
 # Four terabytes of float32: real tensors of these shapes cannot be allocated.
@@ -43,7 +43,7 @@ def write(folder: Path, text: str) -> str:
 
 
 def traced(model: str, roofline: str = "h200") -> Graph:
-    return Tracing(TraceSettings(roofline=roofline)).graph(parse_spec(model))
+    return Tracing(PlanSettings(roofline=roofline)).graph(parse_spec(model))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from planner.capture.workload.models import Workload
 from planner.measure.steps import StepOutcome, measure_memory, outcome
 from planner.plans import search
 from planner.plans.plan import Plan
-from planner.settings.backend_settings import settings_of
+from planner.train.backend.settings import settings_of
 from tests.support.budgets import between
 
 pytestmark = [

@@ -21,7 +21,7 @@ from planner.plans.plan import read_plan
 from planner.runtime import arena_allocator
 from planner.runtime.arena_allocator import Slab
 from planner.runtime.executor import Executor
-from planner.settings.stages import RunSettings
+from planner.settings.plan import PlanSettings
 from planner.train.compile.dynamic import DynamicStep
 from planner.train.compile.step import PlannedStep
 from tests.support.logs import lines_of
@@ -173,7 +173,7 @@ def test_plans_with_transfers_are_refused() -> None:
     workload = make("unet")
     with pytest.raises(UsageError, match="the option 'offload' does not go with arena=True"):
         planner.compile(*workload, budget="50%", options=["offload"], arena=True)
-    assert RunSettings(arena=True).features == {Feature.ARENA}
+    assert PlanSettings(arena=True).features == {Feature.ARENA}
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from planner.plans.solving import judged_on, solve, solve_graph
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
 from planner.settings.option_settings import with_recorded
-from planner.settings.stages import RunSettings, SolveSettings, Wait
+from planner.settings.plan import PlanSettings, Wait
 from planner.train.compile import compare_eager, compiler, improvement
 from planner.train.compile.improvement import rounds_alike, with_times
 from solvers.clock import WorkClock
@@ -272,7 +272,7 @@ def test_a_solve_here_asks_with_its_time_and_gap(monkeypatch: pytest.MonkeyPatch
         return gap is not None
 
     monkeypatch.setattr(background, "solve_graph", solve_graph)
-    assert solve_here(SolveJob(make_chain(2), 1, SolveSettings()), is_enough).failure == "too little"
+    assert solve_here(SolveJob(make_chain(2), 1, PlanSettings()), is_enough).failure == "too little"
     assert asked == [(True, None), (True, compute_gap(1.25, 1.0))]
 
 
@@ -461,8 +461,8 @@ def test_the_same_costs_give_the_same_plan_where_a_gap_is_waited_for() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     budget = between(graph)
-    settings = SolveSettings(tolerance=Tolerance.of(1e-3), time_limit_s=20.0)
-    plans = [StepSearch(settings, RunSettings(wait=Wait.of("2%"))).first_plan(graph, budget) for _ in range(2)]
+    settings = PlanSettings(tolerance=Tolerance.of(1e-3), time_limit_s=20.0)
+    plans = [StepSearch(replace(settings, wait=Wait.of("2%"))).first_plan(graph, budget) for _ in range(2)]
     assert plans[0].schedule == plans[1].schedule
     assert plans[0].gap is not None and plans[0].gap <= 0.02
 
@@ -470,10 +470,10 @@ def test_the_same_costs_give_the_same_plan_where_a_gap_is_waited_for() -> None:
 def test_a_step_is_ready_with_its_first_schedule() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
-    settings = SolveSettings(tolerance=Tolerance.of(0.0), time_limit_s=20.0, reorder=False)
+    settings = PlanSettings(tolerance=Tolerance.of(0.0), time_limit_s=20.0, reorder=False)
     told: list[Progress] = []
     with Stages(told.append).stage(Stage.SOLVE) as stage:
-        first = StepSearch(settings, RunSettings(wait=Wait.of(0))).first_plan(graph, between(graph), stage)
+        first = StepSearch(replace(settings, wait=Wait.of(0))).first_plan(graph, between(graph), stage)
     assert told[-2].best_s == first.time_s
     assert simulate(graph, first.schedule).peak_bytes <= first.budget_bytes
 
@@ -501,24 +501,24 @@ def test_invalid_wait_and_swap_values_raise(given: object) -> None:
     with pytest.raises(PlannerError, match="must be seconds"):
         Wait.of(given)  # type: ignore[arg-type]
     with pytest.raises(PlannerError, match="swap is 'sometimes': choose from exact, any, never"):
-        RunSettings(swap="sometimes")
+        PlanSettings(swap="sometimes")
 
 
 def test_a_solve_in_the_background_sends_plans_and_its_end() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     budget = between(graph)
-    background = BackgroundSolve(SolveJob(graph, budget, SolveSettings(tolerance=Tolerance.of(0.05), time_limit_s=5.0)))
+    background = BackgroundSolve(SolveJob(graph, budget, PlanSettings(tolerance=Tolerance.of(0.05), time_limit_s=5.0)))
     found = [plan for _ in range(300) if background.ended is None and (plan := background.receive(0.2)) is not None]
     assert background.ended is not None and background.ended.failure == ""
     assert found[-1] == background.ended.plan
     assert simulate(graph, found[-1].schedule).peak_bytes <= budget
     assert found[-1].time_s <= min(plan.time_s for plan in found)
-    impossible = BackgroundSolve(SolveJob(graph, 1, SolveSettings(time_limit_s=20.0)))
+    impossible = BackgroundSolve(SolveJob(graph, 1, PlanSettings(time_limit_s=20.0)))
     while impossible.ended is None:
         impossible.receive(0.2)
     assert "the least any schedule" in impossible.ended.failure
-    stopped = BackgroundSolve(SolveJob(graph, budget, SolveSettings()))
+    stopped = BackgroundSolve(SolveJob(graph, budget, PlanSettings()))
     stopped.stop()
     assert stopped.ended is not None and stopped.receive(1.0) is None
 

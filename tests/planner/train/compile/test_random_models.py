@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from benchmarks.runner import Runner
 from planner.capture.step import TrainingStep
-from planner.plans.search import StepSearch
 from planner.plans.summary import summarize
-from planner.settings.stages import RunSettings, SolveSettings, TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.train.compile.compiler import Compiler
 from planner.train.distributed.wrappers import unwrap
 from solvers.clock import WorkClock
@@ -30,8 +29,8 @@ def check(recipe: Recipe, share: float) -> None:
     except RuntimeError:  # what its backward pass reads was overwritten: there is no such model
         reject()
     # As planner.compile does; in between it is seen which budgets are possible.
-    search = StepSearch(SolveSettings(tolerance=Tolerance.of(0.5), time_limit_s=60.0), RunSettings(swap="never"))
-    compiler = Compiler(unwrap(workload.model), workload.loss_fn, TraceSettings(passes=1), search)
+    settings = PlanSettings(passes=1, tolerance=Tolerance.of(0.5), time_limit_s=60.0, swap="never")
+    compiler = Compiler(unwrap(workload.model), workload.loss_fn, settings)
     captured = compiler.profile(compiler.capture(workload.batch), workload.batch)
     peak = summarize(captured.graph).keep_everything_peak_bytes
     least = bracket_least_budget(captured.graph, clock=WorkClock(0.5)).found_bytes

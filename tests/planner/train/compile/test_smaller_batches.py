@@ -89,7 +89,7 @@ def test_a_smaller_batch_need_not_wait_for_a_good_plan(monkeypatch: pytest.Monke
     search, profile = planner.plans.search.StepSearch.first_plan, Compiler.profile
 
     def first_plan(self: Any, *args: Any) -> Any:
-        waits.append(self.run.wait.seconds)
+        waits.append(self.settings.wait.seconds)
         return search(self, *args)
 
     def profiled(self: Any, *args: Any) -> Any:

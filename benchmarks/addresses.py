@@ -19,7 +19,7 @@ from graphs.addresses import Buffer, buffers_of
 from graphs.io.buffers import read_buffers
 from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
-from planner.settings.budgets import budget_in_bytes
+from planner.settings.budget import read_budget
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, provenance, value
 from planner.studies.solves import result_of
@@ -100,7 +100,7 @@ def solve_plans(model: str, budgets: Sequence[str] = BUDGETS, *, limit_s: float 
     graph = modelled(MODELS[model])
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     for budget in budgets:
-        schedule = result_of(graph, budget_in_bytes(budget, peak_bytes), WallClock(limit_s), tolerance=0.01).schedule
+        schedule = result_of(graph, read_budget(budget).in_bytes(peak_bytes), WallClock(limit_s), tolerance=0.01).schedule
         if schedule is not None:
             yield address_row(model, buffers_of(graph, schedule), budget=budget, limit_s=limit_s)
 

@@ -18,7 +18,7 @@ from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.plans.summary import summarize
-from planner.settings.budgets import budget_in_bytes
+from planner.settings.budget import read_budget
 from planner.settings.option_settings import OptionSettings, option_settings
 from planner.studies.experiment import Study
 from planner.studies.rows import column, key, listed, missing_keys, provenance, text, value
@@ -143,7 +143,7 @@ def budget_bytes_of(budget: str, least_bytes: int | None, peak_bytes: int) -> in
         BudgetError: it cannot be read.
     """
     if least_bytes is None or not budget.startswith(_ABOVE_LEAST):
-        return budget_in_bytes(budget, peak_bytes)
+        return read_budget(budget).in_bytes(peak_bytes)
     share = budget.removeprefix(_ABOVE_LEAST)
     if not share.endswith("%"):
         raise BudgetError(f"budget {budget!r} is not of the form 'least + 25%'")

@@ -24,7 +24,7 @@ from planner.capture.options import OPTIONS, check_options, needs, restricted_to
 from planner.cli import argument_types
 from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
-from planner.settings.budgets import budget_in_bytes
+from planner.settings.budget import read_budget
 from planner.settings.option_settings import OptionSettings, option_settings
 from planner.settings.plan import PlanSettings
 from planner.studies.experiment import Study
@@ -103,7 +103,7 @@ def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -
         model=case.step.model,
         options=set_name(some),
         budget=budget,
-        budget_bytes=None if budget == LEAST else budget_in_bytes(budget, peak_bytes),
+        budget_bytes=None if budget == LEAST else read_budget(budget).in_bytes(peak_bytes),
         base_s=traced.time_s,
         base_peak_bytes=peak_bytes,
         limit=clock.format_amount(clock.limit),

@@ -37,7 +37,7 @@ from planner.measure.steps import median_times
 from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
 from planner.runtime.executor import Executor
-from planner.settings.budgets import budget_in_bytes
+from planner.settings.budget import read_budget
 from planner.settings.devices import DeviceSpec, get_device
 from planner.settings.other_devices import decode_devices
 from planner.settings.plan import PlanSettings
@@ -191,7 +191,7 @@ def executed(step: Workload, pair: Pair, graph: Graph, schedule: Schedule) -> di
 def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *, limit_s: float) -> Iterator[PlacementRow]:
     """Yield the rows of one model, whose `step` is given, on one pair of devices at one budget."""
     unlimited = budget == NO_LIMIT
-    budget_bytes = budget_in_bytes("1000%" if unlimited else budget, summarize(devices.main).keep_everything_peak_bytes)
+    budget_bytes = read_budget("1000%" if unlimited else budget).in_bytes(summarize(devices.main).keep_everything_peak_bytes)
     both = devices.both(None if unlimited else budget_bytes)
     graphs, solvers = (devices.main, devices.other, both, both, both), ("windows", "windows", *_XENGINE, "windows")
     for method, graph, solver in zip(METHODS, graphs, solvers, strict=True):

@@ -19,7 +19,7 @@ with explain_missing_packages():
 from graphs.errors import PlannerError
 from planner.progress import Event, LoggingView, OnProgress, Progress, default_views
 from planner.progress.describe import describe
-from planner.settings.budgets import budget_or_overhead
+from planner.settings.budget import read_budget_or_overhead
 from planner.train.compile.per_batch import BatchPlans, check_options
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import Sharded, unwrap
@@ -63,7 +63,7 @@ class PlannedTrainerMixin:
                 "PlannedTrainerMixin, as in class Planned(PlannedTrainerMixin, YourTrainer)"
             )
         check_options(plan_options or {})
-        self._budget, self._options = budget_or_overhead(budget, max_overhead), plan_options or {}
+        self._budget, self._options = read_budget_or_overhead(budget, max_overhead), plan_options or {}
         self._log_plan = log_plan
         self._planned_model: nn.Module | None = None
         self.batch_plans: BatchPlans | None = None

@@ -23,7 +23,7 @@ from graphs.errors import PlannerError, TraceError
 from planner.capture.frontend.effects import Scratch
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.progress import LoggingView
-from planner.settings.budgets import budget_or_overhead
+from planner.settings.budget import read_budget_or_overhead
 from planner.train.compile.per_batch import BatchPlans, check_options
 from planner.train.compile.sizes import Shapes, shapes_of
 from planner.train.compile.step import PlannedStep
@@ -60,7 +60,7 @@ class PlannedTraining(pl.Callback):
             PlannerError: an option is unknown, or not exactly one of budget and overhead is given.
         """
         check_options(options)
-        self._budget, self._options = budget_or_overhead(budget, max_overhead), options
+        self._budget, self._options = read_budget_or_overhead(budget, max_overhead), options
         self._log_plan = log_plan
         self.batch_plans: BatchPlans | None = None
 

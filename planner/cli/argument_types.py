@@ -9,7 +9,7 @@ from typing import TypeVar
 from graphs.errors import BudgetError, ModelError
 from graphs.units import parse_budget, parse_fraction, parse_rate
 from planner.capture.workload.workload import ModelSpec, parse_spec
-from planner.settings.budgets import budget_in_bytes
+from planner.settings.budget import read_budget
 from solvers.registry import SOLVERS
 
 Parsed = TypeVar("Parsed")
@@ -20,7 +20,7 @@ _DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*([a-z]*)")
 
 def budget(text: str) -> str:
     """Return `text` if it is an amount of memory; percentages are resolved later."""
-    _parsed(lambda text: budget_in_bytes(text, 10**15), text)
+    _parsed(lambda text: read_budget(text).in_bytes(10**15), text)  # refuses auto
     return text
 
 

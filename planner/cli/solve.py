@@ -181,10 +181,10 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     from planner.capture.options import with_options
     from planner.plans.solving import order_for
     from planner.plans.summary import summarize
-    from planner.settings.budgets import budget_in_bytes
+    from planner.settings.budget import read_budget
     from solvers.baselines.checkmate import write_model
 
     graph = with_options(graph, ())
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     ordered = order_for(graph, arguments.solver, reorder=arguments.reorder).graph
-    write_model(ordered, budget_in_bytes(arguments.budget, peak_bytes), arguments.write_model)
+    write_model(ordered, read_budget(arguments.budget).in_bytes(peak_bytes), arguments.write_model)

@@ -13,6 +13,7 @@ from graphs.errors import PlannerError
 from graphs.ir import Graph
 from planner.plans.plan import Plan
 from planner.plans.solving import solve_graph
+from planner.settings.budget import Budget
 from planner.settings.plan import PlanSettings
 from solvers.child_process import ChildProcess, connect_to_parent, describe_error
 from solvers.request import Start
@@ -26,11 +27,11 @@ class SolveJob:
     """A solve: a graph, a budget and settings.
 
     Attributes:
-        graph, budget_bytes, settings, start: arguments of ``planner.plans.solving.solve_graph``.
+        graph, budget, settings, start: arguments of ``planner.plans.solving.solve_graph``.
     """
 
     graph: Graph
-    budget_bytes: int
+    budget: Budget
     settings: PlanSettings
     start: Start | None = None
 
@@ -114,7 +115,7 @@ def solve_here(job: SolveJob, is_enough: Callable[[float, float | None], bool]) 
 def _solve(job: SolveJob, **callbacks: Any) -> Ended:
     """Return the end of a solve with these callbacks of ``solve_graph``."""
     try:
-        return Ended(solve_graph(job.graph, job.budget_bytes, job.settings, start=job.start, **callbacks))
+        return Ended(solve_graph(job.graph, job.budget, job.settings, start=job.start, **callbacks))
     except PlannerError as error:
         return Ended(failure=str(error))
     except Exception as error:  # noqa: BLE001  # who has started it goes on with the plan that there is

@@ -13,7 +13,7 @@ from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan, read_plan
-from planner.settings.budgets import allowed_overhead, budget_in_bytes
+from planner.settings.budget import Budget, Overhead
 
 # In a plan's provenance: the peak in bytes that shares refer to, if it is not that of its own graph.
 SHARES_OF = "shares_of_bytes"
@@ -44,7 +44,7 @@ class PlanCache:
         text = json.dumps({**made_for, "remat-planner": version("remat-planner")}, sort_keys=True)
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
-    def load(self, path: Path, budget: str | int) -> Plan | None:
+    def load(self, path: Path, budget: Budget) -> Plan | None:
         """Return the plan in `path`, made for `budget`; None if there is no usable plan. Warn if the file is unusable."""
         if not os.path.lexists(path):
             return None
@@ -75,7 +75,7 @@ def _check_is_file(path: Path) -> None:
         raise FormatError("it is no file")
 
 
-def _check_budget(plan: Plan, budget: str | int) -> None:
+def _check_budget(plan: Plan, budget: Budget) -> None:
     """Raise if the budget, or the measured peak, in the file does not match the requested budget."""
     if plan.measured_peak_bytes is not None and plan.needed_bytes(plan.measured_peak_bytes) > plan.budget_bytes:
         raise BudgetError(
@@ -85,9 +85,9 @@ def _check_budget(plan: Plan, budget: str | int) -> None:
     whole_bytes = plan.graph.provenance.get(SHARES_OF, plan.eager_bytes)
     if type(whole_bytes) is not int or whole_bytes < plan.graph.static_bytes:
         raise FormatError(f"its budget is a share of {whole_bytes!r} B, which is no peak of this step")
-    if allowed_overhead(budget) is not None:
+    if isinstance(budget, Overhead):
         return  # its budget was found, and its file is named after the requested overhead
-    asked_bytes = budget_in_bytes(budget, whole_bytes)
+    asked_bytes = budget.in_bytes(whole_bytes)
     if plan.budget_bytes != asked_bytes:
         raise BudgetError(f"its budget is {plan.budget_bytes} B, and {asked_bytes} B was asked for")
 

@@ -8,7 +8,7 @@ from planner.plans.background import SolveJob
 from planner.plans.plan import Plan
 from planner.plans.solving import solve_graph
 from planner.progress.stages import StageReport
-from planner.settings.budgets import allowed_overhead
+from planner.settings.budget import Budget, Bytes, Overhead
 from planner.settings.plan import PlanSettings
 from solvers.request import Start
 from solvers.result import SolveProgress
@@ -29,7 +29,7 @@ class StepSearch:
         """True if a plan may be replaced by one that rounds differently."""
         return self.settings.swap == "any"
 
-    def first_plan(self, graph: Graph, budget: str | int, stage: StageReport | None = None) -> Plan:
+    def first_plan(self, graph: Graph, budget: Budget, stage: StageReport | None = None) -> Plan:
         """Return the first plan that is good enough; the solve is reported to `stage`, if there is one.
 
         Raises:
@@ -37,7 +37,7 @@ class StepSearch:
         """
         latest = SolveProgress(0.0, "", None, None)
         began = time.monotonic()
-        seeks_budget = allowed_overhead(budget) is not None
+        seeks_budget = isinstance(budget, Overhead)
         limit_s = None if seeks_budget else self.settings.wait.seconds
         tell = None if stage is None else stage.solving(base_s=graph.time_s, limit_s=limit_s)
 
@@ -73,4 +73,6 @@ class StepSearch:
         if keeps_order:
             settings = replace(settings, reorder=False)
         windows = known.settings.get("windows")
-        return SolveJob(graph, budget_bytes, settings, Start(known.schedule, tuple(windows) if isinstance(windows, list) else ()))
+        return SolveJob(
+            graph, Bytes(budget_bytes), settings, Start(known.schedule, tuple(windows) if isinstance(windows, list) else ())
+        )

@@ -31,7 +31,7 @@ from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
 from planner.plans.summary import other_peaks, summarize
 from planner.progress import OnProgress, Stage, Stages, views_of
-from planner.settings.budgets import allowed_overhead, budget_in_bytes, budget_or_overhead
+from planner.settings.budget import Budget, Overhead, read_budget_or_overhead
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings, select_settings
@@ -124,19 +124,19 @@ def solve(
     for name, function in {"should_stop": should_stop, "on_plan": on_plan}.items():
         if not (function is None or callable(function)):
             raise UsageError(f"{name} is {function!r}: must be a function, or None")
-    budget = budget_or_overhead(budget, max_overhead)
+    wanted = read_budget_or_overhead(budget, max_overhead)
     with Stages(*views_of(on_progress), stages=(Stage.SOLVE,)) as stages:
         with stages.stage(Stage.SOLVE) as stage:
             check_sums(graph)
             tell = stage.solving(base_s=graph.time_s)
-            plan = solve_graph(graph, budget, settings, on_progress=tell, must_stop=should_stop, on_plan=on_plan)
+            plan = solve_graph(graph, wanted, settings, on_progress=tell, must_stop=should_stop, on_plan=on_plan)
         stages.finish()
     return plan
 
 
 def solve_graph(
     graph: Graph,
-    budget: str | int,
+    budget: Budget,
     settings: PlanSettings,
     *,
     on_progress: Tell | None = None,
@@ -148,8 +148,7 @@ def solve_graph(
     """Return the plan of ``solve`` for `settings`.
 
     Args:
-        graph, budget: the graph, and what ``budget_or_overhead`` returns for it.
-        settings: settings of the solve.
+        graph, budget, settings: what is solved, and how.
         on_progress: called as the solve advances.
         on_plan: as in ``solve``.
         should_stop: polled; once it returns True, the solve ends as soon as it has a schedule within the budget.
@@ -158,10 +157,9 @@ def solve_graph(
     """
     clock, traced = settings.clock(), graph
     graph = settings.options.apply(graph)
-    overhead = allowed_overhead(budget)
-    if overhead is not None:
+    if isinstance(budget, Overhead):
         check_compatible(settings.features | {Feature.MAX_OVERHEAD})
-    memory = CountedMemory.ALLOCATED if overhead is not None else memory_of(graph, settings.memory)
+    memory = CountedMemory.ALLOCATED if isinstance(budget, Overhead) else memory_of(graph, settings.memory)
     arena = _arena_setting(graph, settings, memory)
     plans = _Plans(
         graph=graph,
@@ -171,11 +169,11 @@ def solve_graph(
         arena=arena,
         eager_reserved_bytes=eager_reserved_bytes(graph, memory) if on_cuda(graph) else None,
     )
-    if overhead is not None:
+    if isinstance(budget, Overhead):
         run = get_solver(settings.solver)
-        result = _least_memory(run, graph, settings, overhead, clock, on_progress, either(should_stop, must_stop))
+        result = _least_memory(run, graph, settings, budget.share, clock, on_progress, either(should_stop, must_stop))
         return plans.plan_of(result, clock)
-    budget_bytes = budget_in_bytes(budget, plans.eager_bytes)
+    budget_bytes = budget.in_bytes(plans.eager_bytes)
 
     def tell(schedule: Schedule, bound_s: float) -> None:
         assert on_plan is not None

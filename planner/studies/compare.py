@@ -16,7 +16,7 @@ from planner.memory.reserved import eager_bytes, memory_of, reserved_at
 from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
 from planner.progress.visible import visible
-from planner.settings.budgets import budget_in_bytes
+from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows, recorded_memory
 from planner.studies.jobs import run
@@ -233,7 +233,7 @@ def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[s
     for method in methods:
         get_solver(method)
     whole_bytes = eager_bytes(judge.graph, judge.memory)
-    sizes = {str(budget): budget_in_bytes(budget, whole_bytes) for budget in budgets}
+    sizes = {str(budget): read_budget(budget).in_bytes(whole_bytes) for budget in budgets}
     return [Task(run_by, method, budget, size) for budget, size in sizes.items() for method in dict.fromkeys(methods)]
 
 

@@ -17,7 +17,7 @@ from planner.plans.attributes import attributes
 from planner.plans.record import GraphSummary
 from planner.plans.solving import order_for
 from planner.plans.summary import summarize
-from planner.settings.budgets import budget_in_bytes
+from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.budget_plots import plot_curve
 from planner.studies.curve_text import curve_text
@@ -222,7 +222,7 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
         least = _least_in(known, how, clock.start_part(_LEAST_SHARE * clock.limit))
         wanted = evenly(least.found_bytes, max(least.found_bytes, whole_bytes), budgets)
     else:
-        wanted = tuple(sorted({budget_in_bytes(budget, whole_bytes) for budget in budgets}))
+        wanted = tuple(sorted({read_budget(budget).in_bytes(whole_bytes) for budget in budgets}))
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
         if finds_least:

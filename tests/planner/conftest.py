@@ -8,6 +8,7 @@ import pytest
 from graphs.errors import PlannerError
 from planner.native.library import wait_for_library
 from planner.plans import search
+from planner.settings.budget import Budget, Bytes
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,13 +19,13 @@ def _native_passes() -> None:
 
 
 @pytest.fixture
-def solves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def solves(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The budgets that were solved for, in order."""
-    asked: list[int] = []
+    asked: list[object] = []
     solve = search.solve_graph
 
-    def counted(graph: Any, budget: int, *settings: Any, **options: Any) -> Any:
-        asked.append(budget)
+    def counted(graph: Any, budget: Budget, *settings: Any, **options: Any) -> Any:
+        asked.append(budget.in_bytes(0) if isinstance(budget, Bytes) else budget)
         return solve(graph, budget, *settings, **options)
 
     monkeypatch.setattr(search, "solve_graph", counted)

@@ -17,12 +17,12 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.plans.plan import Plan
 from planner.plans.solving import solve_graph
-from planner.settings.budgets import budget_in_bytes
+from planner.settings.budget import Budget, Bytes, Share, read_budget
 from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 
-HALF_WAY = "least + 50%"  # a share, as others that end so: of the first batch, of the first graph
+HALF_WAY = "50.000001%"  # a share, of the first batch, of the first graph: known by its number
 
 
 def peak_bytes(graph: Graph) -> int:
@@ -60,25 +60,25 @@ def half_way_known() -> Iterator[None]:
     """
     from planner.train.backend.shared_budget import SharedBudget
 
-    whole = SharedBudget.whole
+    whole, in_bytes, half_way = SharedBudget.whole, Share.in_bytes, read_budget(HALF_WAY)
 
-    def solve_half_way(graph: Graph, budget: str | int, *settings: Any, **options: Any) -> Plan:
-        return solve_graph(graph, between(graph) if budget == HALF_WAY else budget, *settings, **options)
+    def solve_half_way(graph: Graph, budget: Budget, *settings: Any, **options: Any) -> Plan:
+        return solve_graph(graph, Bytes(between(graph)) if budget == half_way else budget, *settings, **options)
 
     def whole_half_way(budget: SharedBudget, graphs: Sequence[Any], runs: Sequence[Any]) -> int:
-        if budget.budget != HALF_WAY:
+        if budget.budget != half_way:
             return whole(budget, graphs, runs)
         (graph,) = graphs
         return between(graph.captured.graph)
 
-    def for_kernels(budget: str | int, whole_bytes: int) -> str | int:
-        return budget if budget == HALF_WAY else budget_in_bytes(budget, whole_bytes)
+    def for_kernels(budget: Share, whole_bytes: int) -> Any:
+        return budget if budget == half_way else in_bytes(budget, whole_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("planner.plans.search.solve_graph", solve_half_way)
         patch.setattr(SharedBudget, "whole", whole_half_way)
-        patch.setattr("planner.train.backend.checkpoint.budget_in_bytes", lambda *_: None)  # which looks at the spelling only
-        patch.setattr("planner.train.compile.inductor_compiler.budget_in_bytes", for_kernels)
+        patch.setattr(Share, "in_bytes", for_kernels)
+        patch.setattr("planner.train.compile.inductor_compiler.Bytes", lambda size: size if size == half_way else Bytes(size))
         yield
 
 

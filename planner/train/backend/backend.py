@@ -23,7 +23,7 @@ from planner.capture.guards.names import readable
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import CHECKS
 from planner.progress import Stage, Stages
-from planner.settings.budgets import is_share
+from planner.settings.budget import Share
 from planner.settings.devices import DEVICES, DeviceSpec, find_device, get_device
 from planner.torch_private.capture import (
     BufferAOTInput,
@@ -167,7 +167,7 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         graph = budget.graph(joint, kernels, outputs=num_fwd_outputs)
         graph.input_names, graph.check_writes = _input_names(module, joint, kernels), budget.settings.check_writes
-        if is_share(budget.budget):
+        if isinstance(budget.budget, Share):
             graph.eager = _as_eager(joint, num_fwd_outputs)
         with stages:
             _plan(graph, add, budget, stages)

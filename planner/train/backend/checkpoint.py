@@ -13,7 +13,7 @@ from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.frontend.joint import logging_methods
 from planner.capture.step import check_module
 from planner.progress import OnProgress
-from planner.settings.budgets import budget_in_bytes, read_budget
+from planner.settings.budget import read_budget
 from planner.settings.plan import Wait, select_settings
 from planner.torch_private.capture import (
     BackendCompilerFailed,
@@ -94,7 +94,7 @@ def checkpoint(
     if budget is None:
         model._compiled_call_impl = None
         return model
-    budget_in_bytes(read_budget(budget), 2**30)  # only the syntax of a share can be checked before the first call
+    read_budget(budget).in_bytes(2**30)  # only the syntax of a share can be checked before the first call
     given |= {"budget": budget, "on_progress": on_progress}
     asked = {name: value for name, value in given.items() if value is not None and value != ()}
     settings_of(asked)  # raise before the first call

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from graphs.errors import PlannerError
 from graphs.options.option import Feature
 from planner.progress import OnProgress, views_of
-from planner.settings.budgets import read_budget
+from planner.settings.budget import Budget, read_budget
 from planner.settings.compatibility import check_compatible
 from planner.settings.plan import PlanSettings
 
@@ -27,7 +27,7 @@ class BackendSettings:
     """The settings of one call of ``torch.compile``.
 
     Attributes:
-        budget: budget for all its graphs, as ``read_budget`` returns it.
+        budget: budget for all its graphs.
         plan: settings of the plan of each graph.
         on_progress: as in ``planner.compile``.
 
@@ -35,7 +35,7 @@ class BackendSettings:
         UsageError: settings do not go together, or do not work with ``torch.compile``.
     """
 
-    budget: str | int
+    budget: Budget
     plan: PlanSettings
     on_progress: OnProgress = None
 

@@ -34,7 +34,7 @@ from planner.plans.search import StepSearch
 from planner.plans.summary import summarize
 from planner.progress import Stage, Stages, views_of
 from planner.runtime.arena import Arena, SharedSlab
-from planner.settings.budgets import budget_in_bytes, is_auto, is_share
+from planner.settings.budget import Auto, Budget, Bytes, Share
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import OptionSettings
@@ -97,7 +97,8 @@ class SharedBudget:
     """
 
     def __init__(self, settings: BackendSettings) -> None:
-        self.settings, self.budget, self.memory = settings.plan, settings.budget, CountedMemory.ALLOCATED
+        self.settings, self.memory = settings.plan, CountedMemory.ALLOCATED
+        self.budget: Budget = settings.budget
         self._options = options = self.settings.options
         self._shared_channels = None if options.host_bytes is None else SharedChannels(options.host_bytes)
         self.forward_runs: list[_ForwardRun] = []
@@ -153,8 +154,8 @@ class SharedBudget:
             InfeasibleError, LimitError: no schedule fits beside the memory that earlier graphs keep.
         """
         self._learning = True
-        if is_auto(self.budget):
-            self.budget = _auto_bytes(inputs, model := list(model))
+        if isinstance(self.budget, Auto):
+            self.budget = Bytes(_auto_bytes(inputs, model := list(model)))
         self.forward_runs = [run for run in self.forward_runs if run.alive]
         graph.watch = lambda args: self._begin(graph, args)
         runs = [*(run.seen for run in self.forward_runs), self._storages(inputs)]
@@ -197,7 +198,7 @@ class SharedBudget:
         order = [*(run.graph for run in self.forward_runs), graph]
         there = host_room(order, graph, {run.graph: run.graph.on_host for run in self.forward_runs}, self._host_bytes)
         if more:
-            if is_share(self.budget):
+            if isinstance(self.budget, Share):
                 room = summarize(captured).keep_everything_peak_bytes
             graph.lean = lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
         try:
@@ -226,7 +227,7 @@ class SharedBudget:
     def _solve(self, graph: Graph, budget_bytes: int, memory: CountedMemory = CountedMemory.ALLOCATED) -> Schedule:
         """Return a schedule of `graph` within a budget of `memory`; the graph already has the requested options."""
         settings = replace(self.settings, options=OptionSettings(self.traced), memory=memory)
-        return StepSearch(settings).first_plan(graph, budget_bytes).schedule
+        return StepSearch(settings).first_plan(graph, Bytes(budget_bytes)).schedule
 
     def _given(self, order: Sequence[PlannedGraph], whole: int, *, alone: bool) -> int:
         """Return the part of the budget for which the graphs of a step are planned: all of it if there is only one."""
@@ -254,7 +255,7 @@ class SharedBudget:
         else:
             step_bytes = self._reserved(graphs, runs, [(graph, keeping_all(graph)) for graph in captured])
         self._largest_bytes = max(self._largest_bytes, step_bytes)
-        return budget_in_bytes(self.budget, self._largest_bytes) if self._largest_bytes else 1  # all tensors are empty
+        return self.budget.in_bytes(self._largest_bytes) if self._largest_bytes else 1  # all tensors are empty
 
     def summary_of_only(self, graph: PlannedGraph) -> str:
         """Return the plan of a graph in one line; "" if the step has other graphs, with which it is planned again."""

@@ -7,13 +7,13 @@ import torch
 from graphs.errors import BudgetError
 from planner.capture.signature import Batch, leaves
 from planner.memory.auto_budget import auto_budget_bytes
-from planner.settings.budgets import is_auto
+from planner.settings.budget import Auto, Budget, Bytes
 from planner.train.distributed.wrappers import Unwrapped
 
 
 def with_auto_resolved(
-    budget: str | int, wrapper: Unwrapped, batch: Batch, optimizer: torch.optim.Optimizer | None = None
-) -> str | int:
+    budget: Budget, wrapper: Unwrapped, batch: Batch, optimizer: torch.optim.Optimizer | None = None
+) -> Budget:
     """Return `budget`, with ``auto`` resolved to the free memory of the model's device plus what the step already uses.
 
     Args:
@@ -26,7 +26,7 @@ def with_auto_resolved(
         BudgetError: nothing is left, or several processes share the memory of a CPU.
         PlannerError: the free memory of the device is not known.
     """
-    if not is_auto(budget):
+    if not isinstance(budget, Auto):
         return budget
     module = wrapper.module
     device = next(module.parameters()).device
@@ -38,7 +38,7 @@ def with_auto_resolved(
     gradients = (p.grad for p in module.parameters() if p.grad is not None)
     inputs = (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
     static = (*module.parameters(), *module.buffers(), *gradients, *_state(optimizer))
-    return min(wrapper.ranks.gather(wrapper.ranks.each(lambda: auto_budget_bytes(device, static, inputs))))
+    return Bytes(min(wrapper.ranks.gather(wrapper.ranks.each(lambda: auto_budget_bytes(device, static, inputs)))))
 
 
 def _state(optimizer: torch.optim.Optimizer | None) -> Iterable[torch.Tensor]:

@@ -14,7 +14,7 @@ from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.measure.optimizers import memory_of
 from planner.progress import OnProgress
-from planner.settings.budgets import budget_or_overhead
+from planner.settings.budget import read_budget_or_overhead
 from planner.settings.option_settings import default_options
 from planner.settings.plan import PlanSettings, Wait, select_settings
 from planner.train.compile.planning import Planning
@@ -147,4 +147,4 @@ def compile(  # noqa: A001
     given |= {"optimizer": memory_of(optimizer, step), "options": default_options(solver) if options is None else options}
     settings = PlanSettings.of(**given)
     settings = replace(settings, measure_link=settings.options.measures_link)
-    return Planning(wrapper, loss_fn, settings, on_progress).step(batch, budget_or_overhead(budget, max_overhead))
+    return Planning(wrapper, loss_fn, settings, on_progress).step(batch, read_budget_or_overhead(budget, max_overhead))

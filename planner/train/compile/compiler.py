@@ -36,7 +36,7 @@ from planner.runtime.executor import Executor
 from planner.runtime.libraries import library_users, warm_up_libraries, workspaces
 from planner.runtime.out_of_memory import reporting
 from planner.runtime.transfers.channels import HostChannels
-from planner.settings.budgets import allowed_overhead
+from planner.settings.budget import Budget, Bytes, Overhead
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import with_recorded
 from planner.settings.plan import PlanSettings
@@ -102,7 +102,7 @@ class Compiler:
         del batch
         return as_recorded(captured, plan.graph.provenance, self.settings.traced_options)
 
-    def make(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+    def make(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
 
         Raises:
@@ -110,7 +110,7 @@ class Compiler:
         """
         return self.plan(self.profile(captured, batch), batch, budget)
 
-    def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+    def plan(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the fastest step on `batch` within the budget; `captured` is profiled."""
         return self.solve(captured, batch, budget)
 
@@ -128,7 +128,7 @@ class Compiler:
             workload = Workload(self.wrapper.module, self.loss_fn, batch)
             return profiled(captured, workload, self.settings, on_op=stage.advance)
 
-    def solve(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+    def solve(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the step of a profiled capture, solved until the measured peak is within the budget.
 
         If eager PyTorch does not fit, the peak is measured in the first training step, to spare the time of an extra one.
@@ -139,7 +139,7 @@ class Compiler:
         """
         rehearses = self._rehearses(captured.graph)
         counted = self._graph_budget(captured.graph, budget)
-        allowed = budget if counted is None else counted.allocated_bytes
+        allowed = budget if counted is None else Bytes(counted.allocated_bytes)
         try:
             plan = self._first_plan(captured.graph, allowed, rehearses=rehearses)
         except InfeasibleError as error:
@@ -154,7 +154,8 @@ class Compiler:
         if self.recorder is not None:
             counted = counted or GraphBudget(wanted_bytes, CountedMemory.ALLOCATED, plan.eager_bytes, 0)
             libraries = workspaces(next(self.wrapper.module.parameters()).device)
-            plan = with_room_for_pool(captured.graph, plan, libraries, counted, partial(self._first_plan, captured.graph))
+            solve = partial(self._first_plan, captured.graph)
+            plan = with_room_for_pool(captured.graph, plan, libraries, counted, solve)
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
             needed_bytes = plan.needed_bytes(peak_bytes)
@@ -169,12 +170,12 @@ class Compiler:
             over = over_budget(plan, needed_bytes, wanted_bytes)
             if left:
                 try:
-                    plan = self._first_plan(captured.graph, plan.predicted_bytes - (needed_bytes - wanted_bytes))
+                    plan = self._first_plan(captured.graph, Bytes(plan.predicted_bytes - (needed_bytes - wanted_bytes)))
                 except BudgetError as error:
                     raise InfeasibleError(f"{over}; no plan is found that needs that much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
 
-    def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: str | int, *, solved_bytes: int) -> PlannedStep:
+    def _step(self, captured: Capture, plan: Plan, executor: Executor, budget: Budget, *, solved_bytes: int) -> PlannedStep:
         """Return the step that `executor` runs by `plan`, which was solved for `solved_bytes`."""
         executor.start_training(plan.budget_bytes, check_writes=self.settings.check_writes)
         return PlannedStep(
@@ -187,14 +188,14 @@ class Compiler:
             improving=self._improving(captured, plan, executor, solved_bytes, finds=True),
         ).follow_with(self._follower())
 
-    def _graph_budget(self, graph: Graph, budget: str | int) -> GraphBudget | None:
+    def _graph_budget(self, graph: Graph, budget: Budget) -> GraphBudget | None:
         """Return the budget of reserved memory for a step that is recorded; None for others, and for other budgets."""
         memory = memory_of(graph, self.settings.memory)
-        if self.recorder is None or memory is CountedMemory.ALLOCATED or allowed_overhead(budget) is not None:
+        if self.recorder is None or memory is CountedMemory.ALLOCATED or isinstance(budget, Overhead):
             return None
         return GraphBudget.of(graph, budget, memory)
 
-    def _first_plan(self, graph: Graph, budget: str | int, *, rehearses: bool = True) -> Plan:
+    def _first_plan(self, graph: Graph, budget: Budget, *, rehearses: bool = True) -> Plan:
         compare_s = _COMPARE_STEPS * graph.time_s + _COMPARE_S if self.compare_eager and rehearses else 0.0
         self.stages.expect({Stage.CHECK: _CHECK_STEPS * graph.time_s if rehearses else 0.0, Stage.COMPARE: compare_s})
         if self.settings.wait.seconds is not None:
@@ -235,7 +236,7 @@ class Compiler:
         )
         return Consultation(self.wrapper.ranks, improvement, self.wrapper.wrapped)
 
-    def _refresher(self, captured: Capture, budget: str | int) -> Callable[[Batch], PlannedStep] | None:
+    def _refresher(self, captured: Capture, budget: Budget) -> Callable[[Batch], PlannedStep] | None:
         """Return the function that measures resource uses on a batch again and replans; None if no resource is limited."""
         if not needs_measuring(captured) or type(self.wrapper) is not Unwrapped:
             return None
@@ -263,7 +264,7 @@ class Compiler:
             with self.stages.restart() as stages:
                 compiler = replace(self.at_once(), stages=stages)
                 plan = compiler.solve if measured else compiler.make
-                step = plan(keep_copies(captured, changed), batch, budget_bytes)
+                step = plan(keep_copies(captured, changed), batch, Bytes(budget_bytes))
                 stages.finish(plan_line(step.plan))
             return step
 
@@ -319,7 +320,7 @@ class Compiler:
             copying = self._copier(same, step.plan.budget_bytes, measured=False)
             return PlannedStep(step.plan, self.wrapper.wrapped(executor), step.measured, copying=copying, executor=executor)
         with self.stages.restart() as stages:
-            made = replace(self, stages=stages, compare_eager=False).make(captured, batch, steps[0].plan.budget_bytes)
+            made = replace(self, stages=stages, compare_eager=False).make(captured, batch, Bytes(steps[0].plan.budget_bytes))
             stages.finish(plan_line(made.plan))
         return made
 

@@ -12,7 +12,7 @@ from graphs.units import format_bytes, format_enough
 from planner.memory.reserved import eager_bytes, reserved_with_graphs, rules_of
 from planner.plans.plan import Plan
 from planner.runtime.cuda.graph_pool import pool_bytes
-from planner.settings.budgets import budget_in_bytes
+from planner.settings.budget import Budget, Bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import with_recorded
 
@@ -36,14 +36,14 @@ class GraphBudget:
     beside_bytes: int
 
     @staticmethod
-    def of(graph: Graph, budget: str | int, memory: CountedMemory) -> "GraphBudget":
+    def of(graph: Graph, budget: Budget, memory: CountedMemory) -> "GraphBudget":
         """Return a budget of reserved memory for `graph`, with its copies as static memory (``runtime.cuda.graphed_step``).
 
         Raises:
             InfeasibleError: nothing is left for the pool.
         """
         whole_bytes = eager_bytes(graph, memory)
-        budget_bytes = budget_in_bytes(budget, whole_bytes)
+        budget_bytes = budget.in_bytes(whole_bytes)
         outside_bytes = reserved_with_graphs(graph, keep_everything(remove_options(graph)), memory, 0, 0).device_bytes
         if budget_bytes <= outside_bytes:
             raise InfeasibleError(
@@ -74,7 +74,7 @@ class GraphBudget:
 
 
 def with_room_for_pool(
-    graph: Graph, plan: Plan, libraries: Sequence[int], budget: GraphBudget, solve: Callable[[int], Plan]
+    graph: Graph, plan: Plan, libraries: Sequence[int], budget: GraphBudget, solve: Callable[[Budget], Plan]
 ) -> Plan:
     """Return `plan`, or one whose tensors and pool together are within the budget of `plan`.
 
@@ -96,7 +96,7 @@ def with_room_for_pool(
         if closest_bytes <= budget_bytes:
             return closest
         try:
-            found = solve(max(asked_bytes, low_bytes))
+            found = solve(Bytes(max(asked_bytes, low_bytes)))
         except BudgetError:
             low_bytes = max(asked_bytes, low_bytes)
         else:

@@ -28,6 +28,7 @@ from planner.plans.solving import judged_on
 from planner.runtime.arena import Arena
 from planner.runtime.cuda.device_arena import DeviceArena
 from planner.runtime.executor import Executor
+from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import with_recorded
 from planner.train.distributed.ranks import SingleProcess
@@ -176,7 +177,7 @@ class Improvement:
     def _replace_first_plan(self, needed_bytes: int) -> PlanSwap:
         """Return a plan that replaces the first one, which needed `needed_bytes`."""
         try:
-            found = self._search.first_plan(self._captured.graph, self._solved_bytes)
+            found = self._search.first_plan(self._captured.graph, Bytes(self._solved_bytes))
         except BudgetError as error:
             over = over_budget(self.plan, needed_bytes, self.plan.budget_bytes)
             raise InfeasibleError(f"{over}; no plan is found that needs that much less: raise the budget") from error

@@ -12,7 +12,7 @@ from planner.plans.cache import SHARES_OF
 from planner.plans.plan import Plan
 from planner.plans.solving import eager_peak_bytes
 from planner.plans.summary import summarize
-from planner.settings.budgets import budget_in_bytes, is_share
+from planner.settings.budget import Budget, Bytes, Share
 from planner.settings.option_settings import RECOMPUTATION
 from planner.train.compile.compiler import Compiler
 from planner.train.compile.step import PlannedStep
@@ -34,7 +34,7 @@ class InductorCompiler(Compiler):
         of_plan = captured if variant is CompileVariant.DEFAULT else self._other(variant, captured, batch)
         return Compiler.captured_for(self, plan, of_plan, batch)
 
-    def plan(self, captured: Capture, batch: Batch, budget: str | int) -> PlannedStep:
+    def plan(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned, profiled.
 
         If the default variant of ``torch.compile`` fits without recomputation that costs time, it is returned. Otherwise other
@@ -44,17 +44,17 @@ class InductorCompiler(Compiler):
             InfeasibleError, LimitError, BudgetError: no variant fits; raised for the first one.
         """
         whole_bytes = summarize(captured.graph).keep_everything_peak_bytes
-        if is_share(budget):
+        if isinstance(budget, Share):
             # Shares refer to the peak of eager PyTorch, whose kernels are measured for that.
             plain = replace(self.settings, options=RECOMPUTATION, measure_link=False)
             eager = replace(self, settings=plain).profile(self._captured(batch, None), batch)
             whole_bytes = eager_peak_bytes(eager.graph, captured.graph, self.settings.memory)
             captured = _shares_of(whole_bytes, captured)
-        budget_bytes = budget_in_bytes(budget, whole_bytes)
+        wanted = Bytes(budget.in_bytes(whole_bytes))
         steps: list[PlannedStep] = []
         failure: BudgetError | LimitError | None = None
         try:
-            steps.append(self.solve(captured, batch, budget_bytes))
+            steps.append(self.solve(captured, batch, wanted))
             if steps[0].plan.overhead <= _WORTH_IT:
                 return steps[0]
         except (BudgetError, LimitError) as error:
@@ -65,7 +65,7 @@ class InductorCompiler(Compiler):
                 other = _shares_of(whole_bytes, self.profile(self._other(variant, captured, batch), batch))
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", EagerWarning)  # a variant that differs is rejected
-                    step = comparing.solve(other, batch, budget_bytes)
+                    step = comparing.solve(other, batch, wanted)
             except (BudgetError, LimitError, TraceError):
                 continue
             if step.plan.eager is not None and step.plan.eager.identical:

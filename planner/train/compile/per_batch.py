@@ -16,7 +16,8 @@ from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn, TrainingStep
 from planner.measure.optimizers import memory_of
 from planner.progress import OnProgress
-from planner.settings.stages import RunSettings, Wait
+from planner.settings.budget import Budget, Bytes, Share
+from planner.settings.plan import PlanSettings, Wait
 from planner.torch_private.core import pytree
 from planner.train.compile.auto_budget import with_auto_resolved
 from planner.train.compile.compile import compile  # noqa: A004
@@ -42,7 +43,7 @@ class BatchPlans:
     options, one step handles all sizes itself.
     """
 
-    def __init__(self, wrapper: Unwrapped, budget: str | int, options: Mapping[str, Any]) -> None:
+    def __init__(self, wrapper: Unwrapped, budget: Budget, options: Mapping[str, Any]) -> None:
         """Set the model, the budget and the options that all plans share.
 
         Args:
@@ -51,7 +52,8 @@ class BatchPlans:
             options: its other keyword arguments.
         """
         self._wrapper = wrapper
-        self._asked = self._budget = budget
+        self._asked: Budget = budget
+        self._budget: Budget = budget
         self._options = dict(options)
         self.steps: LRUCache[Key, PlannedStep] = LRUCache(self._options.get("max_plans", _MOST_PLANS))
         self._memory: LRUCache[Hashable, str | MeasuredOptimizer] = LRUCache(1)  # of the optimizer, by the trained parameters
@@ -141,12 +143,12 @@ class BatchPlans:
         options = {"accumulate": accumulate, "optimizer": optimizer, **self._options}
         trained, step = key[0][-1], TrainingStep(self._wrapper.module, loss_fn)
         options["optimizer"] = self._memory.use(trained, lambda: memory_of(options["optimizer"], step))
-        budget = with_auto_resolved(self._budget, self._wrapper, batch, optimizer)
+        budget: Any = with_auto_resolved(self._budget, self._wrapper, batch, optimizer)
         make = partial(compile, self._wrapper, loss_fn, batch, budget=budget)
         if any(kind == key[0] for kind, _ in self._uses):
             return self._side_step(make, options, batch)
         made = make(**{"on_progress": on_progress, **options})
-        self._budget = made.plan.budget_bytes  # a share refers to the first batch's peak
+        self._budget = Bytes(made.plan.budget_bytes)  # a share refers to the first batch's peak
         return made
 
     def _side_step(self, make: Callable[..., PlannedStep], options: Mapping[str, Any], batch: Batch) -> PlannedStep:
@@ -160,7 +162,7 @@ class BatchPlans:
             )
         limit_s = options.get("time_limit_s", _LIMIT_S)
         side = {**options, "time_limit_s": min(limit_s, _SIDE_LIMIT_S), "compare_eager": False}
-        if RunSettings(wait=Wait.of(options.get("wait")), swap=options.get("swap", "exact")).goes_on:
+        if PlanSettings(wait=Wait.of(options.get("wait")), swap=options.get("swap", "exact")).goes_on:
             side |= {"wait": 0, "passes": 1}  # a better plan may replace it, for times that are measured in steps
         try:
             try:
@@ -172,9 +174,9 @@ class BatchPlans:
 
     def _share(self) -> str:
         """Return the part of a message on a budget that is a share."""
-        if self._asked == self._budget or not str(self._asked).strip().endswith("%"):
+        if not isinstance(self._asked, Share) or not isinstance(self._budget, Bytes):
             return ""
-        return f", whose budget is {self._asked} of the first batch's peak, {format_bytes(int(self._budget))}"
+        return f", whose budget is {self._asked} of the first batch's peak, {format_bytes(self._budget.size_bytes)}"
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from planner.progress import OnProgress, Stages, views_of
 from planner.runtime.cuda.cuda_graph import CudaGraphs
 from planner.runtime.cuda.device_arena import shared_slab
 from planner.runtime.executor import check_no_transform
-from planner.settings.budgets import allowed_overhead, cache_key
+from planner.settings.budget import Budget, Bytes, Overhead
 from planner.settings.compatibility import check_compatible, find_conflict
 from planner.settings.plan import PlanSettings
 from planner.train.compile.auto_budget import with_auto_resolved
@@ -68,29 +68,29 @@ class Planning:
         found = {feature for feature, there in around.items() if there}
         return self.settings.features | found
 
-    def step(self, batch: Batch, budget: str | int) -> PlannedStep:
+    def step(self, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the planned step for batches like `batch`, as ``planner.compile`` does.
 
         Args:
             batch: inputs and targets.
-            budget: the budget, from ``budget_or_overhead``.
+            budget: the budget, or the overhead in its place.
         """
         check_trains()
         batch = detach_batch(batch)
         budget = with_auto_resolved(budget, self.wrapper, batch)
-        if allowed_overhead(budget) is not None:
+        if isinstance(budget, Overhead):
             check_compatible(self.settings.features | {Feature.MAX_OVERHEAD})
         compiler = self._compiler()
         settings = compiler.settings
 
-        def plan_size(batch: Batch, budget: str | int, compiler: Compiler = compiler) -> PlannedStep:
+        def plan_size(batch: Batch, budget: Budget, compiler: Compiler = compiler) -> PlannedStep:
             with compiler.stages.restart() as stages:
                 return _planned(replace(compiler, stages=stages), batch, budget)
 
-        def make(batch: Batch, budget: str | int) -> PlannedStep:
+        def make(batch: Batch, budget: Budget) -> PlannedStep:
             first = plan_size(batch, budget)
             others = replace(compiler, compare_eager=False) if settings.dynamic else compiler.at_once()
-            sizes = SizePlans(partial(plan_size, compiler=others), first.plan.budget_bytes, max_plans=settings.max_plans)
+            sizes = SizePlans(partial(plan_size, compiler=others), Bytes(first.plan.budget_bytes), max_plans=settings.max_plans)
             if settings.dynamic:
                 return DynamicStep(first, batch, sizes)
             if not settings.replan and find_conflict(self._features | {Feature.VARYING_SIZES}) is None:
@@ -138,7 +138,7 @@ def check_trains() -> None:
     check_no_transform("planner.compile is called")
 
 
-def _planned(compiler: Compiler, batch: Batch, budget: str | int) -> PlannedStep:
+def _planned(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
     """Return the step for batches like `batch`, from the cache if possible."""
     wrapper, cache, made_with = compiler.wrapper, compiler.settings.cache, compiler.settings.made_with
     plans = wrapper.ranks.each(lambda: None if cache is None else PlanCache(cache))
@@ -156,7 +156,7 @@ def _planned(compiler: Compiler, batch: Batch, budget: str | int) -> PlannedStep
         def find() -> PlannedStep:
             if plans is None:
                 return make()
-            path = plans.path({"budget": cache_key(budget), **_made_for(captured, wrapper.module), **made_with})
+            path = plans.path({"budget": repr(budget), **_made_for(captured, wrapper.module), **made_with})
             kept = plans.load(path, budget)
             if kept is not None:
                 try:

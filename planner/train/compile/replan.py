@@ -7,6 +7,7 @@ from graphs.errors import MismatchError
 from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.signature import Batch, detach_batch
 from planner.plans.plan import Plan
+from planner.settings.budget import Budget, Bytes
 from planner.train.compile.step import PlannedStep
 
 
@@ -17,9 +18,7 @@ class ReplannedStep(PlannedStep):
         plan: the plan that was used last.
     """
 
-    def __init__(
-        self, make: Callable[[Batch, str | int], PlannedStep], batch: Batch, budget: str | int, *, max_plans: int
-    ) -> None:
+    def __init__(self, make: Callable[[Batch, Budget], PlannedStep], batch: Batch, budget: Budget, *, max_plans: int) -> None:
         """Plan for `batch`.
 
         Args:
@@ -50,7 +49,7 @@ class ReplannedStep(PlannedStep):
                 return returned
         warn_caller(f"planned again: {refused[0]}")
         batch: Batch = kwargs or args
-        step = self._make(detach_batch(batch), self.plan.budget_bytes)
+        step = self._make(detach_batch(batch), Bytes(self.plan.budget_bytes))
         returned = step(*args, **kwargs)
         self._use(step)
         return returned

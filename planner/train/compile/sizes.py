@@ -7,6 +7,7 @@ import torch
 
 from graphs.errors import InfeasibleError, LimitError
 from planner.capture.signature import Batch, detach_batch, leaves
+from planner.settings.budget import Budget
 from planner.train.compile.lru import LRUCache
 
 if TYPE_CHECKING:
@@ -19,12 +20,12 @@ class SizePlans:
     """Planned steps by the shapes of their batches, all for one budget.
 
     Args:
-        make: a planned step for a batch of another size and a budget in bytes.
+        make: a planned step for a batch of another size and a budget.
         max_plans: number of cached plans; the least recently used one is dropped first.
     """
 
-    def __init__(self, make: "Callable[[Batch, int], PlannedStep]", budget_bytes: int, *, max_plans: int) -> None:
-        self._make, self._budget_bytes = make, budget_bytes
+    def __init__(self, make: "Callable[[Batch, Budget], PlannedStep]", budget: Budget, *, max_plans: int) -> None:
+        self._make, self._budget = make, budget
         self._kept: LRUCache[Shapes, PlannedStep] = LRUCache(max_plans)
 
     def steps(self) -> "tuple[PlannedStep, ...]":
@@ -46,7 +47,7 @@ class SizePlans:
 
     def _made(self, batch: Batch) -> "PlannedStep":
         try:
-            return self._make(batch, self._budget_bytes)
+            return self._make(batch, self._budget)
         except (InfeasibleError, LimitError) as error:
             sizes = ", ".join(str(list(leaf.shape)) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
             raise type(error)(f"for a batch of {sizes}: {error}") from error

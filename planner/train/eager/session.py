@@ -20,7 +20,7 @@ from planner.memory.auto_budget import auto_budget_bytes
 from planner.memory.reserved import memory_on
 from planner.plans.solving import solve_graph
 from planner.runtime.allocator import capped_allocator, cuda_context_bytes
-from planner.settings.budgets import budget_in_bytes, is_auto, is_share, read_budget
+from planner.settings.budget import Auto, Budget, Bytes, Share, read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
 from planner.show.facts.timeline import Timeline
@@ -102,15 +102,13 @@ def rematerialize(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.empty(0, device=device).device  # with its index
     counted = memory_on(device.type, CountedMemory.of(memory))
-    budget = read_budget(budget)
-    if not is_auto(budget):
-        if is_share(budget):
-            raise BudgetError(
-                f"budget {budget!r} is a share of the peak of plain eager PyTorch, which is not known before the model has run: "
-                "give an amount such as '8GB', or 'auto' for the free memory of the device"
-            )
-        budget = budget_in_bytes(budget, 0)
-    return Rematerialization(budget, heuristic=heuristic, device=device, max_recomputation=max_recomputation, counted=counted)
+    wanted = read_budget(budget)
+    if isinstance(wanted, Share):
+        raise BudgetError(
+            f"budget '{wanted}' is a share of the peak of plain eager PyTorch, which is not known before the model has run: "
+            "give an amount such as '8GB', or 'auto' for the free memory of the device"
+        )
+    return Rematerialization(wanted, heuristic=heuristic, device=device, max_recomputation=max_recomputation, counted=counted)
 
 
 class SessionDebug(NamedTuple):
@@ -124,7 +122,7 @@ class Rematerialization:
     """A block within a memory budget, and its statistics; ``str`` returns them as text."""
 
     def __init__(
-        self, budget: str | int, *, heuristic: str, device: torch.device, max_recomputation: float, counted: CountedMemory
+        self, budget: Budget, *, heuristic: str, device: torch.device, max_recomputation: float, counted: CountedMemory
     ) -> None:
         self._budget = budget
         self._heuristic = heuristic
@@ -142,11 +140,11 @@ class Rematerialization:
             raise UsageError("planner.rematerialize is already active in this thread: blocks cannot be nested, use one of them")
         gc.collect()
         tensors = list(_tensors(self._device))
-        budget_bytes = self._budget
-        if isinstance(budget_bytes, str):
+        if isinstance(self._budget, Auto):
             budget_bytes = auto_budget_bytes(self._device, tensors)
-        elif self._counted.counts_context:
-            budget_bytes -= cuda_context_bytes(self._device)
+        else:
+            context_bytes = cuda_context_bytes(self._device) if self._counted.counts_context else 0
+            budget_bytes = self._budget.in_bytes(0) - context_bytes
         sizes = OutputSizes(self._device)
         memory = Memory(budget_bytes, sizes, partial(Ledger, self._heuristic))
         for tensor in tensors:
@@ -301,7 +299,7 @@ class Rematerialization:
         else:
             params = (MegEngineParams if self._heuristic == MEGENGINE else DtrParams)(thrash_factor=1 + self._max_recomputation)
             settings = PlanSettings(solver=self._heuristic, params=params, memory=CountedMemory.ALLOCATED)
-            plan = solve_graph(step.graph, self.budget_bytes, settings)
+            plan = solve_graph(step.graph, Bytes(self.budget_bytes), settings)
         write_pages(Timeline(step.graph, plan), path, trace)
 
     def _enough_bytes(self, step: StepGraph) -> int:

@@ -24,6 +24,7 @@ from graphs.errors import PlannerError
 from graphs.schedule import Compute, Schedule
 from planner.plans.background import BackgroundSolve, SolveJob
 from planner.plans.plan import Plan
+from planner.settings.budget import Bytes
 from planner.settings.plan import PlanSettings
 from planner.train.eager.step_log import LoggedOp, StepGraph, StepLog, recorded_step
 
@@ -312,7 +313,7 @@ class StepPlans:
             return
         step = recorded_step(seen.log)
         try:
-            solve = BackgroundSolve(SolveJob(step.graph, self.budget_bytes, self.settings))
+            solve = BackgroundSolve(SolveJob(step.graph, Bytes(self.budget_bytes), self.settings))
         except OSError as error:  # no process can be started: the heuristic is used
             seen.solved, seen.failure = True, str(error)
         else:

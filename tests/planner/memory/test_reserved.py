@@ -23,6 +23,7 @@ from planner.plans.plan import Plan, plan_from_dict
 from planner.plans.plan_check import check_plan
 from planner.plans.solving import solve, solve_graph
 from planner.progress import Progress
+from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
 from planner.show.facts.graph import graph_facts
@@ -180,7 +181,7 @@ def test_plans_on_the_way_fit_the_budget() -> None:
 
 def test_a_solve_that_should_stop_returns_a_plan_that_fits() -> None:
     graph = chain(size_bytes=6 * MIB)
-    plan = solve_graph(graph, 39 * MIB, PlanSettings(), should_stop=lambda: True)
+    plan = solve_graph(graph, Bytes(39 * MIB), PlanSettings(), should_stop=lambda: True)
     assert plan.reserved_bytes is not None and plan.reserved_bytes <= 39 * MIB
 
 

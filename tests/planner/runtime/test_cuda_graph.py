@@ -15,6 +15,7 @@ from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.runtime.cuda.graphed_step import recordable
 from planner.runtime.executor import Executor
+from planner.settings.budget import Bytes
 from planner.settings.plan import PlanSettings
 from planner.train.compile import per_batch
 from planner.train.compile.per_batch import BatchPlans
@@ -214,7 +215,7 @@ def test_in_a_trainers_loop_a_second_size_is_refused(monkeypatch: pytest.MonkeyP
     compiled = planner.compile
     monkeypatch.setattr(per_batch, "compile", lambda *args, cuda_graph, **options: compiled(*args, **options))
     model, loss_fn, (x, y) = dropout_and_norm()
-    plans = BatchPlans(unwrap(model), "8GB", {"cuda_graph": True, "passes": 1})
+    plans = BatchPlans(unwrap(model), Bytes(8 * 10**9), {"cuda_graph": True, "passes": 1})
     optimizer = torch.optim.AdamW(model.parameters())
     plans.step(loss_fn, (x, y), optimizer=optimizer, accumulate=False)
     plans.step(loss_fn, (x + 1, y), optimizer=optimizer, accumulate=False)

@@ -25,6 +25,7 @@ from planner.runtime.cuda.graph_pool import pool_bytes
 from planner.runtime.cuda.graphed_step import record, recordable
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries, workspaces
+from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
 from planner.train.compile.compiler import Compiler
@@ -109,7 +110,7 @@ def solved(workload: Workload, budget: str | int, recorder: Callable[[], CudaGra
         swap="never",
     )
     making = Compiler(Unwrapped(workload.model, SingleProcess()), workload.loss_fn, settings, recorder)
-    return making.make(making.capture(workload.batch), workload.batch, budget)
+    return making.make(making.capture(workload.batch), workload.batch, read_budget(budget))
 
 
 def budget_with_pool(workload: Workload) -> int:

@@ -10,15 +10,7 @@ from graphs.ir import Graph
 from graphs.synthetic.random_graphs import draw_graph
 from graphs.synthetic.small import make_training_chain
 from planner.plans.summary import summarize
-from planner.settings.budgets import (
-    allowed_overhead,
-    at_overhead,
-    budget_in_bytes,
-    budget_or_overhead,
-    cache_key,
-    is_auto,
-    read_budget,
-)
+from planner.settings.budget import Auto, Bytes, Overhead, Share, read_budget, read_budget_or_overhead
 from solvers.bounds import bound_least_budget
 from tests.support.solvers.brute_force import fastest
 
@@ -32,12 +24,13 @@ def graph() -> Graph:
     ("budget", "size_bytes"), [("60%", 600), ("2kB", 2000), (7, 7), (2**70, 2**63 - 1), ("1e30GB", 2**63 - 1), ("130 %", 1300)]
 )
 def test_budgets_come_to_bytes(budget: str | int, size_bytes: int) -> None:
-    assert budget_in_bytes(budget, 1000) == size_bytes
+    assert read_budget(budget).in_bytes(1000) == size_bytes
 
 
 def test_a_float_is_a_share(graph: Graph) -> None:
     assert planner.solve(graph, 0.6).budget_bytes == planner.solve(graph, "60%").budget_bytes
-    assert [read_budget(budget) for budget in (1.0, 0.125, 8, "8GB")] == ["100%", "12.5%", 8, "8GB"]
+    assert [read_budget(budget) for budget in (1.0, 0.125, 8, "8GB")] == [Share(100), Share(12.5), Bytes(8), Bytes(8 * 10**9)]
+    assert [str(Share(percent)) for percent in (60.0, 12.5, 33.3)] == ["60%", "12.5%", "33.3%"]
 
 
 @pytest.mark.parametrize("budget", [0.0, -0.5, 1.5, 8e9, float("nan")])
@@ -48,20 +41,20 @@ def test_a_float_that_is_no_share_raises(budget: float, graph: Graph) -> None:
 
 @pytest.mark.parametrize("budget", ["auto", " AUTO "])
 def test_auto_without_a_device_raises(budget: str, graph: Graph) -> None:
-    assert is_auto(budget)
+    assert read_budget(budget) == Auto()
     with pytest.raises(BudgetError, match="there is no device here, only a graph: write an amount"):
         planner.solve(graph, budget)
 
 
 @pytest.mark.parametrize(("given", "share"), [("10%", 0.1), (0.1, 0.1), ("0.25", 0.25), (0, 0.0), ("150%", 1.5)])
 def test_overheads_are_parsed(given: str | float, share: float) -> None:
-    assert allowed_overhead(at_overhead(given)) == share
+    assert read_budget_or_overhead(None, given) == Overhead(share)
 
 
 @pytest.mark.parametrize("given", ["ten", "-1%", -0.1, float("nan"), float("inf"), True, "", "8GB", object()])
 def test_other_overheads_raise(given: Any) -> None:
     with pytest.raises(BudgetError, match=r"max_overhead is .*: must be a fraction of the step time"):
-        at_overhead(given)
+        read_budget_or_overhead(None, given)
 
 
 @pytest.mark.parametrize("given", [{}, {"budget": "8GB", "max_overhead": 0.1}, {"budget": None, "max_overhead": None}])
@@ -70,10 +63,17 @@ def test_not_exactly_one_of_budget_and_overhead_raises(given: dict[str, Any], gr
         planner.solve(graph, **given)
 
 
-def test_cache_key_is_bytes_or_the_given_share() -> None:
-    assert cache_key("2kB") == cache_key(2000) == 2000
-    assert cache_key("60%") == "60%"
-    assert cache_key(budget_or_overhead(None, "10%")) == cache_key(budget_or_overhead(None, 0.1)) != cache_key("10%")
+@pytest.mark.parametrize("given", ["0%", "8", "8GBit", "GB", 0, -1, True, None, object()])
+def test_what_is_no_budget_raises_where_it_is_read(given: Any) -> None:
+    with pytest.raises(BudgetError, match="budget"):
+        read_budget(given)
+
+
+def test_budgets_are_equal_however_they_are_written() -> None:
+    assert read_budget("2kB") == read_budget(2000) == Bytes(2000)
+    assert read_budget("60 %") == read_budget("60.0%") == read_budget(0.6) == Share(60)
+    assert read_budget_or_overhead(None, "10%") == read_budget_or_overhead(None, 0.1) != read_budget("10%")
+    assert read_budget(Share(60)) == Share(60)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from inspect import Parameter, signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_a_kept_plan_is_one_of_the_same_parameters(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.json"))) == 2
 
 
-_OTHER_VALUES: dict[str, object] = {
+_OTHER_VALUES: dict[str, Any] = {
     "roofline": "h100",
     "other_devices": ("cpu:1",),
     "options": option_settings(["in-place"]),

@@ -18,6 +18,7 @@ from triton.backends import backends
 from triton.runtime import driver
 
 from graphs.schedule import Compute
+from planner.settings.budget import Bytes
 from tests.support.budgets import on_the_way
 from tests.support.inductor.no_gpu import Driver
 from tests.support.inductor.steps import CASES, differences, freed_over, prepare
@@ -49,7 +50,7 @@ def main(name: str, shares: Sequence[str]) -> None:
         known = prepare(CASES[name])
         for share in map(float, shares):
             (budget,) = on_the_way(known.graph, share)
-            plan = known.compiler._first_plan(known.graph, budget)
+            plan = known.compiler._first_plan(known.graph, Bytes(budget))
             # Its peak is not measured: the interpreter copies what it is given.
             step = known.compiler.wrapper.wrapped(known.compiler._made_executor(known.captured, plan))
             steps = plan.schedule.steps

@@ -21,6 +21,7 @@ from planner.capture.options.in_place import IN_PLACE
 from planner.capture.signature import call
 from planner.capture.workload.models import Workload, build
 from planner.measure.steps import loss_of
+from planner.settings.budget import Bytes
 from planner.settings.plan import PlanSettings
 from planner.train.compile.inductor_compiler import InductorCompiler
 from planner.train.distributed.wrappers import unwrap
@@ -158,7 +159,7 @@ class Prepared:
 
     def step(self, budget: int) -> planner.PlannedStep:
         with self.case.context():
-            return self.compiler.solve(self.captured, self.workload.batch, budget)
+            return self.compiler.solve(self.captured, self.workload.batch, Bytes(budget))
 
     def found(self, step: Callable[..., Any]) -> dict[str, torch.Tensor]:
         """What training by `step` leaves behind; the model is afterwards as it was."""

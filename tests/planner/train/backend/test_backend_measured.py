@@ -12,6 +12,7 @@ from graphs.errors import InfeasibleError
 from graphs.schedule import keep_everything
 from planner.measure import profile
 from planner.plans import search
+from planner.settings.budget import Bytes
 from planner.train.backend.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
 from planner.train.backend.step_memory import PassStorages, bytes_of_others, unread
 from tests.support.models.backend import (
@@ -131,7 +132,7 @@ def test_infeasible_budget_of_several_graphs_reports_what_each_keeps() -> None:
     model = Thirds()
     step = step_of(compiled(model, "1MB"), batch_of(model))
     step()
-    only_budget().budget = "150kB"
+    only_budget().budget = Bytes(150_000)
     with pytest.raises(InfeasibleError, match=r"150.00 kB is too small for the 3 graphs .* between the passes the graphs keep"):
         step()
 

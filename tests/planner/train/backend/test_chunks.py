@@ -14,6 +14,7 @@ from graphs.simulate import simulate
 from planner.plans import search
 from planner.plans.plan import Plan
 from planner.plans.solving import solve_graph
+from planner.settings.budget import Budget, Bytes
 from solvers.bounds import bound_least_budget
 from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with
 from tests.support.models.outcomes import peak_bytes
@@ -49,8 +50,8 @@ def test_a_loss_head_in_a_graph_is_in_chunks(*, measured: bool, monkeypatch: pyt
     model, step, batch = steps()
     solved: list[tuple[Graph, Plan]] = []
 
-    def solving(graph: Graph, budget: int, *settings: Any, **options: Any) -> Plan:
-        budget = simulate(graph, schedule_with(graph, in_chunks(graph, 4))).peak_bytes
+    def solving(graph: Graph, _: Budget, *settings: Any, **options: Any) -> Plan:
+        budget = Bytes(simulate(graph, schedule_with(graph, in_chunks(graph, 4))).peak_bytes)
         plan = solve_graph(graph, budget, *settings, **options)
         solved.append((graph, plan))
         return plan

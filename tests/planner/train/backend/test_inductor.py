@@ -19,6 +19,7 @@ from planner.capture.workload.models import Workload
 from planner.measure.steps import StepOutcome, measure_memory, outcome
 from planner.plans import search
 from planner.plans.plan import Plan
+from planner.settings.budget import Budget
 from planner.train.backend.settings import settings_of
 from tests.support.budgets import between
 
@@ -56,7 +57,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Graph, Plan]]:
     found: list[tuple[Graph, Plan]] = []
     solve = search.solve_graph
 
-    def noted(graph: Graph, budget: str | int, *settings: Any, **options: Any) -> Plan:
+    def noted(graph: Graph, budget: Budget, *settings: Any, **options: Any) -> Plan:
         found.append((graph, solve(graph, budget, *settings, **options)))
         return found[-1][1]
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from graphs.errors import UsageError
 from planner.memory.reserved import eager_reserved_bytes, reserved_bytes_of
+from planner.settings.budget import Share
 from planner.settings.counted_memory import CountedMemory
 from planner.train.backend import shared_budget
 from planner.train.backend.planned_graph import PlannedGraph
@@ -90,8 +91,8 @@ def test_percentage_refers_to_reserved_memory_of_the_whole_step(
     monkeypatch: pytest.MonkeyPatch, graphs: list[PlannedGraph]
 ) -> None:
     found: list[int] = []
-    in_bytes = shared_budget.budget_in_bytes
-    monkeypatch.setattr(shared_budget, "budget_in_bytes", lambda *given: found.append(given[1]) or in_bytes(*given))
+    in_bytes = Share.in_bytes
+    monkeypatch.setattr(Share, "in_bytes", lambda *given: found.append(given[1]) or in_bytes(*given))
     torch.manual_seed(0)
     trained(Parts(), torch.randn(ROWS, WIDTH), "100%", memory="reserved")
     assert max(found) == reserved_together(graphs)

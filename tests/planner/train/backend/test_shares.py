@@ -1,7 +1,5 @@
 """A share of the budget is one of the predicted peak of plain eager PyTorch, whichever kernels run."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,7 @@ from torch import nn
 import planner
 from planner.plans.solving import eager_peak_bytes
 from planner.plans.summary import summarize
-from planner.train.backend import shared_budget
+from planner.settings.budget import Share
 
 LAYERS, WIDTH, ROWS = 4, 128, 1024
 
@@ -23,13 +21,13 @@ def model() -> nn.Module:
 def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What budgets were shares of, in order."""
     found: list[int] = []
-    in_bytes = shared_budget.budget_in_bytes
+    in_bytes = Share.in_bytes
 
-    def noted(budget: Any, peak_bytes: int) -> int:
+    def noted(budget: Share, peak_bytes: int) -> int:
         found.append(peak_bytes)
         return in_bytes(budget, peak_bytes)
 
-    monkeypatch.setattr(shared_budget, "budget_in_bytes", noted)
+    monkeypatch.setattr(Share, "in_bytes", noted)
     return found
 
 

@@ -13,6 +13,7 @@ import planner
 from graphs.errors import BudgetError, PlannerError
 from planner.memory import auto_budget
 from planner.memory.auto_budget import auto_budget_bytes
+from planner.settings.budget import Auto, Bytes
 from planner.train.compile.per_batch import BatchPlans
 from planner.train.distributed.wrappers import unwrap
 
@@ -71,7 +72,7 @@ def test_trainers_count_optimizer_state_that_is_allocated(free: Callable[[int], 
             loss_fn(model(batch[0]), batch[1]).backward()
             optimizer.step()
             optimizer.zero_grad()
-        plans = BatchPlans(unwrap(model), "auto", {"passes": 1, "compare_eager": False})
+        plans = BatchPlans(unwrap(model), Auto(), {"passes": 1, "compare_eager": False})
         budgets.append(plans.step(loss_fn, batch, optimizer=optimizer, accumulate=False).plan.budget_bytes)
     parameters = sum(p.nbytes for p in model.parameters())
     assert budgets[1] - budgets[0] == pytest.approx(2 * parameters, rel=0.15)
@@ -120,12 +121,10 @@ def test_auto_where_nothing_is_left_raises(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_the_backend_leaves_room_for_the_state_of_adamw(free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    from planner.train.backend import shared_budget
-
     free(60 * MB)
     found: list[int] = []
-    in_bytes = shared_budget.budget_in_bytes
-    monkeypatch.setattr(shared_budget, "budget_in_bytes", lambda *given: found.append(in_bytes(*given)) or found[-1])
+    in_bytes = Bytes.in_bytes
+    monkeypatch.setattr(Bytes, "in_bytes", lambda *given: found.append(in_bytes(*given)) or found[-1])
     model, loss_fn, batch = workload()
     step = torch.compile(model, backend="planner", dynamic=False, options={"budget": "auto", "roofline": "cpu"})
     loss_fn(step(batch[0]), batch[1]).backward()

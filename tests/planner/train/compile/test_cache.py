@@ -19,6 +19,7 @@ from graphs.errors import OutputError
 from graphs.synthetic.small import make_training_chain
 from planner.plans.cache import PlanCache
 from planner.plans.document import write_plan
+from planner.settings.budget import Share, read_budget
 from tests.support.models.planned import compiled_with_cache, workload
 
 
@@ -26,7 +27,7 @@ def test_a_plan_is_solved_once(tmp_path: Path, solves: list[object]) -> None:
     folder = tmp_path / "not" / "there"
     first = compiled_with_cache(folder)
     again = compiled_with_cache(folder)
-    assert solves == ["100%"]
+    assert solves == [Share(100)]
     assert again.plan == first.plan
     model, loss_fn, batch = workload()
     torch.manual_seed(1)
@@ -172,9 +173,9 @@ def test_links_and_pipes_in_the_cache_are_replaced(kind: str, tmp_path: Path) ->
             {"link": elsewhere, "dangling link": tmp_path / "none", "circle of links": path, "link to a folder": tmp_path}[kind]
         )
     with pytest.warns(UserWarning, match=r"cannot be used, and the step is planned again: it is (a symbolic link|no file)"):
-        assert cache.load(path, "100%") is None
+        assert cache.load(path, Share(100)) is None
     cache.store(plan, path)
-    assert cache.load(path, "100%") == plan
+    assert cache.load(path, Share(100)) == plan
     assert path.is_file() and not path.is_symlink()
     assert elsewhere.read_text() == kept
     assert sorted(file.name for file in tmp_path.iterdir()) == ["cache", "elsewhere.json"]
@@ -185,7 +186,7 @@ def test_a_folder_in_the_place_of_a_plan_is_left_alone(tmp_path: Path) -> None:
     path = cache.path({})
     path.mkdir()
     with pytest.warns(UserWarning, match="is planned again: it is no file"):
-        assert cache.load(path, "100%") is None
+        assert cache.load(path, Share(100)) is None
     with pytest.warns(UserWarning, match="the plan was not stored in the cache: .* is a folder"):
         cache.store(planner.solve(make_training_chain(4), "100%"), path)
     assert path.is_dir()
@@ -198,10 +199,10 @@ def test_cached_plan_is_loaded_for_its_own_budget_only(tmp_path: Path) -> None:
     path = cache.path({})
     cache.store(plan, path)
     for budget in ("80%", plan.budget_bytes, f"{plan.budget_bytes}B"):
-        assert cache.load(path, budget) == plan
+        assert cache.load(path, read_budget(budget)) == plan
     for budget in ("60%", "100%", plan.budget_bytes - 1, plan.budget_bytes + 1):
         with pytest.warns(UserWarning, match=rf"its budget is {plan.budget_bytes} B, and \d+ B was asked for"):
-            assert cache.load(path, budget) is None
+            assert cache.load(path, read_budget(budget)) is None
 
 
 def test_a_share_of_a_peak_that_the_schedule_refutes_is_not_believed(tmp_path: Path, solves: list[object]) -> None:

@@ -25,6 +25,7 @@ from planner.plans.search import StepSearch
 from planner.plans.solving import judged_on, solve, solve_graph
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
+from planner.settings.budget import Budget, Bytes
 from planner.settings.option_settings import with_recorded
 from planner.settings.plan import PlanSettings, Wait
 from planner.train.compile import compare_eager, compiler, improvement
@@ -60,7 +61,7 @@ class Solved:
         self.ended = Ended(
             solve_graph(
                 self.jobs[-1].graph,
-                self.jobs[-1].budget_bytes,
+                self.jobs[-1].budget,
                 replace(self.jobs[-1].settings, work_limit=2.0),
                 start=self.jobs[-1].start,
             )
@@ -93,7 +94,7 @@ def in_processes(monkeypatch: pytest.MonkeyPatch, process: type[Solved]) -> None
 def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first plan be the one that needs the least memory."""
 
-    def first_plan(search: StepSearch, graph: Graph, budget: str | int, stage: StageReport) -> Plan:
+    def first_plan(search: StepSearch, graph: Graph, budget: Budget, stage: StageReport) -> Plan:
         plan = solve_graph(graph, budget, replace(search.settings, work_limit=2.0))
         offered = with_recorded(graph, plan.settings)
         schedule = find_least_evicting_schedule(offered.out_of_place(), WorkClock(1.0))
@@ -189,7 +190,7 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
     assert job.start is not None and job.start.schedule == first.schedule
     assert job.start.windows == tuple(first.settings["windows"])  # type: ignore[arg-type]
 
-    found = solve_graph(job.graph, job.budget_bytes, replace(job.settings, work_limit=50.0), start=job.start)
+    found = solve_graph(job.graph, job.budget, replace(job.settings, work_limit=50.0), start=job.start)
     assert found.status == "optimal" and found.bound_s is not None
     Scripted.news = [replace(found, bound_s=job.graph.time_s)]  # on the way, little is proved
     assert_trains_as_eager(step, model, batch, 6)
@@ -272,14 +273,14 @@ def test_a_solve_here_asks_with_its_time_and_gap(monkeypatch: pytest.MonkeyPatch
         return gap is not None
 
     monkeypatch.setattr(background, "solve_graph", solve_graph)
-    assert solve_here(SolveJob(make_chain(2), 1, PlanSettings()), is_enough).failure == "too little"
+    assert solve_here(SolveJob(make_chain(2), Bytes(1), PlanSettings()), is_enough).failure == "too little"
     assert asked == [(True, None), (True, compute_gap(1.25, 1.0))]
 
 
 def first_plan_with(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     """Let the first plan be one of a short solve with these `changes`, without a proof."""
 
-    def first_plan(search: StepSearch, graph: Graph, budget: str | int, stage: StageReport) -> Plan:
+    def first_plan(search: StepSearch, graph: Graph, budget: Budget, stage: StageReport) -> Plan:
         plan = solve_graph(graph, budget, replace(search.settings, work_limit=2.0))
         return replace(plan, **{"bound_s": graph.time_s, **changes})
 
@@ -378,7 +379,7 @@ def test_a_plan_over_the_budget_is_taken_back(at_once: type[Solved], monkeypatch
     assert step.plan.schedule == first.schedule
     assert step.history[-1].reason == "the peak of the next one was over the budget"
     assert_trains_as_eager(step, model, batch, 3)
-    assert at_once.jobs[-1].budget_bytes == budget - 1000  # solved for as much less
+    assert at_once.jobs[-1].budget == Bytes(budget - 1000)  # solved for as much less
     assert step.plan.measured_peak_bytes is None or step.plan.measured_peak_bytes <= budget
 
 
@@ -462,7 +463,7 @@ def test_the_same_costs_give_the_same_plan_where_a_gap_is_waited_for() -> None:
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     budget = between(graph)
     settings = PlanSettings(tolerance=Tolerance.of(1e-3), time_limit_s=20.0)
-    plans = [StepSearch(replace(settings, wait=Wait.of("2%"))).first_plan(graph, budget) for _ in range(2)]
+    plans = [StepSearch(replace(settings, wait=Wait.of("2%"))).first_plan(graph, Bytes(budget)) for _ in range(2)]
     assert plans[0].schedule == plans[1].schedule
     assert plans[0].gap is not None and plans[0].gap <= 0.02
 
@@ -473,7 +474,7 @@ def test_a_step_is_ready_with_its_first_schedule() -> None:
     settings = PlanSettings(tolerance=Tolerance.of(0.0), time_limit_s=20.0, reorder=False)
     told: list[Progress] = []
     with Stages(told.append).stage(Stage.SOLVE) as stage:
-        first = StepSearch(replace(settings, wait=Wait.of(0))).first_plan(graph, between(graph), stage)
+        first = StepSearch(replace(settings, wait=Wait.of(0))).first_plan(graph, Bytes(between(graph)), stage)
     assert told[-2].best_s == first.time_s
     assert simulate(graph, first.schedule).peak_bytes <= first.budget_bytes
 
@@ -508,17 +509,17 @@ def test_a_solve_in_the_background_sends_plans_and_its_end() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     budget = between(graph)
-    background = BackgroundSolve(SolveJob(graph, budget, PlanSettings(tolerance=Tolerance.of(0.05), time_limit_s=5.0)))
+    background = BackgroundSolve(SolveJob(graph, Bytes(budget), PlanSettings(tolerance=Tolerance.of(0.05), time_limit_s=5.0)))
     found = [plan for _ in range(300) if background.ended is None and (plan := background.receive(0.2)) is not None]
     assert background.ended is not None and background.ended.failure == ""
     assert found[-1] == background.ended.plan
     assert simulate(graph, found[-1].schedule).peak_bytes <= budget
     assert found[-1].time_s <= min(plan.time_s for plan in found)
-    impossible = BackgroundSolve(SolveJob(graph, 1, PlanSettings(time_limit_s=20.0)))
+    impossible = BackgroundSolve(SolveJob(graph, Bytes(1), PlanSettings(time_limit_s=20.0)))
     while impossible.ended is None:
         impossible.receive(0.2)
     assert "the least any schedule" in impossible.ended.failure
-    stopped = BackgroundSolve(SolveJob(graph, budget, PlanSettings()))
+    stopped = BackgroundSolve(SolveJob(graph, Bytes(budget), PlanSettings()))
     stopped.stop()
     assert stopped.ended is not None and stopped.receive(1.0) is None
 

@@ -17,6 +17,7 @@ import planner
 from graphs.errors import InfeasibleError, PlannerError, TraceError
 from planner.measure.steps import outcome
 from planner.plans.summary import summarize
+from planner.settings.budget import Share
 from planner.train.compile import inductor_compiler
 from planner.train.compile.inductor_compiler import InductorCompiler
 from planner.train.compile.per_batch import BatchPlans, check_options
@@ -107,7 +108,7 @@ def test_plans_again_for_another_shape() -> None:
 def test_plans_inside_a_training_loop() -> None:
     model, batch = model_and_batch()
     check_options({"kernels": "inductor"})
-    plans = BatchPlans(unwrap(model), "100%", {"kernels": "inductor", "passes": 1})
+    plans = BatchPlans(unwrap(model), Share(100), {"kernels": "inductor", "passes": 1})
     step = plans.step(F.mse_loss, batch, optimizer=torch.optim.AdamW(model.parameters()), accumulate=True)
     assert step.plan.graph.provenance["kernels"] == "inductor"
     assert (step.plan.graph.provenance["optimizer"]["name"], step.plan.graph.provenance["accumulate"]) == ("AdamW", True)

@@ -11,6 +11,7 @@ from torch import nn
 import planner
 from graphs.errors import InfeasibleError, LimitError
 from planner.measure import optimizers
+from planner.settings.budget import read_budget
 from planner.train.compile import per_batch
 from planner.train.compile.per_batch import BatchPlans
 from planner.train.compile.step import PlannedStep
@@ -25,7 +26,7 @@ class Loop:
     def __init__(self, budget: str | int = "1MB", **options: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3))
-        self.plans = BatchPlans(unwrap(self.model), budget, {**QUICK, **options})
+        self.plans = BatchPlans(unwrap(self.model), read_budget(budget), {**QUICK, **options})
         self._optimizer = torch.optim.AdamW(self.model.parameters())
 
     def step(self, rows: int) -> PlannedStep:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from benchmarks.runner import Runner
 from planner.capture.step import TrainingStep
 from planner.plans.summary import summarize
+from planner.settings.budget import Bytes
 from planner.settings.plan import PlanSettings
 from planner.train.compile.compiler import Compiler
 from planner.train.distributed.wrappers import unwrap
@@ -35,7 +36,7 @@ def check(recipe: Recipe, share: float) -> None:
     peak = summarize(captured.graph).keep_everything_peak_bytes
     least = bracket_least_budget(captured.graph, clock=WorkClock(0.5)).found_bytes
     budget = int(least + share * (peak - least))
-    planned = Runner(workload, compiler.solve(captured, workload.batch, budget))
+    planned = Runner(workload, compiler.solve(captured, workload.batch, Bytes(budget)))
     differences = expected.differences(planned.train(plain.batch))
     assert not differences, differences
     storages, allocated = planned.storages_bytes(plain.batch), planned.peak_bytes(plain.batch)

@@ -93,7 +93,7 @@ def test_a_smaller_batch_need_not_wait_for_a_good_plan(monkeypatch: pytest.Monke
         return search(self, *args)
 
     def profiled(self: Any, *args: Any) -> Any:
-        passes.append(self.trace.passes)
+        passes.append(self.settings.passes)
         return profile(self, *args)
 
     monkeypatch.setattr("planner.plans.search.StepSearch.first_plan", first_plan)

@@ -43,7 +43,7 @@ class SolvedWhenWaitedFor:
     def receive(self, most_s: float = 0.0) -> Plan | None:
         if most_s == 0 or self.ended is not None:
             return None
-        self.ended = Ended(solve_graph(self._job.graph, self._job.budget_bytes, self._job.settings))
+        self.ended = Ended(solve_graph(self._job.graph, self._job.budget, self._job.settings))
         return self.ended.plan
 
     def stop(self) -> None:

@@ -12,6 +12,7 @@ from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
+from planner.memory.fit import Bracket
 from planner.memory.reserved import arena_choice, growth_above_budget, least_reserved_in_arena, reserved_beside, reserved_bytes_of
 from planner.settings.counted_memory import CountedMemory
 from solvers.clock import measure_rest
@@ -31,7 +32,6 @@ _LESS = 0.75  # of the excess before: margins that leave more are no way to the 
 _CLOSE = 0.005  # of the budget: margins that differ by no more are not told apart,
 _CLOSEST = 0.0003  # nor budgets of allocated bytes
 _TIGHTER = 0.1  # of the tolerance: for budgets after the first, whose solves start from a schedule that is close
-_INSIDE = 0.1  # of an interval of budgets: the next one is no closer to its ends
 
 Run = Callable[[Request], SolvedOrder]  # a solve whose budget counts allocated bytes
 
@@ -74,7 +74,7 @@ def solve_counted(
         refused = Result(graph, budget_bytes, Status.INFEASIBLE, None, None, "", clock.seconds, message=refusal)
         return SolvedOrder(refused, keep_program_order(graph))
     most_bytes = budget_bytes - beside.kept_bytes
-    search = _Search(run, request, memory, must_stop or (lambda: False), arena, on_least)
+    search = _Search(run, request, memory, must_stop or (lambda: False), arena, on_least, Bracket(budget_bytes))
     first = search.solved(most_bytes, _FIRST, {})
     if first.result.schedule is None:
         said = f" Of the {format_bytes(budget_bytes)}, {beside.lines()}." if beside.kept_bytes else ""
@@ -121,6 +121,7 @@ class _Search:
 
     Attributes:
         run, request, memory, must_stop, arena, on_least: the arguments of ``solve_counted``.
+        bracket: the budgets of allocated bytes that are still open.
         best: the fastest result that fits the budget; None if none is known.
         bound_s: lower bound on the time of every schedule that fits; None if unknown.
     """
@@ -131,17 +132,13 @@ class _Search:
     must_stop: Callable[[], bool]
     arena: bool | None
     on_least: Callable[[Schedule], None] | None
+    bracket: Bracket
     best: Result | None = None
     bound_s: float | None = None
-    _floor_bytes: int = 0  # nothing was found for this budget of allocated bytes
     _is_unfinished: bool = False  # the solve for the budget that fits had too little time
-    _fits: tuple[int, int] | None = None  # the largest budget that was not too much, and what its schedule reserves
-    _misses: tuple[int, int] | None = None  # the smallest that was
     _least_bytes: int | None = None  # that a schedule reserves
     # Of the last schedule, above the budget: in an arena as much less is reserved as is allocated, so that it shows a way.
     _arena_excess_bytes: int = 0
-    _missed: int = 0  # the number of budgets that were too much
-    _is_news: bool = True  # the last solve has found another schedule than those for these two
     _found: bool = False  # by the current solve
     _start: Start | None = None  # what the last solve has found
     _error: Result | None = None  # of a solve that failed
@@ -257,17 +254,9 @@ class _Search:
         if result.schedule is not None:
             windows = result.settings.get("windows")
             self._start = Start(result.schedule, tuple(windows) if isinstance(windows, list) else ())
-        reserved_bytes = excess_bytes + self.request.budget_bytes
-        known = (self._fits, self._misses)
-        self._is_news = result.schedule is not None and all(one is None or one[1] != reserved_bytes for one in known)
-        if result.peak_bytes is None:
-            self._floor_bytes = asked_bytes
-        elif excess_bytes <= 0:
-            self._fits = asked_bytes, reserved_bytes
-            self._is_unfinished = result.ended is Ending.LIMIT
-        else:
-            self._misses = min(asked_bytes, result.peak_bytes), reserved_bytes
-            self._missed += 1
+            if excess_bytes <= 0:
+                self._is_unfinished = result.ended is Ending.LIMIT
+        self.bracket.learn(asked_bytes, result.peak_bytes, excess_bytes + self.request.budget_bytes)
         return excess_bytes
 
     def is_over(self) -> bool:
@@ -281,27 +270,19 @@ class _Search:
 
     def is_new(self, asked_bytes: int) -> bool:
         """Return True if no schedule that fits was found for this budget of allocated bytes."""
-        return self._fits is None or asked_bytes != self._fits[0]
+        return self.bracket.fits is None or asked_bytes != self.bracket.fits[0]
 
     def next_bytes(self) -> int | None:
         """Return the budget of allocated bytes to solve for next; None if nothing can be gained any more.
 
         The largest budget that is not too much is solved again if that solve had too little time.
         """
-        if self._misses is None:
-            return None
-        high_bytes, high_reserved = self._misses
-        low_bytes, low_reserved = self._fits or (self._floor_bytes, 0)
-        if high_bytes - low_bytes <= (1 if self.best is None else _CLOSEST * self.request.budget_bytes):
-            return low_bytes if self._is_unfinished else None
-        if self._fits is None:
-            in_arena = self._arena_excess_bytes if self._missed > 1 else 0
-            asked_bytes = high_bytes - max(high_reserved - self.request.budget_bytes, in_arena)
-        else:
-            share = (self.request.budget_bytes - low_reserved) / max(1, high_reserved - low_reserved)
-            asked_bytes = low_bytes + int(share * (high_bytes - low_bytes))
-        margin_bytes = int((_INSIDE if self._is_news else 0.5) * (high_bytes - low_bytes))
-        return max(low_bytes + margin_bytes, min(high_bytes - margin_bytes if self._fits else high_bytes - 1, asked_bytes))
+        bracket = self.bracket
+        close_bytes = 1 if self.best is None else _CLOSEST * self.request.budget_bytes
+        asked_bytes = bracket.next_bytes(close_bytes, self._arena_excess_bytes if bracket.missed > 1 else 0)
+        if asked_bytes is None and bracket.misses and bracket.fits and self._is_unfinished:
+            return bracket.fits[0]
+        return asked_bytes
 
     def ended(self, first: Result) -> Result:
         """Return the result of all solves, of which `first` was for the whole budget."""

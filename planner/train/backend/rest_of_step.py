@@ -12,6 +12,7 @@ from graphs.options import remove_options
 from graphs.pools import DEVICE
 from graphs.schedule import Compute, Schedule, Step, find_boundary, keep_everything, live_after, schedule_of
 from graphs.simulate import simulate
+from planner.memory.fit import find_largest
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 
@@ -64,21 +65,15 @@ def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, t
     graph = remove_options(graph)
     end = min(_TRY_S, time_limit_s / _TRIES)
 
-    def leaving(rest_bytes: int) -> Schedule | None:
-        roomy = with_rest(graph, made, rest_bytes)
+    def leaving(rest_bytes: float) -> Schedule | None:
+        roomy = with_rest(graph, made, int(rest_bytes))
         found = find_least_evicting_schedule(roomy, WallClock(end)) or schedule_of(roomy, range(len(roomy.ops)))
         return without_rest(graph, found) if simulate(roomy, found).peak_bytes <= budget_bytes else None
 
-    best = leaving(0)
-    low, high = 0, max(0, budget_bytes - graph.static_bytes)
-    for _ in range(_TRIES if best is not None else 0):
-        rest_bytes = (low + high) // 2
-        found = leaving(rest_bytes)
-        if found is None:
-            high = rest_bytes
-        else:
-            best, low = found, rest_bytes
-    return best
+    least = leaving(0)
+    if least is None:
+        return None
+    return find_largest(leaving, 0, max(0, budget_bytes - graph.static_bytes), halvings=_TRIES) or least
 
 
 def _first_backward(graph: Graph) -> int:

@@ -11,6 +11,8 @@ allocated bytes, which are lowered until the memory that they reserve together f
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,9 +27,10 @@ from graphs.options.option import Feature
 from graphs.schedule import Schedule
 from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
-from graphs.units import UNLIMITED_BYTES, format_bytes
+from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
 from planner.memory.auto_budget import auto_budget_bytes
+from planner.memory.fit import Bracket, fit
 from planner.memory.reserved import eager_bytes, kept_beside_passes, memory_of, memory_on, reserved_for_passes
 from planner.plans.line import saved_line
 from planner.plans.search import StepSearch
@@ -56,7 +59,7 @@ from planner.train.backend.unplanned_graph import UnplannedGraph
 
 _log = logging.getLogger(__name__)
 
-_FITS = 6  # attempts to plan the graphs of a step together so that they reserve no more than the budget
+_FITS = 5  # attempts to plan the graphs of a step together so that they reserve no more than the budget
 
 
 @dataclass(slots=True)
@@ -361,21 +364,9 @@ class SharedBudget:
         if self.memory is CountedMemory.ALLOCATED:
             return
         order, seen = [run.graph for run in runs], [run.seen for run in runs]
-        planned_bytes, refused_bytes, less_bytes = self._given(order, whole, alone=False), 0, 0
-        least_bytes, least = UNLIMITED_BYTES, dict[PlannedGraph, Schedule]()
-        for tries_left in reversed(range(_FITS)):
-            reserved_bytes = self._reserved(order, seen, [(graph.captured.graph, graph.schedule) for graph in order])
-            if reserved_bytes < least_bytes:
-                least_bytes, least = reserved_bytes, {graph: graph.schedule for graph in order}
-            if reserved_bytes <= whole or not tries_left:
-                break
-            less_bytes = max(reserved_bytes - whole, 2 * less_bytes)
-            asked_bytes = max(planned_bytes - less_bytes, (planned_bytes + refused_bytes) // 2)
-            try:
-                self._together(runs, asked_bytes).plan()
-                planned_bytes = asked_bytes
-            except InfeasibleError:
-                refused_bytes = asked_bytes
+        first = self._given(order, whole, alone=False), {graph: graph.schedule for graph in order}
+        solve, measure = partial(self._replan, runs), partial(self._measure, order, seen)
+        (_, least), least_bytes = fit(first, solve, measure, Bracket(whole), allocated=itemgetter(0), tries=_FITS)
         for graph, schedule in least.items():
             if graph.schedule is not schedule:
                 graph.schedule = schedule
@@ -387,6 +378,17 @@ class SharedBudget:
                 f"budget, let it count only tensors (memory={CountedMemory.ALLOCATED.value!r}), or remove the graph breaks "
                 "(TORCH_LOGS=graph_breaks shows them)",
             )
+
+    def _replan(self, runs: Sequence[_ForwardRun], budget: Bytes) -> tuple[int, dict[PlannedGraph, Schedule]]:
+        """Plan the graphs of a step together; return the allocated bytes that they were planned for, and their schedules."""
+        self._together(runs, budget.size_bytes).plan()
+        return budget.size_bytes, {run.graph: run.graph.schedule for run in runs}
+
+    def _measure(
+        self, order: Sequence[PlannedGraph], seen: Sequence[PassStorages], found: tuple[int, dict[PlannedGraph, Schedule]]
+    ) -> int:
+        """Return the bytes that a step reserves by the schedules that were found."""
+        return self._reserved(order, seen, [(graph.captured.graph, found[1][graph]) for graph in order])
 
     def _fit_arena(self, runs: Sequence[_ForwardRun], budget: _StepBudget) -> None:
         """Plan the graphs of a step for less memory if their arena exceeds the budget, because there are gaps between addresses.

@@ -8,6 +8,7 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
 from graphs.units import format_bytes
+from planner.memory.fit import find_largest
 from planner.train.backend.planned_graph import PlannedGraph
 from planner.train.backend.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
 from planner.train.backend.shared_channels import host_room
@@ -94,18 +95,12 @@ class Together:
         lean = self._leanest()
         least = {graph: kept_bytes(graph.captured.graph, schedule) for graph, schedule in lean.items()}
 
-        def sharing(share: float) -> dict[PlannedGraph, int]:
-            return {graph: int(least[graph] + share * max(0, most[graph] - least[graph])) for graph in self._graphs}
+        def attempt(share: float) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]] | None:
+            kept = {graph: int(least[graph] + share * max(0, most[graph] - least[graph])) for graph in self._graphs}
+            fitting = self._fitting(kept)
+            return None if fitting is None else (kept, fitting)
 
-        low, high, found = 0.0, 1.0, (least, lean)
-        for _ in range(_HALVINGS):
-            share = (low + high) / 2
-            fitting = self._fitting(sharing(share))
-            if fitting is None:
-                high = share
-            else:
-                low, found = share, (sharing(share), fitting)
-        return found
+        return find_largest(attempt, 0.0, 1.0, halvings=_HALVINGS) or (least, lean)
 
     def _leanest(self) -> dict[PlannedGraph, Schedule]:
         """Return schedules that keep little."""

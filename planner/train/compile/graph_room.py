@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 
 from graphs.allocators.caching import Rules
-from graphs.errors import BudgetError, InfeasibleError
+from graphs.errors import InfeasibleError
 from graphs.ir import Graph
 from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.units import format_bytes, format_enough
+from planner.memory.fit import Bracket, fit
 from planner.memory.reserved import eager_bytes, reserved_with_graphs, rules_of
 from planner.plans.plan import Plan
 from planner.runtime.cuda.graph_pool import pool_bytes
@@ -74,11 +77,9 @@ class GraphBudget:
 
 
 def with_room_for_pool(
-    graph: Graph, plan: Plan, libraries: Sequence[int], budget: GraphBudget, solve: Callable[[Budget], Plan]
+    graph: Graph, plan: Plan, libraries: Sequence[int], budget: GraphBudget, solve: Callable[[Bytes], Plan]
 ) -> Plan:
     """Return `plan`, or one whose tensors and pool together are within the budget of `plan`.
-
-    First the budget is lowered by the excess, then bisected between budgets known to be too small and too large.
 
     Args:
         libraries: bytes of each workspace of libraries in the pool (``pool_bytes``).
@@ -88,22 +89,11 @@ def with_room_for_pool(
     Raises:
         InfeasibleError: none is found; with the budget that has room for the closest plan.
     """
-    budget_bytes, low_bytes = plan.budget_bytes, graph.static_bytes
-    rules = rules_of(budget.memory)
-    high_bytes, closest, closest_bytes = plan.peak_bytes, plan, _kept_bytes(graph, plan, libraries, rules)
-    asked_bytes = plan.peak_bytes - (closest_bytes - budget_bytes)
-    for _ in range(_TRIES):
-        if closest_bytes <= budget_bytes:
-            return closest
-        try:
-            found = solve(Bytes(max(asked_bytes, low_bytes)))
-        except BudgetError:
-            low_bytes = max(asked_bytes, low_bytes)
-        else:
-            high_bytes = found.peak_bytes
-            if (kept_bytes := _kept_bytes(graph, found, libraries, rules)) < closest_bytes:
-                closest, closest_bytes = found, kept_bytes
-        asked_bytes = (low_bytes + high_bytes) // 2
+    measure = partial(_count_kept_bytes, graph, libraries, rules_of(budget.memory))
+    bracket = Bracket(plan.budget_bytes, graph.static_bytes)
+    closest, closest_bytes = fit(plan, solve, measure, bracket, allocated=attrgetter("peak_bytes"), tries=_TRIES)
+    if closest_bytes <= plan.budget_bytes:
+        return closest
     pool, tensors = closest_bytes - graph.static_bytes, closest.peak_bytes - graph.static_bytes
     raise InfeasibleError(
         f"a CUDA graph keeps {format_bytes(pool)} for {format_bytes(tensors)} of tensors: whole segments of 2 or 20 MiB, and "
@@ -113,6 +103,6 @@ def with_room_for_pool(
     )
 
 
-def _kept_bytes(graph: Graph, plan: Plan, libraries: Sequence[int], rules: Rules) -> int:
+def _count_kept_bytes(graph: Graph, libraries: Sequence[int], rules: Rules, plan: Plan) -> int:
     """Return the static memory that remains allocated once `plan` is recorded."""
     return graph.static_bytes + pool_bytes(with_recorded(graph, plan.settings), plan.schedule, libraries, rules)

@@ -36,7 +36,7 @@ from planner.native.library import use_python_passes, wait_for_library
 from planner.plans.solving import solve
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
-from planner.settings.stages import TraceSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.baselines import checkpoint_blocks, own_code
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
@@ -138,7 +138,7 @@ def measure(name: str, known: Sequence[HostRow], *, repeats: int) -> Iterator[Ho
     wait_for_library()
     torch.manual_seed(0)
     workload = MODELS[name]()
-    captured = profiled(capture(*workload), workload, TraceSettings(passes=3))
+    captured = profiled(capture(*workload), workload, PlanSettings(passes=3))
     eager = TrainingStep(workload.model, workload.loss_fn)
     steps: dict[str, Step] = {"eager": eager}
     for way, make in _list_other_ways(workload, eager).items():

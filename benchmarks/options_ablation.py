@@ -19,8 +19,9 @@ from graphs.options.selection import get_option_name, keep_traced_ops
 from graphs.units import format_ratio
 from planner.capture.workload.workload import parse_spec
 from planner.plans.summary import summarize
-from planner.settings.budgets import budget_in_bytes
-from planner.settings.stages import TraceSettings
+from planner.settings.budget import read_budget
+from planner.settings.option_settings import OptionSettings
+from planner.settings.plan import PlanSettings
 from planner.studies.experiment import Study
 from planner.studies.rows import column, key, listed, provenance, value
 from planner.studies.tables import Column, by, markdown
@@ -108,7 +109,7 @@ def leave_out(graph: Graph, dropped: Iterable[Op]) -> Graph:
 
 def trace(costs: str, spec: str) -> Graph:
     """Return the step of a model with all parts, in the order in which it is solved."""
-    settings = TraceSettings(roofline=None if costs == "cpu" else costs, options=OPTIONS)
+    settings = PlanSettings(roofline=None if costs == "cpu" else costs, options=OptionSettings(OPTIONS))
     return find_order(Tracing(settings).graph(parse_spec(spec))).graph
 
 
@@ -129,7 +130,7 @@ def ablate_graph(graph: Graph, model: str, costs: str, work: float) -> Iterator[
             budget=budget,
             part=NOTHING,
             work=work,
-            budget_bytes=budget_in_bytes(budget, peak_bytes),
+            budget_bytes=read_budget(budget).in_bytes(peak_bytes),
             base_s=graph.time_s,
             offered=0,
             used=0,

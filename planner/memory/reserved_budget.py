@@ -5,7 +5,7 @@ First only at the ops at which what is reserved grows above the budget, then eve
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from graphs.pools import DEVICE
@@ -139,6 +139,7 @@ class _Search:
     _least_bytes: int | None = None  # that a schedule reserves
     # Of the last schedule, above the budget: in an arena as much less is reserved as is allocated, so that it shows a way.
     _arena_excess_bytes: int = 0
+    _judged: dict[Schedule, tuple[int, int | None]] = field(default_factory=dict)  # bytes above the budget, of each schedule
     _found: bool = False  # by the current solve
     _start: Start | None = None  # what the last solve has found
     _error: Result | None = None  # of a solve that failed
@@ -159,6 +160,8 @@ class _Search:
                 request.on_progress(progress)
 
         def interim(schedule: Schedule, bound_s: float) -> None:
+            if schedule in self._judged:
+                return
             found = Status.FEASIBLE, schedule, None if margins else bound_s, "", request.clock.seconds, request.settings
             result = Result(request.graph, asked_bytes, *found)
             if self._is_better(result):  # addresses take a second or more
@@ -202,15 +205,23 @@ class _Search:
 
     def _excess_bytes(self, schedule: Schedule) -> int:
         """Return the bytes that `schedule` reserves above the budget, in an arena if it may have one."""
+        if schedule not in self._judged:  # solves that are close begin with the same schedules, and end with them
+            self._judged[schedule] = self._judge(schedule)
+        excess_bytes, arena_excess_bytes = self._judged[schedule]
+        if arena_excess_bytes is not None:
+            self._arena_excess_bytes = arena_excess_bytes
+        return excess_bytes
+
+    def _judge(self, schedule: Schedule) -> tuple[int, int | None]:
+        """Return the bytes that `schedule` reserves above the budget, and the least in an arena, where it may need one."""
         graph, budget_bytes = self.request.graph, self.request.budget_bytes
         usual_bytes = None if self.arena else self._reserved_bytes(schedule, arena=False)
         if usual_bytes is not None and (self.arena is False or usual_bytes <= budget_bytes):
-            return usual_bytes - budget_bytes
-        arena_bytes = least_reserved_in_arena(graph, schedule, self.memory)
-        self._arena_excess_bytes = arena_bytes - budget_bytes
+            return usual_bytes - budget_bytes, None
+        least_bytes = arena_bytes = least_reserved_in_arena(graph, schedule, self.memory)
         if arena_bytes <= budget_bytes:  # addresses take a second or more: not for what cannot fit
             arena_bytes = self._reserved_bytes(schedule, arena=True)
-        return min(arena_bytes, arena_bytes if usual_bytes is None else usual_bytes) - budget_bytes
+        return min(arena_bytes, arena_bytes if usual_bytes is None else usual_bytes) - budget_bytes, least_bytes - budget_bytes
 
     def _reserved_bytes(self, schedule: Schedule, *, arena: bool) -> int:
         """Return the bytes reserved for `schedule`, and remember the least."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from graphs.ir import Graph
+from graphs.ir import Graph, Op
 from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 
@@ -12,19 +12,18 @@ def keep_everything_peak_bytes(graph: Graph) -> int:
     return simulate(graph, keep_everything(graph)).peak_bytes
 
 
-def bound_any_order_peak_bytes(graph: Graph, before: Sequence[Collection[int]], after: Sequence[Collection[int]]) -> int:
+def bound_any_order_peak_bytes(graph: Graph, op: Op, before: Sequence[Collection[int]], after: Sequence[Collection[int]]) -> int:
     """Return a lower bound on the peak of keeping everything, over all orders in which ops stay in their phase.
 
     When op v runs, all its ancestors have run and none of its descendants has. So in memory are v's inputs, outputs and
-    workspace, and every tensor produced by an ancestor that is kept or read by a descendant. The bound is their size for the op
-    at the peak of program order; if it equals that peak, no order has a lower one.
+    workspace, and every tensor produced by an ancestor that is kept or read by a descendant. The bound is their size for `op`.
 
     Args:
         graph: a graph without options.
+        op: the op at the peak of program order (``find_peak``): if the bound equals that peak, no order has a lower one.
         before: for each op, ops that must come before it; others follow from these.
         after: for each op, ops that must come after it; others follow from these.
     """
-    op = graph.ops[_find_peak_op(graph)]
     ancestors = _find_reached(op.id, before) | {other.id for other in graph.ops if other.phase.place < op.phase.place}
     descendants = _find_reached(op.id, after) | {other.id for other in graph.ops if other.phase.place > op.phase.place}
     own = {*op.inputs, *op.outputs}
@@ -40,12 +39,13 @@ def bound_any_order_peak_bytes(graph: Graph, before: Sequence[Collection[int]], 
     return graph.static_bytes + op.workspace_bytes + sum(live)
 
 
-def _find_peak_op(graph: Graph) -> int:
-    """Return the op at the peak of keeping everything."""
+def find_peak(graph: Graph) -> tuple[int, Op]:
+    """Return the peak of keeping everything in program order, and the op that it is at."""
     schedule = keep_everything(graph)
-    executed = schedule.steps[simulate(graph, schedule).peak_step]
+    judged = simulate(graph, schedule)
+    executed = schedule.steps[judged.peak_step]
     assert isinstance(executed, Compute)  # a free adds nothing
-    return executed.op
+    return judged.peak_bytes, graph.ops[executed.op]
 
 
 def _find_reached(op: int, edges: Sequence[Collection[int]]) -> set[int]:

@@ -60,7 +60,7 @@ SOLVE_WALK = (
     Call(8, "solvers.windows.strategies.refinement", "step", "the bound; further windows"),
     Call(9, "solvers.windows.relaxation.models", "build_relaxation", "the rows"),
     Call(9, "solvers.highs", "solve_program", "solutions, and a bound"),
-    Call(9, "solvers.windows.decoding.decode", "decoded", "an order of executions"),
+    Call(9, "solvers.windows.decoding.decode", "decode", "an order of executions"),
     Call(9, "solvers.windows.search", "offer", "the trial of an order"),
     Call(10, "solvers.windows.decoding.decode", "try_out", "its schedule"),
     Call(11, "graphs.simulate", "simulate", "peak and time"),

@@ -12,8 +12,8 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.command import carry_out, command_line, one_thread
-from benchmarks.solves import modelled
+from benchmarks.command import build_parser, carry_out, limit_threads
+from benchmarks.solves import build_graph
 from benchmarks.zoo_models import MODELS
 from graphs.addresses import Buffer, buffers_of
 from graphs.io.buffers import read_buffers
@@ -54,7 +54,7 @@ class AddressRow(Made):
     seconds: float = column("of the search")
 
 
-def best_fit_bytes(buffers: Sequence[Buffer]) -> int:
+def compute_best_fit_bytes(buffers: Sequence[Buffer]) -> int:
     """Return the smallest arena of best fit in decreasing order of size, lifetime and area, and by start."""
     heights = [
         [instance.compute_height_bytes(offsets) for offsets in islice(construct_offsets(instance, WallClock()), len(ORDERS))]
@@ -63,7 +63,7 @@ def best_fit_bytes(buffers: Sequence[Buffer]) -> int:
     return min(map(max, zip(*heights, strict=True)), default=0)
 
 
-def address_row(
+def solve_addresses(
     name: str,
     buffers: Sequence[Buffer],
     capacity_bytes: int | None = None,
@@ -81,7 +81,7 @@ def address_row(
         buffers=len(buffers),
         capacity_bytes=capacity_bytes,
         live_bytes=max(instance.bound_bytes for instance in split_into_instances(buffers)),
-        best_fit_bytes=best_fit_bytes(buffers),
+        best_fit_bytes=compute_best_fit_bytes(buffers),
         arena_bytes=result.height_bytes,
         **attributes(result, "bound_bytes", "status", "seconds"),
         **provenance(),
@@ -92,17 +92,17 @@ def solve_instance(path: Path) -> Iterator[AddressRow]:
     """Yield a row for each seed of a public instance; a number before the ending of its name is the capacity."""
     name, _, capacity = path.stem.partition(".")
     for seed in range(SEEDS):
-        yield address_row(name, read_buffers(path).buffers, int(capacity) if capacity else None, seed=seed)
+        yield solve_addresses(name, read_buffers(path).buffers, int(capacity) if capacity else None, seed=seed)
 
 
 def solve_plans(model: str, budgets: Sequence[str] = BUDGETS, *, limit_s: float = PLAN_LIMIT_S) -> Iterator[AddressRow]:
     """Yield a row for a plan of `model` at each budget that one is found for."""
-    graph = modelled(MODELS[model])
+    graph = build_graph(MODELS[model])
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     for budget in budgets:
         schedule = result_of(graph, read_budget(budget).in_bytes(peak_bytes), WallClock(limit_s), tolerance=0.01).schedule
         if schedule is not None:
-            yield address_row(model, buffers_of(graph, schedule), budget=budget, limit_s=limit_s)
+            yield solve_addresses(model, buffers_of(graph, schedule), budget=budget, limit_s=limit_s)
 
 
 TABLE = (
@@ -124,8 +124,8 @@ def run(case: Path | str, known: Sequence[AddressRow]) -> Iterator[AddressRow]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Solve the missing cases; write rows and table."""
-    arguments = command_line(__doc__, AddressRow, models=(PUBLIC, *MODELS), out="results/addresses").parse_args(words)
-    one_thread()
+    arguments = build_parser(__doc__, AddressRow, models=(PUBLIC, *MODELS), out="results/addresses").parse_args(words)
+    limit_threads()
     files = sorted(INSTANCES.glob("*.csv")) if PUBLIC in arguments.models else []
     if PUBLIC in arguments.models and not files:
         print(f"the public instances are not here and are left out: no {INSTANCES}")

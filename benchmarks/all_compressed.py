@@ -5,7 +5,7 @@ from graphs.options.compress import COMPRESS, KEEP, RESTORE
 from graphs.schedule import Schedule, schedule_of
 
 
-def all_compressed(graph: Graph, form: str) -> Schedule:
+def compress_all(graph: Graph, form: str) -> Schedule:
     """Return the schedule that executes each op of `graph` once and compresses each tensor after its last forward reader.
 
     A backward op that reads several such tensors is replaced by the alternative that decompresses most of them itself.

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 import planner
-from benchmarks.command import Setting, benchmark, one_thread
+from benchmarks.command import Setting, limit_threads, make_main
 from graphs.units import format_bytes
 from planner.capture.options.traced import with_graph
 from planner.capture.step import TrainingStep
@@ -85,12 +85,12 @@ def measure(name: str, known: Sequence[ArenaRow], *, repeats: int) -> Iterator[A
     plans = {budget: planner.solve(graph, budget, arena=True, time_limit_s=_SOLVE_S) for budget in dict(missing)}
     for budget, library in missing:
         variables = {**ALONE, **_VARIABLES[library]}
-        yield from stream(measured, name, budget, library, plans[budget], repeats, variables=variables, limit_s=_LIMIT_S)
+        yield from stream(measure_plan, name, budget, library, plans[budget], repeats, variables=variables, limit_s=_LIMIT_S)
 
 
-def measured(name: str, budget: str, library: str, plan: Plan, repeats: int) -> Iterator[ArenaRow]:
+def measure_plan(name: str, budget: str, library: str, plan: Plan, repeats: int) -> Iterator[ArenaRow]:
     """Yield the row of a plan."""
-    one_thread()
+    limit_threads()
     torch.manual_seed(0)
     model, loss_fn, batch = MODELS[name]()
     captured = capture(model, loss_fn, batch)
@@ -107,8 +107,8 @@ def measured(name: str, budget: str, library: str, plan: Plan, repeats: int) -> 
     isolated = {each: Isolated(step, model, batch) for each, step in steps.items()}
     isolated[_ARENA].run()  # recorded
     outcomes = {each: outcome(steps[each], model, batch, seed=0) for each in (_EAGER, _ARENA)}
-    counted_bytes = given_bytes(isolated[_ARENA].run)
-    times_s, faults = _turns(isolated, repeats)
+    counted_bytes = measure_given_bytes(isolated[_ARENA].run)
+    times_s, faults = _run_in_turns(isolated, repeats)
     assert arena.size_bytes is not None
     assert arena.outside_bytes is not None
     ratios = {each: median(a / b for a, b in zip(times_s[each], times_s[_EAGER], strict=True)) for each in steps}
@@ -132,26 +132,26 @@ def measured(name: str, budget: str, library: str, plan: Plan, repeats: int) -> 
     )
 
 
-def _turns(steps: Mapping[str, Isolated], repeats: int) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+def _run_in_turns(steps: Mapping[str, Isolated], repeats: int) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
     """Return the seconds and the page faults of the steps, which take turns, after one turn that is not counted."""
     times_s: dict[str, list[float]] = {name: [] for name in steps}
     faults: dict[str, list[int]] = {name: [] for name in steps}
     with idle_pages_stay():
         for turn in range(repeats + 1):
             for name, step in steps.items():
-                before, start = _faults(), time.perf_counter()
+                before, start = _count_faults(), time.perf_counter()
                 step.run()
                 if turn:
                     times_s[name].append(time.perf_counter() - start)
-                    faults[name].append(_faults() - before)
+                    faults[name].append(_count_faults() - before)
     return times_s, faults
 
 
-def _faults() -> int:
+def _count_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def given_bytes(run: Callable[[], object]) -> int:
+def measure_given_bytes(run: Callable[[], object]) -> int:
     """Return the most bytes that PyTorch's allocator gives `run` at once."""
     return memory_rise(run, torch.device("cpu")).peak_bytes
 
@@ -179,7 +179,7 @@ STUDY = Study(
     order=listed(model=MODELS, budget=BUDGETS, library=_VARIABLES),
     pages={"table.md": partial(markdown, columns=TABLE)},
 )
-main = benchmark(
+main = make_main(
     STUDY, __doc__, models=MODELS, out="results/arena", repeats=Setting(20, "steps timed of each", argument_types.count)
 )
 

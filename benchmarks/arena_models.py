@@ -15,9 +15,9 @@ from statistics import median
 import torch
 
 import planner
-from benchmarks.runner import SEED, Runner, take_turns, whole_step
-from benchmarks.solves import least_bytes
-from benchmarks.try_models import RAN, REPEATS, find_failures, list_not_run, note_failure, run_in_process, trying
+from benchmarks.runner import SEED, Runner, build_whole_step, take_turns
+from benchmarks.solves import find_least_bytes
+from benchmarks.try_models import RAN, REPEATS, find_failures, list_not_run, make_main, note_failure, run_in_process
 from graphs.units import format_bytes
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
@@ -79,24 +79,24 @@ def compare_plans(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: 
         repeats: timed steps of each way, in turn.
     """
 
-    def fresh() -> Workload:
+    def build_fresh() -> Workload:
         torch.manual_seed(SEED)
         return make()
 
-    workload = fresh()
+    workload = build_fresh()
     batch = workload.batch
-    reference = Runner(workload, whole_step(workload)).train(batch)
-    eager = Runner(workload := fresh(), whole_step(workload))
+    reference = Runner(workload, build_whole_step(workload)).train(batch)
+    eager = Runner(workload := build_fresh(), build_whole_step(workload))
     rows = {EAGER: replace(row, different=len(reference.differences(eager.train(batch))))}
     runners = {EAGER: eager}
-    graph = tracing.trace(*fresh(), passes=1)
-    least = least_bytes(graph, _LEAST_LIMIT_S)
+    graph = tracing.trace(*build_fresh(), passes=1)
+    least = find_least_bytes(graph, _LEAST_LIMIT_S)
     budget_bytes = int(least + _SHARE * (summarize(graph).keep_everything_peak_bytes - least))
     for way in (PLANNED, IN_ARENA):
         row = replace(row, way=way, budget_bytes=budget_bytes)
         try:
-            workload = fresh()
-            untrained = Runner(workload, whole_step(workload)).state()
+            workload = build_fresh()
+            untrained = Runner(workload, build_whole_step(workload)).copy_state()
             how = {"tolerance": _TOLERANCE, "time_limit_s": _SOLVE_LIMIT_S, "compare_eager": False, "arena": way == IN_ARENA}
             step = planner.compile(*workload, budget=budget_bytes, wait=0, **how)
             runner = Runner(workload, step)
@@ -104,9 +104,9 @@ def compare_plans(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: 
             step.wait()
             runner.restore(untrained)
             different += len(reference.differences(runner.train(batch)))
-            counted = runner.peak_bytes(batch) - runner.static_bytes(batch)
+            counted = runner.measure_peak_bytes(batch) - runner.count_static_bytes(batch)
             plan = step.plan
-            rows[way] = replace(row, different=different, counted_bytes=counted, static_bytes=runner.static_bytes(batch))
+            rows[way] = replace(row, different=different, counted_bytes=counted, static_bytes=runner.count_static_bytes(batch))
             rows[way] = replace(rows[way], arena_bytes=plan.arena_bytes, swaps=len(step.history) - 1)
             runners[way] = runner
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
@@ -123,7 +123,7 @@ def is_over(row: ArenaModelRow) -> bool:
     return row.budget_bytes is not None and (row.taken_bytes or 0) > row.budget_bytes
 
 
-def summary(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
+def summarize_rows(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
     """Yield the results of all models, in sentences."""
     arenas = [row for row in rows if row.way == IN_ARENA and row.status == RAN]
     yield (
@@ -152,12 +152,12 @@ TABLE = (
 )
 
 
-def table(rows: Sequence[ArenaModelRow]) -> str:
+def format_table(rows: Sequence[ArenaModelRow]) -> str:
     """Return all of it, as Markdown."""
     return "\n".join(
         (
             "# Models of many kinds in an arena\n",
-            bullets(summary(rows)),
+            bullets(summarize_rows(rows)),
             "Times are multiples of eager PyTorch's in the same turn.\n",
             markdown(side_by_side(rows, "way", "source", "model"), TABLE),
             list_not_run(rows),
@@ -165,7 +165,7 @@ def table(rows: Sequence[ArenaModelRow]) -> str:
     )
 
 
-def failures(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
+def list_failures(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
     """Yield a line for each failure: results that are not eager's though eager repeats itself, too much memory, crashes."""
     yield from find_failures(
         rows,
@@ -174,12 +174,12 @@ def failures(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
     )
 
 
-def _line(row: ArenaModelRow) -> str:
+def _format_line(row: ArenaModelRow) -> str:
     return f"{row.source}/{row.model}, {row.way}: {row.status}, {row.different} results are not eager's; {row.message}"
 
 
-STUDY = Study(ArenaModelRow, try_one, pages={"table.md": table}, failures=failures)
-main = trying(STUDY, __doc__, out="results/arena_models", say=_line, repeats=REPEATS)
+STUDY = Study(ArenaModelRow, try_one, pages={"table.md": format_table}, failures=list_failures)
+main = make_main(STUDY, __doc__, out="results/arena_models", say=_format_line, repeats=REPEATS)
 
 
 if __name__ == "__main__":

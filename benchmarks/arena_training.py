@@ -19,9 +19,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import planner
 from benchmarks.arena import MODELS as STEPS
-from benchmarks.arena import given_bytes
-from benchmarks.command import Setting, benchmark, one_thread
-from benchmarks.process_memory import resident_bytes
+from benchmarks.arena import measure_given_bytes
+from benchmarks.command import Setting, limit_threads, make_main
+from benchmarks.process_memory import count_resident_bytes
 from graphs.units import format_bytes
 from planner.capture.workload.models import build
 from planner.cli import argument_types
@@ -110,7 +110,7 @@ class _Training:
         self.optimizer.zero_grad()
         return loss.detach()
 
-    def seconds(self) -> float:
+    def time_step(self) -> float:
         """Train for one step, and return its wall time in seconds."""
         start = time.perf_counter()
         self.run()
@@ -121,24 +121,24 @@ def measure(name: str, known: Sequence[ArenaTrainingRow], *, repeats: int) -> It
     """Yield the rows of a model that are not `known`."""
     for optimizer in OPTIMIZERS:
         if optimizer not in {row.optimizer for row in known}:
-            yield from stream(measured, name, optimizer, repeats, variables=ALONE, limit_s=_LIMIT_S)
+            yield from stream(measure_training, name, optimizer, repeats, variables=ALONE, limit_s=_LIMIT_S)
 
 
-def measured(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingRow]:
+def measure_training(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingRow]:
     """Yield the row of a model with an optimizer."""
-    one_thread()
+    limit_threads()
     torch.manual_seed(0)
     model, loss_fn, batch = MODELS[name]()
     kind, make = OPTIMIZERS[optimizer]
     eager, usual = copy.deepcopy(model), copy.deepcopy(model)
     planned = partial(planner.compile, batch=batch, budget=BUDGET, optimizer=kind, swap="never", compare_eager=False)
     planned(copy.deepcopy(model), loss_fn, wait="1 work")  # loads what planning needs
-    plain_step, plain_plan_s = _timed(lambda: planned(usual, loss_fn))
-    step, arena_plan_s = _timed(lambda: planned(model, loss_fn, arena=True))
-    arena = _arena_of(step)
+    plain_step, plain_plan_s = _time(lambda: planned(usual, loss_fn))
+    step, arena_plan_s = _time(lambda: planned(model, loss_fn, arena=True))
+    arena = _get_arena(step)
     plain, within = _Training(plain_step, usual, make(usual), batch), _Training(step, model, make(model), batch)
     wanted = _Training(lambda x, y: loss_fn(eager(x), y), eager, make(eager), batch)  # type: ignore[misc]
-    first_s = [_timed(within.run)[1] for _ in range(_RECORDED)]
+    first_s = [_time(within.run)[1] for _ in range(_RECORDED)]
     for _ in range(_RECORDED):
         plain.run()
         wanted.run()
@@ -146,13 +146,13 @@ def measured(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingR
     same_parameters = all(map(torch.equal, eager.parameters(), model.parameters()))
     plain.run()
     with idle_pages_stay():
-        turns = [(plain.seconds(), within.seconds()) for _ in range(repeats)]
-    evaluated = [tuple(_after_evaluation_s(training, batch) for training in (plain, within)) for _ in range(repeats)]
+        turns = [(plain.time_step(), within.time_step()) for _ in range(repeats)]
+    evaluated = [tuple(_time_after_evaluation(training, batch) for training in (plain, within)) for _ in range(repeats)]
     assert arena.slab is not None
-    given = given_bytes(within.run)
-    evaluation_bytes = given_bytes(lambda: _evaluate(model, batch))
-    left_bytes = resident_bytes(arena.slab.address, arena.slab.size_bytes)
-    plain_bytes, alone_bytes = given_bytes(plain.run), _optimizer_bytes(plain)
+    given = measure_given_bytes(within.run)
+    evaluation_bytes = measure_given_bytes(lambda: _evaluate(model, batch))
+    left_bytes = count_resident_bytes(arena.slab.address, arena.slab.size_bytes)
+    plain_bytes, alone_bytes = measure_given_bytes(plain.run), _measure_optimizer_bytes(plain)
     assert arena.training_bytes is not None
     assert arena.step_bytes is not None
     yield ArenaTrainingRow(
@@ -183,33 +183,33 @@ def _evaluate(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
         model(batch[0])
 
 
-def _after_evaluation_s(training: _Training, batch: tuple[torch.Tensor, ...]) -> float:
+def _time_after_evaluation(training: _Training, batch: tuple[torch.Tensor, ...]) -> float:
     """Run a step and an evaluation, then return the seconds of a further step."""
     training.run()
     _evaluate(training.model, batch)
-    return training.seconds()
+    return training.time_step()
 
 
-def _timed(run: Callable[[], Returned]) -> tuple[Returned, float]:
+def _time(run: Callable[[], Returned]) -> tuple[Returned, float]:
     """Call `run`, and return its result and the processor time in seconds."""
     start = time.process_time()
     return run(), time.process_time() - start
 
 
-def _arena_of(step: PlannedStep) -> Arena:
+def _get_arena(step: PlannedStep) -> Arena:
     assert isinstance(step._run, Executor)
     assert isinstance(step._run.arena, Arena)
     return step._run.arena
 
 
-def _optimizer_bytes(training: _Training) -> int:
+def _measure_optimizer_bytes(training: _Training) -> int:
     """Return the most bytes that the optimizer takes while it steps, without the gradients."""
     for parameter in training.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return given_bytes(training.optimizer.step)
+    return measure_given_bytes(training.optimizer.step)
 
 
-def failures(rows: Sequence[ArenaTrainingRow]) -> Iterator[str]:
+def list_failures(rows: Sequence[ArenaTrainingRow]) -> Iterator[str]:
     """Yield a line for each row with other bits than eager PyTorch's, or other bytes than planned, and for evaluations beyond."""
     for row in rows:
         if not row.identical:
@@ -243,9 +243,9 @@ STUDY = Study(
     whole=False,
     order=listed(model=MODELS, optimizer=OPTIMIZERS),
     pages={"table.md": partial(markdown, columns=TABLE)},
-    failures=failures,
+    failures=list_failures,
 )
-main = benchmark(
+main = make_main(
     STUDY,
     __doc__,
     models=MODELS,

@@ -27,7 +27,7 @@ class Setting:
     form: Callable[[str], Any] = int
 
 
-def benchmark(
+def make_main(
     study: Study[str, Any],
     description: str | None,
     *,
@@ -39,13 +39,13 @@ def benchmark(
 
     Args:
         study: of cases that are names of `models`.
-        description, models, out: as for ``command_line``.
+        description, models, out: as for ``build_parser``.
         settings: arguments of the command line that ``study.run`` takes by the same names.
     """
 
     def main(words: Sequence[str] | None = None) -> int:
-        arguments, run = read_settings(command_line(description, study.row, models=models, out=out), study.run, settings, words)
-        one_thread()
+        arguments, run = read_settings(build_parser(description, study.row, models=models, out=out), study.run, settings, words)
+        limit_threads()
         return carry_out(replace(study, run=run), arguments, {(name,): name for name in arguments.models})
 
     return main
@@ -62,7 +62,7 @@ def read_settings(
     return arguments, partial(run, **{name: getattr(arguments, name) for name in settings})
 
 
-def command_line(description: str | None, row: Any, *, models: Collection[str] = (), out: str) -> argparse.ArgumentParser:
+def build_parser(description: str | None, row: Any, *, models: Collection[str] = (), out: str) -> argparse.ArgumentParser:
     """Return the parser of the arguments that all benchmarks share.
 
     Args:
@@ -89,20 +89,23 @@ def add_names(parser: argparse.ArgumentParser, flag: str, names: Collection[str]
     """Add an argument for some of `names`, separated by commas; by default for all of them."""
     every = ",".join(names)
     parser.add_argument(
-        flag, type=names_of(flag[2:-1], names), default=default or every, help=f"with commas, of {every} (default: %(default)s)"
+        flag,
+        type=make_names_reader(flag[2:-1], names),
+        default=default or every,
+        help=f"with commas, of {every} (default: %(default)s)",
     )
 
 
-def names_of(kind: str, names: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+def make_names_reader(kind: str, names: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """Return the function that reads some of `names`, of a `kind`, separated by commas."""
 
-    def some(text: str) -> tuple[str, ...]:
+    def read_names(text: str) -> tuple[str, ...]:
         found = tuple(text.split(","))
         if unknown := [name for name in found if name not in names]:
             raise argparse.ArgumentTypeError(f"there is no {kind} {unknown[0]!r}: choose from {', '.join(names)}")
         return found
 
-    return some
+    return read_names
 
 
 def carry_out(
@@ -117,7 +120,7 @@ def carry_out(
 
     Args:
         study: the benchmark.
-        arguments: of ``command_line``.
+        arguments: of ``build_parser``.
         cases: by the first parts of the keys of their rows.
         say: returns the text to print for a new row.
         cluster: the address of a Dask scheduler, whose workers run the cases.
@@ -148,6 +151,6 @@ def carry_out(
     return 1 if failures else 0
 
 
-def one_thread() -> None:
+def limit_threads() -> None:
     """Set the number of threads to one: two that wait for each other double the noise of other processes."""
     torch.set_num_threads(1)

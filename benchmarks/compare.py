@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.command import add_names, command_line
-from benchmarks.compare_summary import summary_text
+from benchmarks.command import add_names, build_parser
+from benchmarks.compare_summary import format_summary
 from graphs.io.files import write_text
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
@@ -129,7 +129,7 @@ def make(suite: str, out: Path, *, fresh: bool, cluster: str | None) -> list[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the missing comparisons; return 1 if one failed."""
-    parser = command_line(__doc__, ComparisonRow, out="results/compare")
+    parser = build_parser(__doc__, ComparisonRow, out="results/compare")
     add_names(parser, "--suites", SUITES, default="exact,h200,cpu")
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Dask scheduler, whose workers solve")
     options = parser.parse_args(arguments)
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 write_report(read_rows(file, ComparisonRow), file.parent)
         else:
             failed += make(suite, options.out, fresh=options.fresh, cluster=options.cluster)
-    write_text(options.out / "summary.md", summary_text(options.out))
+    write_text(options.out / "summary.md", format_summary(options.out))
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -30,25 +30,25 @@ _MEASURED = (
 )
 
 
-def summary_text(folder: Path) -> str:
+def format_summary(folder: Path) -> str:
     """Return overheads at two budgets of each model, and times at equal measured peaks, as Markdown."""
     parts = ["# Every method on every model"]
     for suite, said in SIMULATED.items():
-        if models := _models(folder / suite):
-            lines = [_overheads(name, rows, budget) for name, rows in models.items() for budget in BUDGETS]
+        if models := _read_models(folder / suite):
+            lines = [_format_overheads(name, rows, budget) for name, rows in models.items() for budget in BUDGETS]
             parts += [_SIMULATED.format(said=said), as_markdown([("model", "budget", *METHODS, *BEST, "bound"), *lines])]
     for suite, said in MEASURED.items():
-        if models := _models(folder / suite):
-            lines = [_ratios(name, rows, budget) for name, rows in models.items() for budget in BUDGETS]
-            parts += [_MEASURED.format(said=said), as_markdown([("model", "budget", *BASELINES), *lines]), _tally(models)]
+        if models := _read_models(folder / suite):
+            lines = [_format_ratios(name, rows, budget) for name, rows in models.items() for budget in BUDGETS]
+            parts += [_MEASURED.format(said=said), as_markdown([("model", "budget", *BASELINES), *lines]), _format_tally(models)]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def _models(folder: Path) -> dict[str, list[ComparisonRow]]:
+def _read_models(folder: Path) -> dict[str, list[ComparisonRow]]:
     return {file.parent.name: read_rows(file, ComparisonRow) for file in sorted(folder.glob("*/rows.csv"))}
 
 
-def _overheads(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[str, ...]:
+def _format_overheads(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[str, ...]:
     """Return the line of one budget: cells of the comparison's own table, and the best heuristics."""
     judged = simulated(rows)
     header, *lines = simulated_table(judged)
@@ -68,14 +68,14 @@ def _overheads(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[s
     return name, budget, *marked, line.get("bound", NOT_TRIED)
 
 
-def _ratios(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[str, ...]:
+def _format_ratios(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[str, ...]:
     """Return for each kind of method the ratio of the optimal schedule's time to the best that fits `budget`."""
     budget_bytes = next((row.budget_bytes or 0 for row in rows if row.budget == budget), 0)
     pairs = iso_memory_pairs(rows)
-    return name, budget, *(_ratio(kind, rows, pairs, budget_bytes) for kind in BASELINES)
+    return name, budget, *(_format_ratio(kind, rows, pairs, budget_bytes) for kind in BASELINES)
 
 
-def _ratio(kind: str, rows: Sequence[ComparisonRow], pairs: Sequence[IsoMemoryPair], budget_bytes: int) -> str:
+def _format_ratio(kind: str, rows: Sequence[ComparisonRow], pairs: Sequence[IsoMemoryPair], budget_bytes: int) -> str:
     baselines = of_kind([pair.baseline for pair in pairs], kind)
     best = best_measured(baselines, budget_bytes)
     if best is None and kind in HEURISTICS:  # those that found no schedule have no pair
@@ -86,7 +86,7 @@ def _ratio(kind: str, rows: Sequence[ComparisonRow], pairs: Sequence[IsoMemoryPa
     return "" if ratio is None else f"{ratio:.2f} ({best.method})"
 
 
-def _tally(models: Mapping[str, Sequence[ComparisonRow]]) -> str:
+def _format_tally(models: Mapping[str, Sequence[ComparisonRow]]) -> str:
     """Return by kind of method how often the optimal schedule was at least as fast as one with correct gradients."""
     lost: dict[str, list[bool]] = {}
     for pair in (pair for rows in models.values() for pair in iso_memory_pairs(rows)):

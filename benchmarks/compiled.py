@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.command import build_parser, carry_out, limit_threads
 from benchmarks.compiled_case import ATEN, IN_ARENA, OURS, REFERENCE, CompiledRow, Settings, compare_compiled
 from benchmarks.models import huggingface_models as hf
 from graphs.units import format_bytes, format_seconds
@@ -54,13 +54,13 @@ def measure(name: str, known: Sequence[CompiledRow], *, settings: Settings, devi
     workload = MODELS[name]()
     batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), workload.batch)
     workload = workload._replace(model=workload.model.to(device), batch=batch)
-    rows = compare_compiled(workload, name, settings, on_row=_say)
+    rows = compare_compiled(workload, name, settings, on_row=_print_row)
     torch.compiler.reset()
     gc.collect()
     return rows
 
 
-def _say(row: CompiledRow) -> None:
+def _print_row(row: CompiledRow) -> None:
     found = row.error or f"{row.measured_peak_bytes} bytes, {row.bits} {row.variant}"
     print(f"{row.model}: {row.method} {row.budget}: {found}", file=sys.stderr, flush=True)
 
@@ -81,51 +81,52 @@ Each setting of `activation_memory_budget`, and the plan over Inductor's kernels
 """
 
 
-def table(rows: Sequence[CompiledRow]) -> str:
+def format_table(rows: Sequence[CompiledRow]) -> str:
     """Return the summary, each method at each budget, and plans within the peaks of PyTorch's Memory Budget API."""
     return "\n".join(
         (
-            bullets(summary(rows)),
+            bullets(summarize_rows(rows)),
             "## Plans at shares of torch.compile's peak\n",
             _CAPTION,
-            as_markdown(list(_budgets(rows))),
+            as_markdown(list(_iterate_budgets(rows))),
             "## At the Memory Budget API's own peaks\n",
             _PEAKS_CAPTION,
-            markdown(_peaks(rows), _PEAKS),
+            markdown(_iterate_peaks(rows), _PEAKS),
         )
     )
 
 
-def summary(rows: Sequence[CompiledRow]) -> Iterator[str]:
+def summarize_rows(rows: Sequence[CompiledRow]) -> Iterator[str]:
     """Yield the results of plans over Inductor's kernels in total, and the targets that they miss."""
     ours = [row for row in rows if row.method == OURS and row.measured_peak_bytes is not None]
     counted = f"of {len(ours)} plans over Inductor's kernels"
     over = [row for row in ours if (row.measured_peak_bytes or 0) > (row.budget_bytes or 0)]
-    yield f"{counted}, {len(over)} take more than their budget{_named(over)}"
+    yield f"{counted}, {len(over)} take more than their budget{_format_names(over)}"
     errors = {row: row.misprediction or 0.0 for row in ours}
     far = [row for row, error in errors.items() if error > _MISPREDICTED]
     exact = sum(error == 0 for error in errors.values())
     yield (
         f"{counted}, {len(ours) - len(far)} have a measured peak within {_MISPREDICTED:.0%} of the predicted one, {exact} to the "
-        f"byte{_named(far)}"
+        f"byte{_format_names(far)}"
     )
     other = [row for row in ours if row.bits != "identical"]
-    yield f"{counted}, {len(ours) - len(other)} have the loss and gradients of torch.compile to the last bit{_named(other)}"
+    equal = len(ours) - len(other)
+    yield f"{counted}, {equal} have the loss and gradients of torch.compile to the last bit{_format_names(other)}"
     whole = [row for row in ours if row.budget == "100%" and row.ratio is not None]
     slow = [row for row in whole if (row.ratio or 0.0) > 1 + _SLOWER]
-    yield f"at torch.compile's own peak: {_spread(row.ratio for row in whole)} of its time{_named(slow)}"
+    yield f"at torch.compile's own peak: {_format_spread(row.ratio for row in whole)} of its time{_format_names(slow)}"
     peers = [row for row in ours if row.peer_ratio is not None]
     slow = [row for row in peers if (row.peer_ratio or 0.0) > 1]
-    yield f"at the Memory Budget API's peaks: {_spread(row.peer_ratio for row in peers)} of its time{_named(slow)}"
-    yield from _in_arenas(rows)
+    yield f"at the Memory Budget API's peaks: {_format_spread(row.peer_ratio for row in peers)} of its time{_format_names(slow)}"
+    yield from _summarize_arenas(rows)
     none = [row for row in rows if row.method == OURS and row.peer and row.measured_peak_bytes is None]
-    yield f"at the Memory Budget API's peaks: {len(none)} without a plan{_named(none)}"
+    yield f"at the Memory Budget API's peaks: {len(none)} without a plan{_format_names(none)}"
     baselines = [row for row in rows if row.method.startswith("memory-budget")]
     wrong = [row for row in baselines if row.bits == "wrong" or row.error]
-    yield f"of {len(baselines)} runs of the Memory Budget API, {len(wrong)} fail or compute other gradients{_named(wrong)}"
+    yield f"of {len(baselines)} runs of the Memory Budget API, {len(wrong)} fail or compute other gradients{_format_names(wrong)}"
 
 
-def _in_arenas(rows: Sequence[CompiledRow]) -> Iterator[str]:
+def _summarize_arenas(rows: Sequence[CompiledRow]) -> Iterator[str]:
     """Yield the results of plans in arenas, beside the same without one; nothing if there are none."""
     without = {(row.model, row.budget): row for row in rows if row.method == OURS}
     arenas = [row for row in rows if row.method == IN_ARENA and row.measured_peak_bytes is not None]
@@ -133,42 +134,42 @@ def _in_arenas(rows: Sequence[CompiledRow]) -> Iterator[str]:
         return
     over = [row for row in arenas if (row.measured_peak_bytes or 0) > (row.budget_bytes or 0)]
     other = [row for row in arenas if row.bits != "identical"]
-    yield f"of {len(arenas)} plans in an arena, {len(over)} take more than their budget{_named(over)}"
-    yield f"of {len(arenas)} plans in an arena, {len(arenas) - len(other)} have the bits of torch.compile{_named(other)}"
+    yield f"of {len(arenas)} plans in an arena, {len(over)} take more than their budget{_format_names(over)}"
+    yield f"of {len(arenas)} plans in an arena, {len(arenas) - len(other)} have the bits of torch.compile{_format_names(other)}"
     pairs = [(row.ratio, without[row.model, row.budget].ratio) for row in arenas]
-    yield f"in an arena, of the time without: {_spread(own / plain for own, plain in pairs if own and plain)}"
+    yield f"in an arena, of the time without: {_format_spread(own / plain for own, plain in pairs if own and plain)}"
 
 
-def _spread(ratios: Iterable[float | None]) -> str:
+def _format_spread(ratios: Iterable[float | None]) -> str:
     known = [ratio for ratio in ratios if ratio is not None]
     return f"median {median(known):.3f}x, worst {max(known):.3f}x" if known else "nothing measured"
 
 
-def _named(rows: Sequence[CompiledRow]) -> str:
+def _format_names(rows: Sequence[CompiledRow]) -> str:
     named = (f"{row.model} {row.budget or row.method}" for row in rows)
     return f" ({', '.join(named)})" if rows else ""
 
 
-def _budgets(rows: Sequence[CompiledRow]) -> Iterator[tuple[str, ...]]:
+def _iterate_budgets(rows: Sequence[CompiledRow]) -> Iterator[tuple[str, ...]]:
     """Yield a line for each model and method, with a cell for each budget."""
     budgets = list(dict.fromkeys(row.budget for row in rows if row.budget and not row.peer))
     yield ("model", REFERENCE, "kernels", *budgets)
     for model, own in by(rows, "model").items():
         methods = by(own, "method")
         (reference,) = methods[REFERENCE]
-        taken = _taken(reference) if reference.time_s is not None else reference.error
+        taken = _format_taken(reference) if reference.time_s is not None else reference.error
         for method in [method for method in _METHODS if method in methods]:
             found = {row.budget: row for row in methods[method]}
-            yield (model, taken, _METHODS[method], *(_cell(found[b], reference) if b in found else "" for b in budgets))
+            yield (model, taken, _METHODS[method], *(_format_cell(found[b], reference) if b in found else "" for b in budgets))
         if not _METHODS.keys() & methods.keys():
             yield (model, taken, "none", *("" for _ in budgets))
 
 
-def _taken(row: CompiledRow) -> str:
+def _format_taken(row: CompiledRow) -> str:
     return f"{format_seconds(row.time_s or 0.0)}, {format_bytes(row.measured_peak_bytes or 0)}"
 
 
-def _cell(row: CompiledRow, reference: CompiledRow) -> str:
+def _format_cell(row: CompiledRow, reference: CompiledRow) -> str:
     if row.ratio is None:
         if row.least_bytes is None:
             return row.error
@@ -186,14 +187,14 @@ class _Peak:
     plan: CompiledRow | None
 
 
-def _peaks(rows: Sequence[CompiledRow]) -> Iterator[_Peak]:
+def _iterate_peaks(rows: Sequence[CompiledRow]) -> Iterator[_Peak]:
     found = {(row.model, row.peer or row.method): row for row in rows if row.peer or row.method == REFERENCE}
     for row in rows:
         if row.method.startswith("memory-budget"):
             yield _Peak(row, found[row.model, REFERENCE], found.get((row.model, row.method)))
 
 
-def _of_peak(title: str, value: Callable[[_Peak], object], form: str | None = None) -> Column:
+def _make_peak_column(title: str, value: Callable[[_Peak], object], form: str | None = None) -> Column:
     """Return a column for settings that ran together with a plan for their peak."""
     return Column(title, lambda peak: None if peak.row.ratio is None or peak.plan is None else value(peak), form)
 
@@ -202,34 +203,34 @@ _PEAKS = (
     Column("model", "row.model"),
     Column("setting", lambda peak: peak.row.method.split()[1]),
     Column("peak", lambda peak: peak.row.error if peak.row.ratio is None else format_bytes(peak.row.measured_peak_bytes or 0)),
-    _of_peak(
+    _make_peak_column(
         "of torch.compile's", lambda peak: peak.row.measured_peak_bytes / (peak.reference.measured_peak_bytes or 1), "{:.1%}"
     ),
-    _of_peak("time", lambda peak: peak.row.ratio, "{:.3f}x"),
-    _of_peak("gradients", lambda peak: peak.row.bits),
-    _of_peak("plan's time", lambda peak: _cell(peak.plan, peak.reference)),
-    _of_peak("plan over it", lambda peak: peak.plan.peer_ratio, "{:.3f}x"),
-    _of_peak("gap", lambda peak: peak.plan.gap, "{:z.2%}"),
-    _of_peak("planned in", lambda peak: peak.plan.plan_s, "{:.0f} s"),
-    _of_peak("of it compiled in", lambda peak: peak.plan.compile_s, "{:.0f} s"),
+    _make_peak_column("time", lambda peak: peak.row.ratio, "{:.3f}x"),
+    _make_peak_column("gradients", lambda peak: peak.row.bits),
+    _make_peak_column("plan's time", lambda peak: _format_cell(peak.plan, peak.reference)),
+    _make_peak_column("plan over it", lambda peak: peak.plan.peer_ratio, "{:.3f}x"),
+    _make_peak_column("gap", lambda peak: peak.plan.gap, "{:z.2%}"),
+    _make_peak_column("planned in", lambda peak: peak.plan.plan_s, "{:.0f} s"),
+    _make_peak_column("of it compiled in", lambda peak: peak.plan.compile_s, "{:.0f} s"),
 )
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure the missing models; write rows and table."""
-    parser = command_line(__doc__, CompiledRow, models=MODELS, out="results/compiled")
+    parser = build_parser(__doc__, CompiledRow, models=MODELS, out="results/compiled")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=best, help="where to train (default here: %(default)s)")
     parser.add_argument("--repeats", type=argument_types.count, default=31, help="turns that are timed (default: %(default)s)")
     arguments = parser.parse_args(words)
-    one_thread()
+    limit_threads()
     models = list(arguments.models)
     if find_spec("transformers") is None:
         for name in HUGGING_FACE.keys() & arguments.models:
             models.remove(name)
             print(f"{name} is left out: transformers is not installed (pip install transformers)", file=sys.stderr)
     run = partial(measure, settings=Settings(repeats=arguments.repeats), device=torch.device(arguments.device))
-    study = Study(CompiledRow, run, order=listed(model=MODELS), pages={"table.md": table})
+    study = Study(CompiledRow, run, order=listed(model=MODELS), pages={"table.md": format_table})
     return carry_out(study, arguments, {(name,): name for name in models})
 
 

@@ -11,7 +11,7 @@ from statistics import median
 
 import planner
 from benchmarks.kept_captures import KeptCaptures
-from benchmarks.solves import least_bytes
+from benchmarks.solves import find_least_bytes
 from graphs.errors import BudgetError, LimitError, PlannerError
 from graphs.units import format_bytes
 from planner.capture.options.in_place import IN_PLACE
@@ -104,11 +104,11 @@ def compare_compiled(
     comparison = _Comparison(workload, name, settings, on_row)
     reference = comparison.enter(torch_compile())
     if reference.measured_peak_bytes is None:
-        return comparison.timed()
+        return comparison.time_rows()
     budgets = {f"{share:.0%}": int(share * reference.measured_peak_bytes) for share in settings.shares}
     for budget, size in budgets.items():
         comparison.plan(ATEN, budget, size)
-    comparison.refer_to(reference)
+    comparison.set_reference(reference)
     if comparison.on_cuda:
         comparison.enter(torch_compile("reduce-overhead"))
     baselines = [comparison.enter(memory_budget(f, "inductor", eager_random=False)) for f in settings.fractions]
@@ -118,7 +118,7 @@ def compare_compiled(
     if not comparison.on_cuda:
         for budget, size in budgets.items():
             comparison.plan(IN_ARENA, budget, size)
-    return comparison.timed()
+    return comparison.time_rows()
 
 
 class _Comparison:
@@ -140,10 +140,10 @@ class _Comparison:
 
     def enter(self, method: Method) -> CompiledRow:
         """Run a method of PyTorch and return its row."""
-        row = _with(replace(self._blank, method=method.name), self._benchmark.enter(method))
+        row = _add_measured(replace(self._blank, method=method.name), self._benchmark.enter(method))
         return self._add(row, method.name)
 
-    def refer_to(self, row: CompiledRow) -> None:
+    def set_reference(self, row: CompiledRow) -> None:
         """Compare the methods entered from here on with that of `row`."""
         self._benchmark.compare_with(row.method)
         self._rows = [(replace(r, bits="") if r == row else r, name) for r, name in self._rows]
@@ -155,7 +155,7 @@ class _Comparison:
         row, name = self._planned[method, budget_bytes]
         self._add(replace(row, budget=budget), name)
 
-    def timed(self) -> list[CompiledRow]:
+    def time_rows(self) -> list[CompiledRow]:
         """Return all rows, with the times of those that run: the reference and the methods of one budget take turns."""
         rows = [row for row, _ in self._rows]
         groups: dict[str, list[int]] = {}
@@ -166,7 +166,7 @@ class _Comparison:
             names = dict.fromkeys((REFERENCE, *(self._rows[i][1] for i in group)))
             times = self._benchmark.times(list(names), repeats=self._settings.repeats)
             for i in group:
-                rows[i] = _timed(rows[i], times[self._rows[i][1]], times)
+                rows[i] = _add_times(rows[i], times[self._rows[i][1]], times)
         return rows
 
     def _add(self, row: CompiledRow, name: str) -> CompiledRow:
@@ -189,7 +189,7 @@ class _Comparison:
                 time_limit_s=limit_s,
             )
         except PlannerError as error:
-            least = self._least_bytes(method) if isinstance(error, (BudgetError, LimitError)) else None
+            least = self._find_least_bytes(method) if isinstance(error, (BudgetError, LimitError)) else None
             return replace(row, error=str(error), least_bytes=least), name
         plan_s = time.perf_counter() - begin + model.kept_s - kept_s
         row = replace(
@@ -200,32 +200,32 @@ class _Comparison:
             plan_s=plan_s,
             compile_s=model.asked_s - asked_s,
         )
-        row = _with(row, self._benchmark.enter(_as_method(name, step)))
+        row = _add_measured(row, self._benchmark.enter(_make_method(name, step)))
         if row.measured_peak_bytes is not None and step.plan.arena_bytes is not None:
             row = replace(row, measured_peak_bytes=row.measured_peak_bytes + step.plan.arena_bytes)  # not PyTorch's allocator's
         return row, name
 
-    def _least_bytes(self, method: str) -> int:
+    def _find_least_bytes(self, method: str) -> int:
         """Return the least budget at which a schedule of any graph of `method` is found in some seconds."""
         if method not in self._least:
             captures = self._models[method].captures.values()
             timed = (tracing.profiled(captured, self._workload, PlanSettings(passes=1)) for captured in captures)
             graphs = [(captured if method == ATEN else with_traced(captured, (IN_PLACE.name,))).graph for captured in timed]
-            self._least[method] = min(least_bytes(graph, _LEAST_S) for graph in graphs)
+            self._least[method] = min(find_least_bytes(graph, _LEAST_S) for graph in graphs)
         return self._least[method]
 
 
-def _as_method(name: str, step: PlannedStep) -> Method:
+def _make_method(name: str, step: PlannedStep) -> Method:
     return Method(name, lambda *_: step)
 
 
-def _timed(row: CompiledRow, own: Sequence[float], times: Mapping[str, Sequence[float]]) -> CompiledRow:
+def _add_times(row: CompiledRow, own: Sequence[float], times: Mapping[str, Sequence[float]]) -> CompiledRow:
     """Return `row` with its `own` times, and their ratios to the reference's and its peer's."""
     ratio, peer_ratio = (ratio_in_turns(own, times[other])[0] if other else None for other in (REFERENCE, row.peer))
     return replace(row, time_s=median(own), ratio=ratio, peer_ratio=peer_ratio, repeats=len(own))
 
 
-def _with(row: CompiledRow, measured: Measured) -> CompiledRow:
+def _add_measured(row: CompiledRow, measured: Measured) -> CompiledRow:
     if measured.error is not None:
         return replace(row, error=measured.error)
     return replace(row, measured_peak_bytes=measured.peak_bytes, bits=str(measured.exactness))

@@ -18,8 +18,8 @@ from statistics import median
 
 import torch
 
-from benchmarks.all_compressed import all_compressed
-from benchmarks.command import Setting, benchmark
+from benchmarks.all_compressed import compress_all
+from benchmarks.command import Setting, make_main
 from benchmarks.training_loop import Loop, Recipe
 from graphs.options import remove_options
 from graphs.options.compress import VARIANCE
@@ -67,7 +67,7 @@ class LearningCase:
     data: Callable[[Batch, int, int], Iterator[Batch]]
 
 
-def patterns(like: Batch, count: int, seed: int) -> Iterator[Batch]:
+def generate_patterns(like: Batch, count: int, seed: int) -> Iterator[Batch]:
     """Yield sequences that repeat _PERIOD random tokens, with the next tokens as targets, which are known after one period."""
     size, seq = like[0].shape
     generator = torch.Generator().manual_seed(seed)
@@ -77,7 +77,7 @@ def patterns(like: Batch, count: int, seed: int) -> Iterator[Batch]:
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def noisy_classes(like: Batch, count: int, seed: int) -> Iterator[Batch]:
+def generate_noisy_classes(like: Batch, count: int, seed: int) -> Iterator[Batch]:
     """Yield images with their classes: an image of each class plus normal noise, _NOISE times as strong."""
     images, classes = like
     generator = torch.Generator().manual_seed(seed)
@@ -91,10 +91,12 @@ def noisy_classes(like: Batch, count: int, seed: int) -> Iterator[Batch]:
 # tensor can be kept compressed.
 CASES = {
     "gpt2": LearningCase(
-        Recipe(partial(build, "gpt2", layers=2, width=64, heads=4, vocab=_VOCAB, batch=8, seq=32), "adamw", rate=1e-3), patterns
+        Recipe(partial(build, "gpt2", layers=2, width=64, heads=4, vocab=_VOCAB, batch=8, seq=32), "adamw", rate=1e-3),
+        generate_patterns,
     ),
     "resnet18": LearningCase(
-        Recipe(partial(build, "resnet18", width=8, size=32, classes=_CLASSES, batch=32), "adamw", rate=3e-3), noisy_classes
+        Recipe(partial(build, "resnet18", width=8, size=32, classes=_CLASSES, batch=32), "adamw", rate=3e-3),
+        generate_noisy_classes,
     ),
 }
 
@@ -136,7 +138,7 @@ def train(name: str, known: Sequence[CurveRow], *, steps: int, seed: int) -> Ite
     workload = learned.recipe.make()
     data = list(learned.data(workload.batch, steps, seed))
     begun = begin(workload._replace(batch=data[0]), learned.recipe, seed)
-    turns = [{bits: curve.loop.timed(batch) for bits, curve in begun.items()} for batch in data]
+    turns = [{bits: curve.loop.time_step(batch) for bits, curve in begun.items()} for batch in data]
     for bits in (*BITS, OTHER_WEIGHTS):
         curve = begun[bits]
         for step, turn in enumerate(turns):
@@ -163,9 +165,9 @@ def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     program = remove_options(captured.graph)
     offered = with_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
     keeping = replace(captured, graph=program), keep_everything(program)
-    wanted = measure.outcome(executor(*keeping, workload), workload.model, workload.batch, seed=seed)
+    wanted = measure.outcome(build_executor(*keeping, workload), workload.model, workload.batch, seed=seed)
     ways = {EXACT: keeping, OTHER_WEIGHTS: keeping} | {
-        bits: (replace(captured, graph=offered), all_compressed(offered, bits)) for bits in BITS
+        bits: (replace(captured, graph=offered), compress_all(offered, bits)) for bits in BITS
     }
     start = copy.deepcopy(workload.model.state_dict())
     torch.manual_seed(seed + 1)
@@ -173,7 +175,7 @@ def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     begun = {}
     for bits, (capture, schedule) in ways.items():
         own = workload._replace(model=copy.deepcopy(workload.model))
-        step = executor(capture, schedule, own)
+        step = build_executor(capture, schedule, own)
         peak_bytes = measured_peak(capture, step, TrainingStep(own.model, own.loss_fn), own.batch).peak_bytes
         found = measure.outcome(step, own.model, own.batch, seed=seed)
         begun[bits] = Curve(
@@ -186,34 +188,34 @@ def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     return begun
 
 
-def executor(capture: Capture, schedule: Schedule, workload: Workload) -> Executor:
+def build_executor(capture: Capture, schedule: Schedule, workload: Workload) -> Executor:
     """Return an executor of `schedule` with the model of `workload`."""
     return Executor(capture, schedule, workload.model, workload.loss_fn)
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
+def smooth(losses: Sequence[float]) -> list[float]:
     """Return the mean of the last WINDOW losses at each step that has so many; of all if there are fewer."""
     count = min(WINDOW, len(losses))
     sums = [0.0, *accumulate(losses)]
     return [(sums[end] - sums[end - count]) / count for end in range(count, len(sums))]
 
 
-def largest_difference(curve: Sequence[CurveRow]) -> float:
+def compute_largest_difference(curve: Sequence[CurveRow]) -> float:
     """Return the largest relative difference of the smoothed loss from the smoothed exact one."""
-    pairs = zip(smoothed([row.loss for row in curve]), smoothed([row.exact_loss for row in curve]), strict=True)
+    pairs = zip(smooth([row.loss for row in curve]), smooth([row.exact_loss for row in curve]), strict=True)
     return max(abs(loss - exact) / exact for loss, exact in pairs)
 
 
-def label(bits: str) -> str:
+def format_label(bits: str) -> str:
     """Return the label of a curve."""
     return f"{bits} bits" if bits in BITS else bits
 
 
-def failures(rows: Sequence[CurveRow]) -> list[str]:
+def list_failures(rows: Sequence[CurveRow]) -> list[str]:
     """Return a line for each failure: a first loss that is not the exact one, or losses that are not finite."""
     said = []
     for (model, bits), curve in by(rows, "model", "bits").items():
-        first, name = curve[0], f"{model}, {label(bits)}"
+        first, name = curve[0], f"{model}, {format_label(bits)}"
         if bits in BITS and first.loss != first.exact_loss:
             said.append(f"{name}: the loss of the first step is {first.loss}, but exactly {first.exact_loss}")
         said += [f"{name}: the loss of step {row.step} is {row.loss}" for row in curve if not math.isfinite(row.loss)]
@@ -231,29 +233,29 @@ by the exact mean. Times are those of forward and backward pass, as multiples of
 """
 
 
-def table(rows: Sequence[CurveRow]) -> str:
+def format_table(rows: Sequence[CurveRow]) -> str:
     """Return a table with a line for each model and bits, and the provenance of its rows."""
     steps = max(row.step for row in rows) + 1
     ends = sorted({-(-steps * third // 3) for third in (1, 2, 3)})
     columns = (
         "model",
-        Column("kept in", lambda row: label(row.bits)),
+        Column("kept in", lambda row: format_label(row.bits)),
         Column("exact peak", "exact_peak_bytes"),
         Column("peak", "peak_bytes"),
         Column("of exact peak", lambda row: row.peak_bytes / row.exact_peak_bytes, format_ratio),
         Column("gradient error predicted", lambda row: row.predicted_error if row.bits in BITS else None, "{:.4f}"),
         Column("measured", lambda row: row.error if row.bits in BITS else None, "{:.4f}"),
-        *(Column(f"loss after {end}", partial(_loss_after, end), at=ALL) for end in ends),
-        Column("largest difference", lambda curve: largest_difference(list(curve.values())), format_ratio, at=ALL),
+        *(Column(f"loss after {end}", partial(_format_loss_after, end), at=ALL) for end in ends),
+        Column("largest difference", lambda curve: compute_largest_difference(list(curve.values())), format_ratio, at=ALL),
         Column("time", lambda curve: median(row.time_s / row.exact_s for row in curve.values()), "{:.2f}x", at=ALL),
     )
     about = f"{steps} steps of AdamW from seed {rows[0].seed}; {made_with(rows)}"
     return "\n".join((_HEAD, markdown(side_by_side(rows, "step", "model", "bits"), columns), about))
 
 
-def _loss_after(end: int, curve: SideBySide[CurveRow]) -> str:
+def _format_loss_after(end: int, curve: SideBySide[CurveRow]) -> str:
     part = list(curve.values())[:end]
-    loss, exact = (smoothed([getattr(row, name) for row in part])[-1] for name in ("loss", "exact_loss"))
+    loss, exact = (smooth([getattr(row, name) for row in part])[-1] for name in ("loss", "exact_loss"))
     return f"{loss:.3f} ({exact:.3f})"
 
 
@@ -268,9 +270,9 @@ def plot(rows: Sequence[CurveRow], path: Path) -> None:
     for (model, own_rows), axes in zip(models.items(), figure.subplots(1, len(models), squeeze=False)[0], strict=True):
         own = by(own_rows, "bits")
         losses = {EXACT: [row.exact_loss for row in next(iter(own.values()))]}
-        losses |= {label(bits): [row.loss for row in curve] for bits, curve in own.items()}
+        losses |= {format_label(bits): [row.loss for row in curve] for bits, curve in own.items()}
         for (name, values), color, style in zip(losses.items(), _COLORS, _STYLES, strict=False):
-            means, last = smoothed(values), len(values)
+            means, last = smooth(values), len(values)
             axes.plot(range(last - len(means) + 1, last + 1), means, linewidth=1.2, color=color, linestyle=style, label=name)
         axes.set(title=model, xlabel="steps", ylabel=f"loss, mean of {WINDOW} steps")
         axes.set_ylim(bottom=0)
@@ -279,9 +281,14 @@ def plot(rows: Sequence[CurveRow], path: Path) -> None:
 
 
 STUDY = Study(
-    CurveRow, train, order=listed(model=CASES), pages={"table.md": table}, figures={"curves.png": plot}, failures=failures
+    CurveRow,
+    train,
+    order=listed(model=CASES),
+    pages={"table.md": format_table},
+    figures={"curves.png": plot},
+    failures=list_failures,
 )
-main = benchmark(
+main = make_main(
     STUDY,
     __doc__,
     models=CASES,

@@ -20,7 +20,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import add_names, carry_out, command_line, one_thread
+from benchmarks.command import add_names, build_parser, carry_out, limit_threads
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from graphs.units import format_seconds
@@ -82,13 +82,13 @@ class ExpertLayer(nn.Module):
         return x
 
 
-def experts(device: str) -> tuple[nn.Module, Step]:
+def build_experts(device: str) -> tuple[nn.Module, Step]:
     """Return a mixture of experts, and a step on random tokens."""
     model = nn.Sequential(*(ExpertLayer(128, 4) for _ in range(6))).to(device)
     return model, lambda: model(torch.randn(2048, 128, device=device)).square().mean()
 
 
-def tree(device: str) -> tuple[nn.Module, Step]:
+def build_tree(device: str) -> tuple[nn.Module, Step]:
     """Return a recursive network, and a step on a random tree."""
     model, draw = TreeNet(128).to(device), random.Random(0)
     state = draw.getstate()
@@ -101,21 +101,21 @@ def tree(device: str) -> tuple[nn.Module, Step]:
     return model, step
 
 
-def zoo(name: str, device: str, **sizes: int | float) -> tuple[nn.Module, Step]:
+def build_zoo_model(name: str, device: str, **sizes: int | float) -> tuple[nn.Module, Step]:
     """Return a model of the zoo and its step."""
     model, loss_fn, batch = build(name, device=device, **sizes)
     return model, lambda: loss_fn(model(*batch[:-1]), batch[-1])
 
 
 MODELS: dict[str, Callable[[str], tuple[nn.Module, Step]]] = {
-    "tree": tree,
-    "experts": experts,
-    "gpt2": partial(zoo, "gpt2", layers=4, width=128, heads=4, vocab=500, batch=8, seq=128, dropout=0.1),
-    "gpt2-wide": partial(zoo, "gpt2", layers=4, width=256, heads=4, vocab=500, batch=8, seq=128, dropout=0.1),
-    "resnet50": partial(zoo, "resnet50", width=16, size=64, classes=10, batch=16),
+    "tree": build_tree,
+    "experts": build_experts,
+    "gpt2": partial(build_zoo_model, "gpt2", layers=4, width=128, heads=4, vocab=500, batch=8, seq=128, dropout=0.1),
+    "gpt2-wide": partial(build_zoo_model, "gpt2", layers=4, width=256, heads=4, vocab=500, batch=8, seq=128, dropout=0.1),
+    "resnet50": partial(build_zoo_model, "resnet50", width=16, size=64, classes=10, batch=16),
     # For a GPU, on which the ops of the others are shorter than their launches.
-    "gpt2-small": partial(zoo, "gpt2", layers=12, width=768, heads=12, batch=8, seq=512),
-    "resnet50-full": partial(zoo, "resnet50", batch=48),
+    "gpt2-small": partial(build_zoo_model, "gpt2", layers=12, width=768, heads=12, batch=8, seq=512),
+    "resnet50-full": partial(build_zoo_model, "resnet50", batch=48),
 }
 ON_CPU = ("tree", "experts", "gpt2", "gpt2-wide", "resnet50")  # by default
 
@@ -147,7 +147,7 @@ def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, wa
     model, step = MODELS[name](device)
     library_bytes = warm_up_libraries(torch.device(device))
     train(model, step)  # libraries load their kernels
-    with counted(model) as live:
+    with count_memory(model) as live:
         expected = train(model, step)
     # What stays: the results, to be compared, and workspaces of libraries.
     others = sum(t.untyped_storage().nbytes() for t in expected) + library_bytes
@@ -159,9 +159,9 @@ def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, wa
             continue
         budget = int(share * live.peak_bytes)
         if heuristic == PLANNED:
-            found = planned(others + budget, model, step, expected, steps=steps)
+            found = measure_planned(others + budget, model, step, expected, steps=steps)
         else:
-            found = within(others + budget, heuristic, model, step, expected, steps=steps)
+            found = measure_within(others + budget, heuristic, model, step, expected, steps=steps)
         if not found:  # no step repeats
             continue
         yield EagerRow(
@@ -176,31 +176,33 @@ def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, wa
         )
 
 
-def within(budget: int, heuristic: str, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> dict[str, object]:
+def measure_within(
+    budget: int, heuristic: str, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int
+) -> dict[str, object]:
     """Return the columns of steps within a budget, by turns with plain ones; of a first one, results and peak are taken."""
     block = partial(
-        rematerialize, budget, heuristic=heuristic, device=device_of(model), max_recomputation=100, memory="allocated"
+        rematerialize, budget, heuristic=heuristic, device=get_device(model), max_recomputation=100, memory="allocated"
     )
     session = block()
     eager, times = [], []
     try:
-        checked = compared(model, step, expected, session)
+        checked = run_compared(model, step, expected, session)
         for _ in range(steps):
-            eager.append(seconds(model, step))
+            eager.append(time_step(model, step))
             with block():
                 for _ in range(_LEARNING):
                     train(model, step)
-                times.append(seconds(model, step))
+                times.append(time_step(model, step))
     except BudgetError:
         model.zero_grad()
-        return {"eager_s": seconds(model, step)}
+        return {"eager_s": time_step(model, step)}
     return {"eager_s": min(eager), "time_s": min(times), **checked, **attributes(session, *_OF_SESSION)}
 
 
-def planned(budget: int, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> dict[str, object]:
+def measure_planned(budget: int, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> dict[str, object]:
     """Return the columns of steps by the plan that they turn into, after plain ones; empty if no step repeats."""
-    eager_s = min(seconds(model, step) for _ in range(steps))
-    session = rematerialize(budget, device=device_of(model), max_recomputation=100, memory="allocated")
+    eager_s = min(time_step(model, step) for _ in range(steps))
+    session = rematerialize(budget, device=get_device(model), max_recomputation=100, memory="allocated")
     try:
         with session:
             for _ in range(3):
@@ -209,8 +211,8 @@ def planned(budget: int, model: nn.Module, step: Step, expected: list[Tensor], *
             found = session.plans.longest_plan
             if found is None:
                 return {}
-            checked = compared(model, step, expected, nullcontext())
-            time_s = min(seconds(model, step) for _ in range(steps))
+            checked = run_compared(model, step, expected, nullcontext())
+            time_s = min(time_step(model, step) for _ in range(steps))
     except BudgetError:
         model.zero_grad()
         return {"eager_s": eager_s}
@@ -219,16 +221,18 @@ def planned(budget: int, model: nn.Module, step: Step, expected: list[Tensor], *
     return {"eager_s": eager_s, "time_s": time_s, **checked, **attributes(session, *_OF_SESSION), **ratios}
 
 
-def compared(model: nn.Module, step: Step, expected: list[Tensor], block: AbstractContextManager[object]) -> dict[str, object]:
+def run_compared(
+    model: nn.Module, step: Step, expected: list[Tensor], block: AbstractContextManager[object]
+) -> dict[str, object]:
     """Run a step in `block`; return as columns if loss and gradients are bit-identical to `expected`, and the peak bytes."""
-    with counted(model) as live, block:
+    with count_memory(model) as live, block:
         exact = all(torch.equal(a, b) for a, b in zip(train(model, step), expected, strict=True))
     return {"exact": exact, "peak_bytes": live.peak_bytes - sum(t.untyped_storage().nbytes() for t in expected)}
 
 
-def seconds(model: nn.Module, step: Step) -> float:
+def time_step(model: nn.Module, step: Step) -> float:
     """Return the time of the thread in a step, with its backward pass; on CUDA until the device is done."""
-    clock, wait = (time.perf_counter, torch.cuda.synchronize) if device_of(model).type == "cuda" else (time.thread_time, None)
+    clock, wait = (time.perf_counter, torch.cuda.synchronize) if get_device(model).type == "cuda" else (time.thread_time, None)
     start = clock()
     step().backward()
     if wait is not None:
@@ -248,9 +252,9 @@ def train(model: nn.Module, step: Step) -> list[Tensor]:
     return results
 
 
-def counted(model: nn.Module) -> "LiveStorages | DevicePeak":
+def count_memory(model: nn.Module) -> "LiveStorages | DevicePeak":
     """Return a block that counts the bytes of all tensors: on CUDA the allocator's own count, without workspaces of libraries."""
-    device = device_of(model)
+    device = get_device(model)
     gc.collect()
     if device.type == "cuda":
         return DevicePeak(device)
@@ -274,12 +278,12 @@ class DevicePeak:
         self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - warm_up_libraries(self._device)
 
 
-def device_of(model: nn.Module) -> torch.device:
+def get_device(model: nn.Module) -> torch.device:
     """Return the device of the parameters."""
     return next(model.parameters()).device
 
 
-def per_op(row: EagerRow) -> float | None:
+def compute_time_per_op(row: EagerRow) -> float | None:
     """Return the time that the runtime adds to each op."""
     return (row.time_s - row.eager_s) / row.ops if row.time_s is not None and row.ops else None
 
@@ -288,7 +292,7 @@ TABLE = (
     *("model", "share", "heuristic"),
     Column("eager step", "eager_s"),
     share_column("of eager's time", "time_s", "eager_s", "{:.2f}", missing="does not fit"),
-    Column("added per op", lambda row: per_op(row) if row.share in (PLENTY, NEAR) else None, format_seconds),
+    Column("added per op", lambda row: compute_time_per_op(row) if row.share in (PLENTY, NEAR) else None, format_seconds),
     share_column("peak of eager's", "peak_bytes", "eager_peak_bytes", "{:.0%}"),
     share_column("recomputed ops", "recomputed_ops", "ops", "{:.0%}"),
     Column("plan predicts", "plan_ratio", "{:.2f}"),
@@ -299,13 +303,13 @@ TABLE = (
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure the missing models; write rows and table."""
-    parser = command_line(__doc__, EagerRow, out="results/eager")
+    parser = build_parser(__doc__, EagerRow, out="results/eager")
     add_names(parser, "--models", MODELS, ",".join(ON_CPU))
     parser.add_argument("--steps", type=argument_types.count, default=3, help="steps timed of each (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     add_names(parser, "--ways", WAYS)
     arguments = parser.parse_args(words)
-    one_thread()
+    limit_threads()
     if arguments.device != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else products may differ in bits
         torch.use_deterministic_algorithms(True)

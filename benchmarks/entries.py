@@ -14,10 +14,20 @@ from typing import Any, TypeVar
 import torch
 
 import planner
-from benchmarks.command import Setting, names_of
-from benchmarks.runner import SEED, Runner, whole_step
-from benchmarks.solves import least_bytes
-from benchmarks.try_models import EAGER, MISSING, PACKAGES, RAN, find_failures, list_not_run, note_failure, run_in_process, trying
+from benchmarks.command import Setting, make_names_reader
+from benchmarks.runner import SEED, Runner, build_whole_step
+from benchmarks.solves import find_least_bytes
+from benchmarks.try_models import (
+    EAGER,
+    MISSING,
+    PACKAGES,
+    RAN,
+    find_failures,
+    list_not_run,
+    make_main,
+    note_failure,
+    run_in_process,
+)
 from graphs.units import format_bytes
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
@@ -87,13 +97,13 @@ def try_entries(make: Callable[[], Workload], row: EntryRow, *, entries: Sequenc
         return make()
 
     plain = build()
-    reference = Runner(plain, whole_step(plain)).train(plain.batch)
+    reference = Runner(plain, build_whole_step(plain)).train(plain.batch)
     eager = _run_plainly(build)
     row = _judge(row, reference, eager.train(plain.batch))
-    peak_bytes = eager.peak_bytes(plain.batch)
+    peak_bytes = eager.measure_peak_bytes(plain.batch)
     yield replace(row, way=EAGER, peak_bytes=peak_bytes)
     row = replace(row, different=None, first_difference=None)
-    budgets = _choose_budgets(build, peak_bytes, eager.static_bytes(plain.batch))
+    budgets = _choose_budgets(build, peak_bytes, eager.count_static_bytes(plain.batch))
     del eager
     for entry in entries:
         shares = {"50%": _ENOUGH_BYTES} if entry == REMATERIALIZE else budgets
@@ -101,12 +111,12 @@ def try_entries(make: Callable[[], Workload], row: EntryRow, *, entries: Sequenc
             one = replace(row, way=f"{entry} at {share}", budget_bytes=budget_bytes)
             try:
                 if entry == REMATERIALIZE:
-                    yield _rematerialize(build, reference, one)
+                    yield _measure_rematerialize(build, reference, one)
                     continue
                 workload = build()
                 runner = Runner(workload, _STEPS[entry](workload, budget_bytes))
                 one = _judge(one, reference, runner.train(workload.batch))
-                yield replace(one, peak_bytes=runner.peak_bytes(workload.batch))
+                yield replace(one, peak_bytes=runner.measure_peak_bytes(workload.batch))
             except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
                 yield note_failure(one, getattr(error, "inner_exception", error))  # of a backend
 
@@ -118,7 +128,7 @@ def _choose_budgets(build: Callable[[], Workload], peak_bytes: int, static_bytes
     except Exception:  # noqa: BLE001 (planner.compile will say why in its row)
         least = (static_bytes + peak_bytes) // 2
     else:
-        least, peak_bytes = least_bytes(graph, _LEAST_LIMIT_S), summarize(graph).keep_everything_peak_bytes
+        least, peak_bytes = find_least_bytes(graph, _LEAST_LIMIT_S), summarize(graph).keep_everything_peak_bytes
     return {"100%": peak_bytes, "50%": (least + peak_bytes) // 2}
 
 
@@ -127,17 +137,17 @@ def _compile(workload: Workload, budget_bytes: int) -> Step:
 
 
 def _checkpoint(workload: Workload, budget_bytes: int) -> Step:
-    return planner.checkpoint(whole_step(workload), budget=budget_bytes, **_SOLVE)
+    return planner.checkpoint(build_whole_step(workload), budget=budget_bytes, **_SOLVE)
 
 
-def _backend(workload: Workload, budget_bytes: int) -> Step:
-    return torch.compile(whole_step(workload), backend="planner", options={"budget": budget_bytes, **_SOLVE})
+def _make_backend_step(workload: Workload, budget_bytes: int) -> Step:
+    return torch.compile(build_whole_step(workload), backend="planner", options={"budget": budget_bytes, **_SOLVE})
 
 
-_STEPS: dict[str, Callable[[Workload, int], Step]] = {COMPILE: _compile, CHECKPOINT: _checkpoint, BACKEND: _backend}
+_STEPS: dict[str, Callable[[Workload, int], Step]] = {COMPILE: _compile, CHECKPOINT: _checkpoint, BACKEND: _make_backend_step}
 
 
-def _rematerialize(build: Callable[[], Workload], reference: StepOutcome, row: EntryRow) -> EntryRow:
+def _measure_rematerialize(build: Callable[[], Workload], reference: StepOutcome, row: EntryRow) -> EntryRow:
     """Return the row of ``planner.rematerialize``, half way from a budget that is enough to the peak.
 
     Training and measuring have blocks of their own: a block counts all tensors, also the results that are kept to be compared.
@@ -150,7 +160,7 @@ def _rematerialize(build: Callable[[], Workload], reference: StepOutcome, row: E
         batch = runner.workload.batch
         for _ in range(2):  # the first steps show what kernels take, which is not seen while the next one is measured
             run_both(runner.step, batch)
-        return static_bytes + runner.peak_bytes(batch) - runner.static_bytes(batch)
+        return static_bytes + runner.measure_peak_bytes(batch) - runner.count_static_bytes(batch)
 
     def find_peak_and_least(work: Callable[[Runner, int], object]) -> tuple[int, int]:
         session, _ = _run_block(build, _ENOUGH_BYTES, work)
@@ -172,7 +182,7 @@ def _run_block(build: Callable[[], Workload], budget_bytes: int, work: Callable[
 
 def _run_plainly(build: Callable[[], Workload]) -> Runner:
     workload = build()
-    return Runner(workload, whole_step(workload))
+    return Runner(workload, build_whole_step(workload))
 
 
 def _judge(row: EntryRow, reference: StepOutcome, outcome: StepOutcome) -> EntryRow:
@@ -185,7 +195,7 @@ def is_over(row: EntryRow) -> bool:
     return row.budget_bytes is not None and (row.peak_bytes or 0) > row.budget_bytes
 
 
-def summary(rows: Sequence[EntryRow]) -> Iterator[str]:
+def summarize_rows(rows: Sequence[EntryRow]) -> Iterator[str]:
     """Yield the results of each entry point, in sentences."""
     for entry in ENTRIES:
         tried = [row for row in rows if row.entry == entry]
@@ -211,7 +221,7 @@ TABLE = (
 )
 
 
-def table(rows: Sequence[EntryRow]) -> str:
+def format_table(rows: Sequence[EntryRow]) -> str:
     """Return all of it, as Markdown."""
     note = (
         "Bits of losses, gradients, parameters, buffers and random state after three steps, and the measured peak of the budget. "
@@ -221,7 +231,7 @@ def table(rows: Sequence[EntryRow]) -> str:
     return "\n".join(
         (
             "# Models by every entry point\n",
-            bullets(summary(rows)),
+            bullets(summarize_rows(rows)),
             note,
             markdown(side_by_side(rows, "way", "source", "model"), TABLE),
             list_not_run(rows),
@@ -229,7 +239,7 @@ def table(rows: Sequence[EntryRow]) -> str:
     )
 
 
-def failures(rows: Sequence[EntryRow]) -> Iterator[str]:
+def list_failures(rows: Sequence[EntryRow]) -> Iterator[str]:
     """Yield a line for each failure: results that are not eager's though eager repeats itself, too much memory, crashes."""
     yield from find_failures(
         rows,
@@ -243,12 +253,12 @@ def _describe(row: EntryRow) -> str:
     return f"{row.source}/{row.model}, {row.way}: {found}"
 
 
-STUDY = Study(EntryRow, try_one, whole=False, pages={"table.md": table}, failures=failures)
+STUDY = Study(EntryRow, try_one, whole=False, pages={"table.md": format_table}, failures=list_failures)
 _SETTINGS = {
-    "entries": Setting(",".join(ENTRIES), "entry points, with commas", names_of("entry point", ENTRIES)),
+    "entries": Setting(",".join(ENTRIES), "entry points, with commas", make_names_reader("entry point", ENTRIES)),
     "seconds": Setting(300.0, "after which a model is given up", float),
 }
-main = trying(STUDY, __doc__, out="results/entries", say=_describe, **_SETTINGS)
+main = make_main(STUDY, __doc__, out="results/entries", say=_describe, **_SETTINGS)
 
 
 if __name__ == "__main__":

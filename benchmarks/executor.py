@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.command import Setting, benchmark
+from benchmarks.command import Setting, make_main
 from graphs.schedule import keep_everything
 from graphs.units import format_seconds
 from planner.capture.frontend.preserved_state import preserve_training_state
@@ -66,7 +66,7 @@ def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterato
     steps: dict[str, Step] = {"eager": eager, "executor": executor}
     lite = torch.compile(own_code(eager), mode="lite", dynamic=False, fullgraph=True)
     with preserve_training_state(model, batch):
-        if runs(lite, batch):
+        if can_run(lite, batch):
             steps["lite"] = lite
         times = turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
     ratios = {step: ratio_in_turns(times[step], times["eager"])[0] for step in steps}
@@ -92,7 +92,7 @@ def check_seconds(executor: Executor, batch: Batch) -> float:
     return median(times)
 
 
-def runs(step: Step, batch: Batch) -> bool:
+def can_run(step: Step, batch: Batch) -> bool:
     """Return True if PyTorch's own mode completes a step; on ResNet it expects other strides and fails (torch 2.13)."""
     try:
         loss_of(call(step, batch)).backward()
@@ -113,7 +113,7 @@ TABLE = (
 
 
 STUDY = Study(ExecutorRow, measure, order=listed(model=MODELS), pages={"table.md": partial(markdown, columns=TABLE)})
-main = benchmark(
+main = make_main(
     STUDY, __doc__, models=MODELS, out="results/executor", repeats=Setting(40, "steps timed of each", argument_types.count)
 )
 

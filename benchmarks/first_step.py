@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
 
-from benchmarks.command import carry_out, command_line, one_thread
+from benchmarks.command import build_parser, carry_out, limit_threads
 from benchmarks.first_step_cases import CASES
 from benchmarks.first_step_run import FAILED, LARGE_PAGES, OUT_OF_MEMORY, RAN, UNCAPPED, WAYS, FirstStepRow, train
 from graphs.units import format_bytes, format_ratio, format_seconds
@@ -35,7 +35,7 @@ def train_model(model: str, known: Sequence[FirstStepRow]) -> Iterator[FirstStep
     uncapped = ways.get(UNCAPPED)
     if len(ways) == len(WAYS):
         return
-    about = environment()
+    about = describe_environment()
     if uncapped is None or uncapped.status != RAN:
         uncapped, ways = replace(train_in_process(model, UNCAPPED, about), planning_steps=CASES[model].planning_steps), {}
         yield uncapped
@@ -59,16 +59,16 @@ def train_in_process(model: str, way: str, about: Mapping[str, object]) -> First
     return row
 
 
-def rss_after_importing(module: str) -> int:
+def measure_import_rss(module: str) -> int:
     """Return the RSS of a process that has imported `module`."""
-    code = f"import {module}; from benchmarks.process_memory import status_bytes; print(status_bytes('VmRSS'))"
+    code = f"import {module}; from benchmarks.process_memory import read_status_bytes; print(read_status_bytes('VmRSS'))"
     return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
 @cache
-def environment() -> dict[str, object]:
+def describe_environment() -> dict[str, object]:
     """Return the columns that describe the environment, including the memory of imports."""
-    torch_rss_bytes, dynamo_rss_bytes = map(rss_after_importing, ("torch", "torch._dynamo"))
+    torch_rss_bytes, dynamo_rss_bytes = map(measure_import_rss, ("torch", "torch._dynamo"))
     imports = {"torch_rss_bytes": torch_rss_bytes, "dynamo_rss_bytes": dynamo_rss_bytes}
     return {**provenance(packages=("transformers",)), **imports}
 
@@ -113,17 +113,17 @@ class Trained:
         return None if capture_s is None or step_s is None or steps is None else capture_s + steps * step_s + START_S
 
 
-def by_model(rows: Sequence[FirstStepRow]) -> list[Trained]:
+def group_by_model(rows: Sequence[FirstStepRow]) -> list[Trained]:
     """Return the models whose rows are complete."""
     groups = ({row.way: row for row in own} for own in by(rows, "model").values())
     return [Trained(*(found[way] for way in WAYS)) for found in groups if len(found) == len(WAYS)]
 
 
-def failures(rows: Sequence[FirstStepRow]) -> list[str]:
+def list_failures(rows: Sequence[FirstStepRow]) -> list[str]:
     """Return a line for each model that eager PyTorch cannot train, or that a plan cannot train bit-identically under the cap."""
     bad = [row for row in rows if row.way == UNCAPPED and row.status != RAN]
     lines = [f"{row.model}: eager PyTorch without a cap: {row.status}: {row.message}" for row in bad]
-    for trained in by_model(rows):
+    for trained in group_by_model(rows):
         failed = [row for row in trained.plans if row.status != RAN]
         lines += [f"{row.model}: {row.way}: {row.status}: {row.message}" for row in failed]
         if not failed and not trained.same_bits:
@@ -131,9 +131,9 @@ def failures(rows: Sequence[FirstStepRow]) -> list[str]:
     return lines
 
 
-def table(rows: Sequence[FirstStepRow]) -> str:
+def format_table(rows: Sequence[FirstStepRow]) -> str:
     """Return the checks, training and memory of each model as tables, with the method and the provenance."""
-    models = by_model(rows)
+    models = group_by_model(rows)
     if not models:
         return "No model has all of its rows.\n"
     planned = [trained.planned for trained in models]
@@ -154,7 +154,7 @@ def table(rows: Sequence[FirstStepRow]) -> str:
     )
     checks, training, rss = (markdown(models, columns) for columns in (_CHECKS, _TRAINING, _RSS))
     parts = [method, allowed, checks, "## Training", _LEGEND, training, "## RSS of the processes", rss]
-    if messages := [f"{row.model}, {row.way}: {row.status}: {row.message}" for row in _ended_early(models)]:
+    if messages := [f"{row.model}, {row.way}: {row.status}: {row.message}" for row in _select_ended_early(models)]:
         parts += ["## Not trained", bullets(messages)]
     made = f"Seed {said(planned, 'seed')}; {made_with(planned, 'transformers')}"
     return "\n\n".join(part.strip() for part in [*parts, made]) + "\n"
@@ -173,7 +173,7 @@ def _step(row: FirstStepRow, uncapped: FirstStepRow) -> str:
     if row.status != RAN:
         return row.status
     ratio = "" if row.step_s is None or uncapped.step_s is None else f" ({row.step_s / uncapped.step_s:.2f}x)"
-    return f"{_seconds(row.step_s)}{ratio}"
+    return f"{_format_seconds(row.step_s)}{ratio}"
 
 
 def _plan(overhead: float | None, gap: float | None) -> str | None:
@@ -182,17 +182,17 @@ def _plan(overhead: float | None, gap: float | None) -> str | None:
     return f"+{format_ratio(overhead)} ({'unknown' if gap is None else format_ratio(gap)})"
 
 
-def _verdict(taken: str, allowed: str, form: Callable[[float], str]) -> Column:
+def _make_verdict_column(taken: str, allowed: str, form: Callable[[float], str]) -> Column:
     """Return the column that says whether the attribute `taken` of a ``Trained`` is at most its attribute `allowed`."""
 
-    def verdict(trained: Trained) -> str | None:
+    def judge(trained: Trained) -> str | None:
         found, most = attrgetter(taken, allowed)(trained)
         return None if found is None or most is None else "met" if found <= most else f"missed by {form(found - most)}"
 
-    return _column("check", verdict)
+    return _column("check", judge)
 
 
-def _budget(trained: Trained) -> str | None:
+def _format_budget(trained: Trained) -> str | None:
     size_bytes, peak_bytes = trained.planned.budget_bytes, trained.planned.eager_peak_bytes
     return None if size_bytes is None or peak_bytes is None else f"{format_bytes(size_bytes)} ({size_bytes / peak_bytes:.0%})"
 
@@ -201,16 +201,16 @@ _column = partial(Column, missing="-")
 _CHECKS = (
     "model",
     _column("eager's peak", "planned.eager_peak_bytes"),
-    _column("budget", _budget),
+    _column("budget", _format_budget),
     Column("trained", lambda trained: "yes" if trained.planned.status == RAN else f"NO: {trained.planned.status}"),
     Column("bits equal", lambda trained: "yes" if trained.same_bits else "NO"),
     _column("highest RSS, training", "planned.training_rss_bytes"),
     _column("allowed", "allowed_rss_bytes"),
-    _verdict("planned.training_rss_bytes", "allowed_rss_bytes", format_bytes),
+    _make_verdict_column("planned.training_rss_bytes", "allowed_rss_bytes", format_bytes),
     _column("capture", "planned.capture_s"),
     _column("first step ends", "planned.first_step_s"),
-    Column("allowed", lambda trained: f"{_seconds(trained.allowed_first_step_s)} ({trained.planned.planning_steps})"),
-    _verdict("planned.first_step_s", "allowed_first_step_s", format_seconds),
+    Column("allowed", lambda trained: f"{_format_seconds(trained.allowed_first_step_s)} ({trained.planned.planning_steps})"),
+    _make_verdict_column("planned.first_step_s", "allowed_first_step_s", format_seconds),
 )
 _TRAINING = (
     "model",
@@ -239,11 +239,11 @@ _RSS = (
 )
 
 
-def _seconds(time_s: float | None) -> str:
+def _format_seconds(time_s: float | None) -> str:
     return "-" if time_s is None else format_seconds(time_s)
 
 
-def _ended_early(models: Sequence[Trained]) -> list[FirstStepRow]:
+def _select_ended_early(models: Sequence[Trained]) -> list[FirstStepRow]:
     """Return the rows that failed for a reason other than that eager PyTorch needs more than the cap."""
     capped = [row for trained in models for row in (*trained.plans, trained.eager, trained.checkpointing) if row.status != RAN]
     return [row for row in capped if row.status != OUT_OF_MEMORY or not row.message.startswith("RuntimeError")]
@@ -254,22 +254,22 @@ STUDY = Study(
     train_model,
     whole=False,
     order=listed(model=CASES, way=WAYS),
-    pages={"table.md": table},
-    failures=failures,
+    pages={"table.md": format_table},
+    failures=list_failures,
 )
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Train the missing cases; write rows and table; return 1 if a plan failed."""
-    parser = command_line(__doc__, FirstStepRow, models=CASES, out="results/first_step")
+    parser = build_parser(__doc__, FirstStepRow, models=CASES, out="results/first_step")
     arguments = parser.parse_args(words)
     if sys.platform != "linux":
         parser.error(f"memory is capped and measured as on Linux, and this is {sys.platform}")
-    one_thread()
-    return carry_out(STUDY, arguments, {(model,): model for model in arguments.models}, say=_line)
+    limit_threads()
+    return carry_out(STUDY, arguments, {(model,): model for model in arguments.models}, say=_format_line)
 
 
-def _line(row: FirstStepRow) -> str:
+def _format_line(row: FirstStepRow) -> str:
     return f"{row.model}, {row.way}: {row.status} {row.message}".strip()
 
 

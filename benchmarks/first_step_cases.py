@@ -43,20 +43,20 @@ class FirstStepCase:
         return FirstStepCase(Recipe(make, "sgd", rate=_RATE), checkpointing, **settings)
 
 
-def by_blocks(workload: Workload, **choice: int) -> Step:
+def checkpoint_by_blocks(workload: Workload, **choice: int) -> Step:
     """Return the step with ``torch.utils.checkpoint`` around its blocks, chosen as in ``planner.studies.blocks``."""
     from planner.studies.baselines import checkpoint_blocks  # imports settings of Inductor, which planned runs do not need
 
     return checkpoint_blocks(**choice).prepare(workload.model, workload.loss_fn)
 
 
-def by_its_own_method(workload: Workload) -> Step:
+def checkpoint_by_own_method(workload: Workload) -> Step:
     """Return the step with the activation checkpointing of Hugging Face turned on."""
     workload.model.activation_checkpointing_enable()  # type: ignore[operator]
     return TrainingStep(workload.model, workload.loss_fn)
 
 
-def lstm(*, batch: int, length: int, width: int, hidden: int, layers: int, vocabulary: int) -> Workload:
+def build_lstm(*, batch: int, length: int, width: int, hidden: int, layers: int, vocabulary: int) -> Workload:
     """Build a language model of PyTorch's LSTM."""
 
     def forward(m: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -73,13 +73,13 @@ def lstm(*, batch: int, length: int, width: int, hidden: int, layers: int, vocab
     return Workload(FunctionModule(forward, **parts), next_tokens, (tokens, targets))
 
 
-def token_model(config: str, model: str, *, batch: int = 10, length: int = 256, **options: Any) -> Workload:
+def build_token_model(config: str, model: str, *, batch: int = 10, length: int = 256, **options: Any) -> Workload:
     """Build a model of Hugging Face that reads tokens and computes its loss from labels."""
     tokens, labels = (torch.randint(3, 8000, (batch, length)) for _ in range(2))
     return Workload(build_model(config, model, vocab_size=8000, **options), None, {"input_ids": tokens, "labels": labels})
 
 
-def image_model(config: str, model: str, *, batch: int, size: int, **options: Any) -> Workload:
+def build_image_model(config: str, model: str, *, batch: int, size: int, **options: Any) -> Workload:
     """Build a model of Hugging Face that classifies images and computes its loss from labels."""
     batch_of_both = {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(10, (batch,))}
     return Workload(build_model(config, model, image_size=size, num_labels=10, **options), None, batch_of_both)
@@ -90,27 +90,27 @@ _LLAMA = partial(build, "llama", layers=12, width=192, heads=4, hidden=512, voca
 _VIT = partial(build, "vit", layers=12, width=192, heads=3, size=128, patch=8, classes=10, batch=24)
 _RESNET50 = partial(build, "resnet50", width=48, size=112, classes=100, batch=64)
 _UNET = partial(build, "unet", channels=16, size=256, batch=12)
-_LSTM = partial(lstm, batch=128, length=64, width=256, hidden=256, layers=8, vocabulary=500)
+_LSTM = partial(build_lstm, batch=128, length=64, width=256, hidden=256, layers=8, vocabulary=500)
 
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
 _TRANSFORMER = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1024}
 _NARROW = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "intermediate_size": 768}
 _SMALL_GPT2 = {"n_embd": 256, "n_layer": 8, "n_head": 8}
 _SMALL_T5 = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": 8, "decoder_start_token_id": 1}
-_HF_GPT2 = partial(token_model, "GPT2Config", "GPT2LMHeadModel", **_SMALL_GPT2, **_SPECIAL)
-_HF_BERT = partial(token_model, "BertConfig", "BertForMaskedLM", **_TRANSFORMER)
-_HF_T5 = partial(token_model, "T5Config", "T5ForConditionalGeneration", length=192, **_SMALL_T5, **_SPECIAL)
-_HF_VIT = partial(image_model, "ViTConfig", "ViTForImageClassification", batch=36, size=128, patch_size=8, **_NARROW)
+_HF_GPT2 = partial(build_token_model, "GPT2Config", "GPT2LMHeadModel", **_SMALL_GPT2, **_SPECIAL)
+_HF_BERT = partial(build_token_model, "BertConfig", "BertForMaskedLM", **_TRANSFORMER)
+_HF_T5 = partial(build_token_model, "T5Config", "T5ForConditionalGeneration", length=192, **_SMALL_T5, **_SPECIAL)
+_HF_VIT = partial(build_image_model, "ViTConfig", "ViTForImageClassification", batch=36, size=128, patch_size=8, **_NARROW)
 
 CASES: Mapping[str, FirstStepCase] = {
-    "gpt2": FirstStepCase.of(_GPT2, by_blocks, share=0.6),  # half is too little for its loss over 50257 tokens
-    "llama": FirstStepCase.of(_LLAMA, by_blocks),
-    "vit": FirstStepCase.of(_VIT, by_blocks),
-    "resnet50": FirstStepCase.of(_RESNET50, partial(by_blocks, level=2), planning_steps=DISTINCT_STEPS),
-    "unet": FirstStepCase.of(_UNET, partial(by_blocks, depth=1), planning_steps=DISTINCT_STEPS),
-    "lstm": FirstStepCase.of(_LSTM, by_blocks, planning_steps=DISTINCT_STEPS),
-    "hf-gpt2": FirstStepCase.of(_HF_GPT2, by_its_own_method),
-    "hf-bert": FirstStepCase.of(_HF_BERT, by_its_own_method),
-    "hf-t5": FirstStepCase.of(_HF_T5, by_its_own_method),
-    "hf-vit": FirstStepCase.of(_HF_VIT, by_its_own_method),
+    "gpt2": FirstStepCase.of(_GPT2, checkpoint_by_blocks, share=0.6),  # half is too little for its loss over 50257 tokens
+    "llama": FirstStepCase.of(_LLAMA, checkpoint_by_blocks),
+    "vit": FirstStepCase.of(_VIT, checkpoint_by_blocks),
+    "resnet50": FirstStepCase.of(_RESNET50, partial(checkpoint_by_blocks, level=2), planning_steps=DISTINCT_STEPS),
+    "unet": FirstStepCase.of(_UNET, partial(checkpoint_by_blocks, depth=1), planning_steps=DISTINCT_STEPS),
+    "lstm": FirstStepCase.of(_LSTM, checkpoint_by_blocks, planning_steps=DISTINCT_STEPS),
+    "hf-gpt2": FirstStepCase.of(_HF_GPT2, checkpoint_by_own_method),
+    "hf-bert": FirstStepCase.of(_HF_BERT, checkpoint_by_own_method),
+    "hf-t5": FirstStepCase.of(_HF_T5, checkpoint_by_own_method),
+    "hf-vit": FirstStepCase.of(_HF_VIT, checkpoint_by_own_method),
 }

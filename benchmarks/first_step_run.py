@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import planner
-from benchmarks.command import one_thread
+from benchmarks.command import limit_threads
 from benchmarks.first_step_cases import FirstStepCase
-from benchmarks.process_memory import DataWatch, limit_data, reset_highest_rss, status_bytes
-from benchmarks.training_loop import Loop, batches
+from benchmarks.process_memory import DataWatch, limit_data, read_status_bytes, reset_highest_rss
+from benchmarks.training_loop import Loop, generate_batches
 from graphs.errors import PlannerError, first_line, typed_line
 from planner.capture.lowering.statics import StaticTensors
 from planner.capture.step import TrainingStep
@@ -74,7 +74,7 @@ class FirstStepRow(Made):
 
 def train(case: FirstStepCase, row: FirstStepRow) -> Iterator[FirstStepRow]:
     """Train a model in the way of `row`, in this process, possibly with limited memory; yield the complete row."""
-    one_thread()
+    limit_threads()
     yield Run(case, row).run()
 
 
@@ -90,12 +90,12 @@ class Run:
         self._case = case
         self._row = row
         torch.manual_seed(SEED)
-        before_bytes = status_bytes("VmRSS")
+        before_bytes = read_status_bytes("VmRSS")
         workload = case.recipe.make()
-        self._workload = Workload(workload.model, workload.loss_fn, next(batches(workload.batch, 1, seed=SEED)))
+        self._workload = Workload(workload.model, workload.loss_fn, next(generate_batches(workload.batch, 1, seed=SEED)))
         del workload
         release_unused(_CPU)
-        self._ready_data_bytes, ready_bytes = status_bytes("VmData"), status_bytes("VmRSS")
+        self._ready_data_bytes, ready_bytes = read_status_bytes("VmData"), read_status_bytes("VmRSS")
         static = StaticTensors(self._workload.model, self._workload.batch, _CPU).tensors
         self._static_bytes = sum(tensor.size_bytes for tensor in static)
         library_bytes = max(0, ready_bytes - before_bytes - self._static_bytes)
@@ -108,9 +108,9 @@ class Run:
             limit_data(self._ready_data_bytes + self._row.room_bytes)
         model, loss_fn, _ = self._workload
         runs: dict[str, Callable[[], None]] = {
-            UNCAPPED: self._uncapped,
-            PLANNED: self._planned,
-            LARGE_PAGES: self._planned,
+            UNCAPPED: self._train_uncapped,
+            PLANNED: self._train_planned,
+            LARGE_PAGES: self._train_planned,
             EAGER: lambda: self._train(TrainingStep(model, loss_fn)),
             CHECKPOINTING: lambda: self._train(self._case.checkpointing(self._workload)),
         }
@@ -118,17 +118,17 @@ class Run:
             runs[self._row.way]()
             self._note(status=RAN)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-            self._note(status=status_of(error), message=message_of(error))
+            self._note(status=get_status(error), message=format_message(error))
         return self._row
 
-    def _uncapped(self) -> None:
+    def _train_uncapped(self) -> None:
         """Train without a cap, and measure the memory."""
         step = TrainingStep(self._workload.model, self._workload.loss_fn)
         self._train(step, watched=2)
         memory = measure_memory(step, self._workload.batch, static_bytes=self._static_bytes, device=_CPU)
         self._note(static_bytes=self._static_bytes, eager_peak_bytes=memory.peak_bytes)
 
-    def _planned(self) -> None:
+    def _train_planned(self) -> None:
         """Plan within the budget, and train."""
         model, loss_fn, batch = self._workload
         budget_bytes, optimizer = self._row.budget_bytes, self._case.recipe.optimizer
@@ -139,7 +139,7 @@ class Run:
         step = planner.compile(model, loss_fn, batch, budget=budget_bytes, optimizer=optimizer, on_progress=view)
         compile_s = time.perf_counter() - began
         first = step.history[0].plan
-        self._note(planning_rss_bytes=status_bytes("VmHWM"), compile_s=compile_s, capture_s=sum(captures_s))
+        self._note(planning_rss_bytes=read_status_bytes("VmHWM"), compile_s=compile_s, capture_s=sum(captures_s))
         self._note(first_overhead=first.overhead, first_gap=first.gap)
         self._train(step, began=began)
         swaps = (f"step {use.step} after {use.seconds:.1f} s: {use.reason}" for use in step.history[1:])
@@ -158,11 +158,13 @@ class Run:
         loop = Loop(self._workload.model, step, self._case.recipe, self._workload.model.state_dict(), seed=SEED)
         losses, times = [], []
 
-        data = batches(self._workload.batch, self._case.steps, seed=SEED)  # one at a time is in memory, as a loader has it
+        data = generate_batches(
+            self._workload.batch, self._case.steps, seed=SEED
+        )  # one at a time is in memory, as a loader has it
 
         def take(count: int) -> None:
             for batch in islice(data, count):
-                loss, _, loop_s = loop.timed(batch)
+                loss, _, loop_s = loop.time_step(batch)
                 if began is not None and not times:
                     self._note(first_step_s=time.perf_counter() - began)
                 losses.append(loss)
@@ -173,8 +175,8 @@ class Run:
                 take(watched)
             self._note(eager_growth_bytes=watch.highest_bytes - self._ready_data_bytes)
         take(self._case.steps - watched)
-        self._note(training_rss_bytes=status_bytes("VmHWM"), step_s=median(times[-_SETTLED:]))
-        self._note(digest=digest(losses, loop.digest()))
+        self._note(training_rss_bytes=read_status_bytes("VmHWM"), step_s=median(times[-_SETTLED:]))
+        self._note(digest=compute_digest(losses, loop.compute_digest()))
 
     def _note(self, **values: Any) -> None:
         self._row = replace(self._row, **values)
@@ -190,18 +192,18 @@ def capture_timer(times_s: list[float]) -> View:
     return view
 
 
-def digest(losses: Sequence[float], state: str) -> str:
+def compute_digest(losses: Sequence[float], state: str) -> str:
     """Return one digest of all bits of `losses` and of the digest of the state."""
     return hashlib.sha256(" ".join([*(loss.hex() for loss in losses), state]).encode()).hexdigest()[:16]
 
 
-def status_of(error: Exception) -> str:
+def get_status(error: Exception) -> str:
     """Return the status of a run that ended with `error`."""
     if allocator_failure(error) is not None:
         return OUT_OF_MEMORY
     return REFUSED if isinstance(error, PlannerError) else FAILED
 
 
-def message_of(error: Exception) -> str:
+def format_message(error: Exception) -> str:
     """Return the first line of the message, with the type of an error that is not the planner's."""
     return first_line(error) if isinstance(error, PlannerError) else typed_line(error)

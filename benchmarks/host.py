@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import Setting, benchmark
+from benchmarks.command import Setting, make_main
 from benchmarks.models.dense import recommender
 from benchmarks.models.huggingface_models import build_model
 from benchmarks.models.sequences import lstm_tagger
@@ -236,7 +236,7 @@ WAYS = (
 
 
 STUDY = Study(HostRow, measure, order=listed(model=MODELS, way=WAYS), pages={"table.md": partial(markdown, columns=TABLE)})
-main = benchmark(
+main = make_main(
     STUDY, __doc__, models=MODELS, out="results/host", repeats=Setting(40, "steps timed of each", argument_types.count)
 )
 

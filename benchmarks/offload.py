@@ -11,8 +11,8 @@ from functools import partial
 from itertools import product
 from statistics import median
 
-from benchmarks.command import add_names, carry_out, command_line
-from benchmarks.solves import Solved, modelled, solved
+from benchmarks.command import add_names, build_parser, carry_out
+from benchmarks.solves import Solved, build_graph, solve_row
 from graphs.errors import BudgetError
 from graphs.ir import Graph
 from graphs.simulate import simulate
@@ -104,7 +104,7 @@ def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow
         return
     graph = case.make()
     offered = case.options.apply(graph)
-    graphs = {RECOMPUTE: graph, OFFLOAD: once_each(offered)}
+    graphs = {RECOMPUTE: graph, OFFLOAD: forbid_recomputation(offered)}
     between = any(budget.startswith(_ABOVE_LEAST) for budget, _ in wanted)
     least_bytes = bracket_least_budget(graph, clock=WallClock(LEAST_S)).found_bytes if between else None
     peak_bytes = summarize(graph).keep_everything_peak_bytes
@@ -115,14 +115,14 @@ def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow
             budget=budget,
             method=method,
             base_s=graph.time_s,
-            budget_bytes=budget_bytes_of(budget, least_bytes, peak_bytes),
+            budget_bytes=compute_budget_bytes(budget, least_bytes, peak_bytes),
             least_bytes=least_bytes,
             base_peak_bytes=peak_bytes,
             link=str(case.options.link(graph.provenance)),
             **provenance(),
         )
         own = graphs.get(method, offered)
-        row, result = solved(blank, own, WallClock(case.limit_s), "windows" if method in OURS else method)
+        row, result = solve_row(blank, own, WallClock(case.limit_s), "windows" if method in OURS else method)
         if result is not None and result.schedule is not None:
             computed, host_bytes = result.schedule.computed, sum(simulate(own, result.schedule).pool_peaks_bytes[1:])
             copied = sum(own.ops[op].optional for op in computed)
@@ -130,13 +130,13 @@ def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow
         yield row
 
 
-def once_each(graph: Graph) -> Graph:
+def forbid_recomputation(graph: Graph) -> Graph:
     """Return `graph` with no op of the program recomputable."""
     ops = tuple(op if op.optional else replace(op, recomputable=False) for op in graph.ops)
     return replace(graph, ops=ops)
 
 
-def budget_bytes_of(budget: str, least_bytes: int | None, peak_bytes: int) -> int:
+def compute_budget_bytes(budget: str, least_bytes: int | None, peak_bytes: int) -> int:
     """Return a budget in bytes, static bytes included; `least_bytes` is known where the budget is above it.
 
     Raises:
@@ -150,12 +150,12 @@ def budget_bytes_of(budget: str, least_bytes: int | None, peak_bytes: int) -> in
     return least_bytes + round(float(share[:-1]) / 100 * (peak_bytes - least_bytes))
 
 
-def table(rows: Sequence[OffloadRow]) -> str:
+def format_table(rows: Sequence[OffloadRow]) -> str:
     """Return for each suite the overhead of each method over the step that keeps everything, and the provenance of its rows."""
-    return "\n".join(_of_suite(suite, own) for suite, own in by(rows, "suite").items())
+    return "\n".join(_format_suite(suite, own) for suite, own in by(rows, "suite").items())
 
 
-def _of_suite(suite: str, rows: Sequence[OffloadRow]) -> str:
+def _format_suite(suite: str, rows: Sequence[OffloadRow]) -> str:
     cases = side_by_side(rows, "method", "model", "budget")
     others = [method for method in METHODS if method not in OURS and any(method in found for found in cases)]
     columns = (
@@ -168,10 +168,10 @@ def _of_suite(suite: str, rows: Sequence[OffloadRow]) -> str:
         Column("on the host", lambda row: row.host_bytes or None, format_bytes, at=BOTH),
         *(Column(method, "overhead_text", at=method) for method in others),
     )
-    return f"## {suite}\n\nThe link: {rows[0].link}.\n\n{markdown(cases, columns)}\n{bullets(_holds(cases))}\n"
+    return f"## {suite}\n\nThe link: {rows[0].link}.\n\n{markdown(cases, columns)}\n{bullets(_summarize(cases))}\n"
 
 
-def below_bound(rows: Iterable[OffloadRow]) -> list[OffloadRow]:
+def find_below_bound(rows: Iterable[OffloadRow]) -> list[OffloadRow]:
     """Return rows of methods whose schedule takes less than the bound on all of them."""
     bounds = ((found, found[BOTH].bound_s) for found in side_by_side(rows, "method", "model", "budget") if BOTH in found)
     return [
@@ -182,14 +182,14 @@ def below_bound(rows: Iterable[OffloadRow]) -> list[OffloadRow]:
     ]
 
 
-def _holds(cases: Iterable[Mapping[str, OffloadRow]]) -> Iterator[str]:
+def _summarize(cases: Iterable[Mapping[str, OffloadRow]]) -> Iterator[str]:
     """Yield sentences on all cases in which both were solved for."""
     both = [found for found in cases if BOTH in found]
     tight = sum((gap := found[BOTH].gap) is not None and gap <= GAP + _FLOATING for found in both)
     known = sum(found[BOTH].time_s is not None for found in both)
     yield f"Both: a schedule in {known} of {len(both)} cases, a gap of at most {GAP:.0%} in {tight}."
-    yield f"Slower than either alone: {sum(map(_worse, both))}."
-    yield f"Methods below the bound: {len(below_bound(row for found in both for row in found.values()))}."
+    yield f"Slower than either alone: {sum(map(_is_worse, both))}."
+    yield f"Methods below the bound: {len(find_below_bound(row for found in both for row in found.values()))}."
     for method in [method for method in METHODS if method not in (BOTH, OFFLOAD)]:
         pairs = [(found[method].time_s, found[BOTH].time_s) for found in both if method in found]
         ratios = [theirs / ours for theirs, ours in pairs if theirs is not None and ours is not None]
@@ -198,7 +198,7 @@ def _holds(cases: Iterable[Mapping[str, OffloadRow]]) -> Iterator[str]:
             yield f"{what}, there {median(ratios):.2f} of the time of both in the median, {max(ratios):.2f} at most."
 
 
-def _worse(found: Mapping[str, OffloadRow]) -> bool:
+def _is_worse(found: Mapping[str, OffloadRow]) -> bool:
     alone = [found[method].time_s for method in (RECOMPUTE, OFFLOAD) if method in found]
     best = min((time_s for time_s in alone if time_s is not None), default=None)
     both_s = found[BOTH].time_s
@@ -210,20 +210,20 @@ STUDY = Study(
     solve,
     whole=False,
     order=listed(suite=SUITES, model=MODELS, budget=("60%", "50%", "40%", *_BETWEEN), method=METHODS),
-    pages={"table.md": table},
+    pages={"table.md": format_table},
 )
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Solve the missing cases; write rows and table."""
-    parser = command_line(__doc__, OffloadRow, models=MODELS, out="results/offload")
+    parser = build_parser(__doc__, OffloadRow, models=MODELS, out="results/offload")
     add_names(parser, "--suites", SUITES)
     arguments = parser.parse_args(words)
     cases = {}
     for name, model in product(arguments.suites, arguments.models):
         suite = SUITES[name]
         if model in suite.budgets:
-            make, options = partial(modelled, MODELS[model], suite.device), option_settings(["offload"], suite.link, HOST)
+            make, options = partial(build_graph, MODELS[model], suite.device), option_settings(["offload"], suite.link, HOST)
             cases[name, model] = OffloadCase(name, model, make, options, suite.budgets[model])
     return carry_out(STUDY, arguments, cases)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.command import benchmark
+from benchmarks.command import make_main
 from benchmarks.offload import HOST
 from graphs.units import parse_budget
 from planner.capture.workload.workload import parse_spec
@@ -111,7 +111,7 @@ STUDY = Study(
     pages={"max_batch.md": partial(markdown, columns=TABLE)},
     file="max_batch.csv",
 )
-main = benchmark(STUDY, __doc__, models=CASES, out="results/offload")
+main = make_main(STUDY, __doc__, models=CASES, out="results/offload")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from benchmarks.command import Setting, benchmark
+from benchmarks.command import Setting, make_main
 from graphs.errors import first_line
 from planner.cli import argument_types
 from planner.studies.experiment import Study
@@ -67,14 +67,14 @@ class Called(nn.Module):
 def measure(family: str, known: Sequence[OperatorRow], *, samples: int) -> Iterator[OperatorRow]:
     """Yield the rows of the operators of a family."""
     warnings.simplefilter("ignore")
-    for info in operators(family):
+    for info in iterate_operators(family):
         operator = f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name
         for name, dtype in DTYPES.items():
             if dtype in info.supported_dtypes("cpu") and dtype in info.supported_backward_dtypes("cpu"):
                 yield from compare(family, operator, info, name, samples)
 
 
-def operators(family: str) -> Iterator[Any]:
+def iterate_operators(family: str) -> Iterator[Any]:
     """Yield PyTorch's descriptions of the operators with gradients in a family."""
     from planner.torch_private.testing import op_db  # needs expecttest
 
@@ -90,7 +90,7 @@ def compare(family: str, operator: str, info: Any, dtype: str, count: int) -> It
     """Yield the row of an operator in one type for each way."""
     torch.manual_seed(0)
     samples = [s for s in islice(info.sample_inputs("cpu", DTYPES[dtype], requires_grad=True), count) if _is_trained(s)]
-    wanted = [(sample, found) for sample in samples if isinstance(found := _outcome(Called(info.op), sample), list)]
+    wanted = [(sample, found) for sample in samples if isinstance(found := _run_operator(Called(info.op), sample), list)]
     if not wanted:
         return
     for way, wrap in WAYS.items():
@@ -98,12 +98,12 @@ def compare(family: str, operator: str, info: Any, dtype: str, count: int) -> It
         for sample, expected in wanted:
             torch.compiler.reset()
             dynamo_utils.counters.clear()
-            found = _outcome(wrap(Called(info.op)), sample)
+            found = _run_operator(wrap(Called(info.op)), sample)
             graphs += dynamo_utils.counters["stats"]["unique_graphs"]
             if isinstance(found, Exception):
                 failed = f"{type(found).__name__}: {first_line(getattr(found, 'inner_exception', found))}"[:150]
-            elif not _same(expected, found):
-                errors.append(_error(expected, found))
+            elif not _is_same(expected, found):
+                errors.append(_compute_error(expected, found))
         row = OperatorRow(
             family=family,
             operator=operator,
@@ -125,7 +125,7 @@ def _is_trained(sample: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(sample.input))
 
 
-def _outcome(run: Callable[..., Any], sample: Any) -> list[Tensor] | Exception:
+def _run_operator(run: Callable[..., Any], sample: Any) -> list[Tensor] | Exception:
     """Return results, gradients of the inputs, and a random number drawn after; the exception if it does not run."""
     leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     fresh = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
@@ -143,7 +143,7 @@ def _outcome(run: Callable[..., Any], sample: Any) -> list[Tensor] | Exception:
     return [*(r.detach() for r in results), *gradients, torch.rand(1)]
 
 
-def _same(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+def _is_same(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
     return len(wanted) == len(found) and all(_has_same_bits(a, b) for a, b in zip(wanted, found, strict=True))
 
 
@@ -154,7 +154,7 @@ def _has_same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(torch.nan_to_num(x) if x.is_floating_point() else x for x in (a, b)))
 
 
-def _error(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+def _compute_error(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     """Return the largest difference as a share of the largest number; infinity if shapes differ or it is not finite."""
     if [a.shape for a in wanted] != [b.shape for b in found]:
         return float("inf")
@@ -174,7 +174,7 @@ TABLE = (
 )
 
 
-def table(rows: Sequence[OperatorRow]) -> str:
+def format_table(rows: Sequence[OperatorRow]) -> str:
     """Return the counts of each type and way, and the operators that differ or do not run by checkpoint or backend.
 
     Operators whose tests set seeds (dropout) are not captured, and run as in eager PyTorch.
@@ -191,8 +191,8 @@ def table(rows: Sequence[OperatorRow]) -> str:
     return "\n".join(counts) + "\n\n" + markdown([row for row in rows if (row.operator, row.dtype) in noted], columns=TABLE)
 
 
-STUDY = Study(OperatorRow, measure, order=listed(family=FAMILIES, dtype=DTYPES, way=WAYS), pages={"table.md": table})
-main = benchmark(
+STUDY = Study(OperatorRow, measure, order=listed(family=FAMILIES, dtype=DTYPES, way=WAYS), pages={"table.md": format_table})
+main = make_main(
     STUDY, __doc__, models=FAMILIES, out="results/operators", samples=Setting(2, "of each operator", argument_types.count)
 )
 

@@ -13,10 +13,10 @@ from functools import cached_property, partial
 from itertools import product
 
 from benchmarks import offload, options_ablation
-from benchmarks.command import carry_out, command_line, one_thread
-from benchmarks.options_errors import ERRORS, MEASURED, bits_of
-from benchmarks.options_table import BUDGETS, LEAST, Offer, OptionsRow, set_name, sets_of, table
-from benchmarks.solves import modelled, solved
+from benchmarks.command import build_parser, carry_out, limit_threads
+from benchmarks.options_errors import ERRORS, MEASURED, find_most_bits
+from benchmarks.options_table import BUDGETS, LEAST, Offer, OptionsRow, format_table, list_sets, set_name
+from benchmarks.solves import build_graph, solve_row
 from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.simulate import simulate
@@ -66,17 +66,17 @@ class TracedStep:
         """The step in the common order of all sets of options: a bound for one set also bounds its subsets."""
         return find_order(restricted_to(self.traced, traced_options(self.names))).graph
 
-    def offered(self, some: Sequence[str]) -> Graph:
+    def add_options(self, some: Sequence[str]) -> Graph:
         """Return the step with a set of options."""
-        return _settings(some).apply(self.ordered)
+        return _make_settings(some).apply(self.ordered)
 
 
 def find_offers(step: TracedStep, known: Sequence[Offer]) -> Iterator[Offer]:
     """Yield the missing offers of options."""
     for name in step.names:
         if name not in {offer.option for offer in known}:
-            added = [op for op in step.offered((name,)).ops if op.optional or op.overwrites]
-            yield Offer(model=step.model, option=name, ops=len(added), bits=bits_of(added), **provenance())
+            added = [op for op in step.add_options((name,)).ops if op.optional or op.overwrites]
+            yield Offer(model=step.model, option=name, ops=len(added), bits=find_most_bits(added), **provenance())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,14 @@ class OptionsCase:
 
 def solve(case: OptionsCase, known: Sequence[OptionsRow]) -> Iterator[OptionsRow]:
     """Yield the missing rows of a model, which is traced if there are any."""
-    for some in sets_of(case.offers):
+    for some in list_sets(case.offers):
         if missing := missing_keys(product([set_name(some)], BUDGETS), known, "options", "budget"):
-            graph = case.step.offered(some)
-            yield from (_solved(case, some, graph, budget) for _, budget in missing)
+            graph = case.step.add_options(some)
+            yield from (_solve(case, some, graph, budget) for _, budget in missing)
 
 
-def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -> OptionsRow:
-    settings, clock, traced = _settings(some), case.clock(), case.step.traced
+def _solve(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -> OptionsRow:
+    settings, clock, traced = _make_settings(some), case.clock(), case.step.traced
     peak_bytes = summarize(traced).keep_everything_peak_bytes
     row = OptionsRow(
         model=case.step.model,
@@ -111,7 +111,7 @@ def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -
         **provenance(),
     )
     if budget != LEAST:
-        return solved(row, graph, case.clock())[0]
+        return solve_row(row, graph, case.clock())[0]
     begin = time.monotonic()
     bracket = bracket_least_budget(graph, clock=case.clock())
     seconds = time.monotonic() - begin
@@ -120,18 +120,18 @@ def _solved(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) -
     return replace(row, status=str(Status.FEASIBLE), seconds=seconds, **judged, **found)
 
 
-def _settings(some: Sequence[str]) -> OptionSettings:
+def _make_settings(some: Sequence[str]) -> OptionSettings:
     return option_settings(some, host_budget=offload.HOST if Need.LINK in needs(some) else None)
 
 
-def _listed(option: str) -> int:
+def _get_position(option: str) -> int:
     """Return the position of an option in the registry, without its argument."""
     return tuple(OPTIONS).index(option.partition(":")[0])
 
 
 def _place(row: OptionsRow) -> tuple[int, list[int], int]:
     """Return the place of a row among others: small sets come first."""
-    some = sorted(map(_listed, row.names))
+    some = sorted(map(_get_position, row.names))
     return tuple(MODELS).index(row.model), [len(some), *some], BUDGETS.index(row.budget)
 
 
@@ -139,14 +139,14 @@ OFFERS = Study(
     Offer,
     find_offers,
     whole=False,
-    order=lambda offer: (tuple(MODELS).index(offer.model), _listed(offer.option)),
+    order=lambda offer: (tuple(MODELS).index(offer.model), _get_position(offer.option)),
     file="offers.csv",
 )
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Make the missing rows; write rows and tables."""
-    parser = command_line(__doc__, OptionsRow, models=(*MODELS, *MEASURED), out="results/options")
+    parser = build_parser(__doc__, OptionsRow, models=(*MODELS, *MEASURED), out="results/options")
     parser.add_argument(
         "--options", type=argument_types.names, default=",".join(NAMES), help="with commas (default: %(default)s)"
     )
@@ -157,21 +157,21 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--ablation", action="store_true", help="leave out each part of pack, kernels and chunks instead")
     arguments = parser.parse_args(words)
     if arguments.ablation:
-        one_thread()
+        limit_threads()
         return carry_out(options_ablation.make_study(arguments.work), arguments, options_ablation.list_cases())
     names = arguments.options
     check_options(names)
-    one_thread()
+    limit_threads()
     clock = PlanSettings(time_limit_s=arguments.seconds, work_limit=arguments.work).clock
     pairs = [(model, option) for model in arguments.models if model in MEASURED for option in names]
     code = carry_out(ERRORS, arguments, {pair: (*pair, clock) for pair in pairs if traced_options(pair[1:])})
-    traces = {m: partial(modelled, MODELS[m], options=traced_options(names)) for m in arguments.models if m in MODELS}
+    traces = {m: partial(build_graph, MODELS[m], options=traced_options(names)) for m in arguments.models if m in MODELS}
     steps = {(model,): TracedStep(model, trace, names) for model, trace in traces.items()}
     code = carry_out(OFFERS, arguments, steps) or code
     offers = OFFERS.kept(arguments.out)
     own = {key: [offer for offer in offers.of(*key) if offer.option in names] for key in steps}
     cases = {key: OptionsCase(step, own[key], clock) for key, step in steps.items()}
-    pages = {"table.md": lambda rows: table(rows, offers, MODELS)}
+    pages = {"table.md": lambda rows: format_table(rows, offers, MODELS)}
     return carry_out(Study(OptionsRow, solve, whole=False, order=_place, pages=pages), arguments, cases) or code
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain, zip_longest
 
 from benchmarks.options_table import BUDGETS, LEAST
-from benchmarks.solves import Solved, solved
+from benchmarks.solves import Solved, solve_row
 from benchmarks.zoo_models import MODELS
 from graphs.ir import Graph, Op, Phase
 from graphs.options.selection import get_option_name, keep_traced_ops
@@ -136,7 +136,7 @@ def ablate_graph(graph: Graph, model: str, costs: str, work: float) -> Iterator[
             used=0,
             **provenance(),
         )
-        row, result = solved(blank, graph, WorkClock(work))
+        row, result = solve_row(blank, graph, WorkClock(work))
         complete = replace(row, complete_s=row.time_s)
         yield complete
         if result is None or result.schedule is None:
@@ -145,7 +145,7 @@ def ablate_graph(graph: Graph, model: str, costs: str, work: float) -> Iterator[
             ids = {op.id for op in ops}
             used = sum(op in ids for op in result.schedule.computed)
             row = replace(complete, part=part, offered=len(ops), used=used, seconds=None)
-            yield solved(row, leave_out(graph, ops), WorkClock(work))[0] if used else row
+            yield solve_row(row, leave_out(graph, ops), WorkClock(work))[0] if used else row
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.offload import budget_bytes_of
+from benchmarks.offload import compute_budget_bytes
 from graphs.ir import Op
 from graphs.options import remove_options
 from graphs.schedule import keep_everything
@@ -59,7 +59,7 @@ class Bits(StrEnum):
     LOSSY = "lossy"
 
 
-def bits_of(ops: Iterable[Op]) -> Bits:
+def find_most_bits(ops: Iterable[Op]) -> Bits:
     """Return the most that any of `ops` may differ from the program."""
     said = [op.differs for op in ops if op.differs]
     if all(differs.startswith(_ROUNDING) for differs in said):
@@ -115,12 +115,12 @@ class _Step:
         keeping = Executor(replace(captured, graph=program), keep_everything(program), workload.model, workload.loss_fn)
         order = find_order(with_options(captured.graph, (option,)))
         least_bytes = bracket_least_budget(order.graph, clock=clock()).found_bytes
-        return cls(captured, workload, keeping, _outcome(keeping, workload), order, least_bytes)
+        return cls(captured, workload, keeping, _run_step(keeping, workload), order, least_bytes)
 
-    def row(self, blank: ErrorRow, clock: Callable[[], Clock]) -> ErrorRow:
+    def measure_row(self, blank: ErrorRow, clock: Callable[[], Clock]) -> ErrorRow:
         """Return the row of a plan for the budget of `blank`."""
         model, loss_fn, batch = self.workload
-        row = replace(blank, budget_bytes=budget_bytes_of(blank.budget, self.least_bytes, blank.base_peak_bytes))
+        row = replace(blank, budget_bytes=compute_budget_bytes(blank.budget, self.least_bytes, blank.base_peak_bytes))
         assert row.budget_bytes is not None
         solved = result_of(self.order.graph, row.budget_bytes, clock(), tolerance=_TOLERANCE)
         result = self.order.map_result_back(solved)
@@ -128,7 +128,7 @@ class _Step:
             return replace(row, error=" ".join(result.message.split()))
         graph = self.captured.graph
         planned = Executor(self.captured, result.schedule, model, loss_fn)
-        found = _outcome(planned, self.workload)
+        found = _run_step(planned, self.workload)
         steps = {name: measure.Isolated(step, model, batch) for name, step in (("with", planned), ("without", self.keeping))}
         times = measure.turn_times(steps, batch, parameters=list(model.parameters()), repeats=_REPEATS)
         gradients = [name for name in self.exact.values if name.startswith("gradient of ")]
@@ -139,7 +139,7 @@ class _Step:
             measured_peak_bytes=measured_peak(self.captured, planned, TrainingStep(model, loss_fn), batch).peak_bytes,
             loss_error=relative_error(self.exact, found, ["loss"]),
             gradient_error=relative_error(self.exact, found, gradients),
-            largest_error=max(_largest(self.exact.difference(name, found)) for name in gradients),
+            largest_error=max(_find_largest(self.exact.difference(name, found)) for name in gradients),
             predicted_ratio=result.time_s / graph.time_s,
             measured_ratio=ratio_in_turns(times["with"], times["without"])[0],
         )
@@ -157,21 +157,21 @@ def measure_errors(case: tuple[str, str, Callable[[], Clock]], known: Sequence[E
     torch.manual_seed(_SEED)
     workload = MEASURED[model]()
     captured = tracing.capture_profiled(workload, PlanSettings(passes=_REPEATS, options=OptionSettings((option,))))
-    bits, peak_bytes = bits_of(captured.graph.ops), summarize(captured.graph).keep_everything_peak_bytes
+    bits, peak_bytes = find_most_bits(captured.graph.ops), summarize(captured.graph).keep_everything_peak_bytes
     row = ErrorRow(model=model, option=option, bits=bits, budget="", base_peak_bytes=peak_bytes, **provenance())
     if bits is Bits.EXACT:
         yield row
         return
     step = _Step.of(captured, workload, option, clock)
     for budget in BUDGETS:
-        yield step.row(replace(row, budget=budget), clock)
+        yield step.measure_row(replace(row, budget=budget), clock)
 
 
-def _outcome(step: Executor, workload: Workload) -> StepOutcome:
+def _run_step(step: Executor, workload: Workload) -> StepOutcome:
     return measure.outcome(step, workload.model, workload.batch, seed=_SEED)
 
 
-def _largest(difference: Difference) -> float:
+def _find_largest(difference: Difference) -> float:
     """Return the largest difference of an element of a gradient, relative to its largest element."""
     if difference.relative is not None:
         return difference.relative
@@ -201,7 +201,7 @@ TABLE = (
 )
 
 
-def error_table(rows: Iterable[ErrorRow]) -> str:
+def format_error_table(rows: Iterable[ErrorRow]) -> str:
     """Return errors of options that round, then of lossy ones; and of which models nothing was measured."""
     found = by(rows, "bits")
     parts = [_HEAD]
@@ -215,4 +215,4 @@ def error_table(rows: Iterable[ErrorRow]) -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-ERRORS = Study(ErrorRow, measure_errors, order=listed(model=MEASURED), pages={"errors.md": error_table}, file="errors.csv")
+ERRORS = Study(ErrorRow, measure_errors, order=listed(model=MEASURED), pages={"errors.md": format_error_table}, file="errors.csv")

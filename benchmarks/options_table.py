@@ -64,13 +64,13 @@ def set_name(some: Sequence[str]) -> str:
     return "+".join(some) or NONE
 
 
-def sets_of(offers: Sequence[Offer]) -> tuple[tuple[str, ...], ...]:
+def list_sets(offers: Sequence[Offer]) -> tuple[tuple[str, ...], ...]:
     """Return the sets of options that are solved for, each once: those that offer nothing are in none."""
-    every, exact = (options_within(offers, bits) for bits in (Bits.LOSSY, Bits.EXACT))
-    return tuple(dict.fromkeys(((), *((name,) for name in every), exact, options_within(offers, Bits.ROUNDING), every)))
+    every, exact = (select_options_within(offers, bits) for bits in (Bits.LOSSY, Bits.EXACT))
+    return tuple(dict.fromkeys(((), *((name,) for name in every), exact, select_options_within(offers, Bits.ROUNDING), every)))
 
 
-def options_within(offers: Sequence[Offer], most: Bits) -> tuple[str, ...]:
+def select_options_within(offers: Sequence[Offer], most: Bits) -> tuple[str, ...]:
     """Return the options that offer something, and differ from the program by `most` at the most."""
     kinds = tuple(Bits)
     return tuple(offer.option for offer in offers if offer.ops and kinds.index(offer.bits) <= kinds.index(most))
@@ -83,19 +83,19 @@ roofline of an H200. Options that offer nothing on a model are left out of its s
 """
 
 
-def table(rows: Iterable[OptionsRow], offers: Iterable[Offer], specs: Mapping[str, str]) -> str:
+def format_table(rows: Iterable[OptionsRow], offers: Iterable[Offer], specs: Mapping[str, str]) -> str:
     """Return a section for each model of `specs` that was run, and the names of those that were not."""
     rows_of, offers_of = by(rows, "model"), by(offers, "model")
     run = [model for model in specs if model in offers_of]
-    sections = [_section(model, specs[model], rows_of.get(model, []), offers_of[model]) for model in run]
+    sections = [_format_section(model, specs[model], rows_of.get(model, []), offers_of[model]) for model in run]
     missing = [model for model in specs if model not in run]
-    gaps = _gaps(rows_of, offers_of)
+    gaps = _format_gaps(rows_of, offers_of)
     return "\n".join((_HEAD, *gaps, *sections, *([f"Not run: {', '.join(missing)}.\n"] if missing else [])))
 
 
-def _gaps(rows: Mapping[str, Sequence[OptionsRow]], offers: Mapping[str, Sequence[Offer]]) -> list[str]:
+def _format_gaps(rows: Mapping[str, Sequence[OptionsRow]], offers: Mapping[str, Sequence[Offer]]) -> list[str]:
     """Return a line about the gaps of all models with all lossless options together; an empty list without schedules."""
-    together = {model: set_name(options_within(own, Bits.ROUNDING)) for model, own in offers.items()}
+    together = {model: set_name(select_options_within(own, Bits.ROUNDING)) for model, own in offers.items()}
     solves = (row for model, name in together.items() for row in rows.get(model, ()) if row.options == name)
     found = [row.gap for row in solves if row.budget != LEAST and row.gap is not None]
     if not found:
@@ -104,30 +104,32 @@ def _gaps(rows: Mapping[str, Sequence[OptionsRow]], offers: Mapping[str, Sequenc
     return [f"All options together but lossy ones: of {len(found)} budgets with a schedule {', '.join(within)}.\n"]
 
 
-def _section(model: str, spec: str, rows: Sequence[OptionsRow], offers: Sequence[Offer]) -> str:
+def _format_section(model: str, spec: str, rows: Sequence[OptionsRow], offers: Sequence[Offer]) -> str:
     bits = {offer.option: offer.bits for offer in offers}
-    sets = sets_of(offers)
+    sets = list_sets(offers)
     lossy = [some for some in sets if any(bits[name] is Bits.LOSSY for name in some)]
     found = {(row.options, row.budget): row for row in rows}
     size = f": peak {format_bytes(rows[0].base_peak_bytes)}, {format_seconds(rows[0].base_s)} a step" if rows else ""
     offered = (f"{o.option} {o.ops:,} ops ({o.bits})" if o.ops else f"{o.option} nothing" for o in offers)
     parts = [f"## {model}", f"`{spec}`{size}.", f"Offered: {', '.join(offered)}."]
-    parts += [_lines([some for some in sets if some not in lossy], bits, found)]
-    parts += ["With a lossy option:", _lines(lossy, bits, found)] if lossy else []
-    return "\n\n".join((*(part.strip() for part in parts), bullets(_holds(rows))))
+    parts += [_format_lines([some for some in sets if some not in lossy], bits, found)]
+    parts += ["With a lossy option:", _format_lines(lossy, bits, found)] if lossy else []
+    return "\n\n".join((*(part.strip() for part in parts), bullets(_summarize(rows))))
 
 
-def _lines(sets: Collection[tuple[str, ...]], bits: Mapping[str, Bits], found: Mapping[tuple[str, str], OptionsRow]) -> str:
+def _format_lines(
+    sets: Collection[tuple[str, ...]], bits: Mapping[str, Bits], found: Mapping[tuple[str, str], OptionsRow]
+) -> str:
     """Return a table with a line for each of `sets`."""
     lines = [("options", "bits", *BUDGETS)]
     for some in sets:
         most = max((bits[option] for option in some), key=tuple(Bits).index, default=Bits.EXACT)
-        cells = (_cell(found.get((set_name(some), budget))) for budget in BUDGETS)
+        cells = (_format_cell(found.get((set_name(some), budget))) for budget in BUDGETS)
         lines.append((set_name(some).replace("+", " + "), str(most), *cells))
     return as_markdown(lines)
 
 
-def _cell(row: OptionsRow | None) -> str:
+def _format_cell(row: OptionsRow | None) -> str:
     if row is None:
         return "not run"
     if row.budget == LEAST and row.budget_bytes is not None and row.proved_bytes is not None:
@@ -136,9 +138,9 @@ def _cell(row: OptionsRow | None) -> str:
     return row.overhead_text + ("" if row.gap is None else f" ({format_ratio(row.gap)})")
 
 
-def worse(rows: Sequence[OptionsRow], share: float) -> list[tuple[OptionsRow, OptionsRow]]:
+def find_worse(rows: Sequence[OptionsRow], share: float) -> list[tuple[OptionsRow, OptionsRow]]:
     """Return pairs of rows for one budget: of a set, and of one that contains it and does worse by a share of the other's."""
-    pairs = ((few, many) for few, many in _pairs(rows) if few.found is not None)
+    pairs = ((few, many) for few, many in _iterate_pairs(rows) if few.found is not None)
     # A search for the least budget that finds none was stopped.
     return [
         (few, many)
@@ -147,31 +149,31 @@ def worse(rows: Sequence[OptionsRow], share: float) -> list[tuple[OptionsRow, Op
     ]
 
 
-def below_bound(rows: Sequence[OptionsRow]) -> list[tuple[OptionsRow, OptionsRow]]:
+def find_below_bound(rows: Sequence[OptionsRow]) -> list[tuple[OptionsRow, OptionsRow]]:
     """Return pairs of rows: of a set, and of itself or one that contains it, whose bound its schedule is below."""
-    pairs = (*zip(rows, rows, strict=True), *_pairs(rows))
+    pairs = (*zip(rows, rows, strict=True), *_iterate_pairs(rows))
     known = ((row, other) for row, other in pairs if row.found is not None and other.proved is not None)
     return [(row, other) for row, other in known if row.found < other.proved]
 
 
-def _pairs(rows: Sequence[OptionsRow]) -> Iterator[tuple[OptionsRow, OptionsRow]]:
+def _iterate_pairs(rows: Sequence[OptionsRow]) -> Iterator[tuple[OptionsRow, OptionsRow]]:
     """Return pairs of rows for one budget: of a set, and of one that contains it."""
     pairs = product(rows, repeat=2)
     return ((a, b) for a, b in pairs if (a.model, a.budget) == (b.model, b.budget) and a.names < b.names)
 
 
-def _holds(rows: Sequence[OptionsRow]) -> Iterator[str]:
+def _summarize(rows: Sequence[OptionsRow]) -> Iterator[str]:
     """Yield sentences on the rows of one model."""
     at_shares = [row for row in rows if row.budget != LEAST]
     infeasible = sum(row.status == Status.INFEASIBLE for row in at_shares)
     unknown = sum(row.time_s is None for row in at_shares) - infeasible
     yield f"Of {len(at_shares)} budgets {infeasible} proved infeasible, {unknown} not decided."
-    yield f"Schedules below a bound: {len(below_bound(rows))}."
-    pairs = worse(rows, TOLERANCE)
-    said = "; ".join(f"{b.options} at {b.budget}, {_value(b)}, than {a.options}, {_value(a)}" for a, b in pairs)
+    yield f"Schedules below a bound: {len(find_below_bound(rows))}."
+    pairs = find_worse(rows, TOLERANCE)
+    said = "; ".join(f"{b.options} at {b.budget}, {_format_value(b)}, than {a.options}, {_format_value(a)}" for a, b in pairs)
     yield (
         f"Worse with an option more, by over {TOLERANCE:.1%}: {len(pairs)}{f' ({said})' if said else ''}; by less, which is "
-        f"within the tolerance of solves: {len(worse(rows, FLOATING)) - len(pairs)}."
+        f"within the tolerance of solves: {len(find_worse(rows, FLOATING)) - len(pairs)}."
     )
     yield from (f"The link: {link}." for link in by(rows, "link") if link)
     limits = by(rows, "limit")
@@ -179,7 +181,7 @@ def _holds(rows: Sequence[OptionsRow]) -> Iterator[str]:
     yield f"Limit of each solve: {', '.join(f'{limit} ({names[limit]})' if len(limits) > 1 else limit for limit in limits)}."
 
 
-def _value(row: OptionsRow) -> str:
+def _format_value(row: OptionsRow) -> str:
     """Return the value that is compared with other sets, with more digits than its cell."""
     if row.budget == LEAST:
         return f"{row.budget_bytes:,} B"

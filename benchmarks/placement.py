@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from benchmarks.command import benchmark
+from benchmarks.command import make_main
 from benchmarks.models.parts import Residual
 from benchmarks.solves import TOLERANCE
 from graphs.ir import Graph
@@ -64,33 +64,33 @@ LIMIT_S = 8.0
 REPEATS = 15
 
 
-def regression(*layers: nn.Module, inputs: Sequence[int], targets: Sequence[int]) -> Workload:
+def build_regression(*layers: nn.Module, inputs: Sequence[int], targets: Sequence[int]) -> Workload:
     """Return a network with the loss of a regression."""
     return Workload(nn.Sequential(*layers), nn.MSELoss(), (torch.randn(*inputs), torch.randn(*targets)))
 
 
-def chain() -> Workload:
+def build_chain() -> Workload:
     """Build two linear layers and GELU: a chain and its backward pass."""
-    return regression(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), inputs=(2048, 256), targets=(2048, 256))
+    return build_regression(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), inputs=(2048, 256), targets=(2048, 256))
 
 
-def mlp() -> Workload:
+def build_mlp() -> Workload:
     """Build three linear layers with GELU and ReLU."""
     layers = nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64)
-    return regression(*layers, inputs=(2048, 256), targets=(2048, 64))
+    return build_regression(*layers, inputs=(2048, 256), targets=(2048, 64))
 
 
-def resnet() -> Workload:
+def build_resnet() -> Workload:
     """Build a convolution and a residual block of two, as in ResNet-18, without normalisation."""
     conv = partial(nn.Conv2d, out_channels=32, kernel_size=3, padding=1)
     layers = conv(3), Residual(conv(32), nn.ReLU(), conv(32)), nn.ReLU()
-    return regression(*layers, inputs=(16, 3, 32, 32), targets=(16, 32, 32, 32))
+    return build_regression(*layers, inputs=(16, 3, 32, 32), targets=(16, 32, 32, 32))
 
 
 MODELS: Mapping[str, Callable[[], Workload]] = {
-    "chain": chain,
-    "mlp": mlp,
-    "resnet": resnet,
+    "chain": build_chain,
+    "mlp": build_mlp,
+    "resnet": build_resnet,
     "transformer": partial(build, "gpt2", layers=2, width=128, heads=4, vocab=1000, batch=8, seq=128, dropout=0),
 }
 
@@ -154,7 +154,7 @@ class Pair:
         ops = tuple(op if time_s is None else replace(op, time_s=time_s) for op, time_s in times)
         return Graph(ops, self.main.tensors, self.main.kept, self.main.provenance)
 
-    def both(self, capacity_bytes: int | None) -> Graph:
+    def build_both(self, capacity_bytes: int | None) -> Graph:
         """Return the step with placement, and this capacity of the other memory, None for no limit."""
         second = replace(self.second, capacity_bytes=capacity_bytes)
         return with_options(self.main, ("placement",), Surroundings(others=(second,)))
@@ -171,7 +171,7 @@ def pair_of(step: Workload, pair: str) -> Pair:
     return Pair(measured.graph, second, measured)
 
 
-def executed(step: Workload, pair: Pair, graph: Graph, schedule: Schedule) -> dict[str, float]:
+def measure_schedule(step: Workload, pair: Pair, graph: Graph, schedule: Schedule) -> dict[str, float]:
     """Return the measurements of a schedule on `graph`, run in turn with keeping everything on the main device."""
     assert pair.captured is not None
     model, loss_fn, batch = step
@@ -192,7 +192,7 @@ def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *,
     """Yield the rows of one model, whose `step` is given, on one pair of devices at one budget."""
     unlimited = budget == NO_LIMIT
     budget_bytes = read_budget("1000%" if unlimited else budget).in_bytes(summarize(devices.main).keep_everything_peak_bytes)
-    both = devices.both(None if unlimited else budget_bytes)
+    both = devices.build_both(None if unlimited else budget_bytes)
     graphs, solvers = (devices.main, devices.other, both, both, both), ("windows", "windows", *_XENGINE, "windows")
     for method, graph, solver in zip(METHODS, graphs, solvers, strict=True):
         params = XEngineParams(again=not unlimited) if solver in _XENGINE else None
@@ -205,7 +205,7 @@ def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *,
             ops=len(devices.main.ops),
             budget=budget,
             method=method,
-            status=_status(result),
+            status=_format_status(result),
             **attributes(result, "time_s", "bound_s", "seconds", "budget_bytes", "peak_bytes"),
             serial_s=result.settings.get("serial_s"),
             serial_bound_s=result.settings.get("serial_bound_s"),
@@ -217,11 +217,11 @@ def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *,
             schedule = order_by_passes(graph, result.schedule)
             predicted = simulate(graph, schedule)
             row = replace(row, predicted_s=predicted.time_s, predicted_other_bytes=predicted.pool_peaks_bytes[1])
-            row = replace(row, **executed(step, devices, graph, schedule))
+            row = replace(row, **measure_schedule(step, devices, graph, schedule))
         yield row
 
 
-def _status(result: Result) -> str:
+def _format_status(result: Result) -> str:
     """Return the status; the serial optimum is one of the sum, which is no bound on its makespan."""
     serial_s, bound_s = result.settings.get("serial_s"), result.settings.get("serial_bound_s")
     if result.bound_s is None and isinstance(serial_s, float) and isinstance(bound_s, float):
@@ -229,12 +229,12 @@ def _status(result: Result) -> str:
     return result.status
 
 
-def table(rows: Sequence[PlacementRow]) -> str:
+def format_table(rows: Sequence[PlacementRow]) -> str:
     """Return the time of each method, and the gain of the best parallel schedule over the serial optimum."""
     return markdown(side_by_side(rows, "method", "model", "pair", "budget"), TABLE)
 
 
-def _gain(found: Mapping[str, PlacementRow]) -> float | None:
+def _compute_gain(found: Mapping[str, PlacementRow]) -> float | None:
     serial_s, best_s = (found[method].counted_s if method in found else None for method in (SERIAL, BEST))
     return None if serial_s is None or best_s is None else serial_s / best_s - 1
 
@@ -243,7 +243,7 @@ TABLE = (
     *("model", Column("devices", "pair"), "budget"),
     *(Column(method, "counted_text", at=method) for method in METHODS),
     Column("serial, side by side", "time_s", at=SERIAL),
-    Column("gain over serial", _gain, format_ratio, at=ALL),
+    Column("gain over serial", _compute_gain, format_ratio, at=ALL),
     *(Column(title, name, at=BEST) for title, name in (("bound", "bound_s"), ("windows, run", "executed_s"))),
     Column("main device, run", "kept_s", at=BEST),
 )
@@ -265,9 +265,9 @@ STUDY = Study(
     measure,
     whole=False,
     order=listed(pair=PAIRS, model=MODELS, budget=BUDGETS, method=METHODS),
-    pages={"table.md": table},
+    pages={"table.md": format_table},
 )
-main = benchmark(STUDY, __doc__, models=MODELS, out="results/placement")
+main = make_main(STUDY, __doc__, models=MODELS, out="results/placement")
 
 
 if __name__ == "__main__":

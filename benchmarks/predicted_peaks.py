@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.command import benchmark
+from benchmarks.command import make_main
 from benchmarks.executor import MODELS
 from planner.capture.signature import leaves
 from planner.measure.tracing import trace
@@ -59,7 +59,7 @@ TABLE = (
 )
 
 STUDY = Study(PeakRow, measure, order=listed(model=MODELS), pages={"table.md": partial(markdown, columns=TABLE)})
-main = benchmark(STUDY, __doc__, models=MODELS, out="results/predicted_peaks")
+main = make_main(STUDY, __doc__, models=MODELS, out="results/predicted_peaks")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ _SIZE = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _PERIOD_S = 0.001
 
 
-def status_bytes(field: str) -> int:
+def read_status_bytes(field: str) -> int:
     """Return a size of ``/proc/self/status``: VmRSS, VmHWM (the highest VmRSS), or VmData, which RLIMIT_DATA limits."""
     return 1024 * int(dict(_SIZE.findall(_STATUS.read_text()))[field])
 
 
-def resident_bytes(address: int, size_bytes: int) -> int:
+def count_resident_bytes(address: int, size_bytes: int) -> int:
     """Return the resident bytes of the `size_bytes` of memory at `address`, which must be the beginning of a page.
 
     Raises:
@@ -62,5 +62,5 @@ class DataWatch:
     def _sample(self) -> None:
         stopped = False
         while not stopped:
-            self.highest_bytes = max(self.highest_bytes, status_bytes("VmData"))
+            self.highest_bytes = max(self.highest_bytes, read_status_bytes("VmData"))
             stopped = self._stop.wait(_PERIOD_S)

@@ -51,7 +51,7 @@ class Row:
     steps: int = column("of the schedule", default=0)
 
 
-def graph_of(kind: str, seed: int) -> tuple[Graph, int, float]:
+def draw_case(kind: str, seed: int) -> tuple[Graph, int, float]:
     """Return a random graph of `kind`, a budget between its least and its peak, and a limit of work."""
     draw = random.Random(f"{kind} {seed}")
     small, limit = seed % 4 > 0, draw.choice((0.1, 0.2, 0.3)) if seed % 10 else 3.0
@@ -77,20 +77,20 @@ def graph_of(kind: str, seed: int) -> tuple[Graph, int, float]:
     if kind == "offload" or (kind == "options" and seed % 3 == 0):
         graph = with_options(graph, ("offload",), Surroundings(link, room))
     if kind == "devices":
-        devices = [_device(name, graph, draw, link, room) for name in ("second", "third")[: 2 if draw.random() < 0.2 else 1]]
+        devices = [_draw_device(name, graph, draw, link, room) for name in ("second", "third")[: 2 if draw.random() < 0.2 else 1]]
         graph = with_options(graph, ("placement",), Surroundings(link, others=tuple(devices)))
     return graph, budget_bytes, limit
 
 
-def _device(name: str, graph: Graph, draw: random.Random, link: Link, room: int | None) -> OtherDevice:
+def _draw_device(name: str, graph: Graph, draw: random.Random, link: Link, room: int | None) -> OtherDevice:
     times = tuple(op.time_s * draw.choice((0.7, 1.0, 2.0)) if op.id < 2 or draw.random() < 0.9 else None for op in graph.ops)
     return OtherDevice(name, times, link.out_bytes_per_s, room)
 
 
-def solved(case: tuple[str, int], known: Sequence[Row] = ()) -> Iterator[Row]:
+def solve_case(case: tuple[str, int], known: Sequence[Row] = ()) -> Iterator[Row]:
     """Yield the row of one graph, given by kind and seed."""
     kind, seed = case
-    graph, budget_bytes, limit = graph_of(kind, seed)
+    graph, budget_bytes, limit = draw_case(kind, seed)
     row = Row(kind=kind, seed=seed, ops=len(graph.ops), budget_bytes=budget_bytes, status="error")
     try:
         result = result_of(graph, budget_bytes, WorkClock(limit))
@@ -101,7 +101,7 @@ def solved(case: tuple[str, int], known: Sequence[Row] = ()) -> Iterator[Row]:
     yield replace(row, steps=steps, **attributes(result, "status", "time_s", "bound_s", "peak_bytes"))
 
 
-STUDY = Study(Row, solved, order=lambda row: (KINDS.index(row.kind), row.seed))
+STUDY = Study(Row, solve_case, order=lambda row: (KINDS.index(row.kind), row.seed))
 
 
 def is_wrong(now: Row, before: Row | None = None) -> bool:
@@ -110,7 +110,7 @@ def is_wrong(now: Row, before: Row | None = None) -> bool:
     return now.bound_s is not None and any(time_s < now.bound_s * (1 - _ARITHMETIC) for time_s in times)
 
 
-def verdict(before: Row, now: Row) -> str:
+def judge(before: Row, now: Row) -> str:
     """Return "equal", "worse" by status, time or bound, else "better", or "other" for another schedule that takes as long.
 
     "wrong" is a bound that a schedule refutes.
@@ -119,8 +119,8 @@ def verdict(before: Row, now: Row) -> str:
         return "wrong"
     losses = (
         RANK.index(now.status) - RANK.index(before.status),
-        _loss(now.time_s, before.time_s, math.inf),
-        _loss(_bound(before), _bound(now), -math.inf),
+        _compute_loss(now.time_s, before.time_s, math.inf),
+        _compute_loss(_bound(before), _bound(now), -math.inf),
     )
     close = CLOSE * (1.0 if before.time_s is None else before.time_s)
     if any(loss > close for loss in losses):
@@ -132,7 +132,7 @@ def _bound(row: Row) -> float | None:
     return math.inf if row.status == "infeasible" else row.bound_s
 
 
-def _loss(one: float | None, other: float | None, unknown: float) -> float:
+def _compute_loss(one: float | None, other: float | None, unknown: float) -> float:
     """Return `one` minus `other`, 0 if they are equal or both unknown."""
     return 0.0 if one == other else (unknown if one is None else one) - (unknown if other is None else other)
 
@@ -160,7 +160,7 @@ def main() -> int:
         return 1 if wrong else 0
     verdicts = Counter(equal=0, other=0, better=0, worse=0, wrong=0)
     for known, row in ((before[row.kind, row.seed], row) for row in kept if (row.kind, row.seed) in before):
-        verdicts[found := verdict(known, row)] += 1
+        verdicts[found := judge(known, row)] += 1
         if found != "equal":
             print(found, known, row, sep="\n  ")
     print(dict(verdicts))

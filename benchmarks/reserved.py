@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from benchmarks.command import benchmark
-from benchmarks.solves import modelled
+from benchmarks.command import make_main
+from benchmarks.solves import build_graph
 from benchmarks.zoo_models import MODELS
 from graphs.addresses import buffers_of
 from graphs.allocators.caching import EXPANDABLE
@@ -74,10 +74,10 @@ def plan_row(model: str, graph: Graph, counts: str, budget: str, limit_s: float)
         plan = solve(graph, budget, memory=memory, arena=arena, time_limit_s=limit_s, tolerance=0.01)
     except (BudgetError, LimitError) as error:
         return row(status=f"{type(error).__name__}: {error}")
-    return row(**_measured(graph, plan))
+    return row(**_measure(graph, plan))
 
 
-def _measured(graph: Graph, plan: Plan) -> dict[str, object]:
+def _measure(graph: Graph, plan: Plan) -> dict[str, object]:
     training = requests_of(graph, plan.schedule)
     usage = usage_of(training)
     addresses = solve_addresses(buffers_of(graph, plan.schedule, alignment=512), time_limit_s=ARENA_LIMIT_S)
@@ -97,12 +97,12 @@ def _measured(graph: Graph, plan: Plan) -> dict[str, object]:
 
 def run(model: str, known: Sequence[ReservedRow], *, limit_s: float = PLAN_LIMIT_S) -> Iterator[ReservedRow]:
     """Yield the rows of a model that are not `known`."""
-    graph = modelled(MODELS[model], optimizer="adamw")
+    graph = build_graph(MODELS[model], optimizer="adamw")
     for counts, budget in missing_keys(product(COUNTS, BUDGETS), known, "counts", "budget"):
         yield plan_row(model, graph, counts, budget, limit_s)
 
 
-def _of_budget(row: ReservedRow) -> str | None:
+def _format_overrun(row: ReservedRow) -> str | None:
     """Return the reserved bytes over the budget, with the allocator settings that the budget is for; None if unknown."""
     reserved_bytes = row.expandable_bytes if row.counts == CountedMemory.RESERVED_EXPANDABLE else row.reserved_bytes
     return f"{reserved_bytes / row.budget_bytes:.3f}" if reserved_bytes and row.budget_bytes else None
@@ -118,12 +118,12 @@ TABLE = (
     share_column("pool", "pool_bytes", "in_use_bytes", "{:.3f}"),
     share_column("least device", "least_device_bytes", "in_use_bytes", "{:.3f}"),
     share_column("arena of peak", "arena_bytes", "peak_bytes", "{:.3f}"),
-    Column("of budget", _of_budget),
+    Column("of budget", _format_overrun),
     *("overhead", "gap"),
     Column("addresses", "status"),
 )
 STUDY = Study(ReservedRow, run, whole=False, pages={"table.md": partial(markdown, columns=TABLE)})
-main = benchmark(STUDY, __doc__, models=MODELS, out="results/reserved")
+main = make_main(STUDY, __doc__, models=MODELS, out="results/reserved")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from itertools import product
 import torch
 
 import planner
-from benchmarks.command import benchmark, one_thread
-from benchmarks.process_memory import reset_highest_rss, status_bytes
+from benchmarks.command import limit_threads, make_main
+from benchmarks.process_memory import read_status_bytes, reset_highest_rss
 from graphs.units import format_bytes
 from planner.capture.workload.models import build
 from planner.measure.steps import loss_of
@@ -59,12 +59,12 @@ class ResidentRow(Made):
 def measure(name: str, known: Sequence[ResidentRow]) -> Iterator[ResidentRow]:
     """Yield the rows of a model that are not `known`."""
     for budget, way in missing_keys(product(BUDGETS, WAYS), known, "budget", "way"):
-        yield from stream(measured, name, budget, way, variables=ALONE, limit_s=_LIMIT_S)
+        yield from stream(measure_process, name, budget, way, variables=ALONE, limit_s=_LIMIT_S)
 
 
-def measured(name: str, budget: str, way: str) -> Iterator[ResidentRow]:
+def measure_process(name: str, budget: str, way: str) -> Iterator[ResidentRow]:
     """Yield the row of a process: this one."""
-    one_thread()
+    limit_threads()
     torch.manual_seed(0)
     model, loss_fn, batch = MODELS[name]()
     step = planner.compile(
@@ -76,7 +76,7 @@ def measured(name: str, budget: str, way: str) -> Iterator[ResidentRow]:
     for _ in range(_STEPS):
         loss_of(step(*batch)).backward()
         model.zero_grad()
-    highest_bytes = status_bytes("VmHWM")
+    highest_bytes = read_status_bytes("VmHWM")
     del step
     release_unused(torch.device("cpu"))
     yield ResidentRow(
@@ -85,13 +85,13 @@ def measured(name: str, budget: str, way: str) -> Iterator[ResidentRow]:
         way=way,
         budget_bytes=plan.budget_bytes,
         peak_bytes=plan.measured_peak_bytes or plan.peak_bytes,
-        interpreter_bytes=status_bytes("VmRSS") - plan.graph.static_bytes,
+        interpreter_bytes=read_status_bytes("VmRSS") - plan.graph.static_bytes,
         highest_bytes=highest_bytes,
         **provenance(),
     )
 
 
-def failures(rows: Sequence[ResidentRow]) -> Iterator[str]:
+def list_failures(rows: Sequence[ResidentRow]) -> Iterator[str]:
     """Yield a line for each arena whose process takes more than the budget and the interpreter by over 2%."""
     for row in rows:
         if row.way == ARENA and row.excess > _WITHIN:
@@ -113,9 +113,9 @@ STUDY = Study(
     whole=False,
     order=listed(model=MODELS, budget=BUDGETS, way=WAYS),
     pages={"table.md": partial(markdown, columns=TABLE)},
-    failures=failures,
+    failures=list_failures,
 )
-main = benchmark(STUDY, __doc__, models=MODELS, out="results/resident")
+main = make_main(STUDY, __doc__, models=MODELS, out="results/resident")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.storages import LiveStorages
-from benchmarks.training_loop import batches
+from benchmarks.training_loop import generate_batches
 from planner.capture.signature import Batch, call, leaves
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
@@ -28,15 +28,15 @@ class Runner:
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters of the model and of its loss function."""
-        return list(whole_step(self.workload).parameters())
+        return list(build_whole_step(self.workload).parameters())
 
     def train(self, like: Batch) -> StepOutcome:
         """Train for some steps on different batches and return all results."""
-        whole = whole_step(self.workload)
+        whole = build_whole_step(self.workload)
         optimizer = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=_RATE)
         torch.manual_seed(SEED)
         left: dict[str, torch.Tensor | None] = {}
-        for i, batch in enumerate(batches(like, STEPS, seed=SEED)):
+        for i, batch in enumerate(generate_batches(like, STEPS, seed=SEED)):
             optimizer.zero_grad()
             loss = loss_of(call(self._forward, batch))
             loss.backward()
@@ -49,34 +49,34 @@ class Runner:
         left["random state"] = torch.get_rng_state()
         return StepOutcome(left)
 
-    def state(self) -> list[torch.Tensor]:
+    def copy_state(self) -> list[torch.Tensor]:
         """Return copies of all parameters and buffers."""
-        return [tensor.detach().clone() for tensor in self._state()]
+        return [tensor.detach().clone() for tensor in self._list_state()]
 
     def restore(self, state: list[torch.Tensor]) -> None:
         """Restore parameters and buffers to `state`, and remove gradients."""
         self._clear()
         with torch.no_grad():
-            for tensor, before in zip(self._state(), state, strict=True):
+            for tensor, before in zip(self._list_state(), state, strict=True):
                 tensor.copy_(before)
 
-    def storages_bytes(self, batch: Batch) -> int:
+    def measure_storages_bytes(self, batch: Batch) -> int:
         """Return the most bytes in storages at once in a forward and backward pass."""
         self._clear()
-        with LiveStorages(self._there(batch)) as storages:
+        with LiveStorages(self._list_static(batch)) as storages:
             returned = call(self._forward, batch)  # held, as a training loop holds it
             loss_of(returned).backward()
         return storages.peak_bytes
 
-    def peak_bytes(self, batch: Batch) -> int:
+    def measure_peak_bytes(self, batch: Batch) -> int:
         """Return the peak including the memory of kernels, by the allocator's events."""
         self._clear()
-        static_bytes = self.static_bytes(batch)
+        static_bytes = self.count_static_bytes(batch)
         return measure_memory(self._forward, batch, static_bytes=static_bytes, device=torch.device("cpu")).peak_bytes
 
-    def static_bytes(self, batch: Batch) -> int:
+    def count_static_bytes(self, batch: Batch) -> int:
         """Return the bytes of parameters, buffers and `batch`."""
-        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._there(batch)}.values())
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._list_static(batch)}.values())
 
     def _forward(self, *inputs: Any, **named: Any) -> Any:
         """Return what the step returns, after the model's ``update_between`` the passes, which takes its leaves."""
@@ -85,13 +85,13 @@ class Runner:
             self.workload.model.update_between(leaves(returned))
         return returned
 
-    def _state(self) -> list[torch.Tensor]:
-        whole = whole_step(self.workload)
+    def _list_state(self) -> list[torch.Tensor]:
+        whole = build_whole_step(self.workload)
         return [*whole.parameters(), *whole.buffers()]
 
-    def _there(self, batch: Batch) -> list[torch.Tensor]:
+    def _list_static(self, batch: Batch) -> list[torch.Tensor]:
         inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-        return [*self._state(), *inputs]
+        return [*self._list_state(), *inputs]
 
     def _clear(self) -> None:
         for parameter in self.parameters:
@@ -104,6 +104,6 @@ def take_turns(runners: Mapping[str, Runner], batch: Batch, *, repeats: int) -> 
     return turn_times({name: runner.step for name, runner in runners.items()}, batch, parameters=parameters, repeats=repeats)
 
 
-def whole_step(workload: Workload) -> TrainingStep:
+def build_whole_step(workload: Workload) -> TrainingStep:
     """Return the training step of the model and its loss function as a module."""
     return TrainingStep(workload.model, workload.loss_fn)

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from benchmarks.command import add_names, carry_out, command_line
+from benchmarks.command import add_names, build_parser, carry_out
 from benchmarks.solve_case import SolverRow, make_graph, solve_case
 from benchmarks.solve_suites import PUBLISHED, SUITES, Instance, Landmarks
-from benchmarks.solve_table import growth_plot, solves_plot, table
+from benchmarks.solve_table import draw_growth, draw_solves, format_table
 from graphs.io.formats import read_graph
 from planner.plans.attributes import attributes
 from planner.studies.experiment import Study
@@ -35,7 +35,7 @@ def solve_instance(instance: Instance, known: Sequence[SolverRow]) -> Iterator[S
             there = [row for row in known if row.budget == budget.label]
             asked = product(range(1, instance.runs + 1), instance.solvers)
             for run, solver in missing_keys(asked, there, "run", "solver"):
-                if run > 1 and not all_solved(there, instance.solvers):
+                if run > 1 and not is_all_solved(there, instance.solvers):
                     continue
                 if marks is None:
                     list(stream(make_graph, instance.make, made))
@@ -53,7 +53,7 @@ def solve_instance(instance: Instance, known: Sequence[SolverRow]) -> Iterator[S
                     yield row
 
 
-def all_solved(rows: Iterable[SolverRow], solvers: Sequence[str]) -> bool:
+def is_all_solved(rows: Iterable[SolverRow], solvers: Sequence[str]) -> bool:
     """Return True if each of `solvers` ended its first run by itself, of the `rows` at one budget."""
     ended = (*SOLVED, Status.INFEASIBLE)
     return all(row.status in ended for row in rows if row.run == 1 and row.solver in solvers)
@@ -63,14 +63,14 @@ STUDY = Study(
     SolverRow,
     solve_instance,
     whole=False,
-    pages={"table.md": table},
-    figures={"growth.png": growth_plot, "solves.png": solves_plot},
+    pages={"table.md": format_table},
+    figures={"growth.png": draw_growth, "solves.png": draw_solves},
 )
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Solve the missing cases, then make the table and the plots."""
-    parser = command_line(__doc__, SolverRow, out="results/solve")
+    parser = build_parser(__doc__, SolverRow, out="results/solve")
     parser.add_argument("--instances", type=Path, default=Path("../shared/instances"), help="folder of public instances")
     add_names(parser, "--suites", SUITES)
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Dask scheduler, whose workers solve: one thread each")
@@ -85,10 +85,10 @@ def main(words: Sequence[str] | None = None) -> int:
         suites = [suite for suite in suites if suite not in PUBLISHED]
     instances = (instance for suite in suites for instance in SUITES[suite](arguments.instances))
     cases = {(instance.suite, instance.graph): instance for instance in instances}
-    return carry_out(STUDY, arguments, cases, say=_line, cluster=arguments.cluster)
+    return carry_out(STUDY, arguments, cases, say=_format_line, cluster=arguments.cluster)
 
 
-def _line(row: SolverRow) -> str:
+def _format_line(row: SolverRow) -> str:
     return f"{row.suite}, {row.graph}, {row.budget}, {row.solver}, {row.run}: {row.status}, {row.seconds:.2f} s"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.process_memory import status_bytes
+from benchmarks.process_memory import read_status_bytes
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from planner.measure.machine import commit, machine
@@ -63,14 +63,14 @@ def solve_case(case: SolverRow, file: Path) -> Iterator[SolverRow]:
     graph = read_graph(file)
     first_s: float | None = None
 
-    def on_progress(progress: SolveProgress) -> None:
+    def note_progress(progress: SolveProgress) -> None:
         nonlocal first_s
         if first_s is None and progress.best_s is not None:
             first_s = progress.seconds
 
     solve, clock = get_solver(case.solver), WallClock(case.time_limit_s)
-    result = solve(Request(graph, case.budget_bytes, Tolerance.of(TOLERANCE), clock, on_progress))
-    resident_mb = peak_resident_mb()  # before the program is written once more
+    result = solve(Request(graph, case.budget_bytes, Tolerance.of(TOLERANCE), clock, note_progress))
+    resident_mb = read_peak_resident_mb()  # before the program is written once more
     traced = {"torch": graph.provenance["torch"]} if "torch" in graph.provenance else {}
     versions = {**result.versions, **traced, "Python": platform.python_version()}
     yield replace(
@@ -79,7 +79,7 @@ def solve_case(case: SolverRow, file: Path) -> Iterator[SolverRow]:
         base_s=graph.time_s,
         **attributes(result, "status", "time_s", "bound_s", "gap", "seconds", "model_rows", "model_columns"),
         first_s=result.seconds if first_s is None and result.schedule is not None else first_s,
-        writing_s=writing_seconds(graph, case.budget_bytes) if case.solver == "checkmate" else None,
+        writing_s=measure_writing_seconds(graph, case.budget_bytes) if case.solver == "checkmate" else None,
         resident_mb=resident_mb,
         commit=commit(),
         machine=machine(),
@@ -87,7 +87,7 @@ def solve_case(case: SolverRow, file: Path) -> Iterator[SolverRow]:
     )
 
 
-def writing_seconds(graph: Graph, budget_bytes: int) -> float:
+def measure_writing_seconds(graph: Graph, budget_bytes: int) -> float:
     """Return the seconds that the program of the reference, Checkmate, takes to be built."""
     # It imports PuLP, which the memory of other solves shall not hold.
     from solvers.baselines.checkmate import CheckmateProgram
@@ -97,9 +97,9 @@ def writing_seconds(graph: Graph, budget_bytes: int) -> float:
     return time.perf_counter() - began
 
 
-def peak_resident_mb() -> int | None:
+def read_peak_resident_mb() -> int | None:
     """Return the peak of this process since it began, in units of 10^6 bytes; known on Linux only.
 
     ``getrusage`` would tell the peak of the process that started this one, if that was larger.
     """
-    return status_bytes("VmHWM") // 10**6 if sys.platform == "linux" else None
+    return read_status_bytes("VmHWM") // 10**6 if sys.platform == "linux" else None

@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.solves import modelled
+from benchmarks.solves import build_graph
 from graphs.importers import import_graph
 from graphs.ir import Graph
 from graphs.synthetic.random_graphs import draw_training_step
@@ -92,41 +92,41 @@ class Instance:
     time_limit_s: float = 60.0
 
 
-def checkmate_24h(published: Path) -> Iterator[Instance]:
+def list_checkmate_24h(published: Path) -> Iterator[Instance]:
     """Yield the instances published with Gurobi's results."""
     for file in sorted((published / "checkmate-24h").glob("*.json")):
-        yield Instance("checkmate-24h", file.stem, partial(import_graph, file), _published_budgets(file), runs=3)
+        yield Instance("checkmate-24h", file.stem, partial(import_graph, file), _read_published_budgets(file), runs=3)
 
 
-def reference(published: Path) -> Iterator[Instance]:
+def list_reference(published: Path) -> Iterator[Instance]:
     """Yield small graphs for Checkmate's program as published, by the same HiGHS, and the exact solver in turns."""
     for name, make in REFERENCE_SYNTHETIC.items():
-        yield _against_reference(name, make, (between(0.5), between(0.25)))
+        yield _make_reference_instance(name, make, (make_between(0.5), make_between(0.25)))
     for name, sizes in REFERENCE_PUBLISHED.items():
         file = published / "checkmate-24h" / f"{name}.json"
         if file.exists():
             asked = {f"{size} GiB" for size in sizes}
-            budgets = tuple(budget for budget in _published_budgets(file) if budget.label in asked)
-            yield _against_reference(name, partial(import_graph, file), budgets[::-1])
+            budgets = tuple(budget for budget in _read_published_budgets(file) if budget.label in asked)
+            yield _make_reference_instance(name, partial(import_graph, file), budgets[::-1])
 
 
-def growth(published: Path) -> Iterator[Instance]:
+def list_growth(published: Path) -> Iterator[Instance]:
     """Yield one model with more and more layers."""
     for name, spec in GROWTH.items():
-        yield Instance("growth", name, partial(modelled, spec), (between(0.5),), runs=3)
+        yield Instance("growth", name, partial(build_graph, spec), (make_between(0.5),), runs=3)
 
 
-def zoo(published: Path) -> Iterator[Instance]:
+def list_zoo(published: Path) -> Iterator[Instance]:
     """Yield models traced for an H200."""
     for name, spec in ZOO.items():
-        yield Instance("zoo", name, partial(modelled, spec), tuple(map(between, ZOO_SHARES)))
+        yield Instance("zoo", name, partial(build_graph, spec), tuple(map(make_between, ZOO_SHARES)))
 
 
-def moccasin(published: Path) -> Iterator[Instance]:
+def list_moccasin(published: Path) -> Iterator[Instance]:
     """Yield training graphs at shares of their peak and below, and random layered graphs."""
     for file in sorted((published / "moccasin").glob("*.json")):
         shares = (0.9, 0.8) if file.stem.startswith("random") else (0.9, 0.8, 0.7, 0.6, 0.5)
-        budgets = tuple(map(of_peak, shares))
+        budgets = tuple(map(make_share_of_peak, shares))
         if not file.stem.startswith("random"):
             budgets += (Budget("half way to least", partial(find_half_way, shares=shares)),)
         yield Instance("moccasin", file.stem, partial(import_graph, file), budgets)
@@ -135,22 +135,22 @@ def moccasin(published: Path) -> Iterator[Instance]:
 # Functions with names: an instance goes to other processes, and other machines.
 
 
-def _of_peak(at: "Landmarks", share: float) -> int:
+def _compute_share_of_peak(at: "Landmarks", share: float) -> int:
     return int(share * at.peak_bytes)
 
 
-def _between(at: "Landmarks", share: float) -> int:
+def _compute_between(at: "Landmarks", share: float) -> int:
     return int(at.least_bytes + share * (at.peak_bytes - at.least_bytes))
 
 
-def of_peak(share: float) -> Budget:
+def make_share_of_peak(share: float) -> Budget:
     """Return the budget at `share` of the peak without recomputation."""
-    return Budget(f"{share:.0%} of peak", partial(_of_peak, share=share))
+    return Budget(f"{share:.0%} of peak", partial(_compute_share_of_peak, share=share))
 
 
-def between(share: float) -> Budget:
+def make_between(share: float) -> Budget:
     """Return the budget at `share` of the way from the least budget to the peak."""
-    return Budget(f"least + {share}", partial(_between, share=share))
+    return Budget(f"least + {share}", partial(_compute_between, share=share))
 
 
 def find_half_way(at: Landmarks, *, shares: tuple[float, ...]) -> int:
@@ -159,26 +159,26 @@ def find_half_way(at: Landmarks, *, shares: tuple[float, ...]) -> int:
     return (at.least_bytes + lowest) // 2
 
 
-def _against_reference(name: str, make: Callable[[], Graph], budgets: tuple[Budget, ...]) -> Instance:
+def _make_reference_instance(name: str, make: Callable[[], Graph], budgets: tuple[Budget, ...]) -> Instance:
     return Instance("reference", name, make, budgets, ("windows", "checkmate"), runs=3, time_limit_s=REFERENCE_LIMIT_S)
 
 
-def _published_budgets(file: Path) -> tuple[Budget, ...]:
+def _read_published_budgets(file: Path) -> tuple[Budget, ...]:
     """Return the budgets with known results of Gurobi, named by the size of the device."""
     known: Any = import_graph(file).provenance["reference"]
     sizes = [(entry["budget_bytes"], entry["time_s"], entry["seconds"]) for entry in known]
-    return tuple(Budget(f"{size_bytes / 2**30:g} GiB", partial(_fixed, size_bytes), *found) for size_bytes, *found in sizes)
+    return tuple(Budget(f"{size_bytes / 2**30:g} GiB", partial(_get_fixed, size_bytes), *found) for size_bytes, *found in sizes)
 
 
-def _fixed(size_bytes: int, at: Landmarks) -> int:
+def _get_fixed(size_bytes: int, at: Landmarks) -> int:
     return size_bytes
 
 
 # Each takes the folder of other people's graphs.
 SUITES: dict[str, Callable[[Path], Iterator[Instance]]] = {
-    "checkmate-24h": checkmate_24h,
-    "reference": reference,
-    "growth": growth,
-    "zoo": zoo,
-    "moccasin": moccasin,
+    "checkmate-24h": list_checkmate_24h,
+    "reference": list_reference,
+    "growth": list_growth,
+    "zoo": list_zoo,
+    "moccasin": list_moccasin,
 }

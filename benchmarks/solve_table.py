@@ -35,23 +35,23 @@ NOTE = {
 }
 
 
-def table(rows: Sequence[SolverRow]) -> str:
+def format_table(rows: Sequence[SolverRow]) -> str:
     """Return the rows as Markdown: for each suite a summary and a table."""
     parts = ["# The windows solver\n"]
-    for suite, group in medians(rows).groupby("suite", sort=False):
-        body = reference_part(group) if suite == "reference" else suite_part(group)
+    for suite, group in compute_medians(rows).groupby("suite", sort=False):
+        body = format_reference(group) if suite == "reference" else format_suite(group)
         parts += [f"## {suite}\n", f"{NOTE.get(str(suite), '')}\n".lstrip("\n"), body]
-    return "\n".join([*parts, made_with(rows)])
+    return "\n".join([*parts, format_provenance(rows)])
 
 
-def medians(rows: Sequence[SolverRow]) -> pd.DataFrame:
+def compute_medians(rows: Sequence[SolverRow]) -> pd.DataFrame:
     """Return a row for each solve: median times of its runs, their largest memory, else the values of the first run."""
     solves = summarize(frame(rows), SolverRow, SOLVE).rename(columns={"run": "runs"})
     over = {name: solves[f"{name}_s"] / solves["base_s"] - 1 for name in ("time", "bound")}
     return solves.assign(overhead=over["time"], bound=over["bound"], cost=solves["time_s"] / solves["reference_time_s"])
 
 
-def solved(solves: pd.DataFrame) -> "pd.Series[bool]":
+def find_solved(solves: pd.DataFrame) -> "pd.Series[bool]":
     """Return for each solve True if it was solved nearly to the optimum, or proved infeasible."""
     return (solves["gap"] <= NEAR) | (solves["status"] == "infeasible")
 
@@ -75,15 +75,15 @@ _TIME_COLUMNS = (
 )
 
 
-def suite_part(solves: pd.DataFrame) -> str:
+def format_suite(solves: pd.DataFrame) -> str:
     """Return the results of the exact solver in one suite."""
     gurobi = _GUROBI_COLUMNS if solves["reference_time_s"].notna().any() else ()
     growth = _GROWTH_COLUMNS if solves["suite"].iloc[0] == "growth" else ()
     columns = (*_SOLVE_COLUMNS, *gurobi, *growth, *_TIME_COLUMNS)
-    return f"{summary(solves)}\n\n{markdown(of_frame(solves), columns)}"
+    return f"{summarize_rows(solves)}\n\n{markdown(of_frame(solves), columns)}"
 
 
-def summary(solves: pd.DataFrame) -> str:
+def summarize_rows(solves: pd.DataFrame) -> str:
     """Return the number of `solves` that reached their targets."""
     none = int((solves["status"] == "infeasible").sum())
     parts = [
@@ -91,7 +91,7 @@ def summary(solves: pd.DataFrame) -> str:
         + (f", proved to have none {none}" if none else ""),
         f"gap at most {NEAR:.1%} in {(solves['gap'] <= NEAR).sum()}",
         f"{solves['seconds'].median():.2f} s in the median, at most {solves['seconds'].max():.1f} s",
-        f"at most {largest(solves['resident_mb'])} MB resident",
+        f"at most {format_largest(solves['resident_mb'])} MB resident",
     ]
     fewest = 0
     for ops, limit_s in FIRST_LIMITS:
@@ -101,7 +101,7 @@ def summary(solves: pd.DataFrame) -> str:
             latest = "none" if group["first_s"].isna().all() else f"{group['first_s'].max():.2f} s"
             parts.append(f"up to {ops:,} ops a first schedule within {limit_s:g} s in {early} of {len(group)} (latest {latest})")
         fewest = ops
-    return "; ".join(parts) + "." + median_note(solves)
+    return "; ".join(parts) + "." + format_median_note(solves)
 
 
 _PAIR_COLUMNS = (
@@ -119,22 +119,22 @@ _PAIR_COLUMNS = (
 )
 
 
-def reference_part(solves: pd.DataFrame) -> str:
+def format_reference(solves: pd.DataFrame) -> str:
     """Return the comparison of the exact solver with the reference: how many times as long the reference takes."""
-    pairs = against_reference(solves)
+    pairs = join_reference(solves)
     ended = pairs[pairs["ended"]]
     said = f"The reference solved {len(ended)} of {len(pairs)} within its limit of {pairs['time_limit_s'].max():.0f} s"
     if len(ended):
         ratios = ended["ratio"]
         said += (
             f", and took {ratios.median():,.0f} times as long in the median ({ratios.min():,.1f} to {ratios.max():,.0f} times); "
-            f"costs agree in {ended['agree'].sum()} of {len(ended)}; at most {largest(ended['resident_mb'])} MB resident, the "
-            f"reference {largest(ended['resident_mb_reference'])} MB"
+            f"costs agree in {ended['agree'].sum()} of {len(ended)}; at most {format_largest(ended['resident_mb'])} MB resident, "
+            f"the reference {format_largest(ended['resident_mb_reference'])} MB"
         )
-    return f"{said}.{median_note(solves)}\n\n{markdown(of_frame(pairs), _PAIR_COLUMNS)}"
+    return f"{said}.{format_median_note(solves)}\n\n{markdown(of_frame(pairs), _PAIR_COLUMNS)}"
 
 
-def against_reference(solves: pd.DataFrame) -> pd.DataFrame:
+def join_reference(solves: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each graph and budget that both solvers were asked for; the reference's columns end in ``_reference``."""
     by_reference = solves["solver"] == REFERENCE
     pairs = solves[~by_reference].merge(solves[by_reference], on=["graph", "budget"], suffixes=("", "_reference"))
@@ -143,13 +143,13 @@ def against_reference(solves: pd.DataFrame) -> pd.DataFrame:
     return pairs.assign(cost=cost, ratio=ratio, agree=agree, ended=pairs["status_reference"].isin(SOLVED))
 
 
-def median_note(solves: pd.DataFrame) -> str:
+def format_median_note(solves: pd.DataFrame) -> str:
     """Return the note that times of `solves` are medians of several runs; "" if each solve was run once."""
     most = solves["runs"].max()
     return f" Times are medians of {most} runs; what was not solved within the limit was run once." if most > 1 else ""
 
 
-def made_with(rows: Sequence[SolverRow]) -> str:
+def format_provenance(rows: Sequence[SolverRow]) -> str:
     """Return the provenance of the rows: machine, versions and commits."""
     versions = sorted({part for row in rows for part in row.versions.split(", ") if part}, key=str.lower)
     limits = ", ".join(f"{suite} {max(row.time_limit_s for row in own):g} s" for suite, own in by(rows, "suite").items())
@@ -161,17 +161,17 @@ def made_with(rows: Sequence[SolverRow]) -> str:
     )
 
 
-def largest(values: "pd.Series[int]") -> str:
+def format_largest(values: "pd.Series[int]") -> str:
     """Return the largest of `values`, some of which may be unknown."""
     return "-" if values.isna().all() else f"{values.max():,}"
 
 
-def growth_plot(rows: Sequence[SolverRow], path: Path) -> None:
+def draw_growth(rows: Sequence[SolverRow], path: Path) -> None:
     """Draw the time of a solve, and rows and columns of its largest program, against the ops of the graph."""
     grown = [row for row in rows if row.suite == "growth"]
     if not grown:
         return
-    solves = medians(grown).sort_values("ops")
+    solves = compute_medians(grown).sort_values("ops")
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     ours, other = COLORS["ours"], COLORS["blocks"]
@@ -190,14 +190,14 @@ def growth_plot(rows: Sequence[SolverRow], path: Path) -> None:
     save_figure(figure, path)
 
 
-def solves_plot(rows: Sequence[SolverRow], path: Path) -> None:
+def draw_solves(rows: Sequence[SolverRow], path: Path) -> None:
     """Draw each solve by its ops and seconds, and the share of a suite that is solved after a number of seconds."""
-    solves = medians(rows)
+    solves = compute_medians(rows)
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     names = solves["suite"].where(solves["solver"] != REFERENCE, BY_REFERENCE)
     for i, (name, group) in enumerate(solves.groupby(names, sort=False)):
-        done = solved(group)
+        done = find_solved(group)
         color, marker = (_REFERENCE_COLOR, "D") if name == BY_REFERENCE else _SUITES[i % len(_SUITES)]
         left.scatter(group["ops"][done], group["seconds"][done], color=color, marker=marker, s=18)
         left.scatter(group["ops"][~done], group["seconds"][~done], edgecolors=color, facecolors="none", marker=marker, s=18)

@@ -20,7 +20,7 @@ from solvers.result import Result, Status, compute_gap
 TOLERANCE = 1e-3
 
 
-def modelled(spec: str, device: str = "h200", **settings: Any) -> Graph:
+def build_graph(spec: str, device: str = "h200", **settings: Any) -> Graph:
     """Return the step of a model that is named in one line, with times of the roofline of `device`.
 
     Args:
@@ -31,7 +31,7 @@ def modelled(spec: str, device: str = "h200", **settings: Any) -> Graph:
     return Tracing(PlanSettings(roofline=device, **settings)).graph(parse_spec(spec))
 
 
-def least_bytes(graph: Graph, limit_s: float) -> int:
+def find_least_bytes(graph: Graph, limit_s: float) -> int:
     """Return the least budget that a schedule is found for, in an order of the ops that needs less memory, if there is one.
 
     Args:
@@ -79,7 +79,7 @@ class Solved(Made):
 Row = TypeVar("Row", bound=Solved)
 
 
-def solved(blank: Row, graph: Graph, clock: Clock, solver: str = "windows") -> tuple[Row, Result | None]:
+def solve_row(blank: Row, graph: Graph, clock: Clock, solver: str = "windows") -> tuple[Row, Result | None]:
     """Return `blank` with the result of `solver` within its budget, and the result; None if the solver refuses."""
     assert blank.budget_bytes is not None
     try:

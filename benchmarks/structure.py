@@ -106,10 +106,10 @@ class Module:
         for token in tokenize.generate_tokens(io.StringIO(self.source).readline):
             if token.type not in skipped:
                 lines.update(range(token.start[0], token.end[0] + 1))
-        return len(lines.difference(*(_docstring_lines(node) for node in ast.walk(self.tree))))
+        return len(lines.difference(*(_find_docstring_lines(node) for node in ast.walk(self.tree))))
 
 
-def _docstring_lines(node: ast.AST) -> range:
+def _find_docstring_lines(node: ast.AST) -> range:
     body = getattr(node, "body", None)
     first = body[0] if isinstance(body, list) and body else None
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
@@ -127,7 +127,7 @@ def read(root: Path, folder: str) -> list[Module]:
     return found
 
 
-def functions(module: Module) -> Iterator[tuple[str, int, int]]:
+def iterate_functions(module: Module) -> Iterator[tuple[str, int, int]]:
     """Yield the name, the lines and the parameters (without self) of each function of a module."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -139,7 +139,7 @@ def functions(module: Module) -> Iterator[tuple[str, int, int]]:
             )
 
 
-def functions_without_verb(module: Module) -> tuple[list[str], int]:
+def find_functions_without_verb(module: Module) -> tuple[list[str], int]:
     """Return the names of functions that begin with no verb and ask no question, and the number of all that are looked at.
 
     Properties and dunder methods are left out, as they read as attributes and operators; so are constructors (``of``, and class
@@ -156,7 +156,7 @@ def functions_without_verb(module: Module) -> tuple[list[str], int]:
             continue
         decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
         returns = "" if node.returns is None else ast.unparse(node.returns).strip("'")
-        constructs = "classmethod" in decorators and (returns == "Self" or returns in _class_names(module))
+        constructs = "classmethod" in decorators and (returns == "Self" or returns in _list_class_names(module))
         if constructs or not decorators.isdisjoint({"property", "cached_property", "setter", "overload"}):
             continue
         count += 1
@@ -169,18 +169,18 @@ def functions_without_verb(module: Module) -> tuple[list[str], int]:
     return names, count
 
 
-def _class_names(module: Module) -> set[str]:
+def _list_class_names(module: Module) -> set[str]:
     return {node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)}
 
 
-def nested_functions(module: Module) -> int:
+def count_nested_functions(module: Module) -> int:
     """Return the number of functions that are defined inside of others."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     outer = [node for node in ast.walk(module.tree) if isinstance(node, kinds)]
     return len({id(child) for node in outer for child in ast.walk(node) if isinstance(child, kinds) and child is not node})
 
 
-def comment_lines(module: Module) -> int:
+def count_comment_lines(module: Module) -> int:
     """Return the number of comments."""
     return sum(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(module.source).readline))
 
@@ -213,7 +213,7 @@ def import_cycles(modules: list[Module]) -> list[set[str]]:
     return [names for names in groups if len(names) > 1]
 
 
-def class_sizes(module: Module) -> Iterator[tuple[str, int, int]]:
+def iterate_class_sizes(module: Module) -> Iterator[tuple[str, int, int]]:
     """Yield each class with the number of its methods and of the attributes that these assign."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.ClassDef):
@@ -238,23 +238,23 @@ def measure(root: Path) -> dict[str, str]:
         lines, code = sum(module.lines for module in modules), sum(module.code_lines for module in modules)
         figures[f"`{folder}`: files, lines, lines of code"] = f"{len(modules)}, {lines:,}, {code:,}"
     sources = [module for floor in FLOORS for module in folders[floor]]
-    every = [found for module in sources for found in functions(module)]
+    every = [found for module in sources for found in iterate_functions(module)]
     figures[f"functions over {MOST_LINES} lines, the longest"] = _count_and_most(
         [(lines, name) for name, lines, _ in every], MOST_LINES
     )
     figures[f"functions with over {MOST_PARAMETERS} parameters, the most"] = _count_and_most(
         [(count, name) for name, _, count in every], MOST_PARAMETERS
     )
-    unnamed = [functions_without_verb(module) for module in sources]
+    unnamed = [find_functions_without_verb(module) for module in sources]
     without, all_names = sum(len(names) for names, _ in unnamed), sum(count for _, count in unnamed)
     figures["functions whose names have no verb"] = f"{without:,} of {all_names:,} ({100 * without / max(1, all_names):.0f}%)"
-    figures["functions inside of others"] = str(sum(map(nested_functions, sources)))
-    comments, lines = sum(map(comment_lines, sources)), sum(module.lines for module in sources)
+    figures["functions inside of others"] = str(sum(map(count_nested_functions, sources)))
+    comments, lines = sum(map(count_comment_lines, sources)), sum(module.lines for module in sources)
     figures["comments"] = f"{comments:,} ({100 * comments / max(1, lines):.1f} for 100 lines)"
     figures["files at the top of `planner`"] = str(len(list((root / "planner").glob("*.py"))))
     cycles = import_cycles(sources)
     figures["modules in import cycles (cycles)"] = f"{sum(map(len, cycles))} ({len(cycles)})"
-    classes = [found for module in sources for found in class_sizes(module)]
+    classes = [found for module in sources for found in iterate_class_sizes(module)]
     name, methods, assigned = max((c for c in classes if c[0].startswith("solvers.windows")), key=lambda c: c[1] + c[2])
     figures["largest class of the exact solver: methods, attributes"] = f"{name}: {methods}, {assigned}"
     for what, pattern in {**OPTION_WORDS, **GENERAL_WORDS}.items():

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 import planner
-from benchmarks.command import carry_out, command_line, one_thread
-from benchmarks.solves import least_bytes
-from benchmarks.training_loop import Loop, Recipe, batches
+from benchmarks.command import build_parser, carry_out, limit_threads
+from benchmarks.solves import find_least_bytes
+from benchmarks.training_loop import Loop, Recipe, generate_batches
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
@@ -85,19 +85,19 @@ def train(name: str, known: Sequence[TrainingRow], *, device: torch.device, step
     workload = recipe.make(device=str(device))
     twin = workload._replace(model=copy.deepcopy(workload.model))
     start = copy.deepcopy(workload.model.state_dict())
-    data = partial(batches, workload.batch, steps, seed=SEED)
+    data = partial(generate_batches, workload.batch, steps, seed=SEED)
 
-    def loop(model: nn.Module, step: Step) -> Loop:
+    def build_loop(model: nn.Module, step: Step) -> Loop:
         return Loop(model, step, recipe, start, seed=SEED)
 
-    begin = {EAGER: partial(loop, workload.model, TrainingStep(workload.model, workload.loss_fn))}
-    alone = run(Loop.measured, {EAGER: begin[EAGER]()}, data())
-    smallest = least(workload, recipe, device)
-    budget_bytes = half_or_half_way(max(peak for _, peak in alone[EAGER].steps), smallest)
+    begin = {EAGER: partial(build_loop, workload.model, TrainingStep(workload.model, workload.loss_fn))}
+    alone = run(Loop.measure_step, {EAGER: begin[EAGER]()}, data())
+    smallest = find_least(workload, recipe, device)
+    budget_bytes = choose_budget(max(peak for _, peak in alone[EAGER].steps), smallest)
     step = plan(twin, recipe, device, budget_bytes)
-    begin[PLANNED] = partial(loop, twin.model, step)
-    alone |= run(Loop.measured, {PLANNED: begin[PLANNED]()}, data())
-    together = run(Loop.timed, {way: begun() for way, begun in begin.items()}, data())
+    begin[PLANNED] = partial(build_loop, twin.model, step)
+    alone |= run(Loop.measure_step, {PLANNED: begin[PLANNED]()}, data())
+    together = run(Loop.time_step, {way: begun() for way, begun in begin.items()}, data())
     for way in begin:
         seen = zip(alone[way].steps, together[way].steps, strict=True)
         for i, ((loss, peak_bytes), (loss_again, time_s, loop_s)) in enumerate(seen):
@@ -133,30 +133,30 @@ class Seen:
 def run(step: Callable[[Loop, Batch], tuple[Any, ...]], loops: Mapping[str, Loop], data: Iterable[Batch]) -> dict[str, Seen]:
     """Apply `step`, a method of ``Loop``, to every batch in each of `loops` in turn; return the observations by loop."""
     turns = [{way: step(loop, batch) for way, loop in loops.items()} for batch in data]
-    return {way: Seen([turn[way] for turn in turns], loop.digest()) for way, loop in loops.items()}
+    return {way: Seen([turn[way] for turn in turns], loop.compute_digest()) for way, loop in loops.items()}
 
 
-def least(workload: Workload, recipe: Recipe, device: torch.device) -> int:
+def find_least(workload: Workload, recipe: Recipe, device: torch.device) -> int:
     """Return the least budget at which a schedule is found in some seconds."""
-    with recipe.precision(device):
+    with recipe.enter_precision(device):
         graph = tracing.trace(*workload, optimizer=recipe.optimizer, passes=1)
-    return least_bytes(graph, _LEAST_LIMIT_S)
+    return find_least_bytes(graph, _LEAST_LIMIT_S)
 
 
 def plan(workload: Workload, recipe: Recipe, device: torch.device, budget_bytes: int) -> planner.PlannedStep:
     """Return the planned step, built as users do."""
-    with recipe.precision(device):
+    with recipe.enter_precision(device):
         return planner.compile(*workload, budget=budget_bytes, optimizer=recipe.optimizer, time_limit_s=_SOLVE_LIMIT_S)
 
 
-def repeatable() -> None:
+def make_repeatable() -> None:
     """Set deterministic kernels on CUDA, as far as there are; must be called before any kernel has run."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would cost time
 
 
-def half_or_half_way(peak_bytes: int, least_bytes: int) -> int:
+def choose_budget(peak_bytes: int, least_bytes: int) -> int:
     """Return half of `peak_bytes` or, if that is below the least budget, half way from the least budget to the peak."""
     half = peak_bytes // 2
     return half if half >= least_bytes else (least_bytes + peak_bytes) // 2
@@ -206,22 +206,22 @@ class Pair:
         """Median of the planned steps."""
         return median(row.time_s for row in self.planned)
 
-    def ratio(self, time: str) -> float:
+    def compute_ratio(self, time: str) -> float:
         """Median of the multiples of eager's `time` (a column) in the same turn."""
         of = attrgetter(time)
         return median(of(own) / of(other) for own, other in zip(self.planned, self.eager, strict=True))
 
 
-def pairs(rows: Sequence[TrainingRow]) -> dict[str, Pair]:
+def group_pairs(rows: Sequence[TrainingRow]) -> dict[str, Pair]:
     """Return the loops by model."""
     loops = by(rows, "model", "loop")
     return {model: Pair(model, *(tuple(loops[model, loop]) for loop in (EAGER, PLANNED))) for model in by(rows, "model")}
 
 
-def failures(rows: Sequence[TrainingRow]) -> list[str]:
+def list_failures(rows: Sequence[TrainingRow]) -> list[str]:
     """Return a line for each failure: peaks over the budget, losses and parameters that are not eager's."""
     said = []
-    for model, pair in pairs(rows).items():
+    for model, pair in group_pairs(rows).items():
         said += [
             f"{model}: step {row.step} took {format_bytes(row.peak_bytes)}, over its budget of {format_bytes(row.budget_bytes)}"
             for row in pair.over
@@ -245,17 +245,17 @@ TABLE = (
     Column("losses equal", lambda pair: f"{pair.losses_equal} of {len(pair.planned)}"),
     Column("parameters equal", lambda pair: "yes" if pair.states_equal else "NO"),
     Column("eager's step", lambda pair: median(row.time_s for row in pair.eager), format_seconds),
-    Column("planned", lambda pair: pair.ratio("time_s"), "{:.3f}x"),
-    Column("with optimizer", lambda pair: pair.ratio("loop_s"), "{:.3f}x"),
+    Column("planned", lambda pair: pair.compute_ratio("time_s"), "{:.3f}x"),
+    Column("with optimizer", lambda pair: pair.compute_ratio("loop_s"), "{:.3f}x"),
     Column("predicted", lambda pair: pair.plan.predicted_s / pair.plan.keeping_s, "{:.3f}x"),
     Column("predicted step", "plan.predicted_s"),
     Column("measured / predicted", lambda pair: pair.time_s / pair.plan.predicted_s, "{:.3f}"),
 )
 
 
-def table(rows: Sequence[TrainingRow]) -> str:
+def format_table(rows: Sequence[TrainingRow]) -> str:
     """Return a line for each model's loops, with times as multiples of eager PyTorch's, and the provenance."""
-    found = pairs(rows).values()
+    found = group_pairs(rows).values()
     notes = [
         f"Nothing was found for half of {pair.model}'s peak: its budget is half way from the least, "
         f"{format_bytes(pair.plan.least_bytes)}, to the peak.\n"
@@ -268,17 +268,19 @@ def table(rows: Sequence[TrainingRow]) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Train the missing models; write rows and table; return 1 on failures."""
-    parser = command_line(__doc__, TrainingRow, models=RECIPES["cpu"], out="results/training")
+    parser = build_parser(__doc__, TrainingRow, models=RECIPES["cpu"], out="results/training")
     best = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=tuple(RECIPES), default=best, help="where to train (default here: %(default)s)")
     parser.add_argument("--steps", type=argument_types.count, default=50, help="of each loop (default: %(default)s)")
     arguments = parser.parse_args(words)
-    one_thread()
+    limit_threads()
     if arguments.device == "cuda":
-        repeatable()
+        make_repeatable()
     arguments.out /= arguments.device
     training = partial(train, device=torch.device(arguments.device), steps=arguments.steps)
-    study = Study(TrainingRow, training, order=listed(model=RECIPES["cpu"]), pages={"table.md": table}, failures=failures)
+    study = Study(
+        TrainingRow, training, order=listed(model=RECIPES["cpu"]), pages={"table.md": format_table}, failures=list_failures
+    )
     return carry_out(study, arguments, {(name,): name for name in arguments.models})
 
 

@@ -41,12 +41,12 @@ class Recipe:
     clip: float | None = None
     autocast: bool = False
 
-    def precision(self, device: torch.device) -> torch.autocast:
+    def enter_precision(self, device: torch.device) -> torch.autocast:
         """Return the context of the forward pass."""
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.autocast)
 
 
-def batches(like: Batch, count: int, *, seed: int) -> Iterator[Batch]:
+def generate_batches(like: Batch, count: int, *, seed: int) -> Iterator[Batch]:
     """Yield random batches, the same every time, with values drawn from those in `like`."""
     tensors, structure = pytree.tree_flatten(like)
     generator = torch.Generator(tensors[0].device).manual_seed(seed)
@@ -74,11 +74,11 @@ class Loop:
         self._device = next(model.parameters()).device
         self._optimizer = OPTIMIZERS[recipe.optimizer](model.parameters(), lr=recipe.rate)
         self._optimizer.zero_grad()
-        with self._forked():
+        with self._fork_random_state():
             torch.manual_seed(seed)
             self._keep_random_state()
 
-    def measured(self, batch: Batch) -> tuple[float, int]:
+    def measure_step(self, batch: Batch) -> tuple[float, int]:
         """Take a step: its loss, and the peak of its forward and backward pass, with all that is in memory throughout."""
         losses = []
 
@@ -87,14 +87,14 @@ class Loop:
             losses.append(loss.detach())
             return loss
 
-        with self._own_random_state():
-            memory = measure_memory(forward, batch, static_bytes=self._static_bytes(batch), device=self._device)
+        with self._keep_own_random_state():
+            memory = measure_memory(forward, batch, static_bytes=self._count_static_bytes(batch), device=self._device)
             self._update()
         return losses[0].item(), memory.peak_bytes
 
-    def timed(self, batch: Batch) -> tuple[float, float, float]:
+    def time_step(self, batch: Batch) -> tuple[float, float, float]:
         """Take a step: its loss, and the seconds of its forward and backward pass, and of all of it."""
-        with self._own_random_state():
+        with self._keep_own_random_state():
             synchronize(self._device)
             began = time.perf_counter()
             loss = self._forward(batch)
@@ -106,7 +106,7 @@ class Loop:
             ended = time.perf_counter()
         return loss.item(), passed - began, ended - began
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         """Return the digest of all bits of parameters, buffers and random state."""
         found = hashlib.sha256()
         for value in (*self._model.state_dict().values(), *self._random_state):
@@ -114,7 +114,7 @@ class Loop:
         return found.hexdigest()[:16]
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        with self._recipe.precision(self._device):
+        with self._recipe.enter_precision(self._device):
             return loss_of(call(self._step, batch))
 
     def _update(self) -> None:
@@ -123,7 +123,7 @@ class Loop:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _static_bytes(self, batch: Batch) -> int:
+    def _count_static_bytes(self, batch: Batch) -> int:
         """Return the current bytes of parameters, buffers, batch and optimizer state."""
         state = [value for values in self._optimizer.state.values() for value in values.values()]
         held = [v.nbytes for v in state if isinstance(v, torch.Tensor) and v.device == self._device]
@@ -131,8 +131,8 @@ class Loop:
         return sum(there) + sum(allocated_bytes(size, self._device) for size in held)
 
     @contextmanager
-    def _own_random_state(self) -> Iterator[None]:
-        with self._forked():
+    def _keep_own_random_state(self) -> Iterator[None]:
+        with self._fork_random_state():
             torch.set_rng_state(self._random_state[0])
             if self._device.type == "cuda":
                 torch.cuda.set_rng_state(self._random_state[1], self._device)
@@ -143,5 +143,5 @@ class Loop:
         on_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
         self._random_state = [torch.get_rng_state(), *on_gpu]
 
-    def _forked(self) -> AbstractContextManager[None]:
+    def _fork_random_state(self) -> AbstractContextManager[None]:
         return torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])

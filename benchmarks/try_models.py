@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 
 import planner
-from benchmarks.command import Setting, carry_out, command_line, one_thread, read_settings
-from benchmarks.runner import SEED, Runner, take_turns, whole_step
-from benchmarks.solves import least_bytes
+from benchmarks.command import Setting, build_parser, carry_out, limit_threads, read_settings
+from benchmarks.runner import SEED, Runner, build_whole_step, take_turns
+from benchmarks.solves import find_least_bytes
 from graphs.errors import PlannerError, first_line, typed_line
 from graphs.units import format_bytes
 from planner.capture.workload.models import Workload
@@ -98,74 +98,74 @@ class Trial:
 
     def run(self) -> Iterator[TriedRow]:
         """Train it in every way; then all that ran take turns for their times. Yields rows as they are known, perhaps twice."""
-        plain = self._fresh()
+        plain = self._build_fresh()
         self._batch = plain.batch
-        self._reference = Runner(plain, whole_step(plain)).train(self._batch)
-        yield self._measured(EAGER, self._row, self._eager_again)
+        self._reference = Runner(plain, build_whole_step(plain)).train(self._batch)
+        yield self._measure(EAGER, self._row, self._run_eager_again)
         if self._rows[EAGER].status != RAN:
             return
-        workload = self._fresh()
+        workload = self._build_fresh()
         try:
             graph = tracing.trace(*workload, passes=1)
-            least = least_bytes(graph, _LEAST_LIMIT_S)
+            least = find_least_bytes(graph, _LEAST_LIMIT_S)
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
-            yield self._known(PLANNED, note_failure(self._row, error))
+            yield self._add_known(PLANNED, note_failure(self._row, error))
             return
         keeping = summarize(graph).keep_everything_peak_bytes
         self._row = replace(self._row, ops=len(graph.ops), least_bytes=least, keeping_bytes=keeping)
         for share in SHARES:
-            yield from self._planned(f"{PLANNED} at {share:.0%}", int(least + share * (keeping - least)))
-        yield from self._checkpointed()
-        yield from self._timed()
+            yield from self._try_plans(f"{PLANNED} at {share:.0%}", int(least + share * (keeping - least)))
+        yield from self._try_checkpoints()
+        yield from self._time_rows()
 
-    def _eager_again(self) -> Runner:
-        workload = self._fresh()
-        return Runner(workload, whole_step(workload))
+    def _run_eager_again(self) -> Runner:
+        workload = self._build_fresh()
+        return Runner(workload, build_whole_step(workload))
 
-    def _planned(self, way: str, budget_bytes: int) -> Iterator[TriedRow]:
+    def _try_plans(self, way: str, budget_bytes: int) -> Iterator[TriedRow]:
         """Yield the rows of the first plan that fits, and of the last plan found."""
-        workload, first = self._fresh(), f"{way}{FIRST}"
-        untrained = Runner(workload, whole_step(workload)).state()
+        workload, first = self._build_fresh(), f"{way}{FIRST}"
+        untrained = Runner(workload, build_whole_step(workload)).copy_state()
         row = replace(self._row, budget_bytes=budget_bytes)
 
-        def begun() -> Runner:
+        def begin() -> Runner:
             limits: dict[str, Any] = {"tolerance": _TOLERANCE, "time_limit_s": _SOLVE_LIMIT_S}
             return Runner(workload, planner.compile(*workload, budget=budget_bytes, wait=0, **limits))
 
-        def ended() -> Runner:
+        def end() -> Runner:
             runner = self._runners.pop(first)
             assert isinstance(runner.step, planner.PlannedStep)
             runner.step.wait()
             runner.restore(untrained)
             return runner
 
-        yield self._measured(first, row, begun)
+        yield self._measure(first, row, begin)
         if first in self._runners:
-            yield self._measured(way, row, ended)
+            yield self._measure(way, row, end)
         else:
-            yield self._known(way, self._rows[first])
+            yield self._add_known(way, self._rows[first])
 
-    def _checkpointed(self) -> Iterator[TriedRow]:
+    def _try_checkpoints(self) -> Iterator[TriedRow]:
         """Yield the rows of the blocks with the least memory, and of a plan for as much; none if no blocks save memory."""
         found: list[tuple[int, Runner]] = []
-        for level in range(1, block_levels(self._fresh().model) + 1):
-            workload = self._fresh()
+        for level in range(1, block_levels(self._build_fresh().model) + 1):
+            workload = self._build_fresh()
             runner = Runner(workload, baselines.checkpoint_blocks(level).prepare(workload.model, workload.loss_fn))
             try:
-                found.append((runner.peak_bytes(self._batch), runner))
+                found.append((runner.measure_peak_bytes(self._batch), runner))
             except Exception as error:  # noqa: BLE001 (of PyTorch's own: other levels may go)
-                yield self._known(CHECKPOINTING, note_failure(self._row, error))
+                yield self._add_known(CHECKPOINTING, note_failure(self._row, error))
         if not found:
             return
         peak_bytes, runner = min(found, key=lambda pair: pair[0])
         if peak_bytes >= (self._rows[EAGER].peak_bytes or 0):
             refused = replace(self._row, status=REFUSED, message="checkpointing blocks saves no memory")
-            yield self._known(CHECKPOINTING, refused)
+            yield self._add_known(CHECKPOINTING, refused)
             return
-        yield self._measured(CHECKPOINTING, self._row, lambda: runner)
-        yield from self._planned(AT_ITS_PEAK, peak_bytes)
+        yield self._measure(CHECKPOINTING, self._row, lambda: runner)
+        yield from self._try_plans(AT_ITS_PEAK, peak_bytes)
 
-    def _measured(self, way: str, row: TriedRow, make: Callable[[], Runner]) -> TriedRow:
+    def _measure(self, way: str, row: TriedRow, make: Callable[[], Runner]) -> TriedRow:
         try:
             runner = make()
             outcome = runner.train(self._batch)
@@ -175,28 +175,28 @@ class Trial:
                 status=RAN,
                 different=len(differences),
                 first_difference=differences[0] if differences else None,
-                storages_bytes=runner.storages_bytes(self._batch),
-                peak_bytes=runner.peak_bytes(self._batch),
+                storages_bytes=runner.measure_storages_bytes(self._batch),
+                peak_bytes=runner.measure_peak_bytes(self._batch),
                 swaps=len(runner.step.history) - 1 if isinstance(runner.step, planner.PlannedStep) else None,
             )
             self._runners[way] = runner
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
             row = note_failure(row, error)
-        return self._known(way, row)
+        return self._add_known(way, row)
 
-    def _timed(self) -> Iterator[TriedRow]:
+    def _time_rows(self) -> Iterator[TriedRow]:
         times = take_turns(self._runners, self._batch, repeats=self._repeats)
         for way in times:
             row = replace(self._rows[way], time_s=median(times[way]), ratio=ratio_in_turns(times[way], times[EAGER])[0])
             if way == AT_ITS_PEAK:
                 row = replace(row, ratio_of_checkpointing=ratio_in_turns(times[way], times[CHECKPOINTING])[0])
-            yield self._known(way, row)
+            yield self._add_known(way, row)
 
-    def _known(self, way: str, row: TriedRow) -> TriedRow:
+    def _add_known(self, way: str, row: TriedRow) -> TriedRow:
         self._rows[way] = replace(row, way=way)
         return self._rows[way]
 
-    def _fresh(self) -> Workload:
+    def _build_fresh(self) -> Workload:
         """Return the model and its batch, the same every time."""
         torch.manual_seed(SEED)
         return self._make()
@@ -216,7 +216,7 @@ def note_failure(row: R, error: Exception) -> R:
     return replace(row, status=status, message=line.replace(f"{ROOT}{os.sep}", ""))  # the same wherever the repository lies
 
 
-def sources() -> dict[str, Mapping[str, Callable[[], Workload]]]:
+def list_sources() -> dict[str, Mapping[str, Callable[[], Workload]]]:
     """Return models by name, by package; a package is imported only when one of its models is built."""
     from benchmarks.models import diffusers_models, handwritten, huggingface_models, peft_models, timm_models, torchvision_models
 
@@ -231,11 +231,11 @@ def sources() -> dict[str, Mapping[str, Callable[[], Workload]]]:
     }
 
 
-def rows_of_model(trial: Callable[..., Iterable[R]], blank: Any) -> Iterator[R]:
+def iterate_rows(trial: Callable[..., Iterable[R]], blank: Any) -> Iterator[R]:
     """Yield the rows of a `trial` of one model, including its failure, with the columns of `blank`."""
-    one_thread()
+    limit_threads()
     try:
-        yield from trial(sources()[blank.source][blank.model], blank)
+        yield from trial(list_sources()[blank.source][blank.model], blank)
     except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
         yield note_failure(blank, error)
 
@@ -249,7 +249,7 @@ def run_in_process(trial: Callable[..., Iterable[R]], blank: R, limit_s: float) 
     """
     rows: dict[str, Any] = {}
     try:
-        for row in stream(rows_of_model, trial, blank, variables=ALONE, limit_s=limit_s):
+        for row in stream(iterate_rows, trial, blank, variables=ALONE, limit_s=limit_s):
             rows[row.way] = row
     except ProcessError as error:
         rows["process"] = replace(blank, way="process", status=FAILED, message=str(error))
@@ -263,7 +263,7 @@ def try_one(case: tuple[str, str], known: Sequence[TriedRow], *, repeats: int) -
     return run_in_process(partial(try_model, repeats=repeats), blank, _LIMIT_S)
 
 
-def plans(rows: Iterable[TriedRow]) -> list[TriedRow]:
+def select_plans(rows: Iterable[TriedRow]) -> list[TriedRow]:
     """Return those rows that are steps by a plan."""
     return [row for row in rows if row.way.startswith(PLANNED) and row.status == RAN]
 
@@ -278,9 +278,9 @@ def is_over_in_storages(row: TriedRow) -> bool:
     return (row.storages_bytes or 0) > (row.budget_bytes or 0)
 
 
-def summary(rows: Sequence[TriedRow]) -> Iterator[str]:
+def summarize_rows(rows: Sequence[TriedRow]) -> Iterator[str]:
     """Yield the summary of all models, in sentences."""
-    planned = plans(rows)
+    planned = select_plans(rows)
     tried, models = (len({(row.source, row.model) for row in some}) for some in (rows, planned))
     last = [row for row in planned if not row.way.endswith(FIRST)]
     yield (
@@ -306,43 +306,43 @@ def summary(rows: Sequence[TriedRow]) -> Iterator[str]:
         yield f"Checkpointing's own results are not eager's in {len(wrong)} models: {', '.join(wrong)}."
 
 
-def _first_known(title: str, name: str) -> Column:
+def _make_first_known_column(title: str, name: str) -> Column:
     """Return a column with the first known value of a model's rows."""
 
-    def known(found: Mapping[str, TriedRow]) -> object:
+    def find_known(found: Mapping[str, TriedRow]) -> object:
         return next((value for row in found.values() if (value := getattr(row, name)) is not None), None)
 
-    return Column(title, known, unit_of(name), at=ALL)
+    return Column(title, find_known, unit_of(name), at=ALL)
 
 
-def _ran(title: str, way: str, name: str, form: str | None = None) -> Column:
+def _make_way_column(title: str, way: str, name: str, form: str | None = None) -> Column:
     """Return a column of one way, empty if it did not run."""
     return Column(title, lambda row: getattr(row, name) if row.status == RAN else None, form or unit_of(name), at=way)
 
 
-def _counted(title: str, counts: Callable[[TriedRow], bool]) -> Column:
+def _make_count_column(title: str, counts: Callable[[TriedRow], bool]) -> Column:
     """Return the column with the number of plans for which `counts` is True, of all plans of a model."""
-    return Column(title, lambda found: f"{sum(map(counts, planned := plans(found.values())))} of {len(planned)}", at=ALL)
+    return Column(title, lambda found: f"{sum(map(counts, planned := select_plans(found.values())))} of {len(planned)}", at=ALL)
 
 
 _AT_SHARES = [f"{PLANNED} at {share:.0%}" for share in SHARES]
 _PLANNED_FOR_IT = "planned for it"
 TABLE = (
     Column("model", lambda row: f"{row.source}/{row.model}"),
-    _first_known("ops", "ops"),
-    _ran("eager's peak", EAGER, "peak_bytes"),
-    _first_known("least", "least_bytes"),
-    *(_ran(f"{share:.0%}", way, "ratio", "{:.2f}") for share, way in zip(SHARES, _AT_SHARES, strict=True)),
-    _counted("identical", lambda row: row.different == 0),
-    _counted("within budget", lambda row: not is_over(row) and not is_over_in_storages(row)),
-    _ran("checkpointing's peak", CHECKPOINTING, "peak_bytes"),
-    _ran("checkpointing", CHECKPOINTING, "ratio", "{:.2f}"),
-    _ran(_PLANNED_FOR_IT, AT_ITS_PEAK, "ratio", "{:.2f}"),
-    _ran("of checkpointing's time", AT_ITS_PEAK, "ratio_of_checkpointing", "{:.2f}"),
+    _make_first_known_column("ops", "ops"),
+    _make_way_column("eager's peak", EAGER, "peak_bytes"),
+    _make_first_known_column("least", "least_bytes"),
+    *(_make_way_column(f"{share:.0%}", way, "ratio", "{:.2f}") for share, way in zip(SHARES, _AT_SHARES, strict=True)),
+    _make_count_column("identical", lambda row: row.different == 0),
+    _make_count_column("within budget", lambda row: not is_over(row) and not is_over_in_storages(row)),
+    _make_way_column("checkpointing's peak", CHECKPOINTING, "peak_bytes"),
+    _make_way_column("checkpointing", CHECKPOINTING, "ratio", "{:.2f}"),
+    _make_way_column(_PLANNED_FOR_IT, AT_ITS_PEAK, "ratio", "{:.2f}"),
+    _make_way_column("of checkpointing's time", AT_ITS_PEAK, "ratio_of_checkpointing", "{:.2f}"),
 )
 
 
-def table(rows: Sequence[TriedRow]) -> str:
+def format_table(rows: Sequence[TriedRow]) -> str:
     """Return all of it, as Markdown."""
     without = [row for row in rows if row.status != RAN and row.way != CHECKPOINTING]
     refused = bullets(f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in without)
@@ -356,7 +356,7 @@ def table(rows: Sequence[TriedRow]) -> str:
     lines = markdown(side_by_side(rows, "way", "source", "model"), TABLE)
     parts = (
         "# Models of many kinds\n",
-        bullets(summary(rows)),
+        bullets(summarize_rows(rows)),
         note,
         lines,
         "## Not planned\n",
@@ -365,7 +365,7 @@ def table(rows: Sequence[TriedRow]) -> str:
     return "\n".join((*parts, about))
 
 
-def failures(rows: Sequence[TriedRow]) -> Iterator[str]:
+def list_failures(rows: Sequence[TriedRow]) -> Iterator[str]:
     """Yield a line for each failure: results that are not eager's though eager repeats itself, peaks over the budget, crashes."""
 
     def find_excess(row: TriedRow) -> int | None:
@@ -406,22 +406,22 @@ def find_failures(
             yield f"{name}: {row.message}"
 
 
-def trying(
+def make_main(
     study: Study[tuple[str, str], Any], description: str | None, *, out: str, say: Callable[[Any], str], **settings: Setting
 ) -> Callable[[Sequence[str] | None], int]:
     """Return the ``main`` of a benchmark that tries the models: writes rows and table after each; returns 1 on failures.
 
     Args:
         study: of cases that are source and model. Its order is set here, and missing packages are looked for again.
-        description, out: as for ``command_line``.
+        description, out: as for ``build_parser``.
         say: as for ``carry_out``.
         settings: as for ``benchmark``.
     """
 
     def main(words: Sequence[str] | None = None) -> int:
-        names = [f"{source}/{model}" for source, models in sources().items() for model in models]
-        arguments, run = read_settings(command_line(description, study.row, models=names, out=out), study.run, settings, words)
-        one_thread()
+        names = [f"{source}/{model}" for source, models in list_sources().items() for model in models]
+        arguments, run = read_settings(build_parser(description, study.row, models=names, out=out), study.run, settings, words)
+        limit_threads()
         tried = replace(
             study,
             run=run,
@@ -434,14 +434,14 @@ def trying(
     return main
 
 
-def _line(row: TriedRow) -> str:
+def _format_line(row: TriedRow) -> str:
     found = f"{row.different} results are not eager's" if row.status == RAN else f"{row.status}: {row.message}"
     return f"{row.source}/{row.model}, {row.way}: {found}"
 
 
-STUDY = Study(TriedRow, try_one, pages={"table.md": table}, failures=failures)
+STUDY = Study(TriedRow, try_one, pages={"table.md": format_table}, failures=list_failures)
 REPEATS = Setting(9, "steps timed of each way", argument_types.count)
-main = trying(STUDY, __doc__, out="results/models", say=_line, repeats=REPEATS)
+main = make_main(STUDY, __doc__, out="results/models", say=_format_line, repeats=REPEATS)
 
 
 if __name__ == "__main__":

@@ -31,14 +31,14 @@ class GpuStep:
     limit_s: float
 
 
-def gpu_tests() -> tuple[str, ...]:
+def find_gpu_tests() -> tuple[str, ...]:
     """Return the test files with tests for a GPU: collecting all others takes longer than running these."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     marks = "pytest.mark.gpu", '"_cuda"'  # or a fixture with the mark
     return tuple(str(file.relative_to(ROOT)) for file in files if any(mark in file.read_text() for mark in marks))
 
 
-_TESTS = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=20", *gpu_tests())
+_TESTS = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=20", *find_gpu_tests())
 _PLANS = ("benchmarks.gpu.plans", "--fresh")
 _TWO_MODELS = ("--models", "gpt2,resnet50")
 STEPS: Mapping[str, GpuStep] = {

@@ -34,7 +34,7 @@ _SETTINGS: dict[str, tuple[str, Rules]] = {
 _SMALL = "gpt2-tiny"  # whose trace is small enough for a test
 
 
-def workload_of(name: str) -> Workload:
+def build_workload(name: str) -> Workload:
     """Return a model on the device."""
     if name == _SMALL:
         return build("gpt2", device="cuda", layers=2, width=256, heads=4, vocab=2000, batch=4, seq=256)
@@ -49,7 +49,7 @@ def record(name: str, share: str) -> list[dict[str, Any]]:
     if left := torch.cuda.memory_allocated():
         raise RuntimeError(f"{left} B are allocated already, which are in no recording")
     with recorded_memory(torch.device("cuda")) as trace:
-        workload = workload_of(name)
+        workload = build_workload(name)
         optimizer = torch.optim.AdamW(workload.model.parameters(), fused=True)
         step: Callable[..., Any] = TrainingStep(workload.model, workload.loss_fn)
         if share:
@@ -62,7 +62,7 @@ def record(name: str, share: str) -> list[dict[str, Any]]:
     return trace
 
 
-def lines(out: Path, names: Sequence[str]) -> Iterator[tuple[str, bool]]:
+def record_all(out: Path, names: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """Write the recordings; yield a line for each, and True if the model agrees with it."""
     for setting, (asked, rules) in _SETTINGS.items():
         set_allocator_settings(asked)
@@ -91,7 +91,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     options.out.mkdir(parents=True, exist_ok=True)
     failed = False
-    for line, is_same in lines(options.out, options.models):
+    for line, is_same in record_all(options.out, options.models):
         print(line, flush=True)
         failed |= not is_same
     return int(failed)

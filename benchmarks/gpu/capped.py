@@ -79,7 +79,7 @@ def train(name: str, way: str, budget_bytes: int | None) -> Trained:
     return Trained(values, torch.cuda.max_memory_reserved(), ends[1] - ends[0], ends[-1] - ends[-2])
 
 
-def lines(names: Sequence[str], ways: Sequence[str], share: float) -> Iterator[tuple[str, bool]]:
+def check_all(names: Sequence[str], ways: Sequence[str], share: float) -> Iterator[tuple[str, bool]]:
     """Yield a line for each model and way, and whether it holds: eager PyTorch runs out of memory, the others train."""
     for name in names:
         plain = train(name, "eager", None)
@@ -110,7 +110,7 @@ def main(words: Sequence[str] | None = None) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     torch.use_deterministic_algorithms(True)
     failed = False
-    for line, holds in lines(options.models, options.ways, options.share):
+    for line, holds in check_all(options.models, options.ways, options.share):
         print(line, flush=True)
         failed |= not holds
     return int(failed)

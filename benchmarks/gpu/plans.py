@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import planner
-from benchmarks.command import add_names, carry_out, command_line
+from benchmarks.command import add_names, build_parser, carry_out
 from graphs.errors import typed_line
 from graphs.units import format_bytes, format_seconds
 from planner.capture.signature import call
@@ -79,17 +79,17 @@ class PlanRow(Made):
     message: str = text("why there is no more")
 
 
-def eager_row(row: PlanRow, workload: Workload) -> PlanRow:
+def measure_eager(row: PlanRow, workload: Workload) -> PlanRow:
     """Return `row` with the measurements of eager PyTorch, including a check that its bits repeat."""
     step = TrainingStep(workload.model, workload.loss_fn)
-    row = replace(row, **memory(step, workload))
+    row = replace(row, **measure_memory(step, workload))
     times = median_times({"": step}, workload.batch, parameters=list(workload.model.parameters()), repeats=_REPEATS)
     first, second = (outcome(step, workload.model, workload.batch, seed=0) for _ in range(2))
     same = not first.differences(second)
     return replace(row, step_s=times[""], bits=same, eager_error=None if same else first.gradient_error(second))
 
 
-def planned_row(row: PlanRow, workload: Workload) -> PlanRow:
+def measure_plan(row: PlanRow, workload: Workload) -> PlanRow:
     """Return `row` with the measurements of a plan of its kind and share."""
     began = time.perf_counter()
     step = planner.compile(*workload, budget=row.share, time_limit_s=_SOLVE_S, wait=_SOLVE_S, swap="never", **WAYS[row.way])
@@ -101,7 +101,7 @@ def planned_row(row: PlanRow, workload: Workload) -> PlanRow:
         predicted_reserved_bytes=None if plan.reserved is None else plan.reserved.total_bytes,
         predicted_device_bytes=plan.reserved_bytes if row.way == DEVICE else None,
         planning_s=time.perf_counter() - began,
-        **memory(step, workload),
+        **measure_memory(step, workload),
     )
     if eager is None or eager.failure:
         return replace(row, message="" if eager is None else eager.failure)
@@ -109,7 +109,7 @@ def planned_row(row: PlanRow, workload: Workload) -> PlanRow:
     return replace(row, step_s=eager.planned_time_s, bits=eager.identical, **errors)
 
 
-def memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
+def measure_memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
     """Return the peaks of some steps of training, by the names of the columns."""
     device = next(workload.model.parameters()).device
     loss_of(call(step, workload.batch)).backward()  # libraries allocate their workspaces, before what is measured
@@ -141,7 +141,7 @@ def measure(row: PlanRow, known: Sequence[PlanRow]) -> Iterator[PlanRow]:
         _switch_segments(expandable=True)
     try:
         workload = MODELS[row.model](device="cuda")
-        yield (eager_row if row.way == EAGER else planned_row)(row, workload)
+        yield (measure_eager if row.way == EAGER else measure_plan)(row, workload)
     except Exception as error:  # noqa: BLE001  # the other rows are to be made
         yield replace(row, message=typed_line(error))
     finally:
@@ -156,7 +156,7 @@ def _switch_segments(*, expandable: bool) -> None:
     set_allocator_settings(f"expandable_segments:{expandable}")
 
 
-def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
+def list_failures(rows: Sequence[PlanRow]) -> Iterator[str]:
     """Yield a line for each plan that exceeds its budget, has other bits, or fails."""
     for row in rows:
         name = f"{row.model} {row.way} {row.share}".strip()
@@ -178,7 +178,7 @@ def failures(rows: Sequence[PlanRow]) -> Iterator[str]:
             yield f"{name}: other bits than eager PyTorch, which repeats its own"
 
 
-def _bits(row: PlanRow) -> str | None:
+def _format_bits(row: PlanRow) -> str | None:
     if row.bits is None or row.bits:
         return "equal" if row.bits else None
     errors = (error for error in (row.gradient_error, row.eager_error) if error is not None)
@@ -192,19 +192,19 @@ TABLE = (
     *(Column(name, f"{name}_bytes") for name in ("allocated", "requested", "reserved", "device")),
     Column("planned in", "planning_s"),
     Column("step", lambda row: f"{'' if row.step_s is None else format_seconds(row.step_s)} {row.slowdown}".strip()),
-    Column("bits", _bits),
+    Column("bits", _format_bits),
     "message",
 )
 
 
-def table(rows: Sequence[PlanRow]) -> str:
+def format_table(rows: Sequence[PlanRow]) -> str:
     """Return the rows as Markdown."""
     return f"{markdown(rows, TABLE)}\n{made_with(rows[-1:])}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Make all rows; return 1 if one has a failure."""
-    parser = command_line(__doc__, PlanRow, models=MODELS, out="results/gpu/plans")
+    parser = build_parser(__doc__, PlanRow, models=MODELS, out="results/gpu/plans")
     add_names(parser, "--ways", WAYS, "recompute")
     parser.add_argument("--shares", default="70%,60%", help="budgets, with commas (default: %(default)s)")
     arguments = parser.parse_args(words)
@@ -212,7 +212,7 @@ def main(words: Sequence[str] | None = None) -> int:
     keys = [(model, way, share) for (way, share), model in product(pairs, arguments.models)]
     about = {} if arguments.tables_only else provenance(torch.device("cuda"))
     cases = {key: PlanRow(model=key[0], way=key[1], share=key[2], **about) for key in keys}
-    study = Study(PlanRow, measure, pages={"table.md": table}, failures=failures)
+    study = Study(PlanRow, measure, pages={"table.md": format_table}, failures=list_failures)
     return carry_out(study, arguments, cases, say=lambda row: markdown([row], TABLE).splitlines()[2])
 
 

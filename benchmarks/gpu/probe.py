@@ -31,7 +31,7 @@ _COPY_BYTES = 256 * _MB
 Lines = Iterator[tuple[str, str]]
 
 
-def versions() -> Lines:
+def probe_versions() -> Lines:
     """Yield the versions of packages, and those that cannot be imported."""
     yield "Python", f"{sys.version.split()[0]} on {platform.platform()}"
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
@@ -43,7 +43,7 @@ def versions() -> Lines:
             yield package, f"NOT THERE: {error}"
 
 
-def device() -> Lines:
+def probe_device() -> Lines:
     """Yield the device, its memory, and the settings that kernels and memory depend on."""
     found = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
@@ -55,7 +55,7 @@ def device() -> Lines:
     yield "settings", format_settings(kernel_settings(torch.device("cuda")))
 
 
-def attention() -> Lines:
+def probe_attention() -> Lines:
     """Yield the attention kernels that run, by type."""
     for dtype in (torch.float32, torch.bfloat16):
         query = torch.randn(2, 4, 64, 64, device="cuda", dtype=dtype, requires_grad=True)
@@ -68,17 +68,17 @@ def attention() -> Lines:
                 yield f"attention, {dtype}, {backend.name}", f"no: {str(error).splitlines()[0]}"
 
 
-def context() -> Lines:
+def probe_context() -> Lines:
     """Yield the bytes of the device that are outside of PyTorch's allocator, after each kind of work that loads more."""
 
-    def outside() -> str:
+    def format_outside() -> str:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return f"{total - free - torch.cuda.memory_reserved()} B"
 
     ones = partial(torch.ones, device="cuda", requires_grad=True)
     matrix, query = ones(64, 64), ones(2, 4, 64, 64, dtype=torch.bfloat16)
-    yield "outside of the allocator, first tensor", outside()
+    yield "outside of the allocator, first tensor", format_outside()
     kinds: dict[str, Callable[[], torch.Tensor]] = {
         "product": lambda: torch.mm(matrix, matrix),
         "convolution": lambda: F.conv2d(ones(2, 8, 32, 32).detach(), ones(8, 8, 3, 3)),
@@ -86,10 +86,10 @@ def context() -> Lines:
     }
     for name, result in kinds.items():
         result().sum().backward()
-        yield f"outside of the allocator, {name}", outside()
+        yield f"outside of the allocator, {name}", format_outside()
 
 
-def workspaces() -> Lines:
+def probe_workspaces() -> Lines:
     """Yield the bytes that libraries allocate in a forward and a backward pass, which they do once."""
     for turn in ("first", "second"):
         before = torch.cuda.memory_allocated()
@@ -98,7 +98,7 @@ def workspaces() -> Lines:
         yield f"workspaces of libraries, {turn} call", f"{grown} B"
 
 
-def rounding() -> Lines:
+def probe_rounding() -> Lines:
     """Yield the allocated and reserved bytes of single requests, compared with the simulated allocator."""
     for size in _REQUESTS:
         torch.cuda.empty_cache()
@@ -113,14 +113,14 @@ def rounding() -> Lines:
         del block
 
 
-def repeating() -> Lines:
+def probe_repeating() -> Lines:
     """Yield for each kernel if its bits repeat: plans are compared with two runs of eager PyTorch."""
 
-    def tensor(*shape: int) -> torch.Tensor:
+    def make_tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", requires_grad=True)
 
-    index, image, query = torch.randint(7, (4096,), device="cuda"), tensor(16, 32, 28, 28), tensor(4, 8, 256, 64)
-    rows, kernel, scale = tensor(7, 64), tensor(64, 32, 3, 3), tensor(32)
+    index, image, query = torch.randint(7, (4096,), device="cuda"), make_tensor(16, 32, 28, 28), make_tensor(4, 8, 256, 64)
+    rows, kernel, scale = make_tensor(7, 64), make_tensor(64, 32, 3, 3), make_tensor(32)
     losses: dict[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {
         "embedding": (rows, lambda: F.embedding(index, rows)),
         "convolution": (kernel, lambda: F.conv2d(image, kernel)),
@@ -133,7 +133,7 @@ def repeating() -> Lines:
         yield f"gradients of {name}, five times", "the same bits" if same else "NOT the same bits"
 
 
-def graphs() -> Lines:
+def probe_graphs() -> Lines:
     """Yield the memory that a captured graph reserves."""
     factor = torch.ones(64, 64, device="cuda")
     torch.mm(factor, factor)
@@ -161,7 +161,17 @@ def link() -> Lines:
         yield f"copies {name}", f"{_COPY_BYTES / (time.perf_counter() - began) / 1e9:.1f} GB/s"
 
 
-PROBES = (versions, device, rounding, workspaces, context, attention, repeating, graphs, link)
+PROBES = (
+    probe_versions,
+    probe_device,
+    probe_rounding,
+    probe_workspaces,
+    probe_context,
+    probe_attention,
+    probe_repeating,
+    probe_graphs,
+    link,
+)
 
 
 def main() -> int:

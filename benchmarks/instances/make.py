@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.command import add_names
 from benchmarks.solve_suites import ZOO
-from benchmarks.solves import modelled
+from benchmarks.solves import build_graph
 from graphs.ir import Graph
 from graphs.schedule import Compute, Schedule
 from graphs.synthetic.random_graphs import draw_training_step
@@ -36,10 +36,10 @@ SYNTHETIC: Mapping[str, Callable[[], Graph]] = {
 }
 
 
-def graphs(names: Sequence[str]) -> Iterator[tuple[str, Graph]]:
+def generate_graphs(names: Sequence[str]) -> Iterator[tuple[str, Graph]]:
     """Yield the graphs by name, with their ops in the order of the solve."""
     for name in names:
-        graph = SYNTHETIC[name]() if name in SYNTHETIC else modelled(ZOO[name])
+        graph = SYNTHETIC[name]() if name in SYNTHETIC else build_graph(ZOO[name])
         yield name, order_for(graph, "windows", reorder=True).graph
 
 
@@ -48,7 +48,7 @@ def encode_steps(schedule: Schedule) -> list[int]:
     return [step.op if isinstance(step, Compute) else ~step.tensor for step in schedule.steps]
 
 
-def instance_document(name: str, graph: Graph, known: Sequence[Mapping[str, object]]) -> dict[str, object]:
+def build_document(name: str, graph: Graph, known: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """Return the content of a file, as README.md describes it."""
     ops = []
     for op in graph.ops:
@@ -104,9 +104,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each budget (default: %(default)s)")
     options = parser.parse_args(words)
     wanted = [name for name in options.names if not (options.out / f"{name}.json.gz").exists()]
-    for name, graph in graphs(wanted):
+    for name, graph in generate_graphs(wanted):
         known = solve_budgets(graph, limit_s=options.time_limit)
-        write(options.out / f"{name}.json.gz", instance_document(name, graph, known))
+        write(options.out / f"{name}.json.gz", build_document(name, graph, known))
         gaps = ", ".join(f"{float(str(k['time_s'])) / float(str(k['bound_s'])) - 1:.3%}" for k in known)
         print(f"{name}: {len(graph.ops)} ops, gaps {gaps}", flush=True)
     return 0

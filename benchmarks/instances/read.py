@@ -14,6 +14,6 @@ def read(path: str | Path) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(instance), "ops": ops, "known": [SimpleNamespace(**known) for known in instance.known]})
 
 
-def names(folder: str | Path = Path(__file__).parent) -> list[str]:
+def list_names(folder: str | Path = Path(__file__).parent) -> list[str]:
     """Return the names of the instances in a folder."""
     return sorted(path.name.removesuffix(".json.gz") for path in Path(folder).glob("*.json.gz"))

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from benchmarks import arena_models
-from benchmarks.arena_models import EAGER, IN_ARENA, PLANNED, ArenaModelRow, compare_plans, failures
+from benchmarks.arena_models import EAGER, IN_ARENA, PLANNED, ArenaModelRow, compare_plans, list_failures
 from benchmarks.try_models import RAN, REFUSED
 from graphs.errors import PlannerError
 from tests.support.models.residual_blocks import blocks
@@ -24,7 +24,7 @@ def test_a_model_in_an_arena_and_without() -> None:
     assert arena.counted_bytes is not None
     assert arena.counted_bytes < 0.1 * arena.arena_bytes
     assert rows[PLANNED].arena_bytes is None
-    assert list(failures(list(rows.values()))) == []
+    assert list(list_failures(list(rows.values()))) == []
 
 
 def test_a_refused_plan_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

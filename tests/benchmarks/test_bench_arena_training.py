@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocat
 @pytest.fixture
 def row(monkeypatch: pytest.MonkeyPatch) -> ArenaTrainingRow:
     monkeypatch.setitem(arena_training.MODELS, "vit", lambda: build("mlp", batch=256, layers=3, width=64, classes=10, dropout=0))
-    (row,) = arena_training.measured("vit", "adamw, foreach", 1)
+    (row,) = arena_training.measure_training("vit", "adamw, foreach", 1)
     return row
 
 
@@ -24,5 +24,5 @@ def test_arena_training_takes_the_planned_memory_exactly(row: ArenaTrainingRow) 
     assert row.is_predicted
     assert row.plain_bytes <= row.arena_bytes < row.beside_bytes
     assert 0 < row.evaluation_bytes < row.evaluating_bytes <= row.slab_bytes
-    assert not list(arena_training.failures([row]))
+    assert not list(arena_training.list_failures([row]))
     assert "| vit | adamw, foreach |" in markdown([row], arena_training.TABLE)

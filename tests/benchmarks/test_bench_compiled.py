@@ -8,7 +8,7 @@ import torch
 
 import planner
 from benchmarks import compiled
-from benchmarks.compiled import main, table
+from benchmarks.compiled import format_table, main
 from benchmarks.compiled_case import ATEN, IN_ARENA, OURS, PEAK_OF, REFERENCE, CompiledRow, Settings, compare_compiled
 from benchmarks.kept_captures import KeptCaptures
 from planner.capture.workload.models import build
@@ -84,4 +84,4 @@ def test_a_tiny_model_goes_all_the_way_through() -> None:
             assert row.compile_s is not None
             assert 0 < row.compile_s < row.plan_s
         assert (row.peer_ratio is not None) == bool(row.peer)
-    assert "| tiny |" in table(rows)
+    assert "| tiny |" in format_table(rows)

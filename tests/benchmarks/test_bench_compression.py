@@ -13,11 +13,11 @@ from benchmarks.compression import (
     OTHER_WEIGHTS,
     CurveRow,
     LearningCase,
-    failures,
-    largest_difference,
-    noisy_classes,
-    patterns,
-    smoothed,
+    compute_largest_difference,
+    generate_noisy_classes,
+    generate_patterns,
+    list_failures,
+    smooth,
     train,
 )
 from benchmarks.training_loop import Recipe
@@ -48,7 +48,7 @@ def trained() -> list[CurveRow]:
 
 
 def test_curves_begin_alike_need_less_memory_and_part(trained: list[CurveRow]) -> None:
-    assert failures(trained) == []
+    assert list_failures(trained) == []
     found = by(trained, "model", "bits")
     assert list(found) == [("mlp", bits) for bits in (*BITS, OTHER_WEIGHTS)]
     assert all([row.step for row in curve] == list(range(STEPS)) for curve in found.values())
@@ -81,19 +81,19 @@ def test_exact_losses_are_those_of_a_plain_loop(trained: list[CurveRow]) -> None
 
 
 def test_smoothed_losses_and_their_largest_difference(trained: list[CurveRow]) -> None:
-    assert smoothed([1.0, 2.0, 6.0]) == [3.0]
-    assert smoothed([0.0] * 20 + [20.0] * 2) == [0.0, 1.0, 2.0]
+    assert smooth([1.0, 2.0, 6.0]) == [3.0]
+    assert smooth([0.0] * 20 + [20.0] * 2) == [0.0, 1.0, 2.0]
     curve = [replace(trained[0], step=i, loss=2.0 - (i == 21), exact_loss=2.0) for i in range(22)]
-    assert largest_difference(curve) == pytest.approx(1 / 40)
+    assert compute_largest_difference(curve) == pytest.approx(1 / 40)
 
 
 def test_tokens_follow_from_a_period_and_images_from_their_class() -> None:
     like = torch.zeros(2, 12, dtype=torch.int64), torch.zeros(2, 12, dtype=torch.int64)
-    first, second = patterns(like, 2, SEED)
+    first, second = generate_patterns(like, 2, SEED)
     for tokens, following in (first, second):
         assert torch.equal(tokens[:, 1:], following[:, :-1]) and torch.equal(tokens[:, 4:], tokens[:, :-4])
     assert not torch.equal(first[0], second[0])
     like = torch.zeros(500, 3, 4, 4), torch.zeros(500, dtype=torch.int64)
-    (images, classes), (again, others) = noisy_classes(like, 2, SEED)
+    (images, classes), (again, others) = generate_noisy_classes(like, 2, SEED)
     means = [torch.stack([x[y == c].mean(0) for c in range(10)]).flatten() for x, y in ((images, classes), (again, others))]
     assert torch.corrcoef(torch.stack(means))[0, 1] > 0.7

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import first_step
-from benchmarks.first_step import by_model, main
+from benchmarks.first_step import group_by_model, main
 from benchmarks.first_step_cases import CASES
 from benchmarks.first_step_run import (
     FAILED,
@@ -19,11 +19,11 @@ from benchmarks.first_step_run import (
     WAYS,
     FirstStepRow,
     capture_timer,
-    digest,
-    message_of,
-    status_of,
+    compute_digest,
+    format_message,
+    get_status,
 )
-from benchmarks.process_memory import DataWatch, reset_highest_rss, status_bytes
+from benchmarks.process_memory import DataWatch, read_status_bytes, reset_highest_rss
 from graphs.errors import InfeasibleError, OutOfMemoryError
 from planner.studies.blocks import InapplicableError
 from planner.studies.rows import read_rows
@@ -37,7 +37,7 @@ COMMITTED = Path(__file__).parents[2] / "results" / "first_step"
 
 def use_tiny(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(first_step, "CASES", first_step_tiny.TINY)
-    patch.setattr(first_step, "one_thread", lambda: None)
+    patch.setattr(first_step, "limit_threads", lambda: None)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @linux
 def test_a_model_is_planned_and_trained_under_a_cap_that_eager_does_not_fit(folder: Path) -> None:
     rows = read_rows(folder / "rows.csv", FirstStepRow)
-    (trained,) = by_model(rows)
+    (trained,) = group_by_model(rows)
     uncapped, planned, large_pages = trained.uncapped, trained.planned, trained.large_pages
     assert [(row.model, row.way) for row in rows] == [(first_step_tiny.NAME, way) for way in WAYS]
     assert uncapped.status == planned.status == large_pages.status == RAN
@@ -92,7 +92,7 @@ def test_only_missing_rows_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return committed[model, way]
 
     monkeypatch.setattr(first_step, "train_in_process", train_in_process)
-    monkeypatch.setattr(first_step, "environment", dict)
+    monkeypatch.setattr(first_step, "describe_environment", dict)
     words = ["--models", "vit,gpt2", "--out", str(tmp_path)]
     assert main(words) == 0
     assert made == [(model, way) for model in ("vit", "gpt2") for way in WAYS]
@@ -116,7 +116,7 @@ def test_a_model_that_eager_cannot_train_is_a_failure_and_tried_again(tmp_path: 
         return FirstStepRow(model=model, way=way, status=FAILED, message="ModuleNotFoundError: No module named 'transformers'")
 
     monkeypatch.setattr(first_step, "train_in_process", train_in_process)
-    monkeypatch.setattr(first_step, "environment", dict)
+    monkeypatch.setattr(first_step, "describe_environment", dict)
     for _ in range(2):
         assert main(["--models", "hf-t5", "--out", str(tmp_path)]) == 1
     assert made == [UNCAPPED, UNCAPPED]
@@ -133,13 +133,13 @@ def test_a_model_that_eager_cannot_train_is_a_failure_and_tried_again(tmp_path: 
     ],
 )
 def test_errors_are_told_apart(error: Exception, status: str, line: str) -> None:
-    assert status_of(error) == status
-    assert message_of(error).startswith(line)
+    assert get_status(error) == status
+    assert format_message(error).startswith(line)
 
 
 def test_digests_are_of_all_bits() -> None:
-    assert digest([1.0, 2.0], "s") == digest([1.0, 2.0], "s")
-    assert len({digest(losses, state) for losses in ([1.0], [1.0 + 2**-52], [-0.0], [0.0]) for state in ("s", "t")}) == 8
+    assert compute_digest([1.0, 2.0], "s") == compute_digest([1.0, 2.0], "s")
+    assert len({compute_digest(losses, state) for losses in ([1.0], [1.0 + 2**-52], [-0.0], [0.0]) for state in ("s", "t")}) == 8
 
 
 def test_captures_are_timed() -> None:
@@ -158,11 +158,11 @@ def test_the_highest_sizes_are_those_since_they_were_reset() -> None:
 
     take()
     reset_highest_rss()
-    assert status_bytes("VmHWM") < status_bytes("VmRSS") + 32 * 2**20
-    before_rss, before_data = status_bytes("VmRSS"), status_bytes("VmData")
+    assert read_status_bytes("VmHWM") < read_status_bytes("VmRSS") + 32 * 2**20
+    before_rss, before_data = read_status_bytes("VmRSS"), read_status_bytes("VmData")
     with DataWatch() as watch:
         take()
-    assert status_bytes("VmHWM") > before_rss + 48 * 2**20
+    assert read_status_bytes("VmHWM") > before_rss + 48 * 2**20
     assert before_data + 48 * 2**20 < watch.highest_bytes < before_data + 128 * 2**20
 
 
@@ -181,5 +181,5 @@ def test_layers_of_an_lstm_are_one_module_that_has_no_blocks() -> None:
 
 
 def test_committed_models_run_out_of_memory_without_a_plan() -> None:
-    trained = by_model(read_rows(COMMITTED / "rows.csv", FirstStepRow))
+    trained = group_by_model(read_rows(COMMITTED / "rows.csv", FirstStepRow))
     assert {(models.eager.status, models.planned.status) for models in trained} == {(OUT_OF_MEMORY, RAN)}

@@ -18,10 +18,10 @@ from benchmarks.offload import (
     OffloadCase,
     OffloadRow,
     Suite,
-    below_bound,
-    budget_bytes_of,
+    compute_budget_bytes,
+    find_below_bound,
+    format_table,
     solve,
-    table,
 )
 from graphs.errors import BudgetError
 from graphs.synthetic.random_graphs import draw_training_step
@@ -49,9 +49,9 @@ def test_both_are_no_worse_than_either_and_rows_say_how_each_ended(rows: list[Of
     assert offloading.recomputed == recomputing.copied == recomputing.host_bytes == 0
     assert recomputing.recomputed and offloading.copied and offloading.host_bytes
     assert found["poet"].status != "error"
-    assert not below_bound(rows)
+    assert not find_below_bound(rows)
     assert {row.status for row in rows if row.budget == "1%" and row.method in (RECOMPUTE, BOTH)} == {"infeasible"}
-    text = table(rows)
+    text = format_table(rows)
     assert format_ratio(both.overhead) in text and all(method in text for method in METHODS)
     assert "Slower than either alone: 0." in text and "Methods below the bound: 0." in text
 
@@ -64,16 +64,16 @@ def test_known_rows_are_not_solved_again(rows: list[OffloadRow]) -> None:
 def test_a_schedule_below_the_bound_is_named(rows: list[OffloadRow]) -> None:
     found = {row.method: row for row in rows if row.budget == "60%"}
     wrong = replace(found[RECOMPUTE], time_s=0.9 * (found[BOTH].bound_s or 0.0))
-    assert below_bound([wrong, found[BOTH]]) == [wrong]
-    assert "Slower than either alone: 1." in table([wrong, found[OFFLOAD], found[BOTH]])
+    assert find_below_bound([wrong, found[BOTH]]) == [wrong]
+    assert "Slower than either alone: 1." in format_table([wrong, found[OFFLOAD], found[BOTH]])
 
 
 def test_budgets_lie_between_the_least_and_the_peak() -> None:
-    assert budget_bytes_of("least + 25%", 1000, 2000) == 1250
-    assert budget_bytes_of("60%", 1000, 2000) == 1200
+    assert compute_budget_bytes("least + 25%", 1000, 2000) == 1250
+    assert compute_budget_bytes("60%", 1000, 2000) == 1200
     for wrong in ("least + 25", "25", "least"):
         with pytest.raises(BudgetError):
-            budget_bytes_of(wrong, 1000, 2000)
+            compute_budget_bytes(wrong, 1000, 2000)
 
 
 def test_bench_offload_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,10 @@ from benchmarks.placement import (
     PAIRS,
     STUDY,
     Pair,
-    chain,
+    build_chain,
     compare,
+    format_table,
     pair_of,
-    table,
 )
 from graphs.options.surroundings import OtherDevice
 from graphs.synthetic.small import make_training_chain
@@ -34,19 +34,19 @@ def test_both_devices_are_no_worse_than_the_main_one() -> None:
     main = make_training_chain(3)
     pair = Pair(main, OtherDevice("other", tuple(0.5 + op.id % 2 for op in main.ops), 4.0))
     budgets = (NO_LIMIT, "75%")
-    rows = [row for budget in budgets for row in compare("chain", MODELLED, chain(), pair, budget, limit_s=2.0)]
+    rows = [row for budget in budgets for row in compare("chain", MODELLED, build_chain(), pair, budget, limit_s=2.0)]
     assert [(row.budget, row.method) for row in rows] == [(b, method) for b in budgets for method in METHODS]
     alone, second, serial, overlapped = rows[:4]
     assert alone.time_s == 6.0 and second.time_s == 6.0
     assert overlapped.time_s <= serial.time_s <= serial.serial_s <= alone.time_s  # type: ignore[operator]
     assert serial.placed and serial.copied and serial.status == "optimal"
-    lines = table(rows).splitlines()
+    lines = format_table(rows).splitlines()
     assert len(lines) == 4 and all(budget in line for budget, line in zip(budgets, lines[2:], strict=True))
 
 
 def test_a_pair_is_one_step_with_two_times() -> None:
     torch.manual_seed(0)
-    pair = pair_of(chain(), MODELLED)
+    pair = pair_of(build_chain(), MODELLED)
     assert pair.main.fingerprint == pair.other.fingerprint and pair.main.time_s != pair.other.time_s
     assert pair.captured is None and pair.second.bytes_per_s > 0
 
@@ -68,7 +68,7 @@ def test_schedules_on_threads_are_executed() -> None:
 
 
 def test_bench_placement_command_writes_rows_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(placement.MODELS, "small", chain)  # type: ignore[arg-type]
+    monkeypatch.setitem(placement.MODELS, "small", build_chain)  # type: ignore[arg-type]
     monkeypatch.setattr(placement, "LIMIT_S", 1.0)
     monkeypatch.setattr(placement, "PAIRS", PAIRS[:1])
     monkeypatch.setattr(placement, "BUDGETS", BUDGETS[:1])

@@ -12,7 +12,7 @@ from tests.support.models.steps import make
 @pytest.fixture
 def row(monkeypatch: pytest.MonkeyPatch) -> ResidentRow:
     monkeypatch.setitem(resident.MODELS, "unet", lambda: make("unet"))
-    (row,) = resident.measured("unet", "95%", ARENA)
+    (row,) = resident.measure_process("unet", "95%", ARENA)
     return row
 
 

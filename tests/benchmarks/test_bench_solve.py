@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import solve_suites
 from benchmarks.solve import STUDY, main, solve_instance
-from benchmarks.solve_suites import Instance, between, of_peak
+from benchmarks.solve_suites import Instance, make_between, make_share_of_peak
 from graphs.synthetic.random_graphs import draw_training_step
 
 
@@ -28,8 +28,8 @@ def test_half_way_starts_where_a_schedule_is_known() -> None:
     marks = solve_suites.Landmarks(draw_training_step(1, 4))
     least, peak = marks.least_bytes, marks.peak_bytes
     assert least < peak
-    assert between(0.5).bytes_at(marks) == int(least + 0.5 * (peak - least))
-    assert of_peak(0.9).bytes_at(marks) == int(0.9 * peak)
+    assert make_between(0.5).bytes_at(marks) == int(least + 0.5 * (peak - least))
+    assert make_share_of_peak(0.9).bytes_at(marks) == int(0.9 * peak)
     assert solve_suites.find_half_way(marks, shares=(0.1,)) == (least + peak) // 2
     share = least / peak + 0.01
     assert solve_suites.find_half_way(marks, shares=(share, 0.1)) == (least + int(share * peak)) // 2
@@ -37,7 +37,7 @@ def test_half_way_starts_where_a_schedule_is_known() -> None:
 
 def test_a_tiny_suite_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = Instance(
-        "reference", "chain", partial(draw_training_step, 1, 5), (between(0.5),), ("windows", "checkmate"), time_limit_s=20.0
+        "reference", "chain", partial(draw_training_step, 1, 5), (make_between(0.5),), ("windows", "checkmate"), time_limit_s=20.0
     )
     monkeypatch.setitem(solve_suites.SUITES, "reference", lambda published: iter([tiny]))
     main(["--suites", "reference,moccasin", "--instances", str(tmp_path / "none"), "--out", str(tmp_path / "solve")])
@@ -61,7 +61,7 @@ def test_a_tiny_suite_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             "reference",
             f"random-{seed}",
             partial(draw_training_step, seed, 5),
-            (between(0.5),),
+            (make_between(0.5),),
             ("windows",),
             time_limit_s=20.0,
         )

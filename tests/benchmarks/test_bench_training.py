@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks import training
-from benchmarks.training import EAGER, PLANNED, TrainingRow, failures, half_or_half_way, pairs, train
-from benchmarks.training_loop import Recipe, batches
+from benchmarks.training import EAGER, PLANNED, TrainingRow, choose_budget, group_pairs, list_failures, train
+from benchmarks.training_loop import Recipe, generate_batches
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure import tracing
@@ -47,11 +47,11 @@ def trained(_quick: None) -> list[TrainingRow]:
 
 
 def test_planned_loops_are_eager_ones_in_less_memory(trained: list[TrainingRow]) -> None:
-    assert failures(trained) == []
+    assert list_failures(trained) == []
     assert [(row.model, row.loop, row.step) for row in trained] == [
         (model, loop, step) for model in RECIPES for loop in (EAGER, PLANNED) for step in range(3)
     ]
-    for pair in pairs(trained).values():
+    for pair in group_pairs(trained).values():
         assert len({row.loss for row in pair.eager}) == 3  # every step has a batch, and parameters, of its own
         for row in pair.planned:
             assert row.peak_bytes <= row.predicted_peak_bytes <= row.budget_bytes < pair.peak_bytes
@@ -68,8 +68,8 @@ def noticed(spoil: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.M
         return PlannedStep(replace(found, budget_bytes=budget_bytes), lambda *batch: spoil(loss_of(eager(*batch))), None)
 
     monkeypatch.setattr(training, "plan", plan)
-    monkeypatch.setattr(training, "least", lambda *_: 0)
-    return failures(list(train("gpt2", (), device=CPU, steps=3)))
+    monkeypatch.setattr(training, "find_least", lambda *_: 0)
+    return list_failures(list(train("gpt2", (), device=CPU, steps=3)))
 
 
 def test_steps_that_take_more_than_their_budget_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,18 +95,18 @@ def test_a_random_state_that_moved_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_budget_is_half_where_that_can_be() -> None:
-    assert half_or_half_way(100, 50) == 50
-    assert half_or_half_way(100, 60) == 80
+    assert choose_budget(100, 50) == 50
+    assert choose_budget(100, 60) == 80
 
 
 def test_batches_differ_and_come_again() -> None:
     like = (torch.randn(4, 3), torch.arange(4))
-    first, second = batches(like, 2, seed=1)
+    first, second = generate_batches(like, 2, seed=1)
     assert not torch.equal(first[0], second[0])
-    assert all(torch.equal(a, b) for a, b in zip(first, next(batches(like, 1, seed=1)), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, next(generate_batches(like, 1, seed=1)), strict=True))
     assert [(t.shape, t.dtype) for t in first] == [(t.shape, t.dtype) for t in like]
 
 
 def test_committed_loops_have_fifty_steps() -> None:
     rows = read_rows(COMMITTED / "rows.csv", TrainingRow)
-    assert {(model, len(pair.planned)) for model, pair in pairs(rows).items()} == {("gpt2", 50), ("resnet50", 50)}
+    assert {(model, len(pair.planned)) for model, pair in group_pairs(rows).items()} == {("gpt2", 50), ("resnet50", 50)}

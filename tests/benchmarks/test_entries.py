@@ -15,11 +15,11 @@ from benchmarks.entries import (
     ENTRIES,
     REMATERIALIZE,
     EntryRow,
-    failures,
+    list_failures,
     try_entries,
     try_one,
 )
-from benchmarks.runner import Runner, whole_step
+from benchmarks.runner import Runner, build_whole_step
 from benchmarks.try_models import EAGER, MISSING, RAN, REFUSED
 from planner.capture.workload.models import Workload
 from tests.support.models.residual_blocks import blocks
@@ -68,7 +68,7 @@ def test_every_entry_point_has_rows_with_bits_and_memory() -> None:
     shares = [f"{entry} at {share}" for entry in (COMPILE, CHECKPOINT, BACKEND) for share in ("100%", "50%")]
     assert list(rows) == [EAGER, *shares, f"{REMATERIALIZE} at 50%"]
     assert [(row.status, row.different) for row in rows.values()] == [(RAN, 0)] * len(rows), rows
-    assert list(failures(list(rows.values()))) == []
+    assert list(list_failures(list(rows.values()))) == []
     assert all(row.budget_bytes for way, row in rows.items() if way != EAGER)
     for way in shares[1::2]:
         assert (rows[way].peak_bytes or 0) < (rows[EAGER].peak_bytes or 0)
@@ -83,10 +83,10 @@ def test_model_that_is_refused_by_one_entry_point_is_tried_by_the_others() -> No
 
 def test_between_the_passes_a_model_changes_its_buffers() -> None:
     workload = Workload(Centred(), None, (torch.randn(4, 8),))
-    runner = Runner(workload, whole_step(workload))
+    runner = Runner(workload, build_whole_step(workload))
     outcome = runner.train(workload.batch)
     assert outcome.values["buffer model.centre"].abs().sum() > 0  # type: ignore[union-attr]
-    for measure in (runner.storages_bytes, runner.peak_bytes):
+    for measure in (runner.measure_storages_bytes, runner.measure_peak_bytes):
         workload.model.centre.zero_()
         measure(workload.batch)
         assert workload.model.centre.abs().sum() > 0

@@ -76,7 +76,7 @@ def test_a_step_trains_under_a_cap_that_eager_pytorch_does_not_fit(monkeypatch: 
     monkeypatch.setattr(capped, "MODELS", {"wide": wide})
     with cuda_device(capacity_bytes=2**30) as machine:
         monkeypatch.setattr(capped, "clear_cublas_workspaces", machine.memories[0].workspaces.clear)
-        found = list(capped.lines(["wide"], ("eager", "compile"), 0.75))
+        found = list(capped.check_all(["wide"], ("eager", "compile"), 0.75))
     assert [holds for _, holds in found] == [True, True, True], found
     plain, without, planned = (line for line, _ in found)
     assert "without a cap" in plain and "out of memory" in without and "bits equal" in planned
@@ -138,4 +138,4 @@ def test_steps_fit_a_borrowed_gpu() -> None:
     assert sum(step.limit_s for step in gpu.STEPS.values()) < 1350
     modules = [step.words[0] for step in gpu.STEPS.values() if step.words[0] != "pytest"]
     assert all((ROOT / f"{module.replace('.', '/')}.py").exists() for module in modules)
-    assert gpu.gpu_tests() and all((ROOT / name).exists() for name in gpu.gpu_tests())
+    assert gpu.find_gpu_tests() and all((ROOT / name).exists() for name in gpu.find_gpu_tests())

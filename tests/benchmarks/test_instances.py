@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.instances.check import NotValidError, check
-from benchmarks.instances.make import FOLDER, SYNTHETIC, TRACED, encode_steps, graphs, instance_document, main
-from benchmarks.instances.read import names, read
+from benchmarks.instances.make import FOLDER, SYNTHETIC, TRACED, build_document, encode_steps, generate_graphs, main
+from benchmarks.instances.read import list_names, read
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_training_step
@@ -18,11 +18,11 @@ from tests.support.models.steps import random_schedule
 
 
 def test_all_instances_exist() -> None:
-    assert set(names()) == {*TRACED, *SYNTHETIC}
-    assert sum((FOLDER / f"{name}.json.gz").stat().st_size for name in names()) < 2_000_000
+    assert set(list_names()) == {*TRACED, *SYNTHETIC}
+    assert sum((FOLDER / f"{name}.json.gz").stat().st_size for name in list_names()) < 2_000_000
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list_names())
 def test_recorded_solutions_are_valid(name: str) -> None:
     instance = read(FOLDER / f"{name}.json.gz")
     assert [known.budget_bytes for known in instance.known] == sorted((k.budget_bytes for k in instance.known), reverse=True)
@@ -35,16 +35,16 @@ def test_recorded_solutions_are_valid(name: str) -> None:
 
 @pytest.mark.parametrize("name", SYNTHETIC)
 def test_synthetic_instances_are_reproducible(name: str) -> None:
-    ((_, graph),) = graphs([name])
+    ((_, graph),) = generate_graphs([name])
     with gzip.open(FOLDER / f"{name}.json.gz", "rt") as file:
         committed = json.load(file)
-    assert json.loads(json.dumps(instance_document(name, graph, committed["known"]))) == committed
+    assert json.loads(json.dumps(build_document(name, graph, committed["known"]))) == committed
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_checker_agrees_with_the_judge(seed: int, tmp_path: Path) -> None:
     graph = draw_training_step(seed, 12)
-    (tmp_path / "x.json.gz").write_bytes(gzip.compress(json.dumps(instance_document("x", graph, [])).encode()))
+    (tmp_path / "x.json.gz").write_bytes(gzip.compress(json.dumps(build_document("x", graph, [])).encode()))
     instance = read(tmp_path / "x.json.gz")
     for schedule in (keep_everything(graph), random_schedule(graph, seed)):
         simulation = simulate(graph, schedule)
@@ -52,7 +52,7 @@ def test_checker_agrees_with_the_judge(seed: int, tmp_path: Path) -> None:
 
 
 def test_invalid_solutions_raise() -> None:
-    ((_, graph),) = graphs(["chain-50"])
+    ((_, graph),) = generate_graphs(["chain-50"])
     instance = read(FOLDER / "chain-50.json.gz")
     steps = encode_steps(keep_everything(graph))
     last = next(i for i in reversed(range(len(steps))) if steps[i] >= 0)

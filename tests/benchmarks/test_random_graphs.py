@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_graphs import KINDS, STUDY, Row, graph_of, is_wrong, solved, verdict
+from benchmarks.random_graphs import KINDS, STUDY, Row, draw_case, is_wrong, judge, solve_case
 
 ROW = Row(kind="plain", seed=1, ops=5, budget_bytes=100, status="feasible", time_s=2.0, bound_s=1.5, peak_bytes=90, steps=12)
 
@@ -26,26 +26,26 @@ ROW = Row(kind="plain", seed=1, ops=5, budget_bytes=100, status="feasible", time
     ],
 )
 def test_verdict_compares_rows_before_and_after(now: Row, expected: str) -> None:
-    assert verdict(ROW, now) == expected
+    assert judge(ROW, now) == expected
 
 
 def test_a_proof_that_nothing_fits_is_better_than_a_bound() -> None:
     unsolved = replace(ROW, status="limit", time_s=None, peak_bytes=None, steps=0)
     infeasible = replace(unsolved, status="infeasible", bound_s=None)
-    assert verdict(unsolved, infeasible) == "better"
-    assert verdict(infeasible, unsolved) == "worse"
+    assert judge(unsolved, infeasible) == "better"
+    assert judge(infeasible, unsolved) == "worse"
 
 
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(650, marks=pytest.mark.slow), 769])
 def test_results_of_the_forward_pass_are_waited_for(seed: int) -> None:
-    (row,) = solved(("devices", seed))
+    (row,) = solve_case(("devices", seed))
     assert not is_wrong(row)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_has_the_same_row_each_time(kind: str) -> None:
-    assert list(solved((kind, 1))) == list(solved((kind, 1)))
-    assert len({graph_of(kind, seed)[0].fingerprint for seed in range(5)}) == 5
+    assert list(solve_case((kind, 1))) == list(solve_case((kind, 1)))
+    assert len({draw_case(kind, seed)[0].fingerprint for seed in range(5)}) == 5
 
 
 @pytest.mark.slow
@@ -53,9 +53,9 @@ def test_processes_write_the_same_rows_in_order(tmp_path: Path) -> None:
     kept = STUDY.kept(tmp_path)
     cases = [("offload", 1), ("plain", 2), ("plain", 1)]
     assert len(list(STUDY.fill(kept, {case: case for case in cases}, jobs=2))) == 3
-    assert list(STUDY.kept(tmp_path)) == [row for case in (cases[2], cases[1], cases[0]) for row in solved(case)]
+    assert list(STUDY.kept(tmp_path)) == [row for case in (cases[2], cases[1], cases[0]) for row in solve_case(case)]
 
 
 def test_kept_tensor_computed_elsewhere_has_a_schedule() -> None:
-    (row,) = solved(("devices", 170))
+    (row,) = solve_case(("devices", 170))
     assert row.status in {"optimal", "feasible"}

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.compare import FOR_SMALL_GRAPHS
-from benchmarks.compare_summary import BUDGETS, summary_text
+from benchmarks.compare_summary import BUDGETS, format_summary
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of, simulated
 from planner.studies.comparisons import table_text
 from planner.studies.rows import read_rows
@@ -104,7 +104,7 @@ def test_committed_tables_equal_the_tables_of_their_rows() -> None:
 
 
 def test_committed_summary_equals_the_summary_of_its_rows() -> None:
-    assert (FOLDER / "summary.md").read_text() == summary_text(FOLDER)
+    assert (FOLDER / "summary.md").read_text() == format_summary(FOLDER)
 
 
 def test_measured_rows_are_complete_and_equal_eager() -> None:
@@ -135,7 +135,7 @@ def test_cluster_is_refused_for_measured_suites(
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(compare.subprocess, "run", run)
-    monkeypatch.setattr(compare, "summary_text", lambda folder: "")
+    monkeypatch.setattr(compare, "format_summary", lambda folder: "")
     asked = ["--cluster", "tcp://h:1", "--out", str(tmp_path), "--suites"]
     with pytest.raises(SystemExit):
         compare.main([*asked, "h200,cpu"])

@@ -41,7 +41,7 @@ def test_lines_of_code_leave_out_comments_docstrings_and_blank_lines(checkout: P
 
 def test_long_functions_and_many_parameters_are_found(checkout: Path) -> None:
     other = structure.read(checkout, "solvers")[1]
-    assert list(structure.functions(other)) == [("solvers.other.long", structure.MOST_LINES + 2, 8)]
+    assert list(structure.iterate_functions(other)) == [("solvers.other.long", structure.MOST_LINES + 2, 8)]
 
 
 def test_imports_inside_of_functions_close_a_cycle(checkout: Path) -> None:
@@ -49,7 +49,7 @@ def test_imports_inside_of_functions_close_a_cycle(checkout: Path) -> None:
 
 
 def test_attributes_of_classes_are_counted(checkout: Path) -> None:
-    assert list(structure.class_sizes(structure.read(checkout, "solvers")[0])) == [("solvers.box.Box", 2, 2)]
+    assert list(structure.iterate_class_sizes(structure.read(checkout, "solvers")[0])) == [("solvers.box.Box", 2, 2)]
 
 
 def test_names_without_a_verb_are_found() -> None:
@@ -67,9 +67,9 @@ class Op:
         def stop(): ...
 """
     module = structure.Module("ops", source, ast.parse(source))
-    assert structure.functions_without_verb(module) == (["readers", "_shifted"], 5)
-    assert structure.nested_functions(module) == 1
+    assert structure.find_functions_without_verb(module) == (["readers", "_shifted"], 5)
+    assert structure.count_nested_functions(module) == 1
 
 
 def test_comments_are_counted(checkout: Path) -> None:
-    assert [structure.comment_lines(module) for module in structure.read(checkout, "solvers")] == [1, 0]
+    assert [structure.count_comment_lines(module) for module in structure.read(checkout, "solvers")] == [1, 0]

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks import try_models
 from benchmarks.models import handwritten
-from benchmarks.runner import whole_step
+from benchmarks.runner import build_whole_step
 from benchmarks.storages import LiveStorages
 from benchmarks.try_models import (
     AT_ITS_PEAK,
@@ -28,9 +28,9 @@ from benchmarks.try_models import (
     STUDY,
     Trial,
     TriedRow,
-    rows_of_model,
+    iterate_rows,
+    make_main,
     try_one,
-    trying,
 )
 from planner.capture.workload.models import Workload
 from planner.measure.steps import loss_of
@@ -97,9 +97,9 @@ def test_model_that_cannot_be_built_is_a_row(error: Exception, status: str, monk
     def make() -> Workload:
         raise error
 
-    monkeypatch.setattr(try_models, "sources", lambda: {"tests": {"broken": make}})
+    monkeypatch.setattr(try_models, "list_sources", lambda: {"tests": {"broken": make}})
     blank = TriedRow(source="tests", model="broken", way=EAGER, status=RAN)
-    (row,) = rows_of_model(partial(try_models.try_model, repeats=1), blank)
+    (row,) = iterate_rows(partial(try_models.try_model, repeats=1), blank)
     assert (row.status, row.message) == (status, f"{type(error).__name__}: {error}")
 
 
@@ -139,7 +139,7 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
         about = {"source": source, "model": model, "way": EAGER, "status": next(statuses)}
         return [TriedRow(**about, storages_bytes=90, peak_bytes=100, different=0)]  # type: ignore[arg-type]
 
-    main = trying(replace(STUDY, run=try_one), None, out=str(tmp_path), say=str, repeats=try_models.REPEATS)
+    main = make_main(replace(STUDY, run=try_one), None, out=str(tmp_path), say=str, repeats=try_models.REPEATS)
     names = ["by hand/mlp", "timm/vit"]
     words = ["--models", ",".join(names)]
     for more, expected in (([], names), ([], ["timm/vit"]), ([], []), (["--fresh"], names)):
@@ -152,6 +152,6 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
 def test_every_handwritten_model_has_a_loss(make: Callable[[], Workload]) -> None:
     torch.manual_seed(0)
     workload = make()
-    loss = loss_of(whole_step(workload)(*workload.batch))
+    loss = loss_of(build_whole_step(workload)(*workload.batch))
     loss.backward()
     assert loss.isfinite() and any(p.grad is not None for p in workload.model.parameters())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import planner
-from benchmarks.all_compressed import all_compressed
+from benchmarks.all_compressed import compress_all
 from graphs.errors import MismatchError, PlannerError
 from graphs.options import remove_options
 from graphs.options.compress import COMPRESS, KEEP, RESTORE, VARIANCE
@@ -52,7 +52,7 @@ def outcome(executor: Executor, workload: Workload) -> measure.StepOutcome:
 def test_loss_and_random_state_are_exact_and_gradients_as_predicted(workload: Workload, captured: Capture, form: str) -> None:
     graph = with_options(captured.graph, ["compress:1"])
     model, loss_fn, _ = workload
-    schedule = all_compressed(graph, form)
+    schedule = compress_all(graph, form)
     planned = Executor(replace(captured, graph=graph), schedule, model, loss_fn)
     program = remove_options(captured.graph)
     keeping = Executor(replace(captured, graph=program), keep_everything(program), model, loss_fn)
@@ -83,7 +83,7 @@ def test_a_solved_plan_is_lossy_where_that_pays_and_says_how_much(captured: Capt
     )
     program = remove_options(graph)
     peak = simulate(program, keep_everything(program)).peak_bytes
-    least = simulate(with_options(graph, ["compress:1"]), all_compressed(graph, "4")).peak_bytes
+    least = simulate(with_options(graph, ["compress:1"]), compress_all(graph, "4")).peak_bytes
     budget, graph_s = (3 * least + peak) // 4, len(program.ops)
     plans = {bits: solve(cheap, budget, options=[f"compress:{bits}"], work_limit=2) for bits in (4, 8)}
     exact = solve(cheap, budget, work_limit=2)

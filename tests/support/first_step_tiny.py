@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.first_step_cases import FirstStepCase, by_blocks
+from benchmarks.first_step_cases import FirstStepCase, checkpoint_by_blocks
 from planner.capture.workload.models import Workload
 
 NAME = "tiny"
@@ -17,4 +17,4 @@ def blocks() -> Workload:
     return Workload(model, F.mse_loss, (torch.randn(4096, 1), torch.randn(4096, 1)))
 
 
-TINY = {NAME: FirstStepCase.of(blocks, by_blocks, share=0.3, steps=2)}
+TINY = {NAME: FirstStepCase.of(blocks, checkpoint_by_blocks, share=0.3, steps=2)}

@@ -11,14 +11,14 @@ from tests.support.logs import lines_of
 
 _HELD = """
 import torch
-from benchmarks.process_memory import status_bytes
+from benchmarks.process_memory import read_status_bytes
 from planner.memory.release import return_large_blocks
 {setting}
 blocks = [torch.ones(2**20) for _ in range(32)]  # of 4 MB
 between = [torch.ones(2**12) for _ in blocks]
-before = status_bytes("VmRSS")
+before = read_status_bytes("VmRSS")
 del blocks[1::2]
-print(before - status_bytes("VmRSS"))
+print(before - read_status_bytes("VmRSS"))
 """
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare_summary import summary_text
+from benchmarks.compare_summary import format_summary
 from graphs.ir import Graph
 from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
@@ -127,7 +127,7 @@ def test_a_schedule_for_less_memory_serves_where_its_own_kind_fails_with_more(ro
 
 def test_the_summary_names_the_best_heuristics(rows: list[ComparisonRow], tmp_path: Path) -> None:
     write_rows(tmp_path / "h200" / "two-layers" / "rows.csv", ComparisonRow, rows)
-    lines = [line.strip("| ").split(" | ") for line in summary_text(tmp_path).splitlines() if line.startswith("| ")]
+    lines = [line.strip("| ").split(" | ") for line in format_summary(tmp_path).splitlines() if line.startswith("| ")]
     cells = dict(zip(lines[0], lines[2], strict=True))
     assert (cells["model"], cells["budget"], cells["chen-sqrt"]) == ("two-layers", "70%", "not tried")
     assert cells["checkpoint-blocks"] == cells["sac"] == "does not apply"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import command
-from benchmarks.command import Setting, benchmark, carry_out, command_line
+from benchmarks.command import Setting, build_parser, carry_out, make_main
 from graphs.errors import PlannerError
 from planner.studies.experiment import Study
 from planner.studies.rows import (
@@ -73,7 +73,7 @@ NAMES = ("b", "a")
 
 def carried_out(runs: Runs, folder: Path, *words: str, **changed: object) -> tuple[int, Study[str, Row]]:
     study = replace(Study(Row, runs, order=listed(case=NAMES), pages={"table.md": page}), **changed)  # type: ignore[arg-type]
-    arguments = command_line("It runs.", Row, models=NAMES, out="results").parse_args(["--out", str(folder), *words])
+    arguments = build_parser("It runs.", Row, models=NAMES, out="results").parse_args(["--out", str(folder), *words])
     return carry_out(study, arguments, {(name,): name for name in arguments.models}), study
 
 
@@ -139,7 +139,7 @@ def test_a_csv_of_other_columns_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_help_explains_the_columns_and_names_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    parser: argparse.ArgumentParser = command_line("It runs.", Row, models=NAMES, out="results")
+    parser: argparse.ArgumentParser = build_parser("It runs.", Row, models=NAMES, out="results")
     assert "  seconds: that it took" in parser.format_help() and "  case: its name" in parser.format_help()
     with pytest.raises(SystemExit):
         parser.parse_args(["--models", "c"])
@@ -197,14 +197,14 @@ def test_rows_side_by_side_are_one_line() -> None:
 
 
 def test_benchmark_passes_its_settings_to_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "one_thread", lambda: None)
+    monkeypatch.setattr(command, "limit_threads", lambda: None)
     seen: list[tuple[str, int]] = []
 
     def run(case: str, known: Sequence[Row], *, times: int) -> Iterator[Row]:
         seen.append((case, times))
         yield row(case, times)
 
-    main = benchmark(Study(Row, run), "what it does", models=NAMES, out=str(tmp_path), times=Setting(3, "how often"))
+    main = make_main(Study(Row, run), "what it does", models=NAMES, out=str(tmp_path), times=Setting(3, "how often"))
     assert main(["--models", "a", "--times", "5"]) == 0
     assert main([]) == 0
     assert seen == [("a", 5), ("b", 3)]  # a has its rows

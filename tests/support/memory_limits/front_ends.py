@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
-from benchmarks.process_memory import reset_highest_rss, status_bytes
+from benchmarks.process_memory import read_status_bytes, reset_highest_rss
 from planner.cli.main import main
 from planner.measure import tracing
 from planner.memory.release import release_unused
@@ -299,11 +299,11 @@ def memory_of_planning() -> None:
     planner.compile(blocks(1), F.mse_loss, batch(8), budget="100%", compare_eager=False, wait=0)
     model, given = blocks(), batch()
     release_unused(torch.device("cpu"))
-    before = status_bytes("VmRSS")
+    before = read_status_bytes("VmRSS")
     reset_highest_rss()
     step = planner.compile(model, F.mse_loss, given, budget=BUDGET, compare_eager=False, **QUICK)
-    most = status_bytes("VmHWM") - before
-    left = status_bytes("VmRSS") - before
+    most = read_status_bytes("VmHWM") - before
+    left = read_status_bytes("VmRSS") - before
     assert most <= PLAN_BYTES + 180 * _MB, f"{most / _MB:.0f} MB more while planning"
     assert left <= 120 * _MB, f"{left / _MB:.0f} MB more after planning"
     assert_as_eager(trained(model, step, [given]), [given])

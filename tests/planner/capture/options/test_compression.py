@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks.all_compressed import all_compressed
+from benchmarks.all_compressed import compress_all
 from graphs.errors import GraphError, ScheduleError, TraceError, UsageError
 from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Graph, Phase
@@ -151,13 +151,13 @@ def test_graphs_hold_every_form_and_the_limit_comes_with_the_bits() -> None:
 
 def test_the_judge_counts_each_lossy_op_once() -> None:
     graph = with_options(small(), ["compress:4"])
-    schedule = all_compressed(graph, "4")
+    schedule = compress_all(graph, "4")
     assert graph.used(VARIANCE, (*schedule.computed, *schedule.computed)) == pytest.approx(dict(graph.limits)[VARIANCE])
     kept = simulate(graph, schedule)
     assert kept.peak_bytes > 0
     with pytest.raises(ScheduleError, match=r"uses? .* of 'gradient variance' \(limit "):
-        simulate(graph, all_compressed(graph, "2"))
-    assert simulate(replace(graph, limits=()), all_compressed(graph, "2")).time_s > 0
+        simulate(graph, compress_all(graph, "2"))
+    assert simulate(replace(graph, limits=()), compress_all(graph, "2")).time_s > 0
 
 
 @pytest.mark.parametrize("variance", [-1.0, float("nan"), float("inf")])

@@ -39,7 +39,7 @@ def check(recipe: Recipe, share: float) -> None:
     planned = Runner(workload, compiler.solve(captured, workload.batch, Bytes(budget)))
     differences = expected.differences(planned.train(plain.batch))
     assert not differences, differences
-    storages, allocated = planned.storages_bytes(plain.batch), planned.peak_bytes(plain.batch)
+    storages, allocated = planned.measure_storages_bytes(plain.batch), planned.measure_peak_bytes(plain.batch)
     assert max(storages, allocated) <= budget, (storages, allocated, budget, least, peak)
 
 

@@ -165,7 +165,9 @@ def main(words: Sequence[str] | None = None) -> int:
     clock = PlanSettings(time_limit_s=arguments.seconds, work_limit=arguments.work).clock
     pairs = [(model, option) for model in arguments.models if model in MEASURED for option in names]
     code = carry_out(ERRORS, arguments, {pair: (*pair, clock) for pair in pairs if traced_options(pair[1:])})
-    traces = {m: partial(build_graph, MODELS[m], options=traced_options(names)) for m in arguments.models if m in MODELS}
+    traces = {
+        m: partial(build_graph, MODELS[m], options=OptionSettings(traced_options(names))) for m in arguments.models if m in MODELS
+    }
     steps = {(model,): TracedStep(model, trace, names) for model, trace in traces.items()}
     code = carry_out(OFFERS, arguments, steps) or code
     offers = OFFERS.kept(arguments.out)

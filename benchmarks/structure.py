@@ -50,14 +50,15 @@ form format forward free freeze gather generate get give go group grow guess hal
 identify ignore import improve increase index insert install interrupt invert issue iterate join judge keep learn leave
 let lift limit link list listen live load lock log look lower make map mark match measure merge mock model monitor move
 mutate name narrow need normalize note notice number observe occur offer offload open order pack pad pair parse
-partition pass patch permute pick pin place plan play plot poll pop prepare preserve prevent print profile propagate
-prove provide prune publish push put raise rank reach read readmit rebuild recall receive recompute record reduce refine
-refuse refute register relax release reload remember remove rename render renumber reorder repair repeat replace replay
-report request require reserve reset resolve restart restore restrict resume return reuse rewrite round run sample save
-scale schedule score search see select send separate serve set settle share shift shorten show sift simplify simulate
-solve sort spare specify spend split start stay step stop store stretch strip submit substitute sum summarize swap take
-tell test tie time touch trace track train transfer transform translate traverse trim try turn unite unlock unpack unpin
-unwrap update use validate vary verify view visit wait walk warm warn watch weigh win wrap write yield
+partition pass patch permute pick pin place plan play plot poll pop predict prepare preserve prevent print profile
+propagate prove provide prune publish push put quote raise rank reach read readmit rebuild recall receive recompute
+record reduce refine refuse refute register relax release reload remember remove rename render renumber reorder repair
+repeat replace replay report request require reserve reset resolve restart restore restrict resume return reuse rewrite
+round run sample save scale schedule score search see select send separate serve set settle share shift shorten show
+sift simplify simulate slow solve sort spare specify spend split start stay steer step stop store stretch strip submit
+substitute sum summarize swap take tell test tie time touch trace track train transfer transform translate traverse trim
+try turn unite unlock unmap unpack unpin unwrap update use validate vary verify view visit wait walk warm warn watch
+weigh win wrap write yield
 """
 VERBS = frozenset(_VERBS.split())
 YES_OR_NO = frozenset(

@@ -39,7 +39,7 @@ from planner.plans.attributes import attributes
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings
-from planner.show.views.figures import COLORS, new_figure, save_figure
+from planner.show.views.figures import COLORS, create_figure, save_figure
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, column, key, listed, provenance
 from planner.studies.tables import ALL, Column, SideBySide, by, made_with, markdown, side_by_side
@@ -265,7 +265,7 @@ def plot(rows: Sequence[CurveRow], path: Path) -> None:
     Raises:
         PlannerError: matplotlib is not installed.
     """
-    figure = new_figure()
+    figure = create_figure()
     models = by(rows, "model")
     for (model, own_rows), axes in zip(models.items(), figure.subplots(1, len(models), squeeze=False)[0], strict=True):
         own = by(own_rows, "bits")

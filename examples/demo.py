@@ -14,7 +14,7 @@ from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.workload.models import build
 from planner.plans.summary import summarize
 from planner.show.report.plots import plot_memory
-from planner.show.views.text import table
+from planner.show.views.text import format_table
 from solvers.clock import WallClock
 from solvers.least import bracket_least_budget
 
@@ -69,7 +69,7 @@ def main() -> int:
         report = planner.run(plan, *workload, repeats=5)
         reports.append(report)
         rows.append(row(plan, report))
-    print("\n" + table(COLUMNS, rows, numbers=len(COLUMNS)))
+    print("\n" + format_table(COLUMNS, rows, numbers=len(COLUMNS)))
     print("\nMultiples are of keeping everything. Identical: to eager PyTorch, in loss, gradients and random state.")
     path = Path("results/demo/memory.png")
     plot_memory(reports, path, title="Memory over one training step, measured")

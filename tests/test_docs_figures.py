@@ -12,7 +12,7 @@ from examples import demo
 from graphs.errors import PlannerError
 from graphs.units import format_bytes
 from planner.cli.main import build_parser, main
-from planner.show.views.text import table as text_table
+from planner.show.views.text import format_table as text_table
 from tests.support.pages import PAGES, ROOT, name_of, small
 
 Rows = list[dict[str, str]]

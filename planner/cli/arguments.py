@@ -22,7 +22,7 @@ from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import DEVICES
 from planner.settings.option_settings import LINK, OptionSettings, option_settings
 from planner.settings.plan import PlanSettings
-from planner.show.views.text import aligned
+from planner.show.views.text import format_aligned
 from planner.studies.workload_tracing import Tracing
 from solvers.tolerance import Tolerance
 
@@ -254,7 +254,7 @@ def _add_options(parser: Parser, offered: Sequence[str], said: str) -> None:
 
 def table_of(described: Mapping[str, str]) -> str:
     """Return names and their descriptions as text in two columns."""
-    return indent(aligned(described.items()), "  ")
+    return indent(format_aligned(described.items()), "  ")
 
 
 def add_copying(parser: Parser) -> None:

@@ -26,9 +26,9 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the contents of the file; return the exit code."""
     from planner.plans.plan import Plan, read_graph_or_plan
-    from planner.show.facts.graph import graph_facts
+    from planner.show.facts.graph import collect_graph_facts
     from planner.show.report.describe import plan_data, plan_info_text
-    from planner.show.report.graph_text import graph_data, graph_text
+    from planner.show.report.graph_text import build_graph_data, describe_graph
 
     content = read_graph_or_plan(arguments.file)
     if isinstance(content, Plan):
@@ -39,5 +39,5 @@ def run(arguments: argparse.Namespace) -> int:
         check_with_its_graph(content, arguments.file)
         print_result(arguments, plan_data, plan_info_text, content)
     else:
-        print_result(arguments, graph_data, graph_text, graph_facts(content, exact=arguments.exact))
+        print_result(arguments, build_graph_data, describe_graph, collect_graph_facts(content, exact=arguments.exact))
     return DONE

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _device_text(peak: "DevicePeak", plan: "Plan | None", listed: int) -> str:
     from graphs.units import format_bytes, format_ratio
-    from planner.show.views.text import aligned, table
+    from planner.show.views.text import format_aligned, format_table
 
     where = "before the first" if peak.at_action is None else f"at action {peak.at_action + 1:,}"
     lines = [
@@ -78,9 +78,9 @@ def _device_text(peak: "DevicePeak", plan: "Plan | None", listed: int) -> str:
     more = len(peak.holders) - len(rows)
     return "\n".join(
         (
-            aligned(lines),
+            format_aligned(lines),
             "",
-            table(("at the peak", "blocks", "allocated in"), rows, numbers=2),
+            format_table(("at the peak", "blocks", "allocated in"), rows, numbers=2),
             *([f"{more:,} more lines of code (--top {len(peak.holders)} lists all)"] if more > 0 else ()),
         )
     )

@@ -89,7 +89,7 @@ class Plan(PlanRecord):
 
     def _repr_html_(self) -> str:
         """Return the plan as HTML for a notebook, with the chart of its memory if the graph is known."""
-        return plan_views.html(self, self.source)
+        return plan_views.render_plan(self, self.source)
 
 
 def plan_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Plan:

@@ -9,7 +9,7 @@ from planner.capture.options import option_called
 from planner.memory.reserved import EagerMemory
 from planner.plans.record import GraphSummary
 from planner.settings.counted_memory import CountedMemory
-from planner.show.views.text import table
+from planner.show.views.text import format_table
 from planner.studies.budget_plots import plot_advice
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Advice:
         recommended = self.recommended
         take = "" if recommended.budget_bytes is None else format_bytes(recommended.budget_bytes)
         take += f" with {', '.join(recommended.options)}" if recommended.options else ""
-        tables = (table(rows[0], rows[1:], numbers=0) for rows in (facts, budgets, offered) if len(rows) > 1)
+        tables = (format_table(rows[0], rows[1:], numbers=0) for rows in (facts, budgets, offered) if len(rows) > 1)
         size = recommended.reserved_bytes
         context = " and CUDA's context take" if self.memory.counts_context else " reserves"
         reserves = "" if size is None else f"; PyTorch's allocator{context} {format_bytes(size)} for it"

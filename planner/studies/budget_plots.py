@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from planner.show.views.figures import COLORS, add_legend, new_figure, set_title, size_unit, spread_out
+from planner.show.views.figures import COLORS, add_legend, choose_size_unit, create_figure, scale_y_axis, set_title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,10 +17,10 @@ def plot_curve(curve: "Curve") -> "Figure":
     Raises:
         PlannerError: matplotlib is not installed.
     """
-    figure = new_figure()
+    figure = create_figure()
     axes = figure.add_subplot()
     parts = (curve,) if curve.without is None else (curve.without, curve)
-    scale, unit = size_unit(max(p.budget_bytes for part in parts for p in part.points))
+    scale, unit = choose_size_unit(max(p.budget_bytes for part in parts for p in part.points))
     for part, color in zip(parts, (COLORS["ours"], COLORS["blocks"]), strict=False):
         bounded = [(p.budget_bytes / scale, 100 * o) for p in part.points if (o := part.overhead(p.bound_s)) is not None]
         solved = [(p.budget_bytes / scale, 100 * o) for p in part.points if (o := part.overhead(p.time_s)) is not None]
@@ -38,7 +38,7 @@ def plot_curve(curve: "Curve") -> "Figure":
         axes.axvline(budget, color=COLORS["budget"], linestyle=":", linewidth=1.2, label=None if i else "infeasible")
     axes.set(xlabel=f"budget ({curve.memory}) in {unit}", ylabel="overhead in %")
     axes.margins(x=0.02)
-    spread_out(axes, [100 * o for part in parts for p in part.points if (o := part.overhead(p.time_s)) is not None])
+    scale_y_axis(axes, [100 * o for part in parts for p in part.points if (o := part.overhead(p.time_s)) is not None])
     set_title(axes, curve.name)
     add_legend(figure, axes)
     return figure
@@ -50,9 +50,9 @@ def plot_advice(advice: "Advice") -> "Figure":
     Raises:
         PlannerError: matplotlib is not installed.
     """
-    figure = new_figure()
+    figure = create_figure()
     axes = figure.add_subplot()
-    scale, unit = size_unit(advice.eager_bytes)
+    scale, unit = choose_size_unit(advice.eager_bytes)
     prices = [(p.budget_bytes / scale, 100 * p.overhead) for p in (advice.least, *advice.between) if p.overhead is not None]
     xs, ys = zip(*prices, (advice.eager_bytes / scale, 0.0), strict=True)
     axes.step(xs, ys, where="post", color=COLORS["ours"], marker="o", linewidth=2, label="recomputation alone")

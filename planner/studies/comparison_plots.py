@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from graphs.units import format_bytes
 from planner.settings.counted_memory import CountedMemory
-from planner.show.views.figures import drawn, shades, size_unit
+from planner.show.views.figures import choose_size_unit, draw_figure, pick_shades
 from planner.studies.best import kind_of
 from planner.studies.comparison_rows import ComparisonRow, RunBy, bound_of, methods_of, simulated
 
@@ -40,7 +40,7 @@ def plot_overhead(rows: Sequence[ComparisonRow], path: Path) -> None:
         PlannerError: matplotlib is not installed.
     """
     judged = simulated(rows)
-    with drawn(path, rows[0].model) as axes:
+    with draw_figure(path, rows[0].model) as axes:
         scale = _memory_axis(axes.xaxis.set_label_text, judged)
         budgets = sorted({row.budget_bytes or 0 for row in judged})
         bounds = [
@@ -59,7 +59,7 @@ def plot_measured(rows: Sequence[ComparisonRow], path: Path) -> None:
     Raises:
         PlannerError: matplotlib is not installed.
     """
-    with drawn(path, rows[0].model) as axes:
+    with draw_figure(path, rows[0].model) as axes:
         scale = _memory_axis(axes.xaxis.set_label_text, rows)
         _draw(axes, rows, _measured_point, scale, linewidth=0)
         wrong = [point for row in rows if row.exactness == "wrong" and (point := _measured_point(row)) is not None]
@@ -77,11 +77,11 @@ def plot_memory(rows: Sequence[ComparisonRow], path: Path) -> None:
         PlannerError: matplotlib is not installed.
     """
     judged = simulated(rows)
-    with drawn(path, rows[0].model, columns=4) as axes:
+    with draw_figure(path, rows[0].model, columns=4) as axes:
         scale = _memory_axis(axes.yaxis.set_label_text, judged)
         methods = methods_of(judged)
         budgets = sorted({row.budget_bytes or 0 for row in judged}, reverse=True)
-        for budget, color in zip(budgets, shades(len(budgets)), strict=True):
+        for budget, color in zip(budgets, pick_shades(len(budgets)), strict=True):
             here = [row for row in judged if row.budget_bytes == budget]
             axes.axhline(budget / scale, color=color, linestyle="--", linewidth=1, label=f"budget {format_bytes(budget)}")
             peaks = [(methods.index(row.method), row.counted_bytes / scale) for row in here if row.counted_bytes]
@@ -156,7 +156,7 @@ def _measured_point(row: ComparisonRow) -> Point | None:
 
 def _memory_axis(set_label: Callable[[str], object], rows: Sequence[ComparisonRow]) -> float:
     """Label an axis of memory with its unit, and return the bytes of the unit."""
-    scale, unit = size_unit(rows[0].base_peak_bytes)
+    scale, unit = choose_size_unit(rows[0].base_peak_bytes)
     memory = rows[0].memory
     set_label(f"{'peak' if memory is CountedMemory.ALLOCATED else memory} memory in {unit}")
     return scale

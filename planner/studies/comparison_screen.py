@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from graphs.units import format_bytes
-from planner.show.views.text import table
+from planner.show.views.text import format_table
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, methods_of, simulated
 from planner.studies.comparisons import cell_text
 from planner.studies.tables import by
@@ -37,7 +37,7 @@ def screen_text(rows: Sequence[ComparisonRow], *, methods: int = METHODS) -> str
     header = ("method", *(f"{format_bytes(size)}{_share(labels[size])}" for size in columns), "")
     lines = [(name, *(_cell(of_method[name].get(size)) for size in columns), _mark(name, best)) for name in listed]
     said = "measured, over eager PyTorch" if replayed else "by simulation, over the step without recomputation"
-    parts = [f"overhead {said}", table(header, [*lines, _bounds(shown, columns)], numbers=0)]
+    parts = [f"overhead {said}", format_table(header, [*lines, _bounds(shown, columns)], numbers=0)]
     some = [
         f"{len(part)} of {len(whole)} {name}"
         for name, part, whole in (("methods", listed, ranked), ("budgets", columns, budgets))

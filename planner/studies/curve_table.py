@@ -6,7 +6,7 @@ from dataclasses import asdict
 from graphs.units import format_bytes, format_ratio
 from planner.plans.attributes import attributes
 from planner.progress.visible import visible
-from planner.show.views.text import table
+from planner.show.views.text import format_table
 from planner.studies.curve import Curve
 from planner.studies.curve_text import PERCENT, column, reserved_column
 from planner.studies.sizes import LargestSize, Wanted
@@ -50,7 +50,7 @@ def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
     return "\n".join(
         (
             f"largest {visible(wanted.varies)} within {format_bytes(wanted.budget_bytes)}{counted}{cap}",
-            table(header, rows, numbers=0),
+            format_table(header, rows, numbers=0),
             *(f"{answer.method}: {remark}" for answer in answers for remark in _remarks(answer, wanted)),
         )
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_enough, format_ratio
 from planner.settings.counted_memory import CountedMemory
-from planner.show.views.text import table
+from planner.show.views.text import format_table
 from planner.studies.tables import Column, lines
 from solvers.result import Status
 
@@ -50,7 +50,7 @@ def _part_text(curve: "Curve") -> str:
     ]
     header, *rows = lines(curve.rows, columns)
     said = (*_memory_line(curve), *_least_line(curve), *_gaps_line(curve), *_seconds_line(curve))
-    return "\n".join((table(header, rows, numbers=len(header) - 1), *said))
+    return "\n".join((format_table(header, rows, numbers=len(header) - 1), *said))
 
 
 def _memory_line(curve: "Curve") -> list[str]:

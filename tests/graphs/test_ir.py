@@ -18,7 +18,7 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.small import make_chain
 from planner.plans.solving import solve
-from planner.show.facts.graph import graph_facts
+from planner.show.facts.graph import collect_graph_facts
 from solvers.registry import get_solver
 from tests.support.graphs.small_graphs import diamond
 from tests.support.solvers.answers import ask
@@ -169,7 +169,7 @@ def test_solvers_of_plain_graphs_raise() -> None:
 
 def test_graph_properties_refer_to_the_program() -> None:
     graph = Graph(**parts())
-    facts = graph_facts(graph)
+    facts = collect_graph_facts(graph)
     assert facts.summary.ops == len(graph.program) == len(remove_options(graph).ops)
     assert facts.summary.optional_ops == len(graph.ops) - len(graph.program) == 3
 

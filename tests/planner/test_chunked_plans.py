@@ -25,9 +25,9 @@ from planner.plans.eager import Difference, EagerComparison
 from planner.plans.plan import Plan, read_plan
 from planner.plans.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.settings.plan import PlanSettings
-from planner.show.facts.graph import graph_facts
+from planner.show.facts.graph import collect_graph_facts
 from planner.show.report.describe import plan_data, plan_info_text, plan_text, run_data, run_text
-from planner.show.report.graph_text import graph_text
+from planner.show.report.graph_text import describe_graph
 from planner.train.compile.compare_eager import warn_of_differences
 from tests.support.cli import call, refused
 from tests.support.models.alternatives import in_chunks, make, optional_ops, plan_of, schedule_with
@@ -156,7 +156,7 @@ def test_unnamed_options_are_not_used(graph: Graph, workload: Workload) -> None:
 
 
 def test_facts_and_summaries_are_of_the_program(graph: Graph) -> None:
-    facts, program = graph_facts(graph), remove_options(graph)
+    facts, program = collect_graph_facts(graph), remove_options(graph)
     assert facts.summary.optional_ops == 12 == len(optional_ops(graph, kind="forward", chunks=2)) * 12
     assert facts.summary.keep_everything_peak_bytes == simulate(program, keep_everything(program)).peak_bytes
 
@@ -177,25 +177,25 @@ def test_command_traces_with_chunks_and_solves_without_them(tmp_path: Path, caps
 
 
 def test_graph_facts_report_chunks_and_their_least_budget(graph: Graph) -> None:
-    facts = graph_facts(graph)
+    facts = collect_graph_facts(graph)
     optional = [op for op in graph.ops if op.optional]
     chunks = facts.traced["chunks"]
     assert (chunks.ops, chunks.inexact_ops) == (len(optional), sum(not op.exact for op in optional))
     assert chunks.least_budget_bytes <= chunks.least_budget_found_bytes < facts.least_budget_bytes
-    said = graph_text(facts)
+    said = describe_graph(facts)
     assert f"{chunks.ops} optional ops, {chunks.inexact_ops} of them not exact" in said
-    assert graph_facts(with_options(graph, ())).traced == {}
+    assert collect_graph_facts(with_options(graph, ())).traced == {}
 
 
 @pytest.mark.slow
 def test_a_budget_that_is_known_to_do_is_met() -> None:
     workload = build("gpt2", layers=2, width=32, heads=2, vocab=1000, batch=4, seq=64, attention="written")
     graph = tracing.trace(*workload, roofline="cpu", options=["chunks"])
-    least = graph_facts(graph).traced["chunks"].least_budget_found_bytes
+    least = collect_graph_facts(graph).traced["chunks"].least_budget_found_bytes
     assert solve(graph, least, options=["chunks"], work_limit=2.0).peak_bytes <= least
 
 
 def test_facts_say_where_nothing_is_found() -> None:
     mlp = build("mlp", batch=4, width=64, layers=2, classes=8)
-    said = graph_text(graph_facts(tracing.trace(*mlp, roofline="cpu", options=["chunks"])))
+    said = describe_graph(collect_graph_facts(tracing.trace(*mlp, roofline="cpu", options=["chunks"])))
     assert any(line.startswith("with chunks") and "it applies to no op of this step" in line for line in said.splitlines())

@@ -20,7 +20,7 @@ from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.settings.link import MEASURED_LINK, LinkProfile, LinkRates
 from planner.settings.option_settings import LINK, RECOMPUTATION, KnownLink, LinkSource, option_settings
-from planner.show.facts.graph import graph_facts
+from planner.show.facts.graph import collect_graph_facts
 from solvers.order.reorder import find_order
 from tests.support.cli import call, refused
 
@@ -94,7 +94,7 @@ def test_budget_below_every_schedule_is_proved_infeasible(step: Graph) -> None:
 @pytest.mark.slow
 def test_infeasible_budget_error_names_the_budget_with_offload(step: Graph) -> None:
     single = once(step)
-    least = graph_facts(single).least_budget_offload_found_bytes
+    least = collect_graph_facts(single).least_budget_offload_found_bytes
     with pytest.raises(
         InfeasibleError, match=r"With the option offload a schedule is known for ([\d.]+ .?B), with .* on the host"
     ):
@@ -115,11 +115,11 @@ def test_reordering_keeps_optional_ops(step: Graph) -> None:
 
 
 def test_facts_have_the_least_budget_with_and_without(step: Graph) -> None:
-    facts = graph_facts(once(step))
+    facts = collect_graph_facts(once(step))
     assert facts.least_budget_offload_bytes <= facts.least_budget_offload_found_bytes < facts.least_budget_bytes
     assert facts.least_budget_bytes <= facts.least_budget_found_bytes and facts.least_budget_offload_host_bytes > 0
     offered = with_options(once(step), ["offload"], Surroundings(Link.even(1e9)))
-    assert replace(graph_facts(offered), summary=facts.summary) == facts
+    assert replace(collect_graph_facts(offered), summary=facts.summary) == facts
 
 
 def test_defaults_are_half_of_the_free_memory_and_a_modest_link() -> None:

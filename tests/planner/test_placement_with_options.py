@@ -22,11 +22,11 @@ from planner.plans.plan_check import check_plan
 from planner.plans.summary import other_peaks, summarize
 from planner.settings.option_settings import option_settings
 from planner.settings.plan import PlanSettings
-from planner.show.facts.graph import graph_facts
+from planner.show.facts.graph import collect_graph_facts
 from planner.show.facts.step import StepFacts
 from planner.show.facts.timeline import Timeline
 from planner.show.report.describe import plan_text
-from planner.show.report.page import page
+from planner.show.report.page import render_page
 from tests.support.graphs.random_choices import any_schedule
 
 SECOND = "cpu:1"
@@ -88,7 +88,7 @@ def test_written_plan_with_placement_and_options_runs_exactly(seed: int, tmp_pat
     assert list(plan.pool_peaks_bytes) == [SECOND, HOST]
     text = plan_text(plan)
     assert f"{SECOND} memory" in text and f"{HOST} memory" in text and f"{plan.copied} optional ops" in text
-    assert "compute@cpu:1" in page(StepFacts.of(Timeline(offered, plan)))
+    assert "compute@cpu:1" in render_page(StepFacts.of(Timeline(offered, plan)))
     report = run(plan, model, loss_fn, batch, repeats=1)
     assert report.identical and not report.eager_differences
     assert report.measured_pools_bytes == report.predicted_pools_bytes == {SECOND: plan.pool_peaks_bytes[SECOND]}
@@ -124,6 +124,6 @@ def test_facts_of_a_graph_with_all_options_equal_those_as_traced() -> None:
     model, loss_fn, batch = small()
     graph = planner.trace(model, loss_fn, batch, options=FOUND, other_devices=[SECOND], passes=1)
     offered = option_settings(OPTIONS, "1GB/s", 10**9).apply(graph)  # type: ignore[union-attr]
-    facts, alone = graph_facts(offered), graph_facts(graph)
+    facts, alone = collect_graph_facts(offered), collect_graph_facts(graph)
     assert facts.traced == alone.traced and facts.placement == alone.placement
     assert facts.least_budget_bytes == alone.least_budget_bytes

@@ -50,7 +50,7 @@ class StepAddresses:
     by_step: tuple[int, ...] = ()
 
 
-def reserved_addresses(timeline: Timeline) -> StepAddresses | None:
+def compute_reserved_addresses(timeline: Timeline) -> StepAddresses | None:
     """Return the addresses in the third step of training by the plan of `timeline`; None on the CPU, which has no such allocator.
 
     Static memory and workspaces of libraries lie where no stay is. Of a step in an arena, they are those in the arena.
@@ -60,7 +60,7 @@ def reserved_addresses(timeline: Timeline) -> StepAddresses | None:
         return None
     training = requests_of(graph, plan.schedule)
     if plan.arena_bytes is not None:
-        return _arena_addresses(timeline, training)
+        return _compute_arena_addresses(timeline, training)
     allocator = CachingAllocator(rules=rules_of(plan.memory))
     usage = play(training, allocator)
     begins = dict(zip(allocator.segments, accumulate((s.size_bytes for s in allocator), initial=0), strict=False))
@@ -69,7 +69,7 @@ def reserved_addresses(timeline: Timeline) -> StepAddresses | None:
         range(len(plan.schedule.steps)), lambda held, step: changes.get(step, held), initial=usage.by_step[-2][-1]
     )
     return StepAddresses(
-        stays=_stays(
+        stays=_place_buffers(
             timeline,
             training.buffers,
             [begins[place.segment] + place.offset for place in usage.places],
@@ -82,13 +82,13 @@ def reserved_addresses(timeline: Timeline) -> StepAddresses | None:
     )
 
 
-def _arena_addresses(timeline: Timeline, training: Training) -> StepAddresses:
+def _compute_arena_addresses(timeline: Timeline, training: Training) -> StepAddresses:
     """Return the addresses of a step in the arena of its plan."""
     arena = device_arena(training)
     placed = [index for index in arena.holes if index not in arena.missed]
     buffers = [training.buffers[index] for index in placed]
     return StepAddresses(
-        stays=_stays(
+        stays=_place_buffers(
             timeline,
             buffers,
             [arena.holes[index].offset for index in placed],
@@ -99,25 +99,25 @@ def _arena_addresses(timeline: Timeline, training: Training) -> StepAddresses:
     )
 
 
-def planned_addresses(timeline: Timeline) -> StepAddresses:
+def plan_addresses(timeline: Timeline) -> StepAddresses:
     """Return addresses of all tensors of the step in one arena, by a short search; static memory is outside of it."""
     buffers = buffers_of(timeline.graph, timeline.plan.schedule, alignment=_ALIGNMENT)
     result = solve(buffers, work_limit=_WORK)
     assert result.offsets is not None
     offsets = result.offsets.offsets
-    return StepAddresses(_stays(timeline, buffers, offsets, [buffer.size for buffer in buffers]), result.height_bytes)
+    return StepAddresses(_place_buffers(timeline, buffers, offsets, [buffer.size for buffer in buffers]), result.height_bytes)
 
 
-def _stays(
+def _place_buffers(
     timeline: Timeline, buffers: Sequence[Buffer], addresses: Sequence[int], sizes: Sequence[int], *, moments: int = 1
 ) -> tuple[PlacedBuffer, ...]:
     names = {tensor.name for tensor in timeline.graph.tensors}
 
-    def tensor(buffer: Buffer) -> str:
+    def name_tensor(buffer: Buffer) -> str:
         name = buffer.id if buffer.id in names else buffer.id.rpartition("#")[0]
         return name if name in names else ""
 
     return tuple(
-        PlacedBuffer(tensor(buffer), buffer.lower // moments, -(-buffer.upper // moments), address, size)
+        PlacedBuffer(name_tensor(buffer), buffer.lower // moments, -(-buffer.upper // moments), address, size)
         for buffer, address, size in zip(buffers, addresses, sizes, strict=True)
     )

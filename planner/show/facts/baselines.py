@@ -37,7 +37,7 @@ class Baseline:
     memory_bytes: tuple[int, ...]
 
 
-def baselines(graph: Graph, plan: PlanRecord) -> tuple[Baseline, ...]:
+def build_baselines(graph: Graph, plan: PlanRecord) -> tuple[Baseline, ...]:
     """Return keeping everything, and checkpointing blocks if the model has blocks.
 
     Of all divisions into blocks, the fastest that fits the budget of `plan` is chosen, or the one that needs least if none
@@ -45,9 +45,10 @@ def baselines(graph: Graph, plan: PlanRecord) -> tuple[Baseline, ...]:
     """
     program = remove_options(graph).out_of_place()
     memory = plan.memory
-    kept = _judged("keep everything", program, keep_everything(program), memory)
+    kept = _judge_baseline("keep everything", program, keep_everything(program), memory)
     blocks = [
-        _judged("checkpoint blocks", program, recompute_groups(program, way.blocks), memory) for way in find_blockings(program)
+        _judge_baseline("checkpoint blocks", program, recompute_groups(program, way.blocks), memory)
+        for way in find_blockings(program)
     ]
     if not blocks:
         return (kept,)
@@ -56,9 +57,9 @@ def baselines(graph: Graph, plan: PlanRecord) -> tuple[Baseline, ...]:
     return kept, best
 
 
-def _judged(name: str, graph: Graph, schedule: Schedule, memory: CountedMemory) -> Baseline:
+def _judge_baseline(name: str, graph: Graph, schedule: Schedule, memory: CountedMemory) -> Baseline:
     found, reserved_bytes = simulate(graph, schedule), reserved_bytes_of(graph, schedule, memory)
-    times_s, memory_bytes = zip(*_executions(graph, schedule, found.memory_bytes), strict=True)
+    times_s, memory_bytes = zip(*_iterate_executions(graph, schedule, found.memory_bytes), strict=True)
     return Baseline(
         name=name,
         peak_bytes=found.peak_bytes,
@@ -71,7 +72,7 @@ def _judged(name: str, graph: Graph, schedule: Schedule, memory: CountedMemory) 
     )
 
 
-def _executions(graph: Graph, schedule: Schedule, memory_bytes: tuple[int, ...]) -> Iterator[tuple[float, int]]:
+def _iterate_executions(graph: Graph, schedule: Schedule, memory_bytes: tuple[int, ...]) -> Iterator[tuple[float, int]]:
     now_s = 0.0
     for step, size_bytes in zip(schedule.steps, memory_bytes, strict=True):
         if isinstance(step, Compute):

@@ -27,21 +27,21 @@ class MemoryInterval:
     op: Op | None
 
 
-def stretches(timeline: Timeline, pool: Pool) -> tuple[MemoryInterval, ...]:
+def list_stretches(timeline: Timeline, pool: Pool) -> tuple[MemoryInterval, ...]:
     """Return the bytes in `pool` over the step, without gaps; stretches of zero duration are included."""
-    return tuple(stretch for _, stretch in stretches_by_step(timeline, pool))
+    return tuple(stretch for _, stretch in iterate_stretches_by_step(timeline, pool))
 
 
-def left_bytes(timeline: Timeline, pool: Pool) -> int:
+def count_left_bytes(timeline: Timeline, pool: Pool) -> int:
     """Return the bytes in `pool` at the end of the step."""
     left = (timeline.graph.tensors[t] for t in live_after(timeline.graph, timeline.plan.schedule.steps))
     return timeline.graph.static_bytes_by_pool[pool.name] + sum(t.size_bytes for t in left if t.pool == pool.name)
 
 
-def memory_columns(timeline: Timeline, pool: Pool, count: int = COLUMNS) -> list[int]:
+def compute_memory_columns(timeline: Timeline, pool: Pool, count: int = COLUMNS) -> list[int]:
     """Return the peak bytes in `pool` in each of `count` equal parts of the step."""
     columns = [0] * count
-    found = stretches(timeline, pool)
+    found = list_stretches(timeline, pool)
     if timeline.time_s:
         scale = count / timeline.time_s
         spans = [(stretch.start_s * scale, stretch.end_s * scale) for stretch in found]
@@ -54,7 +54,7 @@ def memory_columns(timeline: Timeline, pool: Pool, count: int = COLUMNS) -> list
     return columns
 
 
-def stretches_by_step(timeline: Timeline, pool: Pool) -> Iterator[tuple[int, MemoryInterval]]:
+def iterate_stretches_by_step(timeline: Timeline, pool: Pool) -> Iterator[tuple[int, MemoryInterval]]:
     """Yield the stretches of `pool`, each with the step of the schedule that it is before (a wait) or during."""
     graph, steps = timeline.graph, timeline.plan.schedule.steps
     memory_bytes = timeline.simulation.pool_memory_bytes[graph.pools.index(pool)]
@@ -64,7 +64,7 @@ def stretches_by_step(timeline: Timeline, pool: Pool) -> Iterator[tuple[int, Mem
         if isinstance(step, Compute):
             op = graph.ops[step.op]
             if start_s > now_s:
-                yield index, MemoryInterval(now_s, start_s, size_bytes - _taken_bytes(graph, op, pool), None)
+                yield index, MemoryInterval(now_s, start_s, size_bytes - _count_taken_bytes(graph, op, pool), None)
             if op.stream == pool.owner or any(graph.tensors[t].pool == pool.name for t in op.outputs):
                 yield index, MemoryInterval(start_s, end_s, size_bytes, op)
         elif end_s > start_s:
@@ -74,10 +74,10 @@ def stretches_by_step(timeline: Timeline, pool: Pool) -> Iterator[tuple[int, Mem
         now_s = end_s
     last_s = max(timeline.clocks.clocks_s)
     if last_s > now_s:
-        yield len(steps), MemoryInterval(now_s, last_s, left_bytes(timeline, pool), None)
+        yield len(steps), MemoryInterval(now_s, last_s, count_left_bytes(timeline, pool), None)
 
 
-def _taken_bytes(graph: Graph, op: Op, pool: Pool) -> int:
+def _count_taken_bytes(graph: Graph, op: Op, pool: Pool) -> int:
     """Return the bytes that `op` allocates in `pool`: outputs there, and the workspace in the first pool of its stream."""
     outputs_bytes = sum(graph.tensors[t].size_bytes for t in op.outputs if graph.tensors[t].pool == pool.name)
     works_in = next((own for own in graph.pools if own.owner == op.stream), None)

@@ -130,7 +130,7 @@ class GraphFacts:
     largest_tensors: tuple[TensorFacts, ...]
 
 
-def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
+def collect_graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     """Return the facts about `graph`, the largest ops and tensors first: those of its program, and the gains from its options.
 
     Args:
@@ -143,14 +143,16 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     graph = keep_traced_ops(graph, list_exact_ops(graph)) if exact else graph
     summary = summarize(graph)
     devices = [device.exactly if exact else device for device in decode_devices(graph.provenance)]
-    traced = {name: _option_facts(restricted_to(_here(graph), (name,))) for name in list_traced_options(graph)}
+    traced = {
+        name: _collect_option_facts(restricted_to(_keep_traced_options(graph), (name,))) for name in list_traced_options(graph)
+    }
     graph = remove_options(graph).out_of_place()
     whole = OFFLOAD.add_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
     order = find_order(graph).graph
     bound, least, offloading = bound_least_budget(order), least_budget(graph), least_budget(whole)
     reserved = least_budget(graph, CountedMemory.RESERVED) if on_cuda(graph) else None
     reserved_offloading = least_budget(whole, CountedMemory.RESERVED) if on_cuda(graph) else None
-    ops = sorted((_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
+    ops = sorted((_collect_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
     made = sorted((t for t in graph.tensors if not t.static), key=lambda t: -t.size_bytes)
     return GraphFacts(
         summary=summary,
@@ -169,21 +171,21 @@ def graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         least_reserved_offload_bytes=reserved_offloading.proved_bytes if reserved_offloading else None,
         least_reserved_offload_found_bytes=reserved_offloading.found_bytes if reserved_offloading else None,
         traced=traced,
-        placement={device.name: _device_facts(graph, device) for device in devices},
+        placement={device.name: _collect_device_facts(graph, device) for device in devices},
         least_budget_any_order_bytes=min(least.proved_bytes, find_any_order_need(graph).total_bytes),
         least_budget_op=order.ops[bound.need.op].name,
         least_budget_reason=describe_need(order, bound.need),
         largest_ops=tuple(ops[:LISTED]),
-        largest_tensors=tuple(_tensor_facts(graph, tensor) for tensor in made[:LISTED]),
+        largest_tensors=tuple(_collect_tensor_facts(graph, tensor) for tensor in made[:LISTED]),
     )
 
 
-def _here(graph: Graph) -> Graph:
+def _keep_traced_options(graph: Graph) -> Graph:
     """Return `graph` with only the options that were found when it was traced."""
     return remove_placement(remove_offload(graph)[0])
 
 
-def _option_facts(graph: Graph) -> OptionFacts:
+def _collect_option_facts(graph: Graph) -> OptionFacts:
     """Return the facts about `graph` with one option enabled."""
     least = least_budget(graph)
     offered = [op for op in graph.ops if op.optional or op.overwrites]
@@ -195,7 +197,7 @@ def _option_facts(graph: Graph) -> OptionFacts:
     )
 
 
-def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
+def _collect_device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
     """Return the facts about running ops of the program of `graph` on `device`.
 
     Raises:
@@ -214,7 +216,7 @@ def _device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
     )
 
 
-def _op_facts(graph: Graph, op: Op) -> OpFacts:
+def _collect_op_facts(graph: Graph, op: Op) -> OpFacts:
     input_bytes = sum(graph.tensors[t].size_bytes for t in op.inputs if not graph.tensors[t].static)
     output_bytes = sum(graph.tensors[t].size_bytes for t in op.outputs)
     return OpFacts(
@@ -225,6 +227,6 @@ def _op_facts(graph: Graph, op: Op) -> OpFacts:
     )
 
 
-def _tensor_facts(graph: Graph, tensor: Tensor) -> TensorFacts:
+def _collect_tensor_facts(graph: Graph, tensor: Tensor) -> TensorFacts:
     producer = "" if tensor.static else graph.ops[tensor.producers[0]].name
     return TensorFacts(tensor.name, tensor.size_bytes, tensor.shape, tensor.dtype, producer)

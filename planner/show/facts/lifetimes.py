@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from graphs.ir import Op, Tensor
 from graphs.pools import DEVICE
 from graphs.schedule import Free
-from planner.show.facts.columns import MemoryInterval, stretches_by_step
+from planner.show.facts.columns import MemoryInterval, iterate_stretches_by_step
 from planner.show.facts.timeline import Timeline
 
 
@@ -44,9 +44,9 @@ class Lifetimes:
     at_step: tuple[int, ...]
 
 
-def lives_of(timeline: Timeline) -> Lifetimes:
+def compute_lifetimes(timeline: Timeline) -> Lifetimes:
     """Return the moments and lives of `timeline`."""
-    found = tuple(stretches_by_step(timeline, timeline.graph.pools[0]))
+    found = tuple(iterate_stretches_by_step(timeline, timeline.graph.pools[0]))
     places = [(step, moment.op is not None) for step, moment in found]  # the wait before a step comes first
     at_step = tuple(bisect_left(places, (step, True)) for step in range(len(timeline.plan.schedule.steps) + 1))
     lives = sorted(_Following(timeline, at_step).follow(), key=lambda life: (life.born, life.tensor.id))
@@ -86,7 +86,7 @@ class _Following:
             if t in self.open:
                 self.open[t].last_reader = op
         if op.overwrites:
-            freed = self._freed_after(index)
+            freed = self._find_freed_after(index)
             for t in (read for _, read in op.overwrites if read in freed):
                 self.end(t, now)  # its memory now belongs to the output
         for t in op.outputs:
@@ -102,7 +102,7 @@ class _Following:
         if (life := self.open.pop(t, None)) is not None:
             self.lives.append(Life(self.graph.tensors[t], life.producer, life.born, now, life.last_reader))
 
-    def _freed_after(self, index: int) -> set[int]:
+    def _find_freed_after(self, index: int) -> set[int]:
         """Return the tensors freed between step `index` and the next execution."""
         freed = set()
         for step in self.steps[index + 1 :]:

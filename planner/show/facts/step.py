@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Self
 
-from planner.show.facts.addresses import StepAddresses, planned_addresses, reserved_addresses
-from planner.show.facts.baselines import Baseline, baselines
-from planner.show.facts.lifetimes import Lifetimes, lives_of
+from planner.show.facts.addresses import StepAddresses, compute_reserved_addresses, plan_addresses
+from planner.show.facts.baselines import Baseline, build_baselines
+from planner.show.facts.lifetimes import Lifetimes, compute_lifetimes
 from planner.show.facts.timeline import Timeline
 
 
@@ -30,12 +30,12 @@ class StepFacts:
     @classmethod
     def of(cls, timeline: Timeline) -> Self:
         """Return the facts of `timeline`."""
-        reserved = reserved_addresses(timeline)
+        reserved = compute_reserved_addresses(timeline)
         in_arena = reserved is not None and not reserved.borders
         return cls(
             timeline=timeline,
-            lives=lives_of(timeline),
-            baselines=baselines(timeline.graph, timeline.plan),
+            lives=compute_lifetimes(timeline),
+            baselines=build_baselines(timeline.graph, timeline.plan),
             reserved=reserved,
-            planned=None if in_arena else planned_addresses(timeline),
+            planned=None if in_arena else plan_addresses(timeline),
         )

@@ -63,7 +63,7 @@ class Offload:
     back: tuple[Execution, ...]
 
 
-def streams(timeline: Timeline) -> tuple[Stream, ...]:
+def list_streams(timeline: Timeline) -> tuple[Stream, ...]:
     """Return all streams of the graph, the computation first."""
     found = []
     for name in timeline.graph.streams:
@@ -73,16 +73,16 @@ def streams(timeline: Timeline) -> tuple[Stream, ...]:
     return tuple(found)
 
 
-def waits(timeline: Timeline, stream: str) -> tuple[IdleTime, ...]:
+def list_waits(timeline: Timeline, stream: str) -> tuple[IdleTime, ...]:
     """Return the waits of `stream` in order; together with its executions they cover the step."""
-    return tuple(_waits(timeline, stream))
+    return tuple(_iterate_waits(timeline, stream))
 
 
-def _waits(timeline: Timeline, stream: str) -> Iterator[IdleTime]:
+def _iterate_waits(timeline: Timeline, stream: str) -> Iterator[IdleTime]:
     graph, schedule = timeline.graph, timeline.plan.schedule
     ending: dict[float, list[Execution]] = {}  # executions on other streams, by end time
 
-    def awaited(end_s: float, tensors: set[int]) -> Execution:
+    def find_awaited(end_s: float, tensors: set[int]) -> Execution:
         """Return the execution that ends at `end_s` and uses `tensors`; the last if there are several."""
         own = [execution for execution in ending[end_s] if tensors.intersection(execution.op.inputs + execution.op.outputs)]
         return (own or ending[end_s])[-1]
@@ -93,25 +93,25 @@ def _waits(timeline: Timeline, stream: str) -> Iterator[IdleTime]:
             execution = next(executions)
             op = execution.op
             if start_s > now_s:
-                yield IdleTime(now_s, start_s, awaited(start_s, {*op.inputs, *op.mutates}), op)
+                yield IdleTime(now_s, start_s, find_awaited(start_s, {*op.inputs, *op.mutates}), op)
             if op.stream != stream:
                 ending.setdefault(execution.end_s, []).append(execution)
         elif end_s > start_s:
-            yield IdleTime(start_s, end_s, awaited(end_s, {step.tensor}), graph.tensors[step.tensor])
+            yield IdleTime(start_s, end_s, find_awaited(end_s, {step.tensor}), graph.tensors[step.tensor])
         now_s = end_s
     last_s = max(timeline.clocks.clocks_s)
     if last_s > now_s:
-        yield IdleTime(now_s, last_s, awaited(last_s, set()), None)
+        yield IdleTime(now_s, last_s, find_awaited(last_s, set()), None)
 
 
-def offloads(timeline: Timeline) -> tuple[Offload, ...]:
+def list_offloads(timeline: Timeline) -> tuple[Offload, ...]:
     """Return the transfers from the device to other pools, in order."""
     graph = timeline.graph
     found: list[tuple[Tensor, Tensor, Execution]] = []
     back: list[list[Execution]] = []
     there: dict[int, int] = {}  # by tensor in another pool, the offload that made it last
     for execution in timeline.executions:
-        for source, made in _copied(graph, execution.op):
+        for source, made in _iterate_copied(graph, execution.op):
             if source.pool == DEVICE:
                 there[made.id] = len(found)
                 found.append((source, made, execution))
@@ -121,7 +121,7 @@ def offloads(timeline: Timeline) -> tuple[Offload, ...]:
     return tuple(Offload(*offload, tuple(came)) for offload, came in zip(found, back, strict=True))
 
 
-def _copied(graph: Graph, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
+def _iterate_copied(graph: Graph, op: Op) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the device tensor that a transfer copies, and the tensor in the other pool."""
     if op.is_transfer and DEVICE in graph.ends(op):
         yield graph.tensors[op.inputs[0]], graph.tensors[op.outputs[0]]

@@ -155,9 +155,9 @@ class Timeline:
     @cached_property
     def bursts(self) -> tuple[Burst, ...]:
         """The recomputations, in order of time."""
-        return tuple(self._bursts())
+        return tuple(self._iterate_bursts())
 
-    def _bursts(self) -> Iterator[Burst]:
+    def _iterate_bursts(self) -> Iterator[Burst]:
         groups = [(again, list(group)) for again, group in groupby(self.computed, key=lambda execution: execution.again)]
         for (again, group), (_, following) in pairwise([*groups, (False, [])]):
             if again:
@@ -179,7 +179,8 @@ class Timeline:
         saved = {name: {t for op in ops for t in op.outputs} & self.dropped for name, ops in again.items()}
         sizes = {name: sum(self.graph.tensors[t].size_bytes for t in tensors) for name, tensors in saved.items()}
         costs = (
-            ModuleCost(name, len(ops), sum(op.time_s for op in ops), sizes[name], _targets(ops)) for name, ops in again.items()
+            ModuleCost(name, len(ops), sum(op.time_s for op in ops), sizes[name], _list_targets(ops))
+            for name, ops in again.items()
         )
         return tuple(sorted(costs, key=lambda cost: -cost.time_s))
 
@@ -202,11 +203,11 @@ def block(module: str) -> str:
     return ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]
 
 
-def module_of(op: Op) -> str:
+def get_module(op: Op) -> str:
     """Return the module that an op was called in; its target if the module is unknown."""
     return op.module.removeprefix("model.") or op.target
 
 
-def _targets(ops: Iterable[Op]) -> tuple[str, ...]:
+def _list_targets(ops: Iterable[Op]) -> tuple[str, ...]:
     """Return the names of the ops' targets, the most frequent first."""
     return tuple(name for name, _ in Counter(op.target.removeprefix("aten.").split(".")[0] for op in ops).most_common())

@@ -18,14 +18,14 @@ from graphs.units import format_bytes, format_seconds
 from planner.progress.visible import visible
 from planner.show.facts.addresses import StepAddresses
 from planner.show.facts.baselines import Baseline
-from planner.show.facts.columns import COLUMNS, memory_columns
+from planner.show.facts.columns import COLUMNS, compute_memory_columns
 from planner.show.facts.lifetimes import Life
 from planner.show.facts.step import StepFacts
 from planner.show.facts.timeline import block
-from planner.show.report.describe import capacity_text, spaced
-from planner.show.report.lanes import Bar, bars, lanes
-from planner.show.report.module_groups import grouped
-from planner.show.views.figures import size_unit, time_unit
+from planner.show.report.describe import format_capacity, format_name
+from planner.show.report.lanes import Bar, list_bars, list_lanes
+from planner.show.report.module_groups import group_modules
+from planner.show.views.figures import choose_size_unit, time_unit
 
 if TYPE_CHECKING:
     from bokeh.document import Document
@@ -79,7 +79,7 @@ class Charts:
     addresses: tuple[str, ...]
 
 
-def charts(facts: StepFacts, curve: Sequence["CurveRow"] = ()) -> Charts:
+def draw_charts(facts: StepFacts, curve: Sequence["CurveRow"] = ()) -> Charts:
     """Return the figures of a step, with the trade-off `curve` if there is one.
 
     The roots of the document are named ``memory``, ``lanes``, ``pool0`` and so on, ``addresses0`` and so on, and ``curve``.
@@ -104,16 +104,16 @@ def charts(facts: StepFacts, curve: Sequence["CurveRow"] = ()) -> Charts:
     for root in drawing.roots:
         document.add_root(root)
     code = files(__package__).joinpath("page.js").read_text(encoding="utf-8")
-    document.js_on_event(DocumentReady, CustomJS(args=drawing.arguments(), code=code))
+    document.js_on_event(DocumentReady, CustomJS(args=drawing.build_arguments(), code=code))
     keys = (
         *(Key(color, name, i) for i, (name, color) in enumerate(zip(drawing.groups, drawing.colors, strict=True))),
         Key("var(--static)", "static memory: parameters, inputs, optimizer state"),
         Key("var(--workspace)", "workspace"),
         Key("var(--backward)", "backward pass"),
         Key("var(--budget)", "budget", kind="line"),
-        *_reserved_keys(facts.reserved),
+        *_list_reserved_keys(facts.reserved),
         *(
-            Key(f"var(--{c})", _baseline_text(one), kind="line")
+            Key(f"var(--{c})", _format_baseline(one), kind="line")
             for c, one in zip(_BASELINE_COLORS, facts.baselines, strict=False)
         ),
     )
@@ -133,12 +133,12 @@ class _Drawing:
     def __post_init__(self) -> None:
         self.timeline = timeline = self.facts.timeline
         self.lives = self.facts.lives
-        self.bars: tuple[Bar, ...] = bars(timeline)
-        self.lanes = lanes(timeline, self.bars)
-        homes = (self._home(life) for life in self.lives.lives)
-        groups = grouped([_block(op) for op in (*timeline.graph.program, *homes)])
+        self.bars: tuple[Bar, ...] = list_bars(timeline)
+        self.lanes = list_lanes(timeline, self.bars)
+        homes = (self._find_home_op(life) for life in self.lives.lives)
+        groups = group_modules([_block(op) for op in (*timeline.graph.program, *homes)])
         self.groups = tuple(dict.fromkeys(groups.values()))
-        self.colors = _colors(len(self.groups))
+        self.colors = _pick_colors(len(self.groups))
         self.group_of = {name: self.groups.index(group) for name, group in groups.items()}
         # If all ops take no time, the step is drawn by moments of equal width.
         self.timed = timeline.time_s > 0
@@ -156,12 +156,16 @@ class _Drawing:
         near_budget = plan.budget_bytes if plan.budget_bytes < _FAR * plan.peak_bytes else 0
         own_bytes = max(near_budget, plan.peak_bytes, *reserved[-1:], 1)
         top_bytes = _HEADROOM * max(own_bytes, min(max(one.peak_bytes for one in others), _FAR * own_bytes))
-        self.size_scale, self.size_unit = size_unit(top_bytes)
+        self.size_scale, self.size_unit = choose_size_unit(top_bytes)
         self.x_range = Range1d(0, self.span, bounds=(0, self.span))
         top = top_bytes / self.size_scale
-        plot = self._over_time("memory", _MEMORY_HEIGHT, Range1d(0, top, bounds=(0, top)), f"memory in {self.size_unit}")
+        plot = self._create_figure_over_time(
+            "memory", _MEMORY_HEIGHT, Range1d(0, top, bounds=(0, top)), f"memory in {self.size_unit}"
+        )
         backward = self._time(self.timeline.backward_s)
-        plot.add_layout(self._tag(BoxAnnotation(left=backward, level="underlay", line_alpha=0), fill_color="backward"))
+        plot.add_layout(
+            self._register_colors(BoxAnnotation(left=backward, level="underlay", line_alpha=0), fill_color="backward")
+        )
         # page.js fills them in; without a point, BokehJS would never stop drawing such areas.
         bands = ColumnDataSource({"x": [0.0], **{f"y{i}": [0.0] for i in range(len(self.groups) + 3)}})
         names = ("static", *self.groups, "workspace")
@@ -170,23 +174,23 @@ class _Drawing:
             if 0 < i < len(names) - 1:
                 area.glyph.fill_color = self.colors[i - 1]
             else:
-                self._tag(area.glyph, fill_color=names[i])
+                self._register_colors(area.glyph, fill_color=names[i])
         for color, one in zip(_BASELINE_COLORS, others, strict=False):
-            line = plot.step(*self._baseline(one), mode="after", line_dash="dashed", line_width=1.5, name=color)
-            self._tag(line.glyph, line_color=color)
+            line = plot.step(*self._compute_baseline_line(one), mode="after", line_dash="dashed", line_width=1.5, name=color)
+            self._register_colors(line.glyph, line_color=color)
         if reserved:
             changes = [k for k in range(len(reserved)) if not k or reserved[k] != reserved[k - 1]]
             xs = [*([*self.starts, self.span][self.lives.at_step[k]] for k in changes), self.span]
             ys = [reserved[k] / self.size_scale for k in (*changes, changes[-1])]
             line = plot.step(xs, ys, mode="after", line_width=1.5, line_dash="dotted", name="reserved")
-            self._tag(line.glyph, line_color="reserved")
+            self._register_colors(line.glyph, line_color="reserved")
         marks = ColumnDataSource({"xs": [], "ys": []})
         marked = plot.patches("xs", "ys", source=marks, fill_alpha=0.35, line_width=1.5, name="marks")
-        self._tag(marked.glyph, fill_color="mark", line_color="mark")
+        self._register_colors(marked.glyph, fill_color="mark", line_color="mark")
         budget = Span(location=plan.budget_bytes / self.size_scale, dimension="width", line_dash=[6, 4], line_width=2)
-        plot.add_layout(self._tag(budget, line_color="budget"))
+        plot.add_layout(self._register_colors(budget, line_color="budget"))
         reader = Span(location=0, dimension="height", line_width=2, visible=False)
-        plot.add_layout(self._tag(reader, line_color="mark"))
+        plot.add_layout(self._register_colors(reader, line_color="mark"))
         self.handles |= {"memory": plot, "bands": bands, "marks": marks, "reader": reader}
 
     def draw_lanes(self) -> None:
@@ -195,18 +199,18 @@ class _Drawing:
         if not self.lanes:
             return
         count = len(self.lanes)
-        plot = self._over_time("lanes", 24 + _LANE_HEIGHT * count, Range1d(-0.5, count - 0.5), None)
+        plot = self._create_figure_over_time("lanes", 24 + _LANE_HEIGHT * count, Range1d(-0.5, count - 0.5), None)
         plot.yaxis.ticker = FixedTicker(ticks=list(range(count)))
         plot.yaxis.major_label_overrides = {count - 1 - i: name for i, name in enumerate(self.lanes)}
         plot.ygrid.visible = False
         plot.xaxis.visible = False
         for i, name in enumerate(self.lanes):
             own = [k for k, bar in enumerate(self.bars) if bar.lane == name]
-            left, right = zip(*(self._sides(self.bars[k]) for k in own), strict=True)
+            left, right = zip(*(self._compute_sides(self.bars[k]) for k in own), strict=True)
             source = ColumnDataSource({"left": left, "right": right, "y": [count - 1 - i] * len(own)})
             drawn = plot.hbar(y="y", left="left", right="right", height=0.7, source=source, line_width=1, name=f"lane{i}")
             color = {"recompute": "again", "wait": "wait"}.get(name, "transfer")
-            self._tag(drawn.glyph, fill_color=color, line_color=color)
+            self._register_colors(drawn.glyph, fill_color=color, line_color=color)
         self.handles["lanes"] = plot
 
     def draw_pools(self) -> tuple[str, ...]:
@@ -219,24 +223,24 @@ class _Drawing:
             capacity_bytes = pool.capacity_bytes
             near = capacity_bytes is not None and capacity_bytes <= _NEAR_CAPACITY * peak_bytes
             most = capacity_bytes if near and capacity_bytes is not None else peak_bytes
-            scale, unit = size_unit(most)
-            plot = self._over_time(f"pool{index}", _POOL_HEIGHT, Range1d(0, _HEADROOM * most / scale), unit)
-            sizes = np.array(memory_columns(self.timeline, pool)) / scale
+            scale, unit = choose_size_unit(most)
+            plot = self._create_figure_over_time(f"pool{index}", _POOL_HEIGHT, Range1d(0, _HEADROOM * most / scale), unit)
+            sizes = np.array(compute_memory_columns(self.timeline, pool)) / scale
             edges = np.linspace(0, self.span, COLUMNS + 1)
             area = plot.varea_step(edges, np.zeros(COLUMNS + 1), np.append(sizes, sizes[-1]), step_mode="after")
-            self._tag(area.glyph, fill_color="elsewhere")
+            self._register_colors(area.glyph, fill_color="elsewhere")
             if near:
                 line = Span(location=most / scale, dimension="width", line_dash=[6, 4], line_width=2)
-                plot.add_layout(self._tag(line, line_color="budget"))
-            captions.append(_pool_text(pool, peak_bytes))
+                plot.add_layout(self._register_colors(line, line_color="budget"))
+            captions.append(_format_pool(pool, peak_bytes))
         return tuple(captions)
 
     def draw_addresses(self) -> tuple[str, ...]:
         """Draw where tensors lie over the step, as the allocator puts them and as planned; return a caption for each."""
         reserved, planned = self.facts.reserved, self.facts.planned
-        drawn = [] if planned is None else [(planned, _planned_text(planned))]
+        drawn = [] if planned is None else [(planned, _describe_planned(planned))]
         if reserved is not None:
-            drawn.insert(0, (reserved, _places_text(reserved)))
+            drawn.insert(0, (reserved, _describe_places(reserved)))
         drawn = [(addresses, caption) for addresses, caption in drawn if addresses.stays]
         for index, (addresses, _) in enumerate(drawn):
             self._draw_addresses(f"addresses{index}", addresses)
@@ -245,13 +249,15 @@ class _Drawing:
     def _draw_addresses(self, name: str, addresses: StepAddresses) -> None:
         from bokeh.models import ColumnDataSource, Range1d, Span
 
-        scale, unit = size_unit(addresses.total_bytes)
+        scale, unit = choose_size_unit(addresses.total_bytes)
         top = addresses.total_bytes / scale
-        plot = self._over_time(name, _ADDRESSES_HEIGHT, Range1d(0, top, bounds=(0, top)), f"addresses in {unit}")
+        plot = self._create_figure_over_time(name, _ADDRESSES_HEIGHT, Range1d(0, top, bounds=(0, top)), f"addresses in {unit}")
         edges = [*([*self.starts, self.span][moment] for moment in self.lives.at_step), self.span]
-        homes = {life.tensor.name: self.group_of[_block(self._home(life))] for life in self.lives.lives}
+        homes = {life.tensor.name: self.group_of[_block(self._find_home_op(life))] for life in self.lives.lives}
         for border in addresses.borders:
-            plot.add_layout(self._tag(Span(location=border / scale, dimension="width", line_width=0.5), line_color="line"))
+            plot.add_layout(
+                self._register_colors(Span(location=border / scale, dimension="width", line_width=0.5), line_color="line")
+            )
         sources = []
         for group in (*range(len(self.groups)), None):
             own = [stay for stay in addresses.stays if homes.get(stay.tensor) == group]
@@ -268,10 +274,10 @@ class _Drawing:
             sources.append(ColumnDataSource(columns))
             boxes = plot.quad("left", "right", "top", "bottom", source=sources[-1], line_width=0.5)
             if group is None:
-                self._tag(boxes.glyph, fill_color="workspace", line_color="page")
+                self._register_colors(boxes.glyph, fill_color="workspace", line_color="page")
             else:
                 boxes.glyph.fill_color = self.colors[group]
-                self._tag(boxes.glyph, line_color="page")
+                self._register_colors(boxes.glyph, line_color="page")
         self.boxes.append([plot, sources])
 
     def draw_curve(self, curve: Sequence["CurveRow"]) -> None:
@@ -279,7 +285,7 @@ class _Drawing:
         from bokeh.plotting import figure
 
         plan = self.timeline.plan
-        scale, unit = size_unit(max(p.budget_bytes for p in curve))
+        scale, unit = choose_size_unit(max(p.budget_bytes for p in curve))
         plot = figure(name="curve", height=_CURVE_HEIGHT, sizing_mode="stretch_width", tools="", toolbar_location=None)
         plot.min_border_left, plot.min_border_right = _LEFT, _RIGHT
         plot.xaxis.axis_label, plot.yaxis.axis_label = f"budget ({curve[0].memory}) in {unit}", "overhead in %"
@@ -291,7 +297,7 @@ class _Drawing:
             if bounds:
                 xs, ys = map(np.array, zip(*bounds, strict=True))
                 shade = plot.varea_step(xs, np.zeros(len(xs)), ys, step_mode="before", fill_alpha=0.25)
-                self._tag(shade.glyph, fill_color="soft")
+                self._register_colors(shade.glyph, fill_color="soft")
             solved = [(p.budget_bytes / scale, 100 * p.overhead) for p in own if p.overhead is not None]
             if solved:
                 xs, ys = map(np.array, zip(*solved, strict=True))
@@ -308,59 +314,59 @@ class _Drawing:
                 }
                 sources.append(ColumnDataSource(columns))
                 dots = plot.scatter("left", "top", source=sources[-1], size=7)
-                self._tag(line.glyph, line_color=color)
-                self._tag(dots.glyph, fill_color=color, line_color=color)
+                self._register_colors(line.glyph, line_color=color)
+                self._register_colors(dots.glyph, fill_color=color, line_color=color)
         chosen = plot.scatter(
             [plan.budget_bytes / scale], [100 * max(0.0, plan.overhead)], marker="star", size=18, legend_label="this plan"
         )
-        self._tag(chosen.glyph, fill_color="budget", line_color="budget")
+        self._register_colors(chosen.glyph, fill_color="budget", line_color="budget")
         plot.y_range.start = 0
         plot.legend.location = "top_right"
-        self._tag(plot.legend[0], background_fill_color="page", label_text_color="text", border_line_color="line")
-        self._frame(plot)
+        self._register_colors(plot.legend[0], background_fill_color="page", label_text_color="text", border_line_color="line")
+        self._set_frame_colors(plot)
         self.roots.append(plot)
         self.boxes.append([plot, sources])
 
-    def arguments(self) -> dict[str, Any]:
+    def build_arguments(self) -> dict[str, Any]:
         """Return the arguments of the function in ``page.js``."""
-        return {"lanes": None, **self.handles, "boxes": self.boxes, "themed": self.themed, "data": self._data()}
+        return {"lanes": None, **self.handles, "boxes": self.boxes, "themed": self.themed, "data": self._build_data()}
 
-    def _data(self) -> dict[str, Any]:
+    def _build_data(self) -> dict[str, Any]:
         """Return moments, tensor lives (by group and birth) and bars as columns; each text is stored once."""
         moments = self.lives.moments
-        lives = sorted(self.lives.lives, key=lambda life: (self.group_of[_block(self._home(life))], life.born))
+        lives = sorted(self.lives.lives, key=lambda life: (self.group_of[_block(self._find_home_op(life))], life.born))
         places = {id(life): place for place, life in enumerate(lives)}
         texts: dict[str, int] = {"": 0}
 
-        def column(values: Iterable[str]) -> "np.ndarray[Any, Any]":
+        def build_column(values: Iterable[str]) -> "np.ndarray[Any, Any]":
             return np.array([texts.setdefault(visible(value), len(texts)) for value in values], dtype=np.int32)
 
         again = {self.lives.at_step[e.step] for e in self.timeline.executions if e.again}
         found = {
             "starts": np.array([*self.starts, self.span]),
             "totals": np.array([m.size_bytes / self.size_scale for m in moments]),
-            "ops": column("" if m.op is None else m.op.name for m in moments),
-            "group": np.array([self.group_of[_block(self._home(life))] for life in lives], dtype=np.int32),
+            "ops": build_column("" if m.op is None else m.op.name for m in moments),
+            "group": np.array([self.group_of[_block(self._find_home_op(life))] for life in lives], dtype=np.int32),
             "born": np.array([life.born for life in lives], dtype=np.int32),
             "dies": np.array([life.dies for life in lives], dtype=np.int32),
             "again": np.array([life.born in again for life in lives], dtype=np.int32),
             "bytes": np.array([life.tensor.size_bytes for life in lives], dtype=np.float64),
-            "name": column(life.tensor.name for life in lives),
-            "shape": column(f"{life.tensor.dtype}{list(life.tensor.shape)}" for life in lives),
-            "module": column(self._home(life).module.removeprefix("model.") for life in lives),
-            "producer": column(life.producer.name for life in lives),
-            "reader": column("" if life.last_reader is None else life.last_reader.name for life in lives),
+            "name": build_column(life.tensor.name for life in lives),
+            "shape": build_column(f"{life.tensor.dtype}{list(life.tensor.shape)}" for life in lives),
+            "module": build_column(self._find_home_op(life).module.removeprefix("model.") for life in lives),
+            "producer": build_column(life.producer.name for life in lives),
+            "reader": build_column("" if life.last_reader is None else life.last_reader.name for life in lives),
         }
-        sides = [self._sides(bar) for bar in self.bars]
+        sides = [self._compute_sides(bar) for bar in self.bars]
         bar_columns = {
             "bar_lane": np.array([len(self.lanes) - 1 - self.lanes.index(bar.lane) for bar in self.bars], dtype=np.int32),
             "bar_left": np.array([left for left, _ in sides]),
             "bar_right": np.array([right for _, right in sides]),
-            "bar_title": column(bar.title for bar in self.bars),
-            "bar_said": column(bar.said for bar in self.bars),
-            "bar_purpose": column(bar.purpose for bar in self.bars),
+            "bar_title": build_column(bar.title for bar in self.bars),
+            "bar_said": build_column(bar.said for bar in self.bars),
+            "bar_purpose": build_column(bar.purpose for bar in self.bars),
             "bar_reader": np.array([-1.0 if bar.reader_s is None else self._time(bar.reader_s) for bar in self.bars]),
-            "bar_lives": [[places[id(life)] for life in own] for own in self._bar_lives()],
+            "bar_lives": [[places[id(life)] for life in own] for own in self._iterate_bar_lives()],
         }
         return {
             **found,
@@ -373,11 +379,11 @@ class _Drawing:
             "bins": _BINS,
         }
 
-    def _home(self, life: Life) -> Op:
+    def _find_home_op(self, life: Life) -> Op:
         """Return the first op that makes the tensor: the tensor belongs to that op's module, even if another op recomputes it."""
         return self.timeline.graph.ops[life.tensor.producers[0]]
 
-    def _bar_lives(self) -> Iterator[list[Life]]:
+    def _iterate_bar_lives(self) -> Iterator[list[Life]]:
         """Yield for each bar its tensors on the device: the outputs of its op, or else the inputs."""
         by_tensor: dict[int, list[Life]] = {}
         for life in self.lives.lives:
@@ -392,7 +398,7 @@ class _Drawing:
             made = [life for t in op.outputs for life in by_tensor.get(t, ()) if life.born == now]
             yield made or [life for t in op.inputs for life in by_tensor.get(t, ()) if life.born <= now <= life.dies]
 
-    def _sides(self, bar: Bar) -> tuple[float, float]:
+    def _compute_sides(self, bar: Bar) -> tuple[float, float]:
         if self.timed or bar.step is None:
             return self._time(bar.start_s), self._time(bar.end_s)
         moment = float(self.lives.at_step[bar.step])
@@ -401,7 +407,7 @@ class _Drawing:
     def _time(self, time_s: float) -> float:
         return time_s / self.time_scale if self.timed else 0.0
 
-    def _baseline(self, one: Baseline) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+    def _compute_baseline_line(self, one: Baseline) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
         """Return the times and memory of a baseline as a line; many points are thinned to the maxima of neighbours."""
         sizes = np.array(one.memory_bytes) / self.size_scale
         times = np.array(one.times_s) / self.time_scale if self.timed else np.arange(len(sizes), dtype=float)
@@ -410,7 +416,7 @@ class _Drawing:
         xs, ys = times[firsts], np.maximum.reduceat(sizes, firsts)
         return np.append(xs, min(end, self.span)), np.append(ys, ys[-1])
 
-    def _over_time(self, name: str, height: int, y_range: "Range1d", label: str | None) -> "figure":
+    def _create_figure_over_time(self, name: str, height: int, y_range: "Range1d", label: str | None) -> "figure":
         """Return a new figure over the time of the step; all figures share this axis."""
         from bokeh.models import BoxZoomTool, WheelZoomTool
         from bokeh.plotting import figure
@@ -430,23 +436,23 @@ class _Drawing:
             plot.yaxis.axis_label = label
             plot.yaxis.ticker.desired_num_ticks = 5
         plot.xaxis.axis_label = f"time in {self.time_unit}" if self.timed else "executions"
-        self._frame(plot)
+        self._set_frame_colors(plot)
         self.roots.append(plot)
         return plot
 
-    def _frame(self, plot: "figure") -> None:
+    def _set_frame_colors(self, plot: "figure") -> None:
         """Set the colours of everything around the data."""
         plot.background_fill_color = plot.border_fill_color = None
-        self._tag(plot, outline_line_color="line")
+        self._register_colors(plot, outline_line_color="line")
         for axis in plot.axis:
             axis.minor_tick_line_color = None
             axis.axis_label_text_font_style = "normal"
             colors = ("axis_label_text_color", "major_label_text_color", "major_tick_line_color", "axis_line_color")
-            self._tag(axis, **dict.fromkeys(colors, "soft"))
+            self._register_colors(axis, **dict.fromkeys(colors, "soft"))
         for grid in plot.grid:
-            self._tag(grid, grid_line_color="line")
+            self._register_colors(grid, grid_line_color="line")
 
-    def _tag(self, model: "_Model", **colors: str) -> "_Model":
+    def _register_colors(self, model: "_Model", **colors: str) -> "_Model":
         """Register colours of `model` by name, so that ``page.js`` can set them for the light and the dark theme."""
         model.tags = [colors]
         self.themed.append(model)
@@ -457,17 +463,17 @@ def _block(op: Op) -> str:
     return block(op.module) or _OUTSIDE
 
 
-def _colors(count: int) -> tuple[str, ...]:
+def _pick_colors(count: int) -> tuple[str, ...]:
     """Return `count` colours of the palette, as far apart as possible."""
     last = len(_PALETTE) - 1
     return tuple(_PALETTE[round(i * last / max(1, count - 1)) if count > 1 else 3] for i in range(count))
 
 
-def _baseline_text(one: Baseline) -> str:
+def _format_baseline(one: Baseline) -> str:
     return f"{one.name}: {format_bytes(one.peak_bytes)}, {format_seconds(one.time_s)}"
 
 
-def _reserved_keys(addresses: StepAddresses | None) -> tuple[Key, ...]:
+def _list_reserved_keys(addresses: StepAddresses | None) -> tuple[Key, ...]:
     """Return the entry for the bytes that the caching allocator reserves; none on the CPU and in an arena."""
     if addresses is None or not addresses.by_step:
         return ()
@@ -476,16 +482,16 @@ def _reserved_keys(addresses: StepAddresses | None) -> tuple[Key, ...]:
     return (Key("var(--reserved)", text, kind="dots"),)
 
 
-def _places_text(addresses: StepAddresses) -> str:
+def _describe_places(addresses: StepAddresses) -> str:
     count, total = len(addresses.borders), format_bytes(addresses.total_bytes)
     if not count:
         return f"as they are planned in the arena of the step: {total}, with requests of up to 1 MiB outside of it"
     return f"as PyTorch's caching allocator puts them: {count:,} segments of {total} in all, with static memory in the gaps"
 
 
-def _planned_text(addresses: StepAddresses) -> str:
+def _describe_planned(addresses: StepAddresses) -> str:
     return f"as they could be planned in one arena: {format_bytes(addresses.total_bytes)}, with static memory outside of it"
 
 
-def _pool_text(pool: Pool, peak_bytes: int) -> str:
-    return f"{spaced(pool.name)} memory: at most {format_bytes(peak_bytes)}, {capacity_text(pool)}"
+def _format_pool(pool: Pool, peak_bytes: int) -> str:
+    return f"{format_name(pool.name)} memory: at most {format_bytes(peak_bytes)}, {format_capacity(pool)}"

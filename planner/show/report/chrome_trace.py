@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from graphs.ir import Graph, Phase
 from graphs.pools import COMPUTE, DEVICE, Pool
 from planner.show.facts.addresses import StepAddresses
-from planner.show.facts.columns import left_bytes, stretches
-from planner.show.facts.streams import IdleTime, waits
+from planner.show.facts.columns import count_left_bytes, list_stretches
+from planner.show.facts.streams import IdleTime, list_waits
 from planner.show.facts.timeline import Execution, Timeline
-from planner.show.report.describe import followed_by
+from planner.show.report.describe import name_end_of_wait
 
 _PROCESS = 1
 _ROWS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.OPTIMIZER: 3}
@@ -17,7 +17,7 @@ _AGAIN_ROW = 4
 _WAITING_ROW = 5
 
 
-def chrome_trace(timeline: Timeline, reserved: StepAddresses | None) -> str:
+def build_chrome_trace(timeline: Timeline, reserved: StepAddresses | None) -> str:
     """Return the trace as JSON in the Trace Event Format: complete events (X), counters (C), buffers (b, e) and names (M), in
     microseconds.
 
@@ -25,17 +25,17 @@ def chrome_trace(timeline: Timeline, reserved: StepAddresses | None) -> str:
     a counter. `reserved` addresses (``planner.show.facts.addresses``) are shown on CUDA.
     """
     graph = timeline.graph
-    rows = _rows(graph)
+    rows = _name_rows(graph)
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": "planned step"}},
         *({"ph": "M", "pid": _PROCESS, "tid": row, "name": "thread_name", "args": {"name": name}} for row, name in rows.items()),
         *(_run(execution, graph) for execution in timeline.executions),
-        *(_wait(wait) for wait in waits(timeline, COMPUTE)),
+        *(_wait(wait) for wait in list_waits(timeline, COMPUTE)),
     ]
     for pool in graph.pools:
-        events += _memory(timeline, pool)
+        events += _iterate_memory_events(timeline, pool)
     if reserved is not None:
-        events += _reserved(timeline, reserved)
+        events += _iterate_reserved_events(timeline, reserved)
     plan = timeline.plan
     budget = {
         "budget_bytes": plan.budget_bytes,
@@ -46,7 +46,7 @@ def chrome_trace(timeline: Timeline, reserved: StepAddresses | None) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": budget})
 
 
-def _rows(graph: Graph) -> dict[int, str]:
+def _name_rows(graph: Graph) -> dict[int, str]:
     """Return the names of rows by their numbers."""
     computed = {**{row: str(phase) for phase, row in _ROWS.items()}, _AGAIN_ROW: "recomputed"}
     if len(graph.streams) == 1:
@@ -87,11 +87,11 @@ def _wait(wait: IdleTime) -> dict[str, object]:
         "cat": "wait",
         "ts": wait.start_s * 1e6,
         "dur": wait.time_s * 1e6,
-        "args": {"before": followed_by(wait)},
+        "args": {"before": name_end_of_wait(wait)},
     }
 
 
-def _reserved(timeline: Timeline, addresses: StepAddresses) -> Iterator[dict[str, object]]:
+def _iterate_reserved_events(timeline: Timeline, addresses: StepAddresses) -> Iterator[dict[str, object]]:
     """Yield the bytes that PyTorch reserves, and each buffer as an asynchronous event with its address."""
     times_s = (*timeline.reached_s, timeline.time_s)
     for time_s, size_bytes in zip(times_s, addresses.by_step, strict=False):
@@ -103,10 +103,10 @@ def _reserved(timeline: Timeline, addresses: StepAddresses) -> Iterator[dict[str
         yield {"ph": "e", **one, "ts": times_s[stay.end_step] * 1e6}
 
 
-def _memory(timeline: Timeline, pool: Pool) -> Iterator[dict[str, object]]:
+def _iterate_memory_events(timeline: Timeline, pool: Pool) -> Iterator[dict[str, object]]:
     """Yield counter events: the bytes in `pool` over time, and at the end of the step."""
-    held = ((stretch.start_s, stretch.size_bytes) for stretch in stretches(timeline, pool))
-    counts = (*held, (timeline.time_s, left_bytes(timeline, pool)))
+    held = ((stretch.start_s, stretch.size_bytes) for stretch in list_stretches(timeline, pool))
+    counts = (*held, (timeline.time_s, count_left_bytes(timeline, pool)))
     name = "memory" if pool.name == DEVICE else f"memory of {pool.name}"
     for time_s, size_bytes in counts:
         yield {"ph": "C", "pid": _PROCESS, "name": name, "ts": time_s * 1e6, "args": {"bytes": size_bytes}}

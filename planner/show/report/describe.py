@@ -17,7 +17,7 @@ from planner.settings.counted_memory import CountedMemory
 from planner.settings.link import MEASURED_LINK, measured_link
 from planner.settings.option_settings import recorded_link, recorded_options
 from planner.settings.other_devices import DEVICES_KEY, decode_devices
-from planner.show.views.text import aligned, table
+from planner.show.views.text import format_aligned, format_table
 
 if TYPE_CHECKING:
     from planner.measure.running import RunReport
@@ -48,7 +48,7 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "pool_peaks_bytes": dict(plan.pool_peaks_bytes),
         "differs": list(plan.differs),
         "gradient_error": plan.gradient_error,
-        "graph": summary_data(asdict(plan.graph)),
+        "graph": build_summary_data(asdict(plan.graph)),
     }
 
 
@@ -63,26 +63,26 @@ def plan_text(plan: Plan) -> str:
     ending = f": {plan.ending}" if plan.ending else ""
     lines = [
         ("budget", f"{format_bytes(plan.budget_bytes)}{counted}{share}"),
-        *_price_lines(plan.settings),
+        *_describe_price(plan.settings),
         ("predicted peak", format_bytes(plan.peak_bytes)),
         *(() if plan.reserved is None else plan.reserved.lines()),
         *(() if plan.measured_peak_bytes is None else [("measured peak", format_bytes(plan.measured_peak_bytes))]),
         *([("arena", plan.arena.removeprefix("arena: "))] if plan.arena else []),
         ("predicted step time", f"{time_s}, {ratio} times that of keeping everything"),
-        *_eager_lines(plan),
+        *_describe_eager_ops(plan),
         *((f"{visible(pool)} memory", format_bytes(peak)) for pool, peak in plan.pool_peaks_bytes.items()),
         *(() if (link := recorded_link(plan.settings)) is None else [("link", str(link))]),
         *(("may differ", visible(what)) for what in plan.differs),
         *([("lossy", visible(plan.lossy))] if plan.lossy else []),
-        ("overhead", f"{100 * plan.overhead:z.2f}%, {plan.recomputed:,} ops recomputed{_copied(plan)}"),
+        ("overhead", f"{100 * plan.overhead:z.2f}%, {plan.recomputed:,} ops recomputed{_format_copied(plan)}"),
         ("bound", "unknown" if plan.bound_s is None else f"{format_seconds(plan.bound_s)}: {_bound_of(plan)}"),
-        ("gap", "unknown" if plan.gap is None else f"{format_ratio(plan.gap)}{_tolerated(plan)}"),
+        ("gap", "unknown" if plan.gap is None else f"{format_ratio(plan.gap)}{_format_tolerance(plan)}"),
         ("status", f"{plan.status}, by {visible(plan.solver)} in {plan.seconds:.2f} s{ending}"),
     ]
-    return aligned(lines)
+    return format_aligned(lines)
 
 
-def _copied(plan: Plan) -> str:
+def _format_copied(plan: Plan) -> str:
     if not plan.copied:
         return ""
     if not all(needs((name,)) for name in recorded_options(plan.settings)):
@@ -90,7 +90,7 @@ def _copied(plan: Plan) -> str:
     return f", {plan.copied:,} copies{'' if plan.pool_peaks_bytes.keys() <= {HOST} else ' and ops on other devices'}"
 
 
-def _price_lines(settings: Mapping[str, object]) -> list[tuple[str, str]]:
+def _describe_price(settings: Mapping[str, object]) -> list[tuple[str, str]]:
     """Return the line on the overhead that the budget was derived from; empty if the budget itself was given."""
     overhead, proved_bytes = settings.get("max_overhead"), settings.get("least_budget_proved_bytes")
     if not isinstance(overhead, int | float) or not isinstance(proved_bytes, int):
@@ -98,13 +98,13 @@ def _price_lines(settings: Mapping[str, object]) -> list[tuple[str, str]]:
     return [("at max overhead", f"{format_ratio(overhead)}: proved to need no less than {format_bytes(proved_bytes)}")]
 
 
-def _tolerated(plan: Plan) -> str:
+def _format_tolerance(plan: Plan) -> str:
     """Return the tolerance of the solve as text; "" if the settings do not contain it."""
     tolerance = plan.settings.get("tolerance")
     return f", tolerance {100 * tolerance:g}%" if isinstance(tolerance, int | float) else ""
 
 
-def _eager_lines(plan: Plan) -> list[tuple[str, str]]:
+def _describe_eager_ops(plan: Plan) -> list[tuple[str, str]]:
     if plan.eager is None:
         return []
     measured = [("measured", plan.eager.slowdown)] if plan.eager.slowdown else []
@@ -114,15 +114,15 @@ def _eager_lines(plan: Plan) -> list[tuple[str, str]]:
 def plan_info_text(plan: Plan) -> str:
     """Return the text that ``planner info`` prints about a plan, its graph and its settings."""
     lines = [
-        *provenance_lines(plan.graph.provenance),
+        *list_provenance(plan.graph.provenance),
         ("graph", f"{plan.graph.ops:,} ops, {plan.graph.tensors:,} tensors, fingerprint {visible(plan.graph.fingerprint)}"),
         ("steps", f"{len(plan.schedule.steps):,}"),
-        *((visible(name), visible(value)) for name, value in (*_plain(plan.settings), *plan.versions.items())),
+        *((visible(name), visible(value)) for name, value in (*_list_plain_settings(plan.settings), *plan.versions.items())),
     ]
-    return f"{plan_text(plan)}\n\n{aligned(lines)}"
+    return f"{plan_text(plan)}\n\n{format_aligned(lines)}"
 
 
-def _plain(settings: Mapping[str, object]) -> list[tuple[str, object]]:
+def _list_plain_settings(settings: Mapping[str, object]) -> list[tuple[str, object]]:
     """Return the settings for people to read, without nested parameters of the solver and its windows."""
     hidden = (DEVICES_KEY, "windows")
     return [(name, value) for name, value in settings.items() if not isinstance(value, Mapping) and name not in hidden]
@@ -150,7 +150,7 @@ def run_text(report: "RunReport") -> str:
     rows = [
         ("peak memory", format_bytes(report.predicted_peak_bytes), format_bytes(report.measured_peak_bytes)),
         ("step time", format_seconds(report.predicted_time_s), format_seconds(report.measured_time_s)),
-        ("times keeping everything", f"{report.predicted_ratio:.4f}", _ratio(report.measured_ratio)),
+        ("times keeping everything", f"{report.predicted_ratio:.4f}", _format_ratio(report.measured_ratio)),
     ]
     if report.predicted_host_bytes is not None and report.measured_host_bytes is not None:
         rows.insert(1, ("host memory", format_bytes(report.predicted_host_bytes), format_bytes(report.measured_host_bytes)))
@@ -166,36 +166,36 @@ def run_text(report: "RunReport") -> str:
     beside = f"; {libraries}" if report.library_bytes else ""
     return "\n".join(
         (
-            table(("", "predicted", "measured"), rows, numbers=3),
+            format_table(("", "predicted", "measured"), rows, numbers=3),
             f"measured peak: {within} the budget of {format_bytes(report.budget_bytes)}{beside}",
-            *_arena(report),
-            *_times_compared(report),
+            *_describe_arena(report),
+            *_describe_times(report),
             *(f"may differ, as the plan says: {visible(what)}" for what in report.differs),
-            *_compared("keeping everything", report.differences, allowed=bool(report.differs or report.is_exact)),
-            *_compared("plain PyTorch", report.eager_differences, allowed=bool(report.differs or report.is_exact)),
-            *_eager_repeated(report),
+            *_describe_comparison("keeping everything", report.differences, allowed=bool(report.differs or report.is_exact)),
+            *_describe_comparison("plain PyTorch", report.eager_differences, allowed=bool(report.differs or report.is_exact)),
+            *_describe_repeated_eager_steps(report),
         )
     )
 
 
-def _arena(report: "RunReport") -> list[str]:
+def _describe_arena(report: "RunReport") -> list[str]:
     if report.arena_bytes is None or report.outside_arena_bytes is None:
         return []
     return [f"arena: {format_bytes(report.arena_bytes)}, {format_bytes(report.outside_arena_bytes)} outside"]
 
 
-def _ratio(measured: float | None) -> str:
+def _format_ratio(measured: float | None) -> str:
     return "not run" if measured is None else f"{measured:.4f}"
 
 
-def _times_compared(report: "RunReport") -> list[str]:
+def _describe_times(report: "RunReport") -> list[str]:
     if report.overhead is None or report.spread is None or report.eager_ratio is None:
         return [f"keeping everything and plain PyTorch: not run to compare with, {report.not_compared}"]
     planned, keeping = (slower_than("plain PyTorch", over) for over in (report.overhead, 1 / report.eager_ratio - 1))
     return [f"planned step: {planned}, ±{100 * report.spread:.1f}%", f"keeping everything: {keeping}"]
 
 
-def _compared(reference: str, differences: Sequence[str] | None, *, allowed: bool) -> list[str]:
+def _describe_comparison(reference: str, differences: Sequence[str] | None, *, allowed: bool) -> list[str]:
     if differences is None:
         return []
     if not differences:
@@ -206,7 +206,7 @@ def _compared(reference: str, differences: Sequence[str] | None, *, allowed: boo
     ]
 
 
-def _eager_repeated(report: "RunReport") -> list[str]:
+def _describe_repeated_eager_steps(report: "RunReport") -> list[str]:
     if report.eager_error is None or report.measured_gradient_error is None:
         return []
     own, error = report.eager_error, report.measured_gradient_error
@@ -222,20 +222,20 @@ def _bound_of(plan: Plan) -> str:
     return f"no schedule that fits, and takes {taken}{order}, is faster"
 
 
-def summary_data(summary: dict[str, object]) -> dict[str, object]:
+def build_summary_data(summary: dict[str, object]) -> dict[str, object]:
     """Return the summary of a graph with its provenance last."""
     provenance = summary.pop("provenance")
     return {**summary, "provenance": provenance}
 
 
-def provenance_lines(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
+def list_provenance(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
     """Return the provenance of a graph as names and values.
 
     Raises:
         MismatchError: the link to the host in it is impossible.
     """
 
-    def text(name: str, value: object) -> str:
+    def format_value(name: str, value: object) -> str:
         if name == MEASURED_LINK:
             return str(measured_link(provenance))
         if name == "optimizer" and isinstance(value, Mapping):
@@ -246,15 +246,15 @@ def provenance_lines(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
             return f"{len(value)} optional ops that are neither faster nor smaller"
         return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
-    return [(visible(name), visible(text(name, value))) for name, value in provenance.items()]
+    return [(visible(name), visible(format_value(name, value))) for name, value in provenance.items()]
 
 
-def spaced(name: str) -> str:
+def format_name(name: str) -> str:
     """Return the name of a stream or pool for people, with spaces for underscores."""
     return visible(name).replace("_", " ")
 
 
-def followed_by(wait: "IdleTime") -> str:
+def name_end_of_wait(wait: "IdleTime") -> str:
     """Return the name of the event that ends a wait."""
     match wait.following:
         case None:
@@ -265,6 +265,6 @@ def followed_by(wait: "IdleTime") -> str:
             return f"memory of {tensor.name} goes"
 
 
-def capacity_text(pool: Pool) -> str:
+def format_capacity(pool: Pool) -> str:
     """Return the capacity of a pool as text."""
     return "without a limit" if pool.capacity_bytes is None else f"of {format_bytes(pool.capacity_bytes)}"

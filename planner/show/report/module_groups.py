@@ -7,7 +7,7 @@ MOST = 14
 _REST = "other modules"
 
 
-def grouped(names: Sequence[str], most: int = MOST) -> dict[str, str]:
+def group_modules(names: Sequence[str], most: int = MOST) -> dict[str, str]:
     """Return the group of each of `names`, the blocks of ops in program order: at most `most` groups, in order of appearance.
 
     If there are too many blocks, numbered neighbours share a group, ``h.0`` to ``h.3``; blocks beyond `most` form one group.
@@ -15,9 +15,11 @@ def grouped(names: Sequence[str], most: int = MOST) -> dict[str, str]:
     distinct = list(dict.fromkeys(names))
     if len(distinct) <= most:
         return {name: name for name in distinct}
-    runs = [list(run) for _, run in groupby(distinct, key=_stem)]
+    runs = [list(run) for _, run in groupby(distinct, key=_get_stem)]
     single = sum(len(run) == 1 for run in runs)
-    each = next((size for size in range(2, len(distinct) + 1) if _groups(runs, size) <= max(most, single + 1)), len(distinct))
+    each = next(
+        (size for size in range(2, len(distinct) + 1) if _count_groups(runs, size) <= max(most, single + 1)), len(distinct)
+    )
     found: dict[str, str] = {}
     for run in runs:
         for part in (run[i : i + each] for i in range(0, len(run), each)):
@@ -28,11 +30,11 @@ def grouped(names: Sequence[str], most: int = MOST) -> dict[str, str]:
     return {name: _REST if label in rest else label for name, label in found.items()}
 
 
-def _stem(name: str) -> str:
+def _get_stem(name: str) -> str:
     """Return the common prefix of numbered blocks, ``h.`` for ``h.3``; other names are returned unchanged."""
     stem, dot, last = name.rpartition(".")
     return f"{stem}{dot}" if last.isdecimal() else name
 
 
-def _groups(runs: list[list[str]], size: int) -> int:
+def _count_groups(runs: list[list[str]], size: int) -> int:
     return sum(-(-len(run) // size) for run in runs)

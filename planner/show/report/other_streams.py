@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from graphs.pools import COMPUTE, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.show.facts.streams import IdleTime, Offload, Stream, offloads, streams, waits
-from planner.show.facts.timeline import PeakTensor, Timeline, module_of
-from planner.show.report.describe import capacity_text, followed_by, spaced
+from planner.show.facts.streams import IdleTime, Offload, Stream, list_offloads, list_streams, list_waits
+from planner.show.facts.timeline import PeakTensor, Timeline, get_module
+from planner.show.report.describe import format_capacity, format_name, name_end_of_wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class OtherStreams:
     offloads_left_out: int = 0
 
 
-def other_streams(timeline: Timeline, listed: int) -> OtherStreams:
+def describe_other_streams(timeline: Timeline, listed: int) -> OtherStreams:
     """Return the facts about the other streams and pools, with at most `listed` rows in a table."""
-    others = [stream for stream in streams(timeline)[1:] if stream.executions]
+    others = [stream for stream in list_streams(timeline)[1:] if stream.executions]
     if not others:
         return OtherStreams()
-    stalls, gone = waits(timeline, COMPUTE), sorted(offloads(timeline), key=lambda offload: -offload.tensor.size_bytes)
+    stalls, gone = list_waits(timeline, COMPUTE), sorted(list_offloads(timeline), key=lambda offload: -offload.tensor.size_bytes)
     longest = sorted(sorted(stalls, key=lambda wait: -wait.time_s)[:listed], key=lambda wait: wait.start_s)
     waited_s = math.fsum(wait.time_s for wait in stalls)
     waited = (
@@ -53,16 +53,16 @@ def other_streams(timeline: Timeline, listed: int) -> OtherStreams:
     return OtherStreams(
         in_short=f" {ran:,} more are on other streams, and the computation {waited} for them.",
         facts=(
-            *((_memory_of(pool), format_bytes(peak_bytes)) for pool, peak_bytes in most),
+            *((_format_memory(pool), format_bytes(peak_bytes)) for pool, peak_bytes in most),
             ("Waiting", format_seconds(waited_s)),
         ),
         said=" ".join(
             (
                 f"The computation {waited}{places}.",
-                *(f"{_memory_of(p)}: at most {format_bytes(size_bytes)}, {capacity_text(p)}." for p, size_bytes in most),
+                *(f"{_format_memory(p)}: at most {format_bytes(size_bytes)}, {format_capacity(p)}." for p, size_bytes in most),
             )
         ),
-        streams=tuple(_stream_row(stream, timeline) for stream in others),
+        streams=tuple(_build_stream_row(stream, timeline) for stream in others),
         waits=tuple(map(_wait_row, longest)),
         waits_left_out=len(stalls) - listed,
         offloads=tuple(_offload_row(offload, timeline) for offload in gone[:listed]),
@@ -70,40 +70,40 @@ def other_streams(timeline: Timeline, listed: int) -> OtherStreams:
     )
 
 
-def travels(timeline: Timeline, held: Iterable[PeakTensor]) -> list[str]:
+def describe_travels(timeline: Timeline, held: Iterable[PeakTensor]) -> list[str]:
     """Return for each of `held` when it leaves the device and when it is back; "" for a tensor that stays."""
     of: dict[int, list[Offload]] = {}
-    for offload in offloads(timeline):
+    for offload in list_offloads(timeline):
         of.setdefault(offload.tensor.id, []).append(offload)
-    return ["; ".join(_travel(offload) for offload in of.get(one.tensor.id, ())) for one in held]
+    return ["; ".join(_format_travel(offload) for offload in of.get(one.tensor.id, ())) for one in held]
 
 
-def _memory_of(pool: Pool) -> str:
-    return f"{spaced(pool.name).capitalize()} memory"
+def _format_memory(pool: Pool) -> str:
+    return f"{format_name(pool.name).capitalize()} memory"
 
 
-def _travel(offload: Offload) -> str:
-    back = f", back at {_times(offload)}" if offload.back else ""
-    return f"to {spaced(offload.copy.pool)} at {format_seconds(offload.out.start_s)}{back}"
+def _format_travel(offload: Offload) -> str:
+    back = f", back at {_format_times(offload)}" if offload.back else ""
+    return f"to {format_name(offload.copy.pool)} at {format_seconds(offload.out.start_s)}{back}"
 
 
-def _stream_row(stream: Stream, timeline: Timeline) -> list[str]:
+def _build_stream_row(stream: Stream, timeline: Timeline) -> list[str]:
     share = _share(stream.busy_s, timeline)
     times = (f"{len(stream.executions):,}", format_bytes(stream.made_bytes), format_seconds(stream.busy_s), format_ratio(share))
-    return [spaced(stream.name), *times, f"{100 * share:.1f}"]
+    return [format_name(stream.name), *times, f"{100 * share:.1f}"]
 
 
 def _wait_row(wait: IdleTime) -> list[str]:
-    return [format_seconds(wait.start_s), format_seconds(wait.time_s), wait.awaited.op.name, followed_by(wait)]
+    return [format_seconds(wait.start_s), format_seconds(wait.time_s), wait.awaited.op.name, name_end_of_wait(wait)]
 
 
 def _offload_row(offload: Offload, timeline: Timeline) -> list[str]:
-    made_in = "" if offload.tensor.static else module_of(timeline.graph.ops[offload.tensor.producers[0]])
-    out = (spaced(offload.copy.pool), format_seconds(offload.out.start_s))
-    return [format_bytes(offload.tensor.size_bytes), offload.tensor.name, made_in, *out, _times(offload)]
+    made_in = "" if offload.tensor.static else get_module(timeline.graph.ops[offload.tensor.producers[0]])
+    out = (format_name(offload.copy.pool), format_seconds(offload.out.start_s))
+    return [format_bytes(offload.tensor.size_bytes), offload.tensor.name, made_in, *out, _format_times(offload)]
 
 
-def _times(offload: Offload) -> str:
+def _format_times(offload: Offload) -> str:
     return ", ".join(format_seconds(execution.end_s) for execution in offload.back)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_seconds
-from planner.show.views.figures import drawn, shades, size_unit
+from planner.show.views.figures import choose_size_unit, draw_figure, pick_shades
 
 if TYPE_CHECKING:
     from planner.measure.running import RunReport
@@ -20,9 +20,9 @@ def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> No
         PlannerError: matplotlib is not installed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with drawn(path, title) as axes:
-        scale, unit = size_unit(max(report.budget_bytes for report in reports))
-        for report, color in zip(reports, shades(len(reports)), strict=True):
+    with draw_figure(path, title) as axes:
+        scale, unit = choose_size_unit(max(report.budget_bytes for report in reports))
+        for report, color in zip(reports, pick_shades(len(reports)), strict=True):
             end = report.timeline[-1][0]
             time = format_seconds(report.measured_time_s) if report.measured_ratio is None else f"{report.measured_ratio:.2f}x"
             label = f"budget {format_bytes(report.budget_bytes)}, step time {time}"

@@ -73,14 +73,14 @@ def read_snapshot(path: str) -> tuple[DevicePeak, ...]:
         FormatError: it is no snapshot, or holds more than plain containers.
     """
     with Path(path).open("rb") as file:
-        data = _plain(file, path)
+        data = _load_plain(file, path)
     try:
-        return _peaks(data)
+        return _find_peaks(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{path} is not a memory snapshot of PyTorch: {type(error).__name__} {error}") from error
 
 
-def _plain(file: BinaryIO, path: str) -> Any:
+def _load_plain(file: BinaryIO, path: str) -> Any:
     try:
         return _PlainUnpickler(file).load()
     except Exception as error:
@@ -89,23 +89,23 @@ def _plain(file: BinaryIO, path: str) -> Any:
         ) from error
 
 
-def _peaks(data: Mapping[str, Any]) -> tuple[DevicePeak, ...]:
+def _find_peaks(data: Mapping[str, Any]) -> tuple[DevicePeak, ...]:
     segments: dict[int, list[Mapping[str, Any]]] = {}
     for segment in data["segments"]:
         segments.setdefault(int(segment.get("device", 0)), []).append(segment)
     traces = list(data.get("device_traces", ()))
     devices = range(max(len(traces), 1 + max(segments, default=-1)))
-    found = (_peak(i, segments.get(i, ()), traces[i] if i < len(traces) else ()) for i in devices)
+    found = (_find_peak(i, segments.get(i, ()), traces[i] if i < len(traces) else ()) for i in devices)
     return tuple(peak for peak in found if peak.actions or peak.reserved_bytes)
 
 
-def _peak(device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> DevicePeak:
-    before = _blocks_before(segments, trace)
-    levels = list(_levels(dict(before), trace))
+def _find_peak(device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> DevicePeak:
+    before = _find_blocks_before(segments, trace)
+    levels = list(_apply_actions(dict(before), trace))
     peak_bytes = max(levels)
     actions = levels.index(peak_bytes)  # until it is first reached
     live = dict(before)
-    deque(_levels(live, trace[:actions]), maxlen=0)
+    deque(_apply_actions(live, trace[:actions]), maxlen=0)
     return DevicePeak(
         device=device,
         peak_bytes=peak_bytes,
@@ -113,12 +113,12 @@ def _peak(device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Ma
         reserved_bytes=sum(int(segment["total_size"]) for segment in segments),
         actions=len(trace),
         at_action=actions - 1 if actions else None,
-        holders=_holders(live.values()),
+        holders=_list_holders(live.values()),
         out_of_memory_bytes=next((int(entry["size"]) for entry in reversed(trace) if entry["action"] == "oom"), None),
     )
 
 
-def _blocks_before(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> dict[int, _HeldBlock]:
+def _find_blocks_before(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]) -> dict[int, _HeldBlock]:
     """Return the blocks in memory before the first action, by address: those freed later, or still there at the end."""
     found: dict[int, _HeldBlock] = {}
     touched: set[int] = set()
@@ -134,26 +134,26 @@ def _blocks_before(segments: Sequence[Mapping[str, Any]], trace: Sequence[Mappin
             own = block.get("address", address)
             if block["state"] == "active_allocated" and own not in touched:
                 size_bytes = int(block.get("requested_size", block["size"]))
-                found[own] = _HeldBlock(size_bytes, _holder(block.get("frames", ())))
+                found[own] = _HeldBlock(size_bytes, _find_holder(block.get("frames", ())))
             address = own + int(block["size"])
     return found
 
 
-def _levels(live: dict[int, _HeldBlock], trace: Sequence[Mapping[str, Any]]) -> Iterator[int]:
+def _apply_actions(live: dict[int, _HeldBlock], trace: Sequence[Mapping[str, Any]]) -> Iterator[int]:
     """Yield the bytes of the blocks `live`, and those after each action of `trace`, which is applied to them."""
     level_bytes = sum(block.size_bytes for block in live.values())
     yield level_bytes
     for entry in trace:
         match entry["action"]:
             case "alloc":
-                live[entry["addr"]] = _HeldBlock(int(entry["size"]), _holder(entry.get("frames", ())))
+                live[entry["addr"]] = _HeldBlock(int(entry["size"]), _find_holder(entry.get("frames", ())))
                 level_bytes += int(entry["size"])
             case "free_requested":
                 level_bytes -= live.pop(entry["addr"]).size_bytes
         yield level_bytes
 
 
-def _holders(blocks: Iterable[_HeldBlock]) -> tuple[Holder, ...]:
+def _list_holders(blocks: Iterable[_HeldBlock]) -> tuple[Holder, ...]:
     sizes, counts = Counter[str](), Counter[str]()
     for block in blocks:
         sizes[block.holder] += block.size_bytes
@@ -161,7 +161,7 @@ def _holders(blocks: Iterable[_HeldBlock]) -> tuple[Holder, ...]:
     return tuple(Holder(name, size_bytes, counts[name]) for name, size_bytes in sizes.most_common())
 
 
-def _holder(frames: Sequence[Mapping[str, Any]]) -> str:
+def _find_holder(frames: Sequence[Mapping[str, Any]]) -> str:
     """Return the innermost line of the user's own Python, with the FX node if known; frames come innermost first."""
     python = [frame for frame in frames if str(frame["filename"]).endswith(".py") or "fx_node_name" in frame]
     own = [frame for frame in python if not any(part in str(frame["filename"]) for part in _LIBRARIES)]

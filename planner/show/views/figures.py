@@ -32,7 +32,7 @@ _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
-def size_unit(largest_bytes: float) -> tuple[float, str]:
+def choose_size_unit(largest_bytes: float) -> tuple[float, str]:
     """Return the bytes and the name of the unit for an axis of memory, such that 16 MB is not shown as 0.016 GB."""
     return next(((scale, name) for scale, name in _SIZES if largest_bytes >= scale), (1.0, "B"))
 
@@ -51,12 +51,12 @@ def check_plot(path: Path) -> None:
         PlannerError: matplotlib is not installed.
     """
     check_writable(path)
-    formats = new_figure().canvas.get_supported_filetypes()
+    formats = create_figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
         raise UsageError(f"{path} does not end in a format of figures: choose one of {', '.join(sorted(formats))}")
 
 
-def spread_out(axes: "Axes", values: Sequence[float]) -> None:
+def scale_y_axis(axes: "Axes", values: Sequence[float]) -> None:
     """Start the y axis at 0; if one value is far above the others, make it logarithmic above the median of `values`."""
     positive = sorted(value for value in values if value > 0)
     middle = positive[len(positive) // 2] if positive else 0.0
@@ -70,7 +70,7 @@ def spread_out(axes: "Axes", values: Sequence[float]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def shades(count: int) -> list[str]:
+def pick_shades(count: int) -> list[str]:
     """Return `count` colours from dark to light for ordered values; they differ in lightness only."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
@@ -103,10 +103,10 @@ def save_figure(figure: "Figure", path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a box is drawn for it
         figure.savefig(content, format=path.suffix.removeprefix(".").lower(), dpi=120)
-    write_bytes(path, _reduced(content) if path.suffix.lower() == ".png" else content.getvalue())
+    write_bytes(path, _reduce_colors(content) if path.suffix.lower() == ".png" else content.getvalue())
 
 
-def _reduced(png: io.BytesIO) -> bytes:
+def _reduce_colors(png: io.BytesIO) -> bytes:
     """Return `png` with a palette of 256 colours, about a quarter of the size."""
     from PIL import Image  # a dependency of matplotlib
 
@@ -117,14 +117,14 @@ def _reduced(png: io.BytesIO) -> bytes:
 
 
 @contextmanager
-def drawn(path: Path, title: str, *, columns: int = 3) -> Iterator["Axes"]:
+def draw_figure(path: Path, title: str, *, columns: int = 3) -> Iterator["Axes"]:
     """Yield the axes of a new figure, which is written to `path` with its title and a legend of so many columns.
 
     Raises:
         PlannerError: matplotlib is not installed.
         OutputError: the file cannot be written.
     """
-    figure = new_figure()
+    figure = create_figure()
     axes = figure.add_subplot()
     yield axes
     set_title(axes, title)
@@ -137,7 +137,7 @@ def can_plot() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def new_figure() -> "Figure":
+def create_figure() -> "Figure":
     """Return a new figure of the common size.
 
     Raises:

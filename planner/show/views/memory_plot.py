@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes
 from planner.show.facts.baselines import Baseline
-from planner.show.facts.columns import stretches
+from planner.show.facts.columns import list_stretches
 from planner.show.facts.timeline import Timeline
-from planner.show.views.figures import COLORS, add_legend, new_figure, set_title, size_unit, time_unit
+from planner.show.views.figures import COLORS, add_legend, choose_size_unit, create_figure, set_title, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,11 +21,11 @@ def plot_plan(timeline: Timeline, others: Sequence[Baseline]) -> "Figure":
     """
     plan, graph = timeline.plan, timeline.graph
     largest = max(plan.peak_bytes, *(one.peak_bytes for one in others))
-    size, unit = size_unit(largest)
+    size, unit = choose_size_unit(largest)
     seconds, second = time_unit(max(timeline.time_s, *(one.time_s for one in others)))
-    figure = new_figure()
+    figure = create_figure()
     axes = figure.add_subplot()
-    held = stretches(timeline, graph.pools[0])
+    held = list_stretches(timeline, graph.pools[0])
     xs = [*(one.start_s / seconds for one in held), timeline.time_s / seconds]
     ys = [*(one.size_bytes / size for one in held), held[-1].size_bytes / size]
     axes.fill_between(xs, ys, step="post", color=COLORS["ours"], alpha=0.35, linewidth=0)

@@ -12,11 +12,11 @@ from planner.plans.attributes import attributes
 from planner.plans.plan_check import planned_graph
 from planner.plans.record import PlanRecord
 from planner.progress.visible import visible, visible_lines
-from planner.show.facts.baselines import baselines
+from planner.show.facts.baselines import build_baselines
 from planner.show.facts.timeline import Timeline
 from planner.show.views.memory_plot import plot_plan
-from planner.show.views.memory_sketch import sketch
-from planner.show.views.text import table
+from planner.show.views.memory_sketch import draw_sketch
+from planner.show.views.text import format_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,14 +53,14 @@ class PlanComparison:
     budget_bytes: int
 
     def __str__(self) -> str:
-        return table(self._header(), self._cells(), numbers=0)
+        return format_table(self._list_header(), self._list_cells(), numbers=0)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in self._header())
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self._cells())
+        head = "".join(f"<th>{name}</th>" for name in self._list_header())
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self._list_cells())
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
-    def _cells(self) -> list[tuple[str, ...]]:
+    def _list_cells(self) -> list[tuple[str, ...]]:
         base_s = next(row.time_s for row in self.rows if row.name == "keep everything")
         return [
             (
@@ -75,41 +75,41 @@ class PlanComparison:
             for row in self.rows
         ]
 
-    def _header(self) -> tuple[str, ...]:
+    def _list_header(self) -> tuple[str, ...]:
         reserved = () if self.rows[0].reserved_bytes is None else ("reserved",)
         return ("", "peak", *reserved, "within budget", "step time", "overhead", "recomputed ops")
 
 
 def plot(plan: PlanRecord, graph: Graph | None) -> "Figure":
     """Return the figure of ``Plan.plot``."""
-    timeline = _timeline(plan, graph, "plot")
-    return plot_plan(timeline, baselines(timeline.graph, plan))
+    timeline = _build_timeline(plan, graph, "plot")
+    return plot_plan(timeline, build_baselines(timeline.graph, plan))
 
 
 def compare(plan: PlanRecord, graph: Graph | None) -> PlanComparison:
     """Return the table of ``Plan.compare``."""
-    timeline = _timeline(plan, graph, "compare")
+    timeline = _build_timeline(plan, graph, "compare")
     own = PlanComparisonRow(
         name="this plan",
         counted_bytes=plan.predicted_bytes,
         **attributes(plan, "peak_bytes", "reserved_bytes", "time_s", "recomputed"),
     )
     columns = ("name", "peak_bytes", "reserved_bytes", "counted_bytes", "time_s", "recomputed")
-    others = (PlanComparisonRow(**attributes(one, *columns)) for one in baselines(timeline.graph, plan))
+    others = (PlanComparisonRow(**attributes(one, *columns)) for one in build_baselines(timeline.graph, plan))
     return PlanComparison((own, *others), plan.budget_bytes)
 
 
-def html(plan: PlanRecord, graph: Graph | None) -> str:
+def render_plan(plan: PlanRecord, graph: Graph | None) -> str:
     """Return `plan` as HTML for a notebook: its text, and the chart of its memory if the graph is known."""
     lines = f"<pre>{escape(visible_lines(str(plan)))}</pre>"
     if graph is None:
         return f"<div>{lines}</div>"
-    timeline = _timeline(plan, graph, "plot")
+    timeline = _build_timeline(plan, graph, "plot")
     model = visible(plan.graph.provenance.get("model", "a model"))
-    return f"<div><b>Plan for {escape(model)}</b>{sketch(timeline)}{lines}</div>"
+    return f"<div><b>Plan for {escape(model)}</b>{draw_sketch(timeline)}{lines}</div>"
 
 
-def _timeline(plan: PlanRecord, graph: Graph | None, method: str) -> Timeline:
+def _build_timeline(plan: PlanRecord, graph: Graph | None, method: str) -> Timeline:
     found = plan.source if graph is None else graph
     if found is None:
         raise PlannerError(

@@ -5,14 +5,14 @@ from collections.abc import Iterable, Sequence
 from planner.progress.visible import visible
 
 
-def aligned(lines: Iterable[tuple[str, str]]) -> str:
+def format_aligned(lines: Iterable[tuple[str, str]]) -> str:
     """Return names and values as text in two columns."""
     pairs = list(lines)
     width = max((len(name) for name, _ in pairs), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in pairs)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
     """Return rows under a header as text; the first `numbers` columns are right-aligned."""
     cells = [tuple(header), *(tuple(map(visible, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -17,7 +17,7 @@ from planner.runtime.executor import Executor
 from planner.settings.option_settings import with_recorded
 from planner.show.facts.timeline import Timeline
 from planner.show.report.page import write_pages
-from planner.show.views.plan_views import html
+from planner.show.views.plan_views import render_plan
 from planner.train.compile.improvement import Consultation, PlanSwap
 from planner.train.compile.sizes import SizePlans
 
@@ -144,7 +144,7 @@ class PlannedStep:
 
     def _repr_html_(self) -> str:
         """Return the current plan as HTML, with the chart of its memory if the ops were measured."""
-        return html(self.plan, self.measured)
+        return render_plan(self.plan, self.measured)
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -121,7 +121,7 @@ def test_printable_text_is_not_escaped() -> None:
 )
 def test_figure_title_shows_special_characters_literally(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    figure = figures.new_figure()
+    figure = figures.create_figure()
     axes = figure.add_subplot()
     figures.set_title(axes, name)
     title = axes.get_title()

@@ -20,7 +20,7 @@ from planner.memory.least_budget import least_budget
 from planner.memory.reserved import counted_bytes
 from planner.progress import Progress
 from planner.settings.counted_memory import CountedMemory
-from planner.show.facts.graph import graph_facts
+from planner.show.facts.graph import collect_graph_facts
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import curve
 from planner.studies.frontier import Frontier
@@ -52,7 +52,7 @@ def finds_nothing(request: Request) -> Result:
 def test_info_curve_and_advice_name_the_same_budget(seed: int) -> None:
     graph = draw_graph(seed, 12)
     least = least_budget(graph)
-    facts = graph_facts(graph)
+    facts = collect_graph_facts(graph)
     found = curve(graph, 3, StudySettings(total_time_limit_s=1.0, jobs=1))
     advice = advise_graph(graph, time_limit_s=1.0, options=("offload",))
     assert (facts.least_budget_bytes, facts.least_budget_found_bytes) == (least.proved_bytes, least.found_bytes)
@@ -203,7 +203,7 @@ def test_less_is_reserved_in_an_arena_and_each_command_says_how_much(memory: Cou
     with pytest.raises((LimitError, InfeasibleError), match=format_enough(least.found_bytes)):
         planner.solve(graph, least.proved_bytes - 1, memory=memory, work_limit=2.0)
     if memory is CountedMemory.RESERVED:
-        assert graph_facts(graph).least_reserved_found_bytes == least.found_bytes
+        assert collect_graph_facts(graph).least_reserved_found_bytes == least.found_bytes
 
 
 def test_steps_that_may_have_no_arena_are_counted_without() -> None:
@@ -235,7 +235,7 @@ def test_a_plan_in_program_order_is_in_program_order(monkeypatch: pytest.MonkeyP
 
 def test_limit_error_names_budgets_with_and_without_options(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = draw_graph(1, 12)
-    facts = graph_facts(graph)
+    facts = collect_graph_facts(graph)
     assert facts.least_budget_offload_found_bytes < facts.least_budget_found_bytes
     monkeypatch.setattr("planner.memory.known_budgets._TIGHT", 2.0)
     monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)

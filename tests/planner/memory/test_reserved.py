@@ -26,8 +26,8 @@ from planner.progress import Progress
 from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
-from planner.show.facts.graph import graph_facts
-from planner.show.report.graph_text import graph_text
+from planner.show.facts.graph import collect_graph_facts
+from planner.show.report.graph_text import describe_graph
 from planner.studies.budget_analysis import advise_graph
 from tests.support.graphs.small_graphs import of_four_sizes
 
@@ -271,9 +271,9 @@ def test_reserved_memory_of_the_cpu_is_refused() -> None:
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 def test_facts_and_advice_report_memory_of_eager_pytorch(device: str) -> None:
     graph = chain(device, size_bytes=11 * MIB)
-    facts, advice = graph_facts(graph), advise_graph(graph, time_limit_s=1.0, options=())
+    facts, advice = collect_graph_facts(graph), advise_graph(graph, time_limit_s=1.0, options=())
     assert facts.eager_memory == advice.eager_memory
-    texts = graph_text(facts), str(advice)
+    texts = describe_graph(facts), str(advice)
     if device == "cpu":
         # Freed mappings raise the threshold: the second step takes all from the heap, which keeps what it had at most.
         assert 9 * 11 * MIB < facts.eager_memory.resident_bytes < 10 * 11 * MIB  # type: ignore[operator]

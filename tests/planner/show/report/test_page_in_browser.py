@@ -14,10 +14,10 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.small import make_training_chain
 from planner.capture.options import with_options
 from planner.plans.solving import solve
-from planner.show.facts.lifetimes import lives_of
+from planner.show.facts.lifetimes import compute_lifetimes
 from planner.show.facts.step import StepFacts
 from planner.show.facts.timeline import Timeline
-from planner.show.report.page import page
+from planner.show.report.page import render_page
 from planner.studies.curve import CurveRow
 from tests.support.report import solved
 
@@ -113,7 +113,7 @@ def timeline() -> Timeline:
 
 @pytest.fixture(scope="module")
 def driver(timeline: Timeline, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with opened(written(page(StepFacts.of(timeline), CURVE), tmp_path_factory.mktemp("page"))) as browser:
+    with opened(written(render_page(StepFacts.of(timeline), CURVE), tmp_path_factory.mktemp("page"))) as browser:
         yield browser
 
 
@@ -169,7 +169,7 @@ def test_page_loads_no_resources_and_logs_no_errors(driver: Any) -> None:
 
 def test_the_pointer_shows_a_tensor(driver: Any, timeline: Timeline) -> None:
     said = point_at(driver, "memory", 0.5, 0.8)
-    life = next(life for life in lives_of(timeline).lives if said.startswith(f"{life.tensor.name}\n"))
+    life = next(life for life in compute_lifetimes(timeline).lives if said.startswith(f"{life.tensor.name}\n"))
     assert f"from {life.producer.name}" in said and "module h." in said
     point_at(driver, "memory", 0.5, 0.02)
     assert point_at(driver, "memory", 0.5, 0.02) == ""
@@ -228,7 +228,7 @@ def test_a_tap_shows_a_tip_that_stays_until_the_next_tap(tmp_path: Path) -> None
     facts = StepFacts.of(timeline_of(large))
     curve = tuple(replace(row, budget_bytes=2**20 * row.budget_bytes, overhead=0.1) for row in CURVE)
     assert facts.planned is not None
-    with opened(written(page(facts, curve), tmp_path), width=390, height=844, touch=True) as browser:
+    with opened(written(render_page(facts, curve), tmp_path), width=390, height=844, touch=True) as browser:
         assert "module h." in tap_at(browser, "memory", 0.6, 0.8)
         at_addresses = [tap_at(browser, "addresses0", 0.6, 0.1 * y) for y in range(1, 8)]
         assert {said.split("\n")[0] for said in at_addresses if said} <= {stay.tensor for stay in facts.planned.stays}
@@ -255,7 +255,7 @@ def test_page_elements_do_not_overlap_at_any_width(width: int, dark: bool, tmp_p
     graph, plan = solved(["offload"])
     offered = with_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12))
     with opened(
-        written(page(StepFacts.of(Timeline(offered, plan)), CURVE), tmp_path), width=width, dark=dark, touch=width < 500
+        written(render_page(StepFacts.of(Timeline(offered, plan)), CURVE), tmp_path), width=width, dark=dark, touch=width < 500
     ) as browser:
         assert browser.execute_script(_WIDE) <= width
         assert browser.execute_script(_OVERLAPS) == []
@@ -266,7 +266,9 @@ def test_page_elements_do_not_overlap_at_any_width(width: int, dark: bool, tmp_p
 
 
 def test_names_from_files_are_text(tmp_path: Path) -> None:
-    with opened(written(page(StepFacts.of(timeline_of(blocks(model=HOSTILE, module=HOSTILE)))), tmp_path), width=820) as browser:
+    with opened(
+        written(render_page(StepFacts.of(timeline_of(blocks(model=HOSTILE, module=HOSTILE)))), tmp_path), width=820
+    ) as browser:
         assert browser.execute_script("return document.documentElement.dataset.hit ?? null") is None
         assert "</title>" in browser.execute_script("return document.querySelector('h1').textContent")
         assert browser.execute_script(_WIDE) <= 820

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from planner.show.views import figures
-from planner.show.views.figures import add_legend, new_figure, set_title, shades, size_unit, spread_out, time_unit
+from planner.show.views.figures import (
+    add_legend,
+    choose_size_unit,
+    create_figure,
+    pick_shades,
+    scale_y_axis,
+    set_title,
+    time_unit,
+)
 from planner.studies import comparison_plots
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import read_rows
@@ -20,7 +28,7 @@ RESULTS = Path(__file__).parents[4] / "results" / "compare"
     ("size_bytes", "unit"), [(16_000_000, "MB"), (1_000_000_000, "GB"), (999_999_999, "MB"), (5_000, "kB"), (0, "B")]
 )
 def test_units_of_memory_fit(size_bytes: int, unit: str) -> None:
-    scale, name = size_unit(size_bytes)
+    scale, name = choose_size_unit(size_bytes)
     assert name == unit and (size_bytes == 0 or 1 <= size_bytes / scale < 1000)
 
 
@@ -30,15 +38,15 @@ def test_units_of_time_fit(time_s: float, unit: str) -> None:
 
 
 def test_one_large_value_does_not_squash_the_others() -> None:
-    axes = new_figure().add_subplot()
+    axes = create_figure().add_subplot()
     values = [0.0, 1.0, 2.0, 3.0, 400.0]
     axes.plot(range(5), values)
-    spread_out(axes, values)
+    scale_y_axis(axes, values)
     assert axes.get_yscale() == "symlog"
     heights = [axes.transData.transform((0, value))[1] for value in values]
     assert (heights[3] - heights[0]) / (heights[4] - heights[0]) > 0.2
-    plain = new_figure().add_subplot()
-    spread_out(plain, [1.0, 2.0, 3.0])
+    plain = create_figure().add_subplot()
+    scale_y_axis(plain, [1.0, 2.0, 3.0])
     assert plain.get_yscale() == "linear"
 
 
@@ -47,13 +55,13 @@ def test_shades_are_in_the_order_of_lightness() -> None:
         red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
-    found = [lightness(color) for color in shades(6)]
+    found = [lightness(color) for color in pick_shades(6)]
     assert found == sorted(found) and len(set(found)) == 6
-    assert len(shades(1)) == 1
+    assert len(pick_shades(1)) == 1
 
 
 def test_the_legend_covers_nothing() -> None:
-    figure = new_figure()
+    figure = create_figure()
     axes = figure.add_subplot()
     axes.plot([0, 1], [0, 1], label="a line")
     add_legend(figure, axes)
@@ -63,7 +71,7 @@ def test_the_legend_covers_nothing() -> None:
 
 
 def test_titles_are_for_people_and_as_they_are() -> None:
-    axes = new_figure().add_subplot()
+    axes = create_figure().add_subplot()
     set_title(axes, "zoo:gpt2,layers=4,width=$x$")
     assert axes.get_title() == "gpt2, layers=4, width=$x$"
 

@@ -24,15 +24,15 @@ from planner.cli.main import main
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan
 from planner.plans.solving import solve
-from planner.show.facts.addresses import planned_addresses, reserved_addresses
-from planner.show.facts.baselines import baselines
-from planner.show.facts.columns import memory_columns
-from planner.show.facts.lifetimes import lives_of
+from planner.show.facts.addresses import compute_reserved_addresses, plan_addresses
+from planner.show.facts.baselines import build_baselines
+from planner.show.facts.columns import compute_memory_columns
+from planner.show.facts.lifetimes import compute_lifetimes
 from planner.show.facts.step import StepFacts
 from planner.show.facts.timeline import Timeline, block
-from planner.show.report.chrome_trace import chrome_trace
-from planner.show.report.lanes import RECOMPUTED, bars
-from planner.show.report.page import page
+from planner.show.report.chrome_trace import build_chrome_trace
+from planner.show.report.lanes import RECOMPUTED, list_bars
+from planner.show.report.page import render_page
 from tests.support.report import assert_needs_nothing_else, parsed, without_scripts
 
 HOSTILE = "</title><script>alert('x')</script>&\x1b[31m"
@@ -56,14 +56,16 @@ def timeline() -> Timeline:
 
 def test_page_figures_add_up(timeline: Timeline) -> None:
     assert len(timeline.executions) == len(timeline.plan.schedule.computed)
-    assert timeline.peak.memory_bytes == timeline.plan.peak_bytes == max(memory_columns(timeline, timeline.graph.pools[0]))
+    assert (
+        timeline.peak.memory_bytes == timeline.plan.peak_bytes == max(compute_memory_columns(timeline, timeline.graph.pools[0]))
+    )
     in_use = sum(one.tensor.size_bytes for one in timeline.held) + timeline.graph.static_bytes
     assert in_use + timeline.peak.op.workspace_bytes == timeline.plan.peak_bytes
     overhead_s = timeline.plan.time_s - timeline.graph.time_s
     assert overhead_s > 0
     assert math.isclose(sum(burst.time_s for burst in timeline.bursts), overhead_s)
     assert math.isclose(sum(cost.time_s for cost in timeline.module_costs), overhead_s)
-    again = [bar for bar in bars(timeline) if bar.lane == RECOMPUTED]
+    again = [bar for bar in list_bars(timeline) if bar.lane == RECOMPUTED]
     assert math.isclose(sum(bar.end_s - bar.start_s for bar in again), overhead_s)
     assert sum(burst.ops for burst in timeline.bursts) == len(timeline.executions) - len(timeline.graph.ops)
     assert {cost.module for cost in timeline.module_costs} <= {f"h.{i}" for i in range(4)}
@@ -73,20 +75,20 @@ def test_page_figures_add_up(timeline: Timeline) -> None:
 
 
 def test_bytes_saved_by_module_are_the_memory_below_keeping_everything(timeline: Timeline) -> None:
-    kept = baselines(timeline.graph, timeline.plan)[0]
+    kept = build_baselines(timeline.graph, timeline.plan)[0]
     until = keep_everything(timeline.graph).steps[: simulate(timeline.graph, keep_everything(timeline.graph)).peak_step + 1]
     peak_op = until[-1].op if isinstance(until[-1], Compute) else -1
     there = next(execution.memory_bytes for execution in timeline.executions if execution.op.id == peak_op)
     saved = sum(cost.saved_bytes for cost in timeline.module_costs)
     assert 0 < saved == kept.peak_bytes - there
-    text = re.sub(r"<[^>]*>", " ", without_scripts(page(StepFacts.of(timeline))))
+    text = re.sub(r"<[^>]*>", " ", without_scripts(render_page(StepFacts.of(timeline))))
     assert all(format_bytes(cost.saved_bytes) in text for cost in timeline.module_costs)
 
 
 def test_modelled_times_are_called_modelled() -> None:
     measured = graph()
     modelled = replace(measured, provenance={**measured.provenance, "times": "modelled", "device": "h200"})
-    plain, said = (without_scripts(page(StepFacts.of(Timeline(shown, plan(shown))))) for shown in (measured, modelled))
+    plain, said = (without_scripts(render_page(StepFacts.of(Timeline(shown, plan(shown))))) for shown in (measured, modelled))
     assert "modelled" not in plain and "Step time, predicted" in plain
     assert "All times on this page are modelled for h200, not measured." in said
     assert "Step time, modelled" in said and "Overhead, modelled" in said
@@ -96,12 +98,12 @@ def test_a_graph_without_times_is_drawn_evenly() -> None:
     timed = graph()
     untimed = Graph(tuple(replace(op, time_s=0.0) for op in timed.ops), timed.tensors, timed.kept)
     timeline = Timeline(untimed, solve(untimed, "60%"))
-    assert max(memory_columns(timeline, timeline.graph.pools[0])) == timeline.plan.peak_bytes
-    assert_needs_nothing_else(page(StepFacts.of(timeline)))
+    assert max(compute_memory_columns(timeline, timeline.graph.pools[0])) == timeline.plan.peak_bytes
+    assert_needs_nothing_else(render_page(StepFacts.of(timeline)))
 
 
 def test_moments_and_lives_add_up_to_the_simulated_memory(timeline: Timeline) -> None:
-    found = lives_of(timeline)
+    found = compute_lifetimes(timeline)
     peak = max(found.moments, key=lambda moment: moment.size_bytes)
     assert peak.size_bytes == timeline.plan.peak_bytes and peak.op == timeline.peak.op
     for index, moment in enumerate(found.moments):
@@ -115,19 +117,19 @@ def test_moments_and_lives_add_up_to_the_simulated_memory(timeline: Timeline) ->
 def test_page_shows_reserved_memory_for_cuda_devices() -> None:
     shown = graph()
     on_device = replace(shown, provenance={**shown.provenance, "device": "h200"})
-    assert reserved_addresses(Timeline(shown, plan(shown))) is None
+    assert compute_reserved_addresses(Timeline(shown, plan(shown))) is None
     # All tensors are of some bytes, and share the small segment of 2 MiB that the first of them reserves.
     small = plan(on_device)
-    found = reserved_addresses(Timeline(on_device, small))
+    found = compute_reserved_addresses(Timeline(on_device, small))
     assert found is not None
     assert found.by_step == (2 * 2**20,) * len(small.schedule.steps) and found.borders == (0,)
     large = replace(on_device, tensors=tuple(replace(t, size_bytes=12 * 2**20) for t in on_device.tensors))
     timeline = Timeline(large, plan(large))
-    addresses = reserved_addresses(timeline)
+    addresses = compute_reserved_addresses(timeline)
     assert addresses is not None
     assert all(held <= now for held, now in zip(timeline.simulation.memory_bytes, addresses.by_step, strict=True))
     assert addresses.by_step[-1] == addresses.total_bytes == timeline.plan.reserved_bytes == timeline.plan.peak_bytes
-    text = without_scripts(page(StepFacts.of(timeline))).replace("&#39;", "'")
+    text = without_scripts(render_page(StepFacts.of(timeline))).replace("&#39;", "'")
     assert "reserved by PyTorch's caching allocator in the third step" in text
     assert "Budget, reserved" in text and f"{format_bytes(addresses.total_bytes)} reserved" in text
     assert "as PyTorch's caching allocator puts them" in text and "as they could be planned in one arena" in text
@@ -138,7 +140,7 @@ def test_addresses_of_tensors_in_memory_at_once_do_not_overlap(device: str) -> N
     shown = replace(graph(), provenance={"device": device})
     shown = replace(shown, tensors=tuple(replace(t, size_bytes=(t.id % 3 + 1) * 2**20) for t in shown.tensors))
     timeline = Timeline(shown, solve(shown, "100%"))
-    drawn = [planned_addresses(timeline), *([found] if (found := reserved_addresses(timeline)) is not None else [])]
+    drawn = [plan_addresses(timeline), *([found] if (found := compute_reserved_addresses(timeline)) is not None else [])]
     assert len(drawn) == (1 if device == "cpu" else 2)
     for addresses in drawn:
         assert {stay.tensor for stay in addresses.stays} == {tensor.name for tensor in shown.tensors}
@@ -153,14 +155,14 @@ def test_the_arena_of_a_plan_on_cuda_is_shown() -> None:
     shown = replace(graph(), provenance={"device": "h200"})
     shown = replace(shown, tensors=tuple(replace(t, size_bytes=(t.id % 3 + 2) * 2**20) for t in shown.tensors))
     timeline = Timeline(shown, solve(shown, "100%", arena=True))
-    found = reserved_addresses(timeline)
+    found = compute_reserved_addresses(timeline)
     assert found is not None
     assert (found.total_bytes, found.borders, found.by_step) == (timeline.plan.arena_bytes, (), ())
     assert {stay.tensor for stay in found.stays} == {tensor.name for tensor in shown.tensors}
-    text = without_scripts(page(StepFacts.of(timeline)))
+    text = without_scripts(render_page(StepFacts.of(timeline)))
     assert "as they are planned in the arena of the step" in text and "as they could be planned" not in text
     assert "reserved by PyTorch" not in text
-    events = json.loads(chrome_trace(timeline, found))["traceEvents"]
+    events = json.loads(build_chrome_trace(timeline, found))["traceEvents"]
     begins = [event for event in events if event["ph"] == "b"]
     assert len(begins) == len(found.stays)
 
@@ -168,9 +170,9 @@ def test_the_arena_of_a_plan_on_cuda_is_shown() -> None:
 def test_the_trace_has_the_address_of_each_buffer_on_cuda() -> None:
     shown = replace(graph(), provenance={"device": "h200"})
     timeline = Timeline(shown, plan(shown))
-    addresses = reserved_addresses(timeline)
+    addresses = compute_reserved_addresses(timeline)
     assert addresses is not None
-    events = json.loads(chrome_trace(timeline, reserved_addresses(timeline)))["traceEvents"]
+    events = json.loads(build_chrome_trace(timeline, compute_reserved_addresses(timeline)))["traceEvents"]
     begins = [event for event in events if event["ph"] == "b"]
     assert [event["args"]["address"] for event in begins] == [stay.address for stay in addresses.stays]
     assert len([event for event in events if event["ph"] == "e"]) == len(begins)
@@ -178,7 +180,7 @@ def test_the_trace_has_the_address_of_each_buffer_on_cuda() -> None:
 
 
 def test_recomputations_link_to_their_readers(timeline: Timeline) -> None:
-    again = [bar for bar in bars(timeline) if bar.lane == RECOMPUTED]
+    again = [bar for bar in list_bars(timeline) if bar.lane == RECOMPUTED]
     starts = {execution.op.name: execution.start_s for execution in timeline.executions if not execution.again}
     assert again
     for bar in again:
@@ -203,18 +205,18 @@ def test_modules_belong_to_blocks(module: str, name: str) -> None:
 @pytest.mark.parametrize("model", ["chain", HOSTILE])
 def test_the_page_is_whole_and_needs_nothing_else(model: str) -> None:
     shown = graph(module=model, model=model)
-    text = page(StepFacts.of(Timeline(shown, plan(shown))))
+    text = render_page(StepFacts.of(Timeline(shown, plan(shown))))
     assert_needs_nothing_else(text)
     assert escape(model.replace("\x1b", "\\x1b")) in text
 
 
 def test_page_states_recomputations_peak_and_fingerprint(timeline: Timeline) -> None:
-    text = re.sub(r"<[^>]*>", " ", without_scripts(page(StepFacts.of(timeline))))
+    text = re.sub(r"<[^>]*>", " ", without_scripts(render_page(StepFacts.of(timeline))))
     assert f"{len(timeline.executions) - len(timeline.graph.ops)} of {len(timeline.executions)} executions" in text
     assert timeline.peak.op.name in text
     assert timeline.graph.fingerprint in text
     keeping = Timeline(timeline.graph, solve(timeline.graph, "100%"))
-    assert "None: all saved tensors stay in memory" in page(StepFacts.of(keeping))
+    assert "None: all saved tensors stay in memory" in render_page(StepFacts.of(keeping))
 
 
 def test_missing_bokeh_prints_the_install_command(
@@ -240,7 +242,7 @@ def test_a_curve_is_shown_with_the_budget_of_the_plan(
 
 
 def test_the_trace_holds_every_execution(timeline: Timeline) -> None:
-    trace = json.loads(chrome_trace(timeline, reserved_addresses(timeline)))
+    trace = json.loads(build_chrome_trace(timeline, compute_reserved_addresses(timeline)))
     runs = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [event["name"] for event in runs] == [execution.op.name for execution in timeline.executions]
     assert math.isclose(sum(event["dur"] for event in runs), 1e6 * timeline.plan.time_s)

@@ -23,18 +23,18 @@ from planner.capture.options import with_options
 from planner.cli.main import main
 from planner.plans.document import write_plan
 from planner.show.facts import timeline as timeline_module
-from planner.show.facts.addresses import reserved_addresses
-from planner.show.facts.baselines import baselines
-from planner.show.facts.columns import COLUMNS, left_bytes, memory_columns, stretches
-from planner.show.facts.lifetimes import lives_of
+from planner.show.facts.addresses import compute_reserved_addresses
+from planner.show.facts.baselines import build_baselines
+from planner.show.facts.columns import COLUMNS, compute_memory_columns, count_left_bytes, list_stretches
+from planner.show.facts.lifetimes import compute_lifetimes
 from planner.show.facts.step import StepFacts
-from planner.show.facts.streams import offloads, streams, waits
+from planner.show.facts.streams import list_offloads, list_streams, list_waits
 from planner.show.facts.timeline import Timeline
 from planner.show.report import chart
-from planner.show.report.chart import charts
-from planner.show.report.chrome_trace import chrome_trace
-from planner.show.report.lanes import bars, lanes
-from planner.show.report.page import page
+from planner.show.report.chart import draw_charts
+from planner.show.report.chrome_trace import build_chrome_trace
+from planner.show.report.lanes import list_bars, list_lanes
+from planner.show.report.page import render_page
 from tests.support.graphs.event_judge import during, live, runs
 from tests.support.graphs.random_choices import graph_with_choices, schedule_with_choices
 from tests.support.report import ROUND_TRIP, assert_needs_nothing_else, chain, parsed, plan_of, solved, without_scripts
@@ -49,13 +49,13 @@ def timeline() -> Timeline:
 
 
 def test_waits_of_the_compute_stream_are_reported(timeline: Timeline) -> None:
-    first, second = waits(timeline, COMPUTE)
+    first, second = list_waits(timeline, COMPUTE)
     assert (first.start_s, first.end_s, first.awaited.op.name) == (2, 3, "copy_f1_device_to_host")
     assert (second.start_s, second.end_s, second.awaited.op.name) == (7, 8, "copy_f1_host_to_device")
     assert first.following is timeline.graph.tensors[0]
     assert second.following is timeline.graph.ops[6] and second.following.name == "g2"
     # The host's memory goes when the copy back has read it: its owner, the stream out, is there until 8.
-    assert [(w.start_s, w.end_s) for w in waits(timeline, DEVICE_TO_HOST)] == [(0, 1), (3, 8), (8, 10)]
+    assert [(w.start_s, w.end_s) for w in list_waits(timeline, DEVICE_TO_HOST)] == [(0, 1), (3, 8), (8, 10)]
 
 
 def test_wait_names_the_copy_it_depends_on() -> None:
@@ -65,49 +65,52 @@ def test_wait_names_the_copy_it_depends_on() -> None:
         ("copy_f1_host_to_device", 8),
         ("copy_g4_device_to_host", 8),
     ]
-    assert waits(timeline, COMPUTE)[-1].awaited.op.name == "copy_f1_host_to_device"
+    assert list_waits(timeline, COMPUTE)[-1].awaited.op.name == "copy_f1_host_to_device"
 
 
 def test_the_computation_waits_for_the_last_copy() -> None:
     timeline = chain(f"{ROUND_TRIP} >g2")
-    last = waits(timeline, COMPUTE)[-1]
+    last = list_waits(timeline, COMPUTE)[-1]
     assert (last.start_s, last.end_s, last.awaited.op.name, last.following) == (10, 11, "copy_g2_device_to_host", None)
-    assert ["10 s", "1 s", "copy_g2_device_to_host", "the end of the step"] in parsed(page(StepFacts.of(timeline))).rows
+    assert ["10 s", "1 s", "copy_g2_device_to_host", "the end of the step"] in parsed(render_page(StepFacts.of(timeline))).rows
 
 
 def test_a_copy_that_is_made_anew_is_another_trip() -> None:
     timeline = chain("f1 >f1 -f1@host >f1 f2 -f1 f3 f4 g4 -f3 -f4 <f1 -f1 <f1 g3 -f2 -g4 g2 g1")
-    assert [(offload.out.start_s, [e.end_s for e in offload.back]) for offload in offloads(timeline)] == [(1, []), (3, [10, 12])]
+    assert [(offload.out.start_s, [e.end_s for e in offload.back]) for offload in list_offloads(timeline)] == [
+        (1, []),
+        (3, [10, 12]),
+    ]
     # Copies are made again, and nothing is computed again.
     assert not any(execution.again for execution in timeline.executions)
-    assert "0 of 8 executions are recomputations. 4 more are on other streams" in page(StepFacts.of(timeline))
-    assert ["1 B", "f1", "synthetic", "host", "3 s", "10 s, 12 s"] in parsed(page(StepFacts.of(timeline))).rows
+    assert "0 of 8 executions are recomputations. 4 more are on other streams" in render_page(StepFacts.of(timeline))
+    assert ["1 B", "f1", "synthetic", "host", "3 s", "10 s, 12 s"] in parsed(render_page(StepFacts.of(timeline))).rows
 
 
 def test_streams_report_executions_busy_time_and_bytes(timeline: Timeline) -> None:
-    found = {s.name: (len(s.executions), s.busy_s, s.made_bytes) for s in streams(timeline)}
+    found = {s.name: (len(s.executions), s.busy_s, s.made_bytes) for s in list_streams(timeline)}
     assert found == {COMPUTE: (8, 8, 8), DEVICE_TO_HOST: (1, 2, 1), HOST_TO_DEVICE: (1, 2, 1)}
     assert not any(execution.again for execution in timeline.executions)
-    (offload,) = offloads(timeline)
+    (offload,) = list_offloads(timeline)
     assert (offload.tensor.name, offload.copy.name, offload.out.start_s) == ("f1", "f1@host", 1)
     assert [execution.end_s for execution in offload.back] == [8]
 
 
 def test_stretches_report_bytes_in_each_pool(timeline: Timeline) -> None:
     device, host = timeline.graph.pools
-    found = [(s.start_s, s.end_s, s.size_bytes) for s in stretches(timeline, host)]
+    found = [(s.start_s, s.end_s, s.size_bytes) for s in list_stretches(timeline, host)]
     assert found == [(0, 1, 0), (1, 3, 1), (3, 8, 1), (8, 10, 0)]
     # f1; f1 f2, until the copy is out; f2 f3; f2 f3 f4; g4 too; the memory of f1 is taken when f3 and f4 are gone, beside f2
     # and g4; g3 too; f1 and g3 while the computation waits; g2 too; g2 and g1.
-    found = [(s.start_s, s.end_s, s.size_bytes) for s in stretches(timeline, device)]
+    found = [(s.start_s, s.end_s, s.size_bytes) for s in list_stretches(timeline, device)]
     assert found == [
         *((0, 1, 1), (1, 2, 2), (2, 3, 2), (3, 4, 2), (4, 5, 3), (5, 6, 4), (6, 6, 3), (6, 7, 4)),
         *((7, 8, 2), (8, 9, 3), (9, 10, 2)),
     ]
-    assert left_bytes(timeline, device) == 2 and left_bytes(timeline, host) == 0
+    assert count_left_bytes(timeline, device) == 2 and count_left_bytes(timeline, host) == 0
     tenth = COLUMNS // 10
-    assert memory_columns(timeline, host, 10) == [0, 1, 1, 1, 1, 1, 1, 1, 1, 0]
-    assert memory_columns(timeline, device)[7 * tenth + 1 : 8 * tenth] == [2] * (tenth - 1)
+    assert compute_memory_columns(timeline, host, 10) == [0, 1, 1, 1, 1, 1, 1, 1, 1, 0]
+    assert compute_memory_columns(timeline, device)[7 * tenth + 1 : 8 * tenth] == [2] * (tenth - 1)
 
 
 def test_tensors_at_the_peak_are_held_since_their_allocation() -> None:
@@ -116,10 +119,10 @@ def test_tensors_at_the_peak_are_held_since_their_allocation() -> None:
     timeline = chain(script.format("-f3 -f4 <f1 <f2"), works="g3")
     assert timeline.peak.op.name == "g3" and timeline.plan.peak_bytes == 5
     assert {one.tensor.name: one.since_s for one in timeline.held} == {"f1": 7, "f2": 7, "g4": 6, "g3": 11}
-    assert "5 B at 11 s, while <b>g3</b> runs: 0 B static memory, 4 B in 4 tensors of the step, 1 B of workspace" in page(
+    assert "5 B at 11 s, while <b>g3</b> runs: 0 B static memory, 4 B in 4 tensors of the step, 1 B of workspace" in render_page(
         StepFacts.of(timeline)
     )
-    issued = page(StepFacts.of(chain(script.format("<f1 <f2 -f3 -f4"))))
+    issued = render_page(StepFacts.of(chain(script.format("<f1 <f2 -f3 -f4"))))
     assert (
         "5 B at 7 s, while <b>copy_f2_host_to_device</b> is issued: 0 B static memory, 5 B in 5 tensors of the step, 0 B of work"
         in issued
@@ -127,18 +130,18 @@ def test_tensors_at_the_peak_are_held_since_their_allocation() -> None:
 
 
 def test_bars_are_where_the_clocks_have_them(timeline: Timeline) -> None:
-    found = [(bar.lane, bar.start_s, bar.end_s, bar.title, bar.said, bar.purpose, bar.reader_s) for bar in bars(timeline)]
+    found = [(bar.lane, bar.start_s, bar.end_s, bar.title, bar.said, bar.purpose, bar.reader_s) for bar in list_bars(timeline)]
     assert found == [
         ("device to host", 1, 3, "copy_f1_device_to_host", "1 B in 2 s", "for g2, synthetic, at 8 s", 8),
         ("host to device", 6, 8, "copy_f1_host_to_device", "1 B in 2 s", "for g2, synthetic, at 8 s", 8),
         ("wait", 2, 3, "waits for copy_f1_device_to_host", "1 s", "before memory of f1 goes", None),
         ("wait", 7, 8, "waits for copy_f1_host_to_device", "1 s", "before g2", None),
     ]
-    assert lanes(timeline, bars(timeline)) == ("wait", "device to host", "host to device")
+    assert list_lanes(timeline, list_bars(timeline)) == ("wait", "device to host", "host to device")
 
 
 def test_the_page_has_the_sums(timeline: Timeline) -> None:
-    text = page(StepFacts.of(timeline))
+    text = render_page(StepFacts.of(timeline))
     rows = parsed(text).rows
     assert ["device to host", "1", "1 B", "2 s", "20.00%", ""] in rows
     assert ["host to device", "1", "1 B", "2 s", "20.00%", ""] in rows
@@ -148,23 +151,25 @@ def test_the_page_has_the_sums(timeline: Timeline) -> None:
     assert "0 of 8 executions are recomputations. 2 more are on other streams, and the computation waits 2 s (20.00% of" in text
     assert "The computation waits 2 s (20.00% of the step), at 2 places. Host memory: at most 1 B, of 2 B." in text
     assert "all saved tensors stay in memory or are reloaded" in text
-    assert "host memory: at most 1 B, without a limit" in page(StepFacts.of(chain(host_bytes=None)))
+    assert "host memory: at most 1 B, without a limit" in render_page(StepFacts.of(chain(host_bytes=None)))
 
 
 def test_a_capacity_that_is_near_is_drawn() -> None:
-    drawn = [charts(StepFacts.of(chain(host_bytes=size))).document.get_model_by_name("pool0") for size in (4, 5)]
+    drawn = [draw_charts(StepFacts.of(chain(host_bytes=size))).document.get_model_by_name("pool0") for size in (4, 5)]
     assert [len(plot.select(type=Span)) for plot in drawn] == [1, 0]
 
 
 @pytest.mark.parametrize("name", ["f1", HOSTILE])
 def test_the_page_is_whole_and_needs_nothing_else(name: str) -> None:
-    assert_needs_nothing_else(page(StepFacts.of(chain(name=name))))
+    assert_needs_nothing_else(render_page(StepFacts.of(chain(name=name))))
 
 
 def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() -> None:
     plain = make_training_chain(4)
     offered = with_options(plain, ["offload"], Surroundings(Link.even(1.0), 10))
-    text, as_ever = (page(StepFacts.of(Timeline(graph, plan_of(graph, keep_everything(plain))))) for graph in (offered, plain))
+    text, as_ever = (
+        render_page(StepFacts.of(Timeline(graph, plan_of(graph, keep_everything(plain))))) for graph in (offered, plain)
+    )
     assert "Other streams" not in as_ever
     shown, plainly = (_IDS.sub("", without_scripts(one)) for one in (text, as_ever))
     assert shown.replace(offered.fingerprint, plain.fingerprint) == plainly
@@ -173,17 +178,17 @@ def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() ->
 def test_held_tensors_report_their_offload() -> None:
     graph, plan = solved(["offload"])
     timeline = Timeline(with_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12)), plan)
-    rows = parsed(page(StepFacts.of(timeline))).rows
+    rows = parsed(render_page(StepFacts.of(timeline))).rows
     header = next(row for row in rows if row[-1] == "elsewhere")
     held = rows[rows.index(header) + 1 :]
-    gone = {offload.tensor.name for offload in offloads(timeline)}
+    gone = {offload.tensor.name for offload in list_offloads(timeline)}
     assert 0 < len(held) <= 15 and all(len(row) == len(header) for row in held)
     assert all(row[-1].startswith("to host at ") == (row[1] in gone) for row in held)
     assert any(row[-1] for row in held) and not all(row[-1] for row in held)
 
 
 def test_the_trace_has_a_row_for_each_stream_and_a_counter_for_each_memory(timeline: Timeline) -> None:
-    events = json.loads(chrome_trace(timeline, reserved_addresses(timeline)))["traceEvents"]
+    events = json.loads(build_chrome_trace(timeline, compute_reserved_addresses(timeline)))["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert list(rows.values())[-3:] == ["compute: waiting", DEVICE_TO_HOST, HOST_TO_DEVICE]
     assert len(set(rows)) == len(rows) == 7
@@ -221,11 +226,11 @@ def test_timeline_matches_the_judge_on_random_streams_and_pools(monkeypatch: pyt
     seen = 0
     small = make_training_chain(3)
     # These graphs have what baselines are not made for: static tensors of other memories.
-    monkeypatch.setattr(chart, "baselines", lambda graph, plan: baselines(small, plan))
+    monkeypatch.setattr(chart, "baselines", lambda graph, plan: build_baselines(small, plan))
     for timeline in drawn(monkeypatch, 60):
         graph, steps = timeline.graph, timeline.plan.schedule.steps
-        for stream in streams(timeline):
-            found = waits(timeline, stream.name)
+        for stream in list_streams(timeline):
+            found = list_waits(timeline, stream.name)
             busy = sorted((*((e.start_s, e.end_s) for e in stream.executions), *((w.start_s, w.end_s) for w in found)))
             assert all(after[0] == before[1] for before, after in pairwise(busy))
             assert math.isclose(stream.busy_s + sum(wait.time_s for wait in found), timeline.time_s)
@@ -233,7 +238,7 @@ def test_timeline_matches_the_judge_on_random_streams_and_pools(monkeypatch: pyt
             assert all(wait.awaited.op.stream != stream.name for wait in found)
             seen += len(found)
         for pool, peak_bytes in zip(graph.pools, timeline.simulation.pool_peaks_bytes, strict=True):
-            held = stretches(timeline, pool)
+            held = list_stretches(timeline, pool)
             assert max(stretch.size_bytes for stretch in held) == peak_bytes
             assert held[0].start_s == 0 and held[-1].end_s == max(timeline.clocks.clocks_s)
             assert all(before.end_s == after.start_s for before, after in pairwise(held))
@@ -248,7 +253,7 @@ def test_timeline_matches_the_judge_on_random_streams_and_pools(monkeypatch: pyt
                     expected.add((start_s, end_s, during(graph, steps, k, pool.name)))
                 now_s = end_s
             assert expected <= {(s.start_s, s.end_s, s.size_bytes) for s in held}
-        lives = lives_of(timeline)
+        lives = compute_lifetimes(timeline)
         assert all(lives.moments[lives.at_step[execution.step]].op is execution.op for execution in timeline.computed)
         done: set[int] = set()
         for execution in timeline.executions:
@@ -262,10 +267,12 @@ def test_timeline_matches_the_judge_on_random_streams_and_pools(monkeypatch: pyt
         made_bytes = sum(graph.tensors[t].size_bytes for t in at_peak.op.outputs if graph.tensors[t].pool == DEVICE)
         if seen > 60:  # a page takes a third of a second
             continue
-        text = page(StepFacts.of(timeline))
+        text = render_page(StepFacts.of(timeline))
         assert f" {timeline.simulation.peak_bytes - held_bytes - made_bytes} B of workspace" in text
         assert_needs_nothing_else(text)
-        assert {e["name"] for e in json.loads(chrome_trace(timeline, reserved_addresses(timeline)))["traceEvents"]} >= {
+        assert {
+            e["name"] for e in json.loads(build_chrome_trace(timeline, compute_reserved_addresses(timeline)))["traceEvents"]
+        } >= {
             "memory",
             "memory of host",
         }
@@ -295,4 +302,6 @@ def test_the_command_shows_such_plans(tmp_path: Path) -> None:
 
 def test_the_device_is_shown_as_ever(timeline: Timeline) -> None:
     assert timeline.graph.pools[0].name == DEVICE
-    assert max(memory_columns(timeline, timeline.graph.pools[0])) == timeline.plan.peak_bytes == timeline.peak.memory_bytes
+    assert (
+        max(compute_memory_columns(timeline, timeline.graph.pools[0])) == timeline.plan.peak_bytes == timeline.peak.memory_bytes
+    )

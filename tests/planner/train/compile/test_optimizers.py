@@ -18,7 +18,7 @@ from graphs.optimizers import MeasuredOptimizer, get_traced_optimizer
 from graphs.schedule import keep_everything
 from planner.capture.trace import capture
 from planner.measure.optimizers import measure_optimizer
-from planner.show.report.describe import provenance_lines
+from planner.show.report.describe import list_provenance
 
 _TAKE_OTHERS = {"Optimizer", "SparseAdam", "LBFGS", "Muon"}  # sparse gradients, a closure, matrices only
 OF_TORCH = sorted(name for name, value in vars(optim).items() if isinstance(value, type) and name not in _TAKE_OTHERS)
@@ -332,4 +332,4 @@ def test_a_graph_keeps_the_measured_memory() -> None:
     training = training_of(graph, keep_everything(graph))
     assert (training.state, training.temporaries) == ((100, 7), (30,))
     assert get_traced_optimizer(graph.provenance) == measured
-    assert ("optimizer", "Own") in provenance_lines(graph.provenance)
+    assert ("optimizer", "Own") in list_provenance(graph.provenance)

@@ -15,7 +15,7 @@ from planner.cli.arguments import (
     add_command,
     add_time_limit,
     add_work_limit,
-    complain,
+    print_error,
     print_result,
 )
 from planner.plans.attributes import attributes
@@ -44,17 +44,19 @@ def add(commands: Commands) -> None:
     parser.add_argument("buffers", metavar="BUFFERS", help="the buffers (.csv)")
     parser.add_argument(
         "--capacity",
-        type=_capacity,
+        type=_parse_capacity,
         metavar="SIZE",
         help="bytes of the arena: 1048576, 8GB (10^9) or 7.5GiB (2^30) (default: find the smallest)",
     )
-    parser.add_argument("-o", "--output", type=argument_types.output, metavar="FILE", help="the addresses to write (.csv)")
+    parser.add_argument("-o", "--output", type=argument_types.parse_output, metavar="FILE", help="the addresses to write (.csv)")
     limits = parser.add_mutually_exclusive_group()
     add_time_limit(
         limits, said="stop after this time with the best found so far: 90, 90s, 10m or 1.5h (default: 1m)", default=60.0
     )
     add_work_limit(limits, said="the same addresses on every run and machine")
-    parser.add_argument("--seed", type=argument_types.seed, default=0, metavar="N", help="seed of random choices (default: 0)")
+    parser.add_argument(
+        "--seed", type=argument_types.parse_seed, default=0, metavar="N", help="seed of random choices (default: 0)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     written = arguments.output if result.offsets is not None else None
     if written is not None and result.offsets is not None:
         write_offsets(written, table, result.offsets)
-    said = _text(result, table.buffers)
+    said = _describe_result(result, table.buffers)
     if result.offsets is None and not arguments.json:
-        complain(said)
+        print_error(said)
     else:
         data = {"output": written, "buffers": len(table.buffers), **attributes(result, *_COLUMNS)}
         print_result(arguments, lambda: data, lambda: said + (f"\nwritten to {written}" if written else ""), written=(written,))
@@ -87,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     return INFEASIBLE if result.status == "infeasible" else LIMIT
 
 
-def _capacity(text: str) -> int:
+def _parse_capacity(text: str) -> int:
     """Bytes above 0, from ``1048576`` or ``8GB``."""
     if text.strip().isdecimal():
         text = f"{text.strip()}B"
@@ -99,7 +101,7 @@ def _capacity(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error).replace("budget", "capacity")) from None
 
 
-def _text(result: "AddressResult", buffers: Sequence["Buffer"]) -> str:
+def _describe_result(result: "AddressResult", buffers: Sequence["Buffer"]) -> str:
     count = len(buffers)
     best = f"the smallest arena found has {result.height_bytes:,} bytes ({format_bytes(result.height_bytes)})"
     bound = f"no arena has fewer than {result.bound_bytes:,}"

@@ -13,8 +13,8 @@ from planner.cli.arguments import (
     add_memory,
     add_quiet,
     add_time_limit,
+    build_tracing,
     print_result,
-    tracing,
 )
 from planner.settings.option_settings import RECOMPUTATION
 from planner.settings.plan import select_settings
@@ -37,7 +37,7 @@ def add(commands: Commands) -> None:
     add_how_to_trace(parser)
     parser.add_argument(
         "--options",
-        type=argument_types.names,
+        type=argument_types.parse_names,
         metavar="NAMES",
         help="options to try, each alone (default: offload and all that are found in the step; compress with --roofline only)",
     )
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress.say(f"building {arguments.model}")
         from planner.studies.advising import advise
 
-        model, loss_fn, batch = tracing(arguments, options=RECOMPUTATION).load(arguments.model)
+        model, loss_fn, batch = build_tracing(arguments, options=RECOMPUTATION).load(arguments.model)
         advice = advise(
             model,
             loss_fn,

@@ -18,47 +18,47 @@ _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*([a-z]*)")
 
 
-def budget(text: str) -> str:
+def check_budget(text: str) -> str:
     """Return `text` if it is an amount of memory; percentages are resolved later."""
-    _parsed(lambda text: read_budget(text).in_bytes(10**15), text)  # refuses auto
+    _parse_argument(lambda text: read_budget(text).in_bytes(10**15), text)  # refuses auto
     return text
 
 
-def rate(text: str) -> float:
+def parse_rate_argument(text: str) -> float:
     """Return a rate in bytes per second."""
-    return _parsed(parse_rate, text)
+    return _parse_argument(parse_rate, text)
 
 
-def solver(text: str) -> str:
+def parse_solver(text: str) -> str:
     """Return the name of a solver."""
     if text not in SOLVERS:
         raise argparse.ArgumentTypeError(f"there is no solver {text!r}: planner solvers lists them all")
     return text
 
 
-def names(text: str) -> tuple[str, ...]:
+def parse_names(text: str) -> tuple[str, ...]:
     """Return names of graph options from comma-separated text."""
     return tuple(part.strip() for part in text.split(","))
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Return an amount of memory in bytes; percentages raise."""
     if text.strip().endswith("%"):
         raise argparse.ArgumentTypeError(f"{text!r} is a share of a peak, which changes with the batch: write 80GB or 79GiB")
-    return parse_budget(budget(text), peak_bytes=0)
+    return parse_budget(check_budget(text), peak_bytes=0)
 
 
-def budgets(text: str) -> int | tuple[str, ...]:
+def parse_budgets(text: str) -> int | tuple[str, ...]:
     """Return a number of budgets, or budgets from comma-separated text."""
-    return count(text.strip()) if text.strip().isdecimal() else budget_list(text)
+    return count(text.strip()) if text.strip().isdecimal() else parse_budget_list(text)
 
 
-def budget_list(text: str) -> tuple[str, ...]:
+def parse_budget_list(text: str) -> tuple[str, ...]:
     """Return budgets from comma-separated text."""
-    return tuple(budget(part.strip()) for part in text.split(","))
+    return tuple(check_budget(part.strip()) for part in text.split(","))
 
 
-def duration(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Return seconds above 0 from ``90``, ``90s``, ``10m`` or ``1.5h``."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None or match[2] not in _UNITS_S or not 0 < (time_s := float(match[1]) * _UNITS_S[match[2]]) < math.inf:
@@ -66,12 +66,12 @@ def duration(text: str) -> float:
     return time_s
 
 
-def fraction(text: str) -> float:
+def parse_fraction_argument(text: str) -> float:
     """Return a fraction of 0 or more from ``0.001`` or ``0.1%``."""
-    return _parsed(parse_fraction, text)
+    return _parse_argument(parse_fraction, text)
 
 
-def work(text: str) -> float:
+def parse_work(text: str) -> float:
     """Return a number of work units above 0."""
     try:
         value = float(text)
@@ -89,24 +89,24 @@ def count(text: str) -> int:
     return int(text)
 
 
-def seed(text: str) -> int:
+def parse_seed(text: str) -> int:
     """Return a seed: an integer of 0 or more that torch accepts."""
     if not text.isdecimal() or not int(text) < 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 - 1")
     return int(text)
 
 
-def output(text: str) -> str:
+def parse_output(text: str) -> str:
     """Return the path of an output file; ``-`` is the standard output."""
     return "/dev/stdout" if text == "-" else text
 
 
 def model(text: str) -> ModelSpec:
     """Return the specification of a model."""
-    return _parsed(parse_spec, text)
+    return _parse_argument(parse_spec, text)
 
 
-def _parsed(parse: Callable[[str], Parsed], text: str) -> Parsed:
+def _parse_argument(parse: Callable[[str], Parsed], text: str) -> Parsed:
     try:
         return parse(text)
     except (BudgetError, ModelError) as error:

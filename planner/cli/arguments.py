@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         said = f": did you mean {' and '.join(meant)}?" if meant else ""
         if message.endswith("expected one argument") and (negative := re.search(r"(?<= )-[\d.]\S*", f" {' '.join(self._given)}")):
             said = f": {negative[0]!r} is not above 0"
-        complain(f"{message}{said} (see {self.prog} --help)")
+        print_error(f"{message}{said} (see {self.prog} --help)")
         raise SystemExit(USAGE)
 
     def _close_names(self) -> list[str]:
@@ -121,7 +121,7 @@ def add_solver(parser: Parser) -> None:
     """Add the option for the solver."""
     parser.add_argument(
         "--solver",
-        type=argument_types.solver,
+        type=argument_types.parse_solver,
         default="windows",
         metavar="NAME",
         help="windows (the fastest schedule, with a proof), or a baseline: keep-everything, checkpoint-blocks, sac, "
@@ -143,7 +143,7 @@ def add_workers(parser: Parser, *, said: str) -> None:
 def add_time_limit(parser: "argparse._ActionsContainer", *, said: str, default: float | None = None) -> None:
     """Add a time limit; `said` is the help on it."""
     parser.add_argument(
-        "--time-limit", dest="time_limit_s", type=argument_types.duration, default=default, metavar="TIME", help=said
+        "--time-limit", dest="time_limit_s", type=argument_types.parse_duration, default=default, metavar="TIME", help=said
     )
 
 
@@ -151,13 +151,13 @@ def add_total_time_limit(parser: Parser, *, said: str, default: float) -> None:
     """Add the time limit of several solves, which by default holds if there is none for each; `said` is the help on it."""
     parser.add_argument(
         "--total-time-limit",
-        type=argument_types.duration,
+        type=argument_types.parse_duration,
         metavar="TIME",
         help=f"{said} (default: {default:.0f}s, and none with --time-limit)",
     )
 
 
-def study_settings(arguments: argparse.Namespace, *, time_limit_s: float, total_time_limit_s: float) -> "StudySettings":
+def build_study_settings(arguments: argparse.Namespace, *, time_limit_s: float, total_time_limit_s: float) -> "StudySettings":
     """Return the settings of a study from the options of ``add_workers``, ``add_tolerance``, ``add_memory`` and of time limits.
 
     Args:
@@ -170,7 +170,7 @@ def study_settings(arguments: argparse.Namespace, *, time_limit_s: float, total_
         tolerance=arguments.tolerance,
         time_limit_s=arguments.time_limit_s or time_limit_s,
         total_time_limit_s=arguments.total_time_limit or (total_time_limit_s if arguments.time_limit_s is None else math.inf),
-        options=graph_options(arguments),
+        options=parse_option_settings(arguments),
         memory=CountedMemory.of(arguments.memory),
         jobs=arguments.jobs or JOBS,
         cluster=arguments.cluster,
@@ -180,7 +180,7 @@ def study_settings(arguments: argparse.Namespace, *, time_limit_s: float, total_
 def add_work_limit(parser: "argparse._ActionsContainer", *, said: str) -> None:
     """Add a limit of work in place of time; `said` is the help on what it is for."""
     help_text = f"count work instead of time, about a second each: {said}"
-    parser.add_argument("--work-limit", type=argument_types.work, metavar="WORK", help=help_text)
+    parser.add_argument("--work-limit", type=argument_types.parse_work, metavar="WORK", help=help_text)
 
 
 def add_memory(parser: Parser) -> None:
@@ -194,7 +194,7 @@ def add_memory(parser: Parser) -> None:
     )
 
 
-def counted_memory(arguments: argparse.Namespace) -> CountedMemory:
+def build_counted_memory(arguments: argparse.Namespace) -> CountedMemory:
     """Return the kind of memory that a budget counts, from the options of ``add_memory`` and ``add_how_to_trace``.
 
     Raises:
@@ -208,7 +208,7 @@ def counted_memory(arguments: argparse.Namespace) -> CountedMemory:
 
 def add_tolerance(parser: Parser, *, said: str = "0.1%% or 0.001 (default: 0.1%%)", default: float | Tolerance = 1e-3) -> None:
     """Add the tolerance on the gap of a schedule; `said` is the help on it."""
-    parser.add_argument("--tolerance", type=argument_types.fraction, default=default, metavar="GAP", help=said)
+    parser.add_argument("--tolerance", type=argument_types.parse_fraction_argument, default=default, metavar="GAP", help=said)
 
 
 def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
@@ -237,7 +237,7 @@ def add_graph_options(parser: Parser) -> None:
     add_copying(parser)
 
 
-def graph_options(arguments: argparse.Namespace) -> OptionSettings:
+def parse_option_settings(arguments: argparse.Namespace) -> OptionSettings:
     """Return the settings from the options of ``add_graph_options``."""
     return option_settings(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
 
@@ -245,14 +245,14 @@ def graph_options(arguments: argparse.Namespace) -> OptionSettings:
 def _add_options(parser: Parser, offered: Sequence[str], said: str) -> None:
     parser.add_argument(
         "--options",
-        type=argument_types.names,
+        type=argument_types.parse_names,
         default=(),
         metavar="NAMES",
         help=f"{said}: {', '.join(offered)}; planner options describes each",
     )
 
 
-def table_of(described: Mapping[str, str]) -> str:
+def format_table(described: Mapping[str, str]) -> str:
     """Return names and their descriptions as text in two columns."""
     return indent(format_aligned(described.items()), "  ")
 
@@ -261,14 +261,14 @@ def add_copying(parser: Parser) -> None:
     """Add the options that describe the machine for transfers."""
     parser.add_argument(
         "--link",
-        type=argument_types.rate,
+        type=argument_types.parse_rate_argument,
         metavar="RATE",
         help="bytes a second of transfers to host memory, and at the same time back (default: as measured, or published for "
         f"the device, else {LINK})",
     )
     parser.add_argument(
         "--host-budget",
-        type=argument_types.budget,
+        type=argument_types.check_budget,
         metavar="SIZE",
         help="host memory for offloaded tensors: 64GB, or 50%% of what is free (default: 50%%)",
     )
@@ -289,10 +289,12 @@ def add_how_to_trace(parser: Parser) -> None:
     parser.add_argument(
         "--passes", type=argument_types.count, default=5, metavar="N", help="times each op is measured (default: 5)"
     )
-    parser.add_argument("--seed", type=argument_types.seed, default=0, metavar="N", help="for weights and batch (default: 0)")
+    parser.add_argument(
+        "--seed", type=argument_types.parse_seed, default=0, metavar="N", help="for weights and batch (default: 0)"
+    )
 
 
-def tracing(arguments: argparse.Namespace, **changes: Any) -> Tracing:
+def build_tracing(arguments: argparse.Namespace, **changes: Any) -> Tracing:
     """Return the settings from the options of ``add_how_to_trace``, with `changes` to those of the trace."""
     options = OptionSettings(tuple(getattr(arguments, "options", None) or ()))  # for commands that have them
     given = attributes(arguments, "roofline", "optimizer", "accumulate", "passes")
@@ -300,9 +302,9 @@ def tracing(arguments: argparse.Namespace, **changes: Any) -> Tracing:
 
 
 def trace_model(model: "ModelSpec", arguments: argparse.Namespace, progress: "LineView", **changes: Any) -> "Graph":
-    """Build and trace `model` with the settings of ``tracing``."""
+    """Build and trace `model` with the settings of ``build_tracing``."""
     progress.say(f"building {model}")
-    return tracing(arguments, **changes).graph(model, on_progress=progress)
+    return build_tracing(arguments, **changes).graph(model, on_progress=progress)
 
 
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
@@ -341,7 +343,7 @@ def print_result(
     print(json.dumps(data(*given), indent=2) if arguments.json else visible_lines(text(*given)), file=out)
 
 
-def complain(error: object) -> None:
+def print_error(error: object) -> None:
     """Print an error to stderr in one line."""
     message = visible(" ".join(str(error).split("\n")))
     print(f"planner: error: {message}", file=sys.stderr, flush=True)

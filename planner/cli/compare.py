@@ -22,11 +22,11 @@ from planner.cli.arguments import (
     add_tolerance,
     add_total_time_limit,
     add_workers,
-    counted_memory,
+    build_counted_memory,
+    build_study_settings,
+    build_tracing,
     print_result,
-    study_settings,
     trace_model,
-    tracing,
 )
 from planner.settings.counted_memory import CountedMemory
 
@@ -63,7 +63,7 @@ def add(commands: Commands) -> None:
     budgets = ("90%", "70%", "50%", "30%")
     parser.add_argument(
         "--budgets",
-        type=argument_types.budget_list,
+        type=argument_types.parse_budget_list,
         default=budgets,
         metavar="LIST",
         help="amounts, or shares of what plain eager PyTorch takes (default: 90%%,70%%,50%%,30%%)",
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.measure and arguments.cluster is not None:
         raise UsageError("--measure measures on this machine, and --cluster would use others: leave one of them out")
-    settings = study_settings(arguments, time_limit_s=_ROW_S, total_time_limit_s=_TOTAL_S)
+    settings = build_study_settings(arguments, time_limit_s=_ROW_S, total_time_limit_s=_TOTAL_S)
     methods = methods_named(arguments.methods, offload=settings.options.offloads)
     folder = Path(arguments.output)
     check_folder(folder)
@@ -170,7 +170,7 @@ def _simulate(
 ) -> "list[ComparisonRow]":
     from planner.studies.compare import compare
 
-    graph, name = _graph(arguments, settings.options, progress)
+    graph, name = _get_graph(arguments, settings.options, progress)
     progress.say(f"comparing {len(methods)} methods")
     return compare(
         graph,
@@ -202,7 +202,7 @@ def _measure(
 
     folder = Path(arguments.output)
     traced = traced_options(settings.options.names)
-    how = tracing(arguments, options=OptionSettings(traced), measure_link=settings.options.measures_link, name=str(spec))
+    how = build_tracing(arguments, options=OptionSettings(traced), measure_link=settings.options.measures_link, name=str(spec))
     built = how.load(spec)
     progress.say(f"tracing {spec}")
     captured = profiled(built, folder, how.settings)
@@ -225,7 +225,7 @@ def _measure(
     )
 
 
-def _graph(arguments: argparse.Namespace, options: "OptionSettings", progress: "LineView") -> "tuple[Graph, str]":
+def _get_graph(arguments: argparse.Namespace, options: "OptionSettings", progress: "LineView") -> "tuple[Graph, str]":
     from graphs.io.formats import read_graph
 
     if arguments.model.endswith(".json"):
@@ -234,6 +234,6 @@ def _graph(arguments: argparse.Namespace, options: "OptionSettings", progress: "
     from planner.capture.workload.workload import parse_spec
 
     spec = parse_spec(arguments.model)
-    counted_memory(arguments)  # which raises before anything is traced
+    build_counted_memory(arguments)  # which raises before anything is traced
     measure_link = options.measures_link and arguments.roofline is None
     return trace_model(spec, arguments, progress, measure_link=measure_link), str(spec)

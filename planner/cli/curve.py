@@ -20,8 +20,8 @@ from planner.cli.arguments import (
     add_tolerance,
     add_total_time_limit,
     add_workers,
+    build_study_settings,
     print_result,
-    study_settings,
 )
 
 _TOTAL_S = 30.0
@@ -46,13 +46,13 @@ def add(commands: Commands) -> None:
     parser.add_argument("graph", metavar="GRAPH", help="what planner trace wrote")
     parser.add_argument(
         "--budgets",
-        type=argument_types.budgets,
+        type=argument_types.parse_budgets,
         default=10,
         metavar="N|LIST",
         help="how many, from the least feasible to what plain eager PyTorch takes, or a list of amounts and shares of the "
         "latter (default: 10)",
     )
-    parser.add_argument("-o", "--output", type=argument_types.output, metavar="FILE", help="CSV to write")
+    parser.add_argument("-o", "--output", type=argument_types.parse_output, metavar="FILE", help="CSV to write")
     parser.add_argument("--plot", metavar="FILE", help="figure to write (.png, .pdf, .svg)")
     add_workers(parser, said="budgets solved")
     add_solver(parser)
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = curve(
             graph,
             arguments.budgets,
-            study_settings(arguments, time_limit_s=math.inf, total_time_limit_s=_TOTAL_S),
+            build_study_settings(arguments, time_limit_s=math.inf, total_time_limit_s=_TOTAL_S),
             solver=arguments.solver,
             reorder=arguments.reorder,
             on_activity=progress.say,

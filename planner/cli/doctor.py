@@ -20,10 +20,10 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; return the exit code."""
-    from planner.cli.installation import facts
+    from planner.cli.installation import iterate_facts
     from planner.studies.tables import by
 
-    found = list(facts(arguments.model))
+    found = list(iterate_facts(arguments.model))
     problems = [fact.problem for fact in found if fact.problem]
     width = max(len(fact.name) for fact in found)
     lines = []

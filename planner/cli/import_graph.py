@@ -19,7 +19,9 @@ def add(commands: Commands) -> None:
         "example:\n  planner import resnet32.log.gz -o model.json",
     )
     parser.add_argument("file", metavar="FILE", help="the graph to read")
-    parser.add_argument("-o", "--output", type=argument_types.output, metavar="FILE", required=True, help="the graph to write")
+    parser.add_argument(
+        "-o", "--output", type=argument_types.parse_output, metavar="FILE", required=True, help="the graph to write"
+    )
     add_quiet(parser)
 
 

@@ -46,20 +46,20 @@ class Fact:
     problem: str = ""
 
 
-def facts(model: ModelSpec | None = None) -> Iterator[Fact]:
+def iterate_facts(model: ModelSpec | None = None) -> Iterator[Fact]:
     """Yield the facts one by one, as they are found.
 
     Args:
         model: a model to capture as well; no memory is allocated for it, unless the capture fails.
     """
-    yield from _versions()
-    yield from _packages()
-    yield from _devices()
+    yield from _iterate_versions()
+    yield from _iterate_packages()
+    yield from _iterate_devices()
     if model is not None:
-        yield from _captured(model)
+        yield from _iterate_capture_facts(model)
 
 
-def _versions() -> Iterator[Fact]:
+def _iterate_versions() -> Iterator[Fact]:
     yield Fact("versions", "python", platform.python_version())
     for name in (*_NEEDED, *_OPTIONAL):
         try:
@@ -69,10 +69,10 @@ def _versions() -> Iterator[Fact]:
             yield Fact("versions", name, "not installed", missing)
 
 
-def _packages() -> Iterator[Fact]:
+def _iterate_packages() -> Iterator[Fact]:
     """Yield for each package of the project whether Python imports another package of its name, from a folder on ``sys.path``."""
     for name in _OURS:
-        own, found = _ROOT / name, _found_on_path(name)
+        own, found = _ROOT / name, _find_on_path(name)
         problem = (
             ""
             if found is None or found.is_relative_to(own)
@@ -83,7 +83,7 @@ def _packages() -> Iterator[Fact]:
     yield Fact("packages", "native passes", describe_library())
 
 
-def _found_on_path(name: str) -> Path | None:
+def _find_on_path(name: str) -> Path | None:
     """Return the file or folder of the package that Python finds on ``sys.path``; None if it finds none there."""
     spec = PathFinder.find_spec(name)
     if spec is None:
@@ -91,7 +91,7 @@ def _found_on_path(name: str) -> Path | None:
     return Path(spec.origin or next(iter(spec.submodule_search_locations or ()))).resolve()
 
 
-def _devices() -> Iterator[Fact]:
+def _iterate_devices() -> Iterator[Fact]:
     cpu = torch.device("cpu")
     yield Fact("device", "cpu", f"{machine()}, {torch.get_num_threads()} threads for PyTorch")
     yield Fact("device", "cpu memory", f"{format_bytes(free_bytes(cpu))} free for this process")
@@ -115,12 +115,12 @@ def _link(device: torch.device) -> Fact:
     return Fact("link", str(device), f"{out}/s to host memory, {back}/s from it")
 
 
-def _captured(model: ModelSpec) -> Iterator[Fact]:
+def _iterate_capture_facts(model: ModelSpec) -> Iterator[Fact]:
     try:
-        graph = _graph(model)
+        graph = _trace_graph(model)
     except TraceError as error:
         yield Fact("model", str(model), "cannot be captured as one graph", str(error))
-        yield from _breaks(model)
+        yield from _iterate_breaks(model)
     except PlannerError as error:
         yield Fact("model", str(model), "cannot be built", str(error))
     else:
@@ -129,14 +129,14 @@ def _captured(model: ModelSpec) -> Iterator[Fact]:
         yield Fact("model", str(model), f"one graph of {summary.ops:,} ops, peak {peak}; {time} by the roofline of a CPU")
 
 
-def _graph(model: ModelSpec) -> Graph:
+def _trace_graph(model: ModelSpec) -> Graph:
     """Return the graph of `model`, with times by a roofline."""
     with suppress(TraceError):  # a step may branch on data, whose values fake tensors do not have
         return Tracing(PlanSettings(roofline="cpu")).graph(model)
     return trace(*Tracing().load(model), roofline="cpu")
 
 
-def _breaks(model: ModelSpec) -> Iterator[Fact]:
+def _iterate_breaks(model: ModelSpec) -> Iterator[Fact]:
     """Yield the places where ``torch.compile`` breaks the graph, as ``torch.compile(backend="planner")`` allows."""
     module, _, batch = Tracing().load(model)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch[:-1]), {})

@@ -29,7 +29,7 @@ from planner.cli import (
     solvers,
     trace,
 )
-from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, USAGE, Command, Parser, complain
+from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, USAGE, Command, Parser, print_error
 from planner.errors import how_to_install
 from planner.runtime.allocator_failure import allocator_failure
 
@@ -69,21 +69,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         _close_stdout()
     except PlannerError as error:
         code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), FAILED)
-        complain(f"{error} (planner info shows the largest ops of a graph)" if code == INFEASIBLE else error)
+        print_error(f"{error} (planner info shows the largest ops of a graph)" if code == INFEASIBLE else error)
     except OSError as error:
         code = FAILED
-        complain(f"{error.filename or 'the output'}: {error.strerror or error}")
+        print_error(f"{error.filename or 'the output'}: {error.strerror or error}")
         _close_stdout()
     except ModuleNotFoundError as error:
         if (way := how_to_install(error)) is None:
             raise
         code = FAILED
-        complain(way)
+        print_error(way)
     except Exception as error:
         if (failure := allocator_failure(error)) is None:
             raise
         code = FAILED
-        complain(f"out of memory: the command {failure.describe()}; free memory, or lower the batch size ({failure.message})")
+        print_error(f"out of memory: the command {failure.describe()}; free memory, or lower the batch size ({failure.message})")
     return code
 
 

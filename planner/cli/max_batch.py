@@ -19,10 +19,10 @@ from planner.cli.arguments import (
     add_reorder,
     add_time_limit,
     add_tolerance,
-    counted_memory,
-    graph_options,
+    build_counted_memory,
+    build_tracing,
+    parse_option_settings,
     print_result,
-    tracing,
 )
 
 if TYPE_CHECKING:
@@ -55,11 +55,13 @@ def add(commands: Commands) -> None:
     parser.add_argument("model", metavar="MODEL", type=argument_types.model, help=MODEL_HELP)
     parser.add_argument(
         "--budget",
-        type=argument_types.size,
+        type=argument_types.parse_size,
         required=True,
         help="memory of the whole step, parameters and optimizer state included: 80GB (10^9) or 79GiB (2^30)",
     )
-    parser.add_argument("--max-overhead", type=argument_types.fraction, metavar="PART", help="20%% or 0.2 (default: any)")
+    parser.add_argument(
+        "--max-overhead", type=argument_types.parse_fraction_argument, metavar="PART", help="20%% or 0.2 (default: any)"
+    )
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
         "--batch-option", default="batch", metavar="NAME", help="the option of MODEL that is the batch size (default: batch)"
@@ -104,13 +106,13 @@ def run(arguments: argparse.Namespace) -> int:
         reorder=arguments.reorder,
         varies=arguments.vary or BATCH,
         unit=unit,
-        options=graph_options(arguments),
-        memory=counted_memory(arguments),
+        options=parse_option_settings(arguments),
+        memory=build_counted_memory(arguments),
     )
-    how = tracing(arguments)
+    how = build_tracing(arguments)
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         if arguments.roofline is None and arguments.device == "cpu":
-            answers = _modelled_and_measured(arguments, wanted, how, progress, interrupt)
+            answers = _search_modelled_then_measured(arguments, wanted, how, progress, interrupt)
         else:
             answers = _search(arguments, wanted, how, progress, interrupt)
     print_result(arguments, max_batch_data, max_batch_text, answers, wanted)
@@ -142,7 +144,7 @@ def _search(
     return max_batch(sizes.graph, wanted, on_activity=progress.say, should_stop=should_stop)
 
 
-def _modelled_and_measured(
+def _search_modelled_then_measured(
     arguments: argparse.Namespace,
     wanted: "Wanted",
     how: "Tracing",

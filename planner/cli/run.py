@@ -45,7 +45,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run (default: cpu)")
     parser.add_argument("--repeats", type=argument_types.count, default=5, metavar="N", help="steps to measure (default: 5)")
     parser.add_argument(
-        "--seed", type=argument_types.seed, default=0, metavar="N", help="for weights, batch and dropout (default: 0)"
+        "--seed", type=argument_types.parse_seed, default=0, metavar="N", help="for weights, batch and dropout (default: 0)"
     )
     parser.add_argument(
         "--arena",
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
             plan, *built, repeats=arguments.repeats, seed=arguments.seed, arena=arguments.arena, on_progress=progress
         )
     print_result(arguments, run_data, run_text, report)
-    return _verdict(report)
+    return _get_exit_code(report)
 
 
 def _model_of(plan: "Plan") -> ModelSpec:
@@ -91,7 +91,7 @@ def _model_of(plan: "Plan") -> ModelSpec:
         raise UsageError("the plan does not name a model that can be built: add --model") from None
 
 
-def _verdict(report: "RunReport") -> int:
+def _get_exit_code(report: "RunReport") -> int:
     """Return the exit code: wrong results take precedence over excess memory; differences stated in the plan are not wrong."""
     if not report.differs and report.is_exact is False:
         return DIFFERENT

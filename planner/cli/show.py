@@ -27,9 +27,9 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("plan", metavar="PLAN", help="what planner solve wrote")
     parser.add_argument("--graph", metavar="GRAPH", help="what it was solved for (default: the file that the plan names)")
-    parser.add_argument("-o", "--output", type=argument_types.output, metavar="FILE", help="the page to write (.html)")
+    parser.add_argument("-o", "--output", type=argument_types.parse_output, metavar="FILE", help="the page to write (.html)")
     parser.add_argument("--curve", metavar="FILE", help="what planner curve -o wrote: the page shows it with the plan's budget")
-    parser.add_argument("--trace", type=argument_types.output, metavar="FILE", help="the Chrome trace to write (.json)")
+    parser.add_argument("--trace", type=argument_types.parse_output, metavar="FILE", help="the Chrome trace to write (.json)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"budgets in {arguments.curve} count {' and '.join(sorted(others))} memory, and that of the plan {plan.memory}: make "
             f"the curve with planner curve --memory {plan.memory}"
         )
-    graph_path = _graph_of(plan, arguments.plan) if arguments.graph is None else Path(arguments.graph)
+    graph_path = _find_graph(plan, arguments.plan) if arguments.graph is None else Path(arguments.graph)
     for path in wanted:
         check_writable(path, *(source for source in (arguments.plan, graph_path, arguments.curve) if source is not None))
     graph = read_graph(graph_path)
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _graph_of(plan: "Plan", plan_path: str) -> Path:
+def _find_graph(plan: "Plan", plan_path: str) -> Path:
     """Return the file of the graph that `plan` was solved for."""
     from planner.plans.plan_check import graph_path
 

@@ -48,12 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
             "keep_everything_peak_bytes": plan.graph.keep_everything_peak_bytes,
             "saved_bytes": [peak.peak_bytes - plan.peak_bytes for peak in peaks],
         }
-    text = "\n\n".join(_device_text(peak, plan, arguments.top) for peak in peaks)
+    text = "\n\n".join(_describe_device(peak, plan, arguments.top) for peak in peaks)
     print_result(arguments, lambda: data, lambda: text or "nothing is in the snapshot")
     return DONE
 
 
-def _device_text(peak: "DevicePeak", plan: "Plan | None", listed: int) -> str:
+def _describe_device(peak: "DevicePeak", plan: "Plan | None", listed: int) -> str:
     from graphs.units import format_bytes, format_ratio
     from planner.show.views.text import format_aligned, format_table
 

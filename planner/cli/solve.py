@@ -50,20 +50,20 @@ def add(commands: Commands) -> None:
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument(
         "--budget",
-        type=argument_types.budget,
+        type=argument_types.check_budget,
         help="memory of the whole step, parameters and optimizer state included: 8GB (10^9), 7.5GiB (2^30), "
         "or 60%% of the predicted peak of plain eager PyTorch",
     )
     wanted.add_argument(
         "--max-overhead",
-        type=argument_types.fraction,
+        type=argument_types.parse_fraction_argument,
         metavar="SHARE",
         help="find the least memory at which the step takes at most this much longer: 10%% or 0.1",
     )
     parser.add_argument(
         "-o",
         "--output",
-        type=argument_types.output,
+        type=argument_types.parse_output,
         metavar="FILE",
         help="the plan to write (default: beside the graph, model.plan.json)",
     )
@@ -117,10 +117,10 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.show.report.describe import plan_data, plan_text
 
     graph = read_graph(arguments.graph)
-    output = _output(arguments)
+    output = _choose_output(arguments)
     if arguments.write_model is not None:
         _write_model(graph, arguments)
-    params = _params(arguments)
+    params = _build_params(arguments)
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         plan = solve(
             graph,
@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _output(arguments: argparse.Namespace) -> str:
+def _choose_output(arguments: argparse.Namespace) -> str:
     """Return the file for the plan: the one that was asked for, or one beside the graph.
 
     Raises:
@@ -163,7 +163,7 @@ def _output(arguments: argparse.Namespace) -> str:
     return output
 
 
-def _params(arguments: argparse.Namespace) -> "WindowsParams | None":
+def _build_params(arguments: argparse.Namespace) -> "WindowsParams | None":
     if arguments.params is None:
         return None
     if arguments.solver != "windows":

@@ -2,7 +2,7 @@
 
 import argparse
 
-from planner.cli.arguments import DONE, Commands, add_command, print_result, table_of
+from planner.cli.arguments import DONE, Commands, add_command, format_table, print_result
 from solvers.registry import SOLVERS, Entry
 
 
@@ -19,22 +19,22 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the list; return the exit code."""
-    print_result(arguments, _data, _text)
+    print_result(arguments, _build_data, _describe_solvers)
     return DONE
 
 
-def _data() -> dict[str, object]:
-    return {name: {"description": entry.description, "kind": _kind(entry)} for name, entry in SOLVERS.items()}
+def _build_data() -> dict[str, object]:
+    return {name: {"description": entry.description, "kind": _get_kind(entry)} for name, entry in SOLVERS.items()}
 
 
-def _text() -> str:
+def _describe_solvers() -> str:
     kinds: dict[str, dict[str, str]] = {}
     for name, entry in SOLVERS.items():
-        kinds.setdefault(_kind(entry), {})[name] = entry.description
-    return "\n".join(f"{kind}:\n{table_of(listed)}\n" for kind, listed in kinds.items())
+        kinds.setdefault(_get_kind(entry), {})[name] = entry.description
+    return "\n".join(f"{kind}:\n{format_table(listed)}\n" for kind, listed in kinds.items())
 
 
-def _kind(entry: Entry) -> str:
+def _get_kind(entry: Entry) -> str:
     """Return the group of a method in the list, by the decisions that it plans."""
     if entry.only_devices:
         return "devices"

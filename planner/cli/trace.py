@@ -34,7 +34,9 @@ def add(commands: Commands) -> None:
         "  planner trace zoo:gpt2 --options chunks -o model.json",
     )
     parser.add_argument("model", metavar="MODEL", type=argument_types.model, help=MODEL_HELP)
-    parser.add_argument("-o", "--output", type=argument_types.output, metavar="FILE", required=True, help="the graph to write")
+    parser.add_argument(
+        "-o", "--output", type=argument_types.parse_output, metavar="FILE", required=True, help="the graph to write"
+    )
     add_how_to_trace(parser)
     parser.add_argument(
         "--measure-link",
@@ -43,7 +45,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--other-devices",
-        type=argument_types.names,
+        type=argument_types.parse_names,
         default=(),
         metavar="NAMES",
         help="also measure the ops on cpu:2 (two threads of the CPU), cuda, cuda:1, for planner solve --options placement",

@@ -38,7 +38,7 @@ PEAK_BYTES = 2 * 10**9
 )
 def test_budgets_are_parsed(text: str, size_bytes: int) -> None:
     assert parse_budget(text, peak_bytes=PEAK_BYTES) == size_bytes
-    assert argument_types.budget(text) == text
+    assert argument_types.check_budget(text) == text
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_invalid_budgets_raise(text: str, said: str) -> None:
         parse_budget(text, peak_bytes=PEAK_BYTES)
     assert said in str(caught.value) and repr(text) in str(caught.value)
     with pytest.raises(argparse.ArgumentTypeError, match="budget"):
-        argument_types.budget(text)
+        argument_types.check_budget(text)
 
 
 @given(st.integers(1, 10**15))
@@ -114,21 +114,21 @@ def test_ratios_are_shown_in_percent() -> None:
     ("text", "time_s"), [("90", 90), ("90s", 90), ("10m", 600), ("10 min", 600), ("1.5h", 5400), (".5", 0.5), ("2H", 7200)]
 )
 def test_durations_are_parsed(text: str, time_s: float) -> None:
-    assert argument_types.duration(text) == time_s
+    assert argument_types.parse_duration(text) == time_s
 
 
 @pytest.mark.parametrize(("text", "value"), [("0.1%", 0.001), ("0.001", 0.001), ("0", 0.0), ("5 %", 0.05), ("1e-3", 0.001)])
 def test_fractions_are_parsed(text: str, value: float) -> None:
-    assert argument_types.fraction(text) == pytest.approx(value, rel=1e-12)
+    assert argument_types.parse_fraction_argument(text) == pytest.approx(value, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("read", "text"),
     [
-        *((argument_types.duration, text) for text in ("", "0", "-1", "1d", "10 parsecs", "inf", "nan", "9" * 400)),
-        *((argument_types.fraction, text) for text in ("", "%", "-1%", "nan", "inf", "a", "1%%")),
+        *((argument_types.parse_duration, text) for text in ("", "0", "-1", "1d", "10 parsecs", "inf", "nan", "9" * 400)),
+        *((argument_types.parse_fraction_argument, text) for text in ("", "%", "-1%", "nan", "inf", "a", "1%%")),
         *((argument_types.count, text) for text in ("", "0", "-1", "1.5", "a", "9999999", "\u00b2")),
-        *((argument_types.seed, text) for text in ("", "-1", "1.5", "a", str(2**63))),
+        *((argument_types.parse_seed, text) for text in ("", "-1", "1.5", "a", str(2**63))),
         *((argument_types.model, text) for text in ("gpt2", "zoo:", "a.py", "zoo:gpt2,", "zoo:gpt2,layers", "zoo:a,b=1,b=2")),
     ],
 )
@@ -140,7 +140,7 @@ def test_invalid_amounts_raise_usage_errors(read: Callable[[str], object], text:
 @pytest.mark.parametrize("text", ["1e30GB", "9223372036854775808B", "1e30%", "1e300B"])
 def test_overflowing_budget_is_unlimited(text: str) -> None:
     assert parse_budget(text, peak_bytes=PEAK_BYTES) == 2**63 - 1
-    assert argument_types.budget(text) == text
+    assert argument_types.check_budget(text) == text
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from graphs.io.formats import write_graph
 from graphs.io.graph_document import convert_to_dict
 from graphs.ir import Graph
 from graphs.synthetic.small import make_training_chain
-from planner.cli.arguments import complain
+from planner.cli.arguments import print_error
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, read_plan
 from planner.plans.solving import solve
@@ -94,7 +94,7 @@ def test_progress_is_escaped() -> None:
     assert line._text == f"running {SHOWN}"
     stream = io.StringIO()
     with redirect_stderr(stream):
-        complain(f"one\ntwo {NAME}")
+        print_error(f"one\ntwo {NAME}")
     assert stream.getvalue() == f"planner: error: one two {SHOWN}\n"
 
 

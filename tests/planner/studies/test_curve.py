@@ -315,5 +315,5 @@ def test_invalid_budgets_raise(budgets: Any, error: type[PlannerError]) -> None:
 
 
 def test_the_option_is_a_number_or_a_list() -> None:
-    assert argument_types.budgets("10") == 10
-    assert argument_types.budgets("90%, 8GB") == ("90%", "8GB")
+    assert argument_types.parse_budgets("10") == 10
+    assert argument_types.parse_budgets("90%, 8GB") == ("90%", "8GB")

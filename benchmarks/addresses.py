@@ -21,9 +21,9 @@ from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, key, provenance, value
-from planner.studies.solves import result_of
-from planner.studies.tables import Column, markdown, share_column
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value
+from planner.studies.solves import solve_allocated
+from planner.studies.tables import Column, format_markdown, share_column
 from solvers.addresses.greedy import ORDERS, construct_offsets
 from solvers.addresses.instance import split_into_instances
 from solvers.addresses.solve import solve
@@ -41,17 +41,19 @@ SEEDS = 3  # of the search, for public instances
 class AddressRow(Made):
     """The arena of the buffers of a public instance or of a plan."""
 
-    name: str = key("a public instance, or a model")
-    budget: str = key("of the plan, as a share of the peak; empty for public instances")
-    seed: int = key("of the search")
-    buffers: int = column("how many there are")
-    capacity_bytes: int | None = value("arena that a public instance was published with; otherwise the smallest is wanted")
-    live_bytes: int = column("most in use at once")
-    best_fit_bytes: int = column("smallest arena of best fit in four orders")
-    arena_bytes: int | None = value("found by the search")
-    bound_bytes: int = column("below which there is no arena")
-    status: str = column()
-    seconds: float = column("of the search")
+    name: str = declare_key("a public instance, or a model")
+    budget: str = declare_key("of the plan, as a share of the peak; empty for public instances")
+    seed: int = declare_key("of the search")
+    buffers: int = declare_column("how many there are")
+    capacity_bytes: int | None = declare_value(
+        "arena that a public instance was published with; otherwise the smallest is wanted"
+    )
+    live_bytes: int = declare_column("most in use at once")
+    best_fit_bytes: int = declare_column("smallest arena of best fit in four orders")
+    arena_bytes: int | None = declare_value("found by the search")
+    bound_bytes: int = declare_column("below which there is no arena")
+    status: str = declare_column()
+    seconds: float = declare_column("of the search")
 
 
 def compute_best_fit_bytes(buffers: Sequence[Buffer]) -> int:
@@ -84,7 +86,7 @@ def solve_addresses(
         best_fit_bytes=compute_best_fit_bytes(buffers),
         arena_bytes=result.height_bytes,
         **attributes(result, "bound_bytes", "status", "seconds"),
-        **provenance(),
+        **collect_provenance(),
     )
 
 
@@ -100,7 +102,7 @@ def solve_plans(model: str, budgets: Sequence[str] = BUDGETS, *, limit_s: float 
     graph = build_graph(MODELS[model])
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     for budget in budgets:
-        schedule = result_of(graph, read_budget(budget).in_bytes(peak_bytes), WallClock(limit_s), tolerance=0.01).schedule
+        schedule = solve_allocated(graph, read_budget(budget).in_bytes(peak_bytes), WallClock(limit_s), tolerance=0.01).schedule
         if schedule is not None:
             yield solve_addresses(model, buffers_of(graph, schedule), budget=budget, limit_s=limit_s)
 
@@ -131,7 +133,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"the public instances are not here and are left out: no {INSTANCES}")
     cases: dict[tuple[str, ...], Path | str] = {(path.stem.partition(".")[0],): path for path in files}
     cases |= {(model,): model for model in arguments.models if model != PUBLIC}
-    study = Study(AddressRow, run, pages={"table.md": partial(markdown, columns=TABLE)})
+    study = Study(AddressRow, run, pages={"table.md": partial(format_markdown, columns=TABLE)})
     return carry_out(study, arguments, cases)
 
 

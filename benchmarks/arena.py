@@ -32,9 +32,9 @@ from planner.runtime.arena_allocator import idle_pages_stay
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import with_recorded
 from planner.studies.experiment import Study
-from planner.studies.processes import ALONE, stream
-from planner.studies.rows import Made, column, key, listed, missing_keys, provenance
-from planner.studies.tables import Column, markdown, share_column
+from planner.studies.processes import ALONE, iterate_results
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, find_missing_keys, order_by
+from planner.studies.tables import Column, format_markdown, share_column
 
 MODELS = {
     "gpt2": partial(build, "gpt2", layers=4, width=64, heads=4, vocab=500, batch=8, seq=128, dropout=0),
@@ -58,26 +58,26 @@ _SOLVE_S = 10.0
 class ArenaRow(Made):
     """The measurements of a model at a budget."""
 
-    model: str = key()
-    budget: str = key("a share of the peak of keeping everything")
-    library: str = key("how the C library treats freed memory")
-    peak_bytes: int = column("of the plan, without static memory")
-    arena_bytes: int = column("the slab that the step runs in")
-    outside_bytes: int = column("the most that the step takes outside of it at once, as the arena counts")
-    counted_bytes: int = column("the same as PyTorch's profiler counts")
-    identical: bool = column("True if loss, gradients, buffers and random state in the arena are those of eager PyTorch")
-    eager_s: float = column("a step of eager PyTorch")
-    plan_ratio: float = column("steps of the plan without an arena, as multiples of eager PyTorch's")
-    arena_ratio: float = column("steps of the plan in an arena")
-    eager_faults: int = column("pages that the system gave in a step of eager PyTorch")
-    plan_faults: int = column("the same of the plan without an arena")
-    arena_faults: int = column("the same of the plan in an arena")
-    repeats: int = column("steps that are timed of each")
+    model: str = declare_key()
+    budget: str = declare_key("a share of the peak of keeping everything")
+    library: str = declare_key("how the C library treats freed memory")
+    peak_bytes: int = declare_column("of the plan, without static memory")
+    arena_bytes: int = declare_column("the slab that the step runs in")
+    outside_bytes: int = declare_column("the most that the step takes outside of it at once, as the arena counts")
+    counted_bytes: int = declare_column("the same as PyTorch's profiler counts")
+    identical: bool = declare_column("True if loss, gradients, buffers and random state in the arena are those of eager PyTorch")
+    eager_s: float = declare_column("a step of eager PyTorch")
+    plan_ratio: float = declare_column("steps of the plan without an arena, as multiples of eager PyTorch's")
+    arena_ratio: float = declare_column("steps of the plan in an arena")
+    eager_faults: int = declare_column("pages that the system gave in a step of eager PyTorch")
+    plan_faults: int = declare_column("the same of the plan without an arena")
+    arena_faults: int = declare_column("the same of the plan in an arena")
+    repeats: int = declare_column("steps that are timed of each")
 
 
 def measure(name: str, known: Sequence[ArenaRow], *, repeats: int) -> Iterator[ArenaRow]:
     """Yield the rows of a model that are not `known`, each measured in a process of its own."""
-    missing = missing_keys(product(BUDGETS, _VARIABLES), known, "budget", "library")
+    missing = find_missing_keys(product(BUDGETS, _VARIABLES), known, "budget", "library")
     if not missing:
         return
     torch.manual_seed(0)
@@ -85,7 +85,9 @@ def measure(name: str, known: Sequence[ArenaRow], *, repeats: int) -> Iterator[A
     plans = {budget: planner.solve(graph, budget, arena=True, time_limit_s=_SOLVE_S) for budget in dict(missing)}
     for budget, library in missing:
         variables = {**ALONE, **_VARIABLES[library]}
-        yield from stream(measure_plan, name, budget, library, plans[budget], repeats, variables=variables, limit_s=_LIMIT_S)
+        yield from iterate_results(
+            measure_plan, name, budget, library, plans[budget], repeats, variables=variables, limit_s=_LIMIT_S
+        )
 
 
 def measure_plan(name: str, budget: str, library: str, plan: Plan, repeats: int) -> Iterator[ArenaRow]:
@@ -128,7 +130,7 @@ def measure_plan(name: str, budget: str, library: str, plan: Plan, repeats: int)
         plan_faults=int(median(faults[_PLAN])),
         arena_faults=int(median(faults[_ARENA])),
         repeats=repeats,
-        **provenance(),
+        **collect_provenance(),
     )
 
 
@@ -176,8 +178,8 @@ STUDY = Study(
     ArenaRow,
     measure,
     whole=False,
-    order=listed(model=MODELS, budget=BUDGETS, library=_VARIABLES),
-    pages={"table.md": partial(markdown, columns=TABLE)},
+    order=order_by(model=MODELS, budget=BUDGETS, library=_VARIABLES),
+    pages={"table.md": partial(format_markdown, columns=TABLE)},
 )
 main = make_main(
     STUDY, __doc__, models=MODELS, out="results/arena", repeats=Setting(20, "steps timed of each", argument_types.count)

@@ -24,8 +24,8 @@ from planner.measure import tracing
 from planner.measure.steps import ratio_in_turns
 from planner.plans.summary import summarize
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, key, provenance, value
-from planner.studies.tables import Column, bullets, markdown, side_by_side
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value
+from planner.studies.tables import Column, format_bullets, format_markdown, group_side_by_side
 
 EAGER, PLANNED, IN_ARENA = "eager", "planned", "in an arena"
 _SHARE = 0.5  # of the way from the least budget to the peak
@@ -39,21 +39,25 @@ _LIMIT_S = 300.0
 class ArenaModelRow(Made):
     """One way to train one model."""
 
-    source: str = key("where the model is from")
-    model: str = key()
-    way: str = key("eager, planned, or in an arena")
-    status: str = column("ran, refused (with one clear line), failed in another way, or missing: a package is not installed")
-    message: str | None = value("of what was refused or failed")
-    budget_bytes: int | None = value("half way from the least budget that is found to the peak")
-    different: int | None = value("how many results are not eager's to the last bit, by the first plan and by the last one")
-    static_bytes: int | None = value("parameters, buffers and inputs")
-    counted_bytes: int | None = value("the most that PyTorch's allocator provides at once beside them, by its profiler")
-    arena_bytes: int | None = value("the slab")
-    swaps: int | None = value("how often a better plan took the place of another")
-    time_s: float | None = value("median of a forward and backward pass")
-    ratio: float | None = value("median of the multiples of eager's time in the same turn")
-    planned_ratio: float | None = value("the same, of the plan's time without an arena")
-    seed: int = column("of weights, batches and random state", default=SEED)
+    source: str = declare_key("where the model is from")
+    model: str = declare_key()
+    way: str = declare_key("eager, planned, or in an arena")
+    status: str = declare_column(
+        "ran, refused (with one clear line), failed in another way, or missing: a package is not installed"
+    )
+    message: str | None = declare_value("of what was refused or failed")
+    budget_bytes: int | None = declare_value("half way from the least budget that is found to the peak")
+    different: int | None = declare_value(
+        "how many results are not eager's to the last bit, by the first plan and by the last one"
+    )
+    static_bytes: int | None = declare_value("parameters, buffers and inputs")
+    counted_bytes: int | None = declare_value("the most that PyTorch's allocator provides at once beside them, by its profiler")
+    arena_bytes: int | None = declare_value("the slab")
+    swaps: int | None = declare_value("how often a better plan took the place of another")
+    time_s: float | None = declare_value("median of a forward and backward pass")
+    ratio: float | None = declare_value("median of the multiples of eager's time in the same turn")
+    planned_ratio: float | None = declare_value("the same, of the plan's time without an arena")
+    seed: int = declare_column("of weights, batches and random state", default=SEED)
 
     @property
     def taken_bytes(self) -> int | None:
@@ -66,7 +70,7 @@ class ArenaModelRow(Made):
 def try_one(case: tuple[str, str], known: Sequence[ArenaModelRow], *, repeats: int) -> Iterator[ArenaModelRow]:
     """Yield the rows of one model."""
     source, model = case
-    blank = ArenaModelRow(source=source, model=model, way=EAGER, status=RAN, **provenance())
+    blank = ArenaModelRow(source=source, model=model, way=EAGER, status=RAN, **collect_provenance())
     return run_in_process(partial(compare_plans, repeats=repeats), blank, _LIMIT_S)
 
 
@@ -157,9 +161,9 @@ def format_table(rows: Sequence[ArenaModelRow]) -> str:
     return "\n".join(
         (
             "# Models of many kinds in an arena\n",
-            bullets(summarize_rows(rows)),
+            format_bullets(summarize_rows(rows)),
             "Times are multiples of eager PyTorch's in the same turn.\n",
-            markdown(side_by_side(rows, "way", "source", "model"), TABLE),
+            format_markdown(group_side_by_side(rows, "way", "source", "model"), TABLE),
             list_not_run(rows),
         )
     )

@@ -29,9 +29,9 @@ from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import idle_pages_stay
 from planner.runtime.executor import Executor
 from planner.studies.experiment import Study
-from planner.studies.processes import ALONE, stream
-from planner.studies.rows import Made, column, key, listed, provenance
-from planner.studies.tables import Column, markdown
+from planner.studies.processes import ALONE, iterate_results
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
+from planner.studies.tables import Column, format_markdown
 from planner.train.compile.step import PlannedStep
 
 MODELS = {
@@ -56,26 +56,26 @@ _LIMIT_S = 600.0
 class ArenaTrainingRow(Made):
     """Memory and time of training with and without an arena, by plans for one budget; bytes are without static memory."""
 
-    model: str = key()
-    optimizer: str = key("and the kernels that it steps with")
-    budget_bytes: int = column("the budget")
-    plain_bytes: int = column("the most that a step and its optimizer take without an arena, by PyTorch's profiler")
-    slab_bytes: int = column("the slab")
-    given_bytes: int = column("the most that both take outside of it, by PyTorch's profiler")
-    predicted_bytes: int = column("slab and outside, as planned from the recorded requests")
-    beside_bytes: int = column("slab and outside of the step alone, and the optimizer's temporaries beside them")
-    evaluation_bytes: int = column("the most that eager PyTorch takes to evaluate a batch of that size between two steps")
-    resident_bytes: int = column("of the slab's pages, behind that evaluation")
-    identical: bool = column("True if losses and parameters are those of eager PyTorch's training")
-    plain_s: float = column("a step and its optimizer without an arena")
-    arena_ratio: float = column("the same in an arena, as a multiple")
-    evaluated_ratio: float = column("the same where a batch is evaluated before each step, which is not counted")
-    plain_plan_s: float = column("planning without an arena, processor time of this process")
-    arena_plan_s: float = column("planning for an arena, likewise")
-    addresses_s: float = column(
+    model: str = declare_key()
+    optimizer: str = declare_key("and the kernels that it steps with")
+    budget_bytes: int = declare_column("the budget")
+    plain_bytes: int = declare_column("the most that a step and its optimizer take without an arena, by PyTorch's profiler")
+    slab_bytes: int = declare_column("the slab")
+    given_bytes: int = declare_column("the most that both take outside of it, by PyTorch's profiler")
+    predicted_bytes: int = declare_column("slab and outside, as planned from the recorded requests")
+    beside_bytes: int = declare_column("slab and outside of the step alone, and the optimizer's temporaries beside them")
+    evaluation_bytes: int = declare_column("the most that eager PyTorch takes to evaluate a batch of that size between two steps")
+    resident_bytes: int = declare_column("of the slab's pages, behind that evaluation")
+    identical: bool = declare_column("True if losses and parameters are those of eager PyTorch's training")
+    plain_s: float = declare_column("a step and its optimizer without an arena")
+    arena_ratio: float = declare_column("the same in an arena, as a multiple")
+    evaluated_ratio: float = declare_column("the same where a batch is evaluated before each step, which is not counted")
+    plain_plan_s: float = declare_column("planning without an arena, processor time of this process")
+    arena_plan_s: float = declare_column("planning for an arena, likewise")
+    addresses_s: float = declare_column(
         "processor time of the second step, which plans addresses with the optimizer, beyond that of the third"
     )
-    repeats: int = column("steps that are timed")
+    repeats: int = declare_column("steps that are timed")
 
     @property
     def arena_bytes(self) -> int:
@@ -121,7 +121,7 @@ def measure(name: str, known: Sequence[ArenaTrainingRow], *, repeats: int) -> It
     """Yield the rows of a model that are not `known`."""
     for optimizer in OPTIMIZERS:
         if optimizer not in {row.optimizer for row in known}:
-            yield from stream(measure_training, name, optimizer, repeats, variables=ALONE, limit_s=_LIMIT_S)
+            yield from iterate_results(measure_training, name, optimizer, repeats, variables=ALONE, limit_s=_LIMIT_S)
 
 
 def measure_training(name: str, optimizer: str, repeats: int) -> Iterator[ArenaTrainingRow]:
@@ -174,7 +174,7 @@ def measure_training(name: str, optimizer: str, repeats: int) -> Iterator[ArenaT
         arena_plan_s=arena_plan_s,
         addresses_s=max(0.0, first_s[1] - first_s[2]),
         repeats=repeats,
-        **provenance(),
+        **collect_provenance(),
     )
 
 
@@ -241,8 +241,8 @@ STUDY = Study(
     ArenaTrainingRow,
     measure,
     whole=False,
-    order=listed(model=MODELS, optimizer=OPTIMIZERS),
-    pages={"table.md": partial(markdown, columns=TABLE)},
+    order=order_by(model=MODELS, optimizer=OPTIMIZERS),
+    pages={"table.md": partial(format_markdown, columns=TABLE)},
     failures=list_failures,
 )
 main = make_main(

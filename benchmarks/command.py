@@ -129,7 +129,7 @@ def carry_out(
         The exit code: 1 if there are failures, 2 if the CSV or the cluster is unusable.
     """
     try:
-        kept = study.kept(arguments.out)
+        kept = study.read_kept(arguments.out)
         if not arguments.tables_only:
             if arguments.fresh:
                 kept.drop([row for key in cases for row in kept.of(*key)])

@@ -3,11 +3,20 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from planner.studies.best import HEURISTICS, NOT_TRIED, best_measured, best_schedule, kind_of, of_kind, why_none, why_not_measured
-from planner.studies.comparison_rows import ComparisonRow, simulated
-from planner.studies.comparisons import LEGEND, IsoMemoryPair, cell_text, iso_memory_pairs, simulated_table
+from planner.studies.best import (
+    HEURISTICS,
+    NOT_TRIED,
+    explain_none,
+    explain_not_measured,
+    find_best_measured,
+    find_best_schedule,
+    get_kind,
+    select_kind,
+)
+from planner.studies.comparison_rows import ComparisonRow, select_simulated
+from planner.studies.comparisons import LEGEND, IsoMemoryPair, build_simulated_table, format_cell, list_iso_memory_pairs
 from planner.studies.rows import read_rows
-from planner.studies.tables import as_markdown, bold
+from planner.studies.tables import format_bold, join_markdown
 
 BUDGETS = ("70%", "50%")
 METHODS = ("windows", "checkpoint-blocks", "chen-sqrt", "chen-greedy", "rotor", "sac", "memory-budget")
@@ -36,11 +45,15 @@ def format_summary(folder: Path) -> str:
     for suite, said in SIMULATED.items():
         if models := _read_models(folder / suite):
             lines = [_format_overheads(name, rows, budget) for name, rows in models.items() for budget in BUDGETS]
-            parts += [_SIMULATED.format(said=said), as_markdown([("model", "budget", *METHODS, *BEST, "bound"), *lines])]
+            parts += [_SIMULATED.format(said=said), join_markdown([("model", "budget", *METHODS, *BEST, "bound"), *lines])]
     for suite, said in MEASURED.items():
         if models := _read_models(folder / suite):
             lines = [_format_ratios(name, rows, budget) for name, rows in models.items() for budget in BUDGETS]
-            parts += [_MEASURED.format(said=said), as_markdown([("model", "budget", *BASELINES), *lines]), _format_tally(models)]
+            parts += [
+                _MEASURED.format(said=said),
+                join_markdown([("model", "budget", *BASELINES), *lines]),
+                _format_tally(models),
+            ]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
@@ -50,38 +63,38 @@ def _read_models(folder: Path) -> dict[str, list[ComparisonRow]]:
 
 def _format_overheads(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[str, ...]:
     """Return the line of one budget: cells of the comparison's own table, and the best heuristics."""
-    judged = simulated(rows)
-    header, *lines = simulated_table(judged)
+    judged = select_simulated(rows)
+    header, *lines = build_simulated_table(judged)
     line = next((dict(zip(header, line, strict=True)) for line in lines if f"({budget})" in line[0]), {})
     cells = {method: line.get(method, NOT_TRIED).strip("*") for method in METHODS}
     budget_bytes = next((row.budget_bytes or 0 for row in judged if row.budget == budget), 0)
     for title, members in BEST.items():
         kind = [row for row in judged if row.method in members]
-        best = best_schedule(kind, budget_bytes)
+        best = find_best_schedule(kind, budget_bytes)
         if best is None:
-            cells[title] = why_none(row for row in kind if row.budget == budget)
+            cells[title] = explain_none(row for row in kind if row.budget == budget)
         else:
-            cells[title] = f"{cell_text(best)} ({best.method})"
+            cells[title] = f"{format_cell(best)} ({best.method})"
     times = {title: float(text.partition("%")[0]) for title, text in cells.items() if "%" in text}
     least = min(times.values(), default=None)
-    marked = (bold(text, best=title in times and times[title] == least) for title, text in cells.items())
+    marked = (format_bold(text, best=title in times and times[title] == least) for title, text in cells.items())
     return name, budget, *marked, line.get("bound", NOT_TRIED)
 
 
 def _format_ratios(name: str, rows: Sequence[ComparisonRow], budget: str) -> tuple[str, ...]:
     """Return for each kind of method the ratio of the optimal schedule's time to the best that fits `budget`."""
     budget_bytes = next((row.budget_bytes or 0 for row in rows if row.budget == budget), 0)
-    pairs = iso_memory_pairs(rows)
+    pairs = list_iso_memory_pairs(rows)
     return name, budget, *(_format_ratio(kind, rows, pairs, budget_bytes) for kind in BASELINES)
 
 
 def _format_ratio(kind: str, rows: Sequence[ComparisonRow], pairs: Sequence[IsoMemoryPair], budget_bytes: int) -> str:
-    baselines = of_kind([pair.baseline for pair in pairs], kind)
-    best = best_measured(baselines, budget_bytes)
+    baselines = select_kind([pair.baseline for pair in pairs], kind)
+    best = find_best_measured(baselines, budget_bytes)
     if best is None and kind in HEURISTICS:  # those that found no schedule have no pair
-        return why_none(row for row in simulated(rows) if kind_of(row) == kind and row.budget_bytes == budget_bytes)
+        return explain_none(row for row in select_simulated(rows) if get_kind(row) == kind and row.budget_bytes == budget_bytes)
     if best is None:
-        return why_not_measured(baselines, budget_bytes) if baselines else NOT_TRIED
+        return explain_not_measured(baselines, budget_bytes) if baselines else NOT_TRIED
     ratio = next(pair.ratio for pair in pairs if pair.baseline is best)
     return "" if ratio is None else f"{ratio:.2f} ({best.method})"
 
@@ -89,8 +102,8 @@ def _format_ratio(kind: str, rows: Sequence[ComparisonRow], pairs: Sequence[IsoM
 def _format_tally(models: Mapping[str, Sequence[ComparisonRow]]) -> str:
     """Return by kind of method how often the optimal schedule was at least as fast as one with correct gradients."""
     lost: dict[str, list[bool]] = {}
-    for pair in (pair for rows in models.values() for pair in iso_memory_pairs(rows)):
+    for pair in (pair for rows in models.values() for pair in list_iso_memory_pairs(rows)):
         if pair.ratio is not None and pair.baseline.exactness != "wrong":
-            lost.setdefault(kind_of(pair.baseline), []).append(pair.lost)
+            lost.setdefault(get_kind(pair.baseline), []).append(pair.lost)
     said = (f"{kind} {len(losses) - sum(losses)} of {len(losses)}" for kind, losses in sorted(lost.items()))
     return f"Of all that no other of its kind beats, the schedule was as fast or faster beside: {', '.join(said)}."

@@ -22,8 +22,8 @@ from graphs.units import format_bytes, format_seconds
 from planner.capture.workload.models import Workload, build
 from planner.cli import argument_types
 from planner.studies.experiment import Study
-from planner.studies.rows import listed
-from planner.studies.tables import Column, as_markdown, bullets, by, markdown
+from planner.studies.rows import order_by
+from planner.studies.tables import Column, format_bullets, format_markdown, group_by, join_markdown
 from planner.torch_private.core import pytree
 
 _GPT2 = partial(build, "gpt2", layers=4, width=64, heads=4, vocab=500, batch=8, seq=128)
@@ -85,13 +85,13 @@ def format_table(rows: Sequence[CompiledRow]) -> str:
     """Return the summary, each method at each budget, and plans within the peaks of PyTorch's Memory Budget API."""
     return "\n".join(
         (
-            bullets(summarize_rows(rows)),
+            format_bullets(summarize_rows(rows)),
             "## Plans at shares of torch.compile's peak\n",
             _CAPTION,
-            as_markdown(list(_iterate_budgets(rows))),
+            join_markdown(list(_iterate_budgets(rows))),
             "## At the Memory Budget API's own peaks\n",
             _PEAKS_CAPTION,
-            markdown(_iterate_peaks(rows), _PEAKS),
+            format_markdown(_iterate_peaks(rows), _PEAKS),
         )
     )
 
@@ -154,8 +154,8 @@ def _iterate_budgets(rows: Sequence[CompiledRow]) -> Iterator[tuple[str, ...]]:
     """Yield a line for each model and method, with a cell for each budget."""
     budgets = list(dict.fromkeys(row.budget for row in rows if row.budget and not row.peer))
     yield ("model", REFERENCE, "kernels", *budgets)
-    for model, own in by(rows, "model").items():
-        methods = by(own, "method")
+    for model, own in group_by(rows, "model").items():
+        methods = group_by(own, "method")
         (reference,) = methods[REFERENCE]
         taken = _format_taken(reference) if reference.time_s is not None else reference.error
         for method in [method for method in _METHODS if method in methods]:
@@ -230,7 +230,7 @@ def main(words: Sequence[str] | None = None) -> int:
             models.remove(name)
             print(f"{name} is left out: transformers is not installed (pip install transformers)", file=sys.stderr)
     run = partial(measure, settings=Settings(repeats=arguments.repeats), device=torch.device(arguments.device))
-    study = Study(CompiledRow, run, order=listed(model=MODELS), pages={"table.md": format_table})
+    study = Study(CompiledRow, run, order=order_by(model=MODELS), pages={"table.md": format_table})
     return carry_out(study, arguments, {(name,): name for name in models})
 
 

@@ -20,9 +20,9 @@ from planner.capture.workload.models import Workload
 from planner.measure import tracing
 from planner.measure.steps import ratio_in_turns
 from planner.settings.plan import PlanSettings
-from planner.studies.baselines import Method, memory_budget, torch_compile
+from planner.studies.baselines import Method, build_memory_budget, build_torch_compile
 from planner.studies.measured import Benchmark, Measured
-from planner.studies.rows import Made, column, key, provenance, text, value
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_text, declare_value
 from planner.train.compile.step import PlannedStep
 
 REFERENCE = "torch.compile"
@@ -37,26 +37,30 @@ _LEAST_S = 5.0  # for finding the least budget that would do, of each graph
 class CompiledRow(Made):
     """One method at one budget."""
 
-    model: str = key()
-    method: str = key("torch.compile, planner inductor (in an arena), planner eager, or a name in planner.studies.baselines")
-    budget: str = key("a share of the reference's peak, or the peak of a method; empty for what is given none")
-    budget_bytes: int | None = value("the same, static bytes included")
-    predicted_peak_bytes: int | None = value("of the plan")
-    measured_peak_bytes: int | None = value(
+    model: str = declare_key()
+    method: str = declare_key(
+        "torch.compile, planner inductor (in an arena), planner eager, or a name in planner.studies.baselines"
+    )
+    budget: str = declare_key("a share of the reference's peak, or the peak of a method; empty for what is given none")
+    budget_bytes: int | None = declare_value("the same, static bytes included")
+    predicted_peak_bytes: int | None = declare_value("of the plan")
+    measured_peak_bytes: int | None = declare_value(
         "of tensors and workspaces (CUDA: allocated), or the slab and what is outside, and static bytes"
     )
-    time_s: float | None = value("median of a forward and backward pass")
-    ratio: float | None = value("median of the multiples of the reference's time in the same turn")
-    peer_ratio: float | None = value("the same of the method whose peak the budget is")
-    variant: str = text("of Inductor's kernels")
-    gap: float | None = value("of the plan")
-    plan_s: float | None = value("to make it, on this machine's caches of compiled kernels")
-    compile_s: float | None = value("of these, to capture the step and compile its kernels, of all variants that were tried")
-    least_bytes: int | None = value("the least budget that a schedule is known for, where none was found")
-    bits: str = text("of loss and gradients: beside eager PyTorch's for ATen's ops, beside the reference's for others")
-    error: str = text("why there is no plan, or why it does not run")
-    repeats: int | None = value("turns that were timed")
-    seed: int = column("of weights, batch, and random numbers")
+    time_s: float | None = declare_value("median of a forward and backward pass")
+    ratio: float | None = declare_value("median of the multiples of the reference's time in the same turn")
+    peer_ratio: float | None = declare_value("the same of the method whose peak the budget is")
+    variant: str = declare_text("of Inductor's kernels")
+    gap: float | None = declare_value("of the plan")
+    plan_s: float | None = declare_value("to make it, on this machine's caches of compiled kernels")
+    compile_s: float | None = declare_value(
+        "of these, to capture the step and compile its kernels, of all variants that were tried"
+    )
+    least_bytes: int | None = declare_value("the least budget that a schedule is known for, where none was found")
+    bits: str = declare_text("of loss and gradients: beside eager PyTorch's for ATen's ops, beside the reference's for others")
+    error: str = declare_text("why there is no plan, or why it does not run")
+    repeats: int | None = declare_value("turns that were timed")
+    seed: int = declare_column("of weights, batch, and random numbers")
 
     @property
     def peer(self) -> str:
@@ -102,7 +106,7 @@ def compare_compiled(
         on_row: told each row as soon as all but its time is known.
     """
     comparison = _Comparison(workload, name, settings, on_row)
-    reference = comparison.enter(torch_compile())
+    reference = comparison.enter(build_torch_compile())
     if reference.measured_peak_bytes is None:
         return comparison.time_rows()
     budgets = {f"{share:.0%}": int(share * reference.measured_peak_bytes) for share in settings.shares}
@@ -110,8 +114,8 @@ def compare_compiled(
         comparison.plan(ATEN, budget, size)
     comparison.set_reference(reference)
     if comparison.on_cuda:
-        comparison.enter(torch_compile("reduce-overhead"))
-    baselines = [comparison.enter(memory_budget(f, "inductor", eager_random=False)) for f in settings.fractions]
+        comparison.enter(build_torch_compile("reduce-overhead"))
+    baselines = [comparison.enter(build_memory_budget(f, "inductor", eager_random=False)) for f in settings.fractions]
     peaks = {f"{PEAK_OF}{row.method}": row.measured_peak_bytes for row in baselines if row.measured_peak_bytes is not None}
     for budget, size in (budgets | peaks).items():
         comparison.plan(OURS, budget, size)
@@ -136,7 +140,7 @@ class _Comparison:
         self._least: dict[str, int] = {}
         device = next(workload.model.parameters()).device
         self.on_cuda = device.type == "cuda"
-        self._blank = CompiledRow(model=name, method="", budget="", seed=settings.seed, **provenance(device))
+        self._blank = CompiledRow(model=name, method="", budget="", seed=settings.seed, **collect_provenance(device))
 
     def enter(self, method: Method) -> CompiledRow:
         """Run a method of PyTorch and return its row."""
@@ -164,7 +168,7 @@ class _Comparison:
                 groups.setdefault(row.peer or row.budget or row.method, []).append(i)
         for group in groups.values():
             names = dict.fromkeys((REFERENCE, *(self._rows[i][1] for i in group)))
-            times = self._benchmark.times(list(names), repeats=self._settings.repeats)
+            times = self._benchmark.measure_times(list(names), repeats=self._settings.repeats)
             for i in group:
                 rows[i] = _add_times(rows[i], times[self._rows[i][1]], times)
         return rows

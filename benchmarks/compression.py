@@ -41,8 +41,8 @@ from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings
 from planner.show.views.figures import COLORS, create_figure, save_figure
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, key, listed, provenance
-from planner.studies.tables import ALL, Column, SideBySide, by, made_with, markdown, side_by_side
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
+from planner.studies.tables import ALL, Column, SideBySide, describe_provenance, format_markdown, group_by, group_side_by_side
 
 EXACT = "exact"
 BITS = ("8", "4")
@@ -105,19 +105,19 @@ CASES = {
 class CurveRow(Made):
     """One step of a curve, with the same step of the exact one."""
 
-    model: str = key()
-    bits: str = key("in which all that can be is kept compressed, or: exact, from other weights")
-    step: int = key("counted from 0")
-    loss: float = column("before the step, as exact_loss")
-    exact_loss: float = column()
-    time_s: float = column("of forward and backward pass, in turn with exact_s")
-    exact_s: float = column()
-    predicted_peak_bytes: int = column("of a step, as simulated; static bytes included")
-    peak_bytes: int = column("as measured")
-    exact_peak_bytes: int = column("measured, of the step that keeps everything")
-    predicted_error: float = column("of the gradients of the first step, as a part of their norm")
-    error: float = column("as measured")
-    seed: int = column("of weights, batches and random state")
+    model: str = declare_key()
+    bits: str = declare_key("in which all that can be is kept compressed, or: exact, from other weights")
+    step: int = declare_key("counted from 0")
+    loss: float = declare_column("before the step, as exact_loss")
+    exact_loss: float = declare_column()
+    time_s: float = declare_column("of forward and backward pass, in turn with exact_s")
+    exact_s: float = declare_column()
+    predicted_peak_bytes: int = declare_column("of a step, as simulated; static bytes included")
+    peak_bytes: int = declare_column("as measured")
+    exact_peak_bytes: int = declare_column("measured, of the step that keeps everything")
+    predicted_error: float = declare_column("of the gradients of the first step, as a part of their norm")
+    error: float = declare_column("as measured")
+    seed: int = declare_column("of weights, batches and random state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def train(name: str, known: Sequence[CurveRow], *, steps: int, seed: int) -> Ite
                 **attributes(curve, "predicted_peak_bytes", "peak_bytes", "predicted_error", "error"),
                 exact_peak_bytes=begun[EXACT].peak_bytes,
                 seed=seed,
-                **provenance(),
+                **collect_provenance(),
             )
 
 
@@ -214,7 +214,7 @@ def format_label(bits: str) -> str:
 def list_failures(rows: Sequence[CurveRow]) -> list[str]:
     """Return a line for each failure: a first loss that is not the exact one, or losses that are not finite."""
     said = []
-    for (model, bits), curve in by(rows, "model", "bits").items():
+    for (model, bits), curve in group_by(rows, "model", "bits").items():
         first, name = curve[0], f"{model}, {format_label(bits)}"
         if bits in BITS and first.loss != first.exact_loss:
             said.append(f"{name}: the loss of the first step is {first.loss}, but exactly {first.exact_loss}")
@@ -249,8 +249,8 @@ def format_table(rows: Sequence[CurveRow]) -> str:
         Column("largest difference", lambda curve: compute_largest_difference(list(curve.values())), format_ratio, at=ALL),
         Column("time", lambda curve: median(row.time_s / row.exact_s for row in curve.values()), "{:.2f}x", at=ALL),
     )
-    about = f"{steps} steps of AdamW from seed {rows[0].seed}; {made_with(rows)}"
-    return "\n".join((_HEAD, markdown(side_by_side(rows, "step", "model", "bits"), columns), about))
+    about = f"{steps} steps of AdamW from seed {rows[0].seed}; {describe_provenance(rows)}"
+    return "\n".join((_HEAD, format_markdown(group_side_by_side(rows, "step", "model", "bits"), columns), about))
 
 
 def _format_loss_after(end: int, curve: SideBySide[CurveRow]) -> str:
@@ -266,9 +266,9 @@ def plot(rows: Sequence[CurveRow], path: Path) -> None:
         PlannerError: matplotlib is not installed.
     """
     figure = create_figure()
-    models = by(rows, "model")
+    models = group_by(rows, "model")
     for (model, own_rows), axes in zip(models.items(), figure.subplots(1, len(models), squeeze=False)[0], strict=True):
-        own = by(own_rows, "bits")
+        own = group_by(own_rows, "bits")
         losses = {EXACT: [row.exact_loss for row in next(iter(own.values()))]}
         losses |= {format_label(bits): [row.loss for row in curve] for bits, curve in own.items()}
         for (name, values), color, style in zip(losses.items(), _COLORS, _STYLES, strict=False):
@@ -283,7 +283,7 @@ def plot(rows: Sequence[CurveRow], path: Path) -> None:
 STUDY = Study(
     CurveRow,
     train,
-    order=listed(model=CASES),
+    order=order_by(model=CASES),
     pages={"table.md": format_table},
     figures={"curves.png": plot},
     failures=list_failures,

@@ -29,8 +29,8 @@ from planner.cli import argument_types
 from planner.plans.attributes import attributes
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, key, listed, provenance, value
-from planner.studies.tables import Column, markdown, share_column
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value, order_by
+from planner.studies.tables import Column, format_markdown, share_column
 from planner.train.eager.session import rematerialize
 
 Step = Callable[[], Tensor]  # runs one step, and returns its loss
@@ -124,21 +124,21 @@ ON_CPU = ("tree", "experts", "gpt2", "gpt2-wide", "resnet50")  # by default
 class EagerRow(Made):
     """The measurements of a model at a budget."""
 
-    model: str = key()
-    share: str = key()
-    heuristic: str = key()
-    ops: int | None = value("ops of a step, without views")
-    eager_s: float = column("a step of eager PyTorch")
-    time_s: float | None = value("a step within the budget; unknown if it does not fit")
-    eager_peak_bytes: int = column("most bytes of all tensors, eager PyTorch")
-    peak_bytes: int | None = value("the same within the budget")
-    budget_bytes: int = column("the budget")
-    evictions: int | None = value("in all steps")
-    recomputed_ops: int | None = value("in all steps")
-    plan_ratio: float | None = value("predicted step by the plan, as a multiple of the step without recomputation")
-    bound_ratio: float | None = value("no schedule within the budget has a smaller one, proved")
-    exact: bool | None = value("losses and gradients of all steps are eager PyTorch's to the last bit")
-    steps: int = column("steps that are timed")
+    model: str = declare_key()
+    share: str = declare_key()
+    heuristic: str = declare_key()
+    ops: int | None = declare_value("ops of a step, without views")
+    eager_s: float = declare_column("a step of eager PyTorch")
+    time_s: float | None = declare_value("a step within the budget; unknown if it does not fit")
+    eager_peak_bytes: int = declare_column("most bytes of all tensors, eager PyTorch")
+    peak_bytes: int | None = declare_value("the same within the budget")
+    budget_bytes: int = declare_column("the budget")
+    evictions: int | None = declare_value("in all steps")
+    recomputed_ops: int | None = declare_value("in all steps")
+    plan_ratio: float | None = declare_value("predicted step by the plan, as a multiple of the step without recomputation")
+    bound_ratio: float | None = declare_value("no schedule within the budget has a smaller one, proved")
+    exact: bool | None = declare_value("losses and gradients of all steps are eager PyTorch's to the last bit")
+    steps: int = declare_column("steps that are timed")
 
 
 def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, ways: Sequence[str]) -> Iterator[EagerRow]:
@@ -172,7 +172,7 @@ def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, wa
             budget_bytes=budget,
             steps=steps,
             **found,
-            **provenance(torch.device(device)),
+            **collect_provenance(torch.device(device)),
         )
 
 
@@ -316,8 +316,8 @@ def main(words: Sequence[str] | None = None) -> int:
     study = Study(
         EagerRow,
         partial(measure, steps=arguments.steps, device=arguments.device, ways=arguments.ways),
-        order=listed(model=MODELS, share=(PLENTY, NEAR, *(f"{share:.0%}" for share in SHARES)), heuristic=WAYS),
-        pages={"table.md": partial(markdown, columns=TABLE)},
+        order=order_by(model=MODELS, share=(PLENTY, NEAR, *(f"{share:.0%}" for share in SHARES)), heuristic=WAYS),
+        pages={"table.md": partial(format_markdown, columns=TABLE)},
         whole=False,
     )
     return carry_out(study, arguments, {(name,): name for name in arguments.models})

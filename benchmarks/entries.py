@@ -34,8 +34,8 @@ from planner.measure import tracing
 from planner.measure.steps import Step, StepOutcome, run_both
 from planner.plans.summary import summarize
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, key, made, provenance, value
-from planner.studies.tables import Column, bullets, markdown, side_by_side
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_made, declare_value
+from planner.studies.tables import Column, format_bullets, format_markdown, group_side_by_side
 from planner.train.eager.session import Rematerialization
 
 COMPILE, CHECKPOINT, BACKEND, REMATERIALIZE = ENTRIES = ("compile", "checkpoint", "backend", "rematerialize")
@@ -50,23 +50,25 @@ T = TypeVar("T")
 class EntryRow(Made):
     """One model, trained by one entry point within one budget."""
 
-    source: str = key("where the model is from")
-    model: str = key()
-    way: str = key("eager, or an entry point and how far its budget is from the least budget to the peak")
-    status: str = column("ran, refused (with one clear line), failed in another way, or missing: a package is not installed")
-    message: str | None = value("of what was refused or failed")
-    budget_bytes: int | None = value("of the plan")
-    peak_bytes: int | None = value("the most of the allocator's in a forward and backward pass, with what kernels take")
-    different: int | None = value(
+    source: str = declare_key("where the model is from")
+    model: str = declare_key()
+    way: str = declare_key("eager, or an entry point and how far its budget is from the least budget to the peak")
+    status: str = declare_column(
+        "ran, refused (with one clear line), failed in another way, or missing: a package is not installed"
+    )
+    message: str | None = declare_value("of what was refused or failed")
+    budget_bytes: int | None = declare_value("of the plan")
+    peak_bytes: int | None = declare_value("the most of the allocator's in a forward and backward pass, with what kernels take")
+    different: int | None = declare_value(
         "how many losses, gradients, parameters, buffers, random states are not eager's to the last bit"
     )
-    first_difference: str | None = value("the name of one of them")
-    seed: int = column("of weights, batches and random state", default=SEED)
-    transformers: str = made("its version, as of the others")
-    timm: str = made()
-    torchvision: str = made()
-    diffusers: str = made()
-    peft: str = made()
+    first_difference: str | None = declare_value("the name of one of them")
+    seed: int = declare_column("of weights, batches and random state", default=SEED)
+    transformers: str = declare_made("its version, as of the others")
+    timm: str = declare_made()
+    torchvision: str = declare_made()
+    diffusers: str = declare_made()
+    peft: str = declare_made()
 
     @property
     def entry(self) -> str:
@@ -79,7 +81,7 @@ def try_one(case: tuple[str, str], known: Sequence[EntryRow], *, entries: Sequen
     source, model = case
     found = {row.entry for row in known if row.status != MISSING}
     left = [entry for entry in entries if entry not in found]
-    blank = EntryRow(source=source, model=model, way=EAGER, status=RAN, **provenance(packages=PACKAGES))
+    blank = EntryRow(source=source, model=model, way=EAGER, status=RAN, **collect_provenance(packages=PACKAGES))
     return run_in_process(partial(try_entries, entries=left), blank, seconds) if left else iter(())
 
 
@@ -231,9 +233,9 @@ def format_table(rows: Sequence[EntryRow]) -> str:
     return "\n".join(
         (
             "# Models by every entry point\n",
-            bullets(summarize_rows(rows)),
+            format_bullets(summarize_rows(rows)),
             note,
-            markdown(side_by_side(rows, "way", "source", "model"), TABLE),
+            format_markdown(group_side_by_side(rows, "way", "source", "model"), TABLE),
             list_not_run(rows),
         )
     )

@@ -25,10 +25,10 @@ from planner.capture.workload.models import build
 from planner.cli import argument_types
 from planner.measure.steps import Step, loss_of, ratio_in_turns, turn_times
 from planner.runtime.executor import Executor
-from planner.studies.baselines import own_code
+from planner.studies.baselines import copy_code
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, key, listed, provenance
-from planner.studies.tables import Column, markdown, share_column
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
+from planner.studies.tables import Column, format_markdown, share_column
 
 # Those of results/compare/cpu, and the convolutional ones at sizes whose ops take longer.
 MODELS = {
@@ -47,13 +47,13 @@ _CHECKS = 500
 class ExecutorRow(Made):
     """The measurements of a model."""
 
-    model: str = key()
-    ops: int = column("of the captured step")
-    eager_s: float = column("a step of eager PyTorch")
-    executor_ratio: float = column("steps of the executor, as multiples of eager PyTorch's")
-    lite_ratio: float | None = column('the same of torch.compile(mode="lite"); unknown where it fails')
-    check_s: float = column("to look, before each step, whether all is as it was planned for")
-    repeats: int = column("steps that are timed of each")
+    model: str = declare_key()
+    ops: int = declare_column("of the captured step")
+    eager_s: float = declare_column("a step of eager PyTorch")
+    executor_ratio: float = declare_column("steps of the executor, as multiples of eager PyTorch's")
+    lite_ratio: float | None = declare_column('the same of torch.compile(mode="lite"); unknown where it fails')
+    check_s: float = declare_column("to look, before each step, whether all is as it was planned for")
+    repeats: int = declare_column("steps that are timed of each")
 
 
 def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterator[ExecutorRow]:
@@ -64,7 +64,7 @@ def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterato
     eager = TrainingStep(model, loss_fn)
     executor = Executor(captured, keep_everything(captured.graph), model, loss_fn)
     steps: dict[str, Step] = {"eager": eager, "executor": executor}
-    lite = torch.compile(own_code(eager), mode="lite", dynamic=False, fullgraph=True)
+    lite = torch.compile(copy_code(eager), mode="lite", dynamic=False, fullgraph=True)
     with preserve_training_state(model, batch):
         if can_run(lite, batch):
             steps["lite"] = lite
@@ -78,7 +78,7 @@ def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterato
         lite_ratio=ratios.get("lite"),
         check_s=check_seconds(executor, batch),
         repeats=repeats,
-        **provenance(),
+        **collect_provenance(),
     )
 
 
@@ -112,7 +112,7 @@ TABLE = (
 )
 
 
-STUDY = Study(ExecutorRow, measure, order=listed(model=MODELS), pages={"table.md": partial(markdown, columns=TABLE)})
+STUDY = Study(ExecutorRow, measure, order=order_by(model=MODELS), pages={"table.md": partial(format_markdown, columns=TABLE)})
 main = make_main(
     STUDY, __doc__, models=MODELS, out="results/executor", repeats=Setting(40, "steps timed of each", argument_types.count)
 )

@@ -20,9 +20,9 @@ from benchmarks.first_step_run import FAILED, LARGE_PAGES, OUT_OF_MEMORY, RAN, U
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.attributes import attributes
 from planner.studies.experiment import Study
-from planner.studies.processes import ALONE, ProcessError, stream
-from planner.studies.rows import listed, provenance
-from planner.studies.tables import Column, bullets, by, made_with, markdown, said
+from planner.studies.processes import ALONE, ProcessError, iterate_results
+from planner.studies.rows import collect_provenance, order_by
+from planner.studies.tables import Column, describe_provenance, format_bullets, format_markdown, format_values, group_by
 
 RSS_TOLERANCE = 0.05  # of the budget and the memory of importing torch
 START_S = 2.0  # that planning may take besides the capture and some steps
@@ -53,7 +53,7 @@ def train_in_process(model: str, way: str, about: Mapping[str, object]) -> First
     row = replace(FirstStepRow(model=model, way=way, status=FAILED), **about)  # type: ignore[arg-type]
     variables = {**ALONE, "THP_MEM_ALLOC_ENABLE": str(int(way == LARGE_PAGES))}
     try:
-        (row,) = stream(train, CASES[model], row, variables=variables, limit_s=_LIMIT_S)
+        (row,) = iterate_results(train, CASES[model], row, variables=variables, limit_s=_LIMIT_S)
     except ProcessError as error:
         row = replace(row, message=str(error))
     return row
@@ -70,7 +70,7 @@ def describe_environment() -> dict[str, object]:
     """Return the columns that describe the environment, including the memory of imports."""
     torch_rss_bytes, dynamo_rss_bytes = map(measure_import_rss, ("torch", "torch._dynamo"))
     imports = {"torch_rss_bytes": torch_rss_bytes, "dynamo_rss_bytes": dynamo_rss_bytes}
-    return {**provenance(packages=("transformers",)), **imports}
+    return {**collect_provenance(packages=("transformers",)), **imports}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Trained:
 
 def group_by_model(rows: Sequence[FirstStepRow]) -> list[Trained]:
     """Return the models whose rows are complete."""
-    groups = ({row.way: row for row in own} for own in by(rows, "model").values())
+    groups = ({row.way: row for row in own} for own in group_by(rows, "model").values())
     return [Trained(*(found[way] for way in WAYS)) for found in groups if len(found) == len(WAYS)]
 
 
@@ -152,11 +152,11 @@ def format_table(rows: Sequence[FirstStepRow]) -> str:
         f"call of planner.compile to the end of the first step may be that of the capture, {START_S:g} s, and the number of "
         "steps of eager PyTorch in brackets."
     )
-    checks, training, rss = (markdown(models, columns) for columns in (_CHECKS, _TRAINING, _RSS))
+    checks, training, rss = (format_markdown(models, columns) for columns in (_CHECKS, _TRAINING, _RSS))
     parts = [method, allowed, checks, "## Training", _LEGEND, training, "## RSS of the processes", rss]
     if messages := [f"{row.model}, {row.way}: {row.status}: {row.message}" for row in _select_ended_early(models)]:
-        parts += ["## Not trained", bullets(messages)]
-    made = f"Seed {said(planned, 'seed')}; {made_with(planned, 'transformers')}"
+        parts += ["## Not trained", format_bullets(messages)]
+    made = f"Seed {format_values(planned, 'seed')}; {describe_provenance(planned, 'transformers')}"
     return "\n\n".join(part.strip() for part in [*parts, made]) + "\n"
 
 
@@ -253,7 +253,7 @@ STUDY = Study(
     FirstStepRow,
     train_model,
     whole=False,
-    order=listed(model=CASES, way=WAYS),
+    order=order_by(model=CASES, way=WAYS),
     pages={"table.md": format_table},
     failures=list_failures,
 )

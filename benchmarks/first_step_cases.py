@@ -45,9 +45,9 @@ class FirstStepCase:
 
 def checkpoint_by_blocks(workload: Workload, **choice: int) -> Step:
     """Return the step with ``torch.utils.checkpoint`` around its blocks, chosen as in ``planner.studies.blocks``."""
-    from planner.studies.baselines import checkpoint_blocks  # imports settings of Inductor, which planned runs do not need
+    from planner.studies.baselines import build_checkpoint_blocks  # imports settings of Inductor, which planned runs do not need
 
-    return checkpoint_blocks(**choice).prepare(workload.model, workload.loss_fn)
+    return build_checkpoint_blocks(**choice).prepare(workload.model, workload.loss_fn)
 
 
 def checkpoint_by_own_method(workload: Workload) -> Step:

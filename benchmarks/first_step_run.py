@@ -23,7 +23,7 @@ from planner.measure.steps import Step, measure_memory
 from planner.memory.release import release_unused
 from planner.progress.stages import Event, Progress, Stage, View
 from planner.runtime.allocator_failure import allocator_failure
-from planner.studies.rows import Made, column, key, made, text, value
+from planner.studies.rows import Made, declare_column, declare_key, declare_made, declare_text, declare_value
 
 RAN, OUT_OF_MEMORY, REFUSED, FAILED = "ran", "out of memory", "refused", "failed"
 UNCAPPED, PLANNED, LARGE_PAGES = "uncapped", "planned", "planned, large pages"
@@ -38,38 +38,42 @@ _CPU = torch.device("cpu")
 class FirstStepRow(Made):
     """One way to train one model, in a process of its own."""
 
-    model: str = key()
-    way: str = key(
+    model: str = declare_key()
+    way: str = declare_key(
         "eager PyTorch uncapped, or under the cap: planned (with THP_MEM_ALLOC_ENABLE=1: large pages), eager, checkpointing"
     )
-    status: str = column("ran, out of memory, refused (with one clear error of the planner), or failed in another way")
-    message: str = text("the first line of the error")
-    eager_peak_bytes: int | None = value("of a step of eager PyTorch, by the allocator, static bytes included")
-    static_bytes: int | None = value("of parameters, buffers and the batch")
-    eager_growth_bytes: int | None = value("by how much VmData grows in eager training")
-    budget_bytes: int | None = value("of the plan")
-    room_bytes: int | None = value("VmData may grow by: half way between what the budget leaves and what eager training takes")
-    ready_rss_bytes: int | None = value("RSS before planning, with the model and a batch in memory")
-    library_rss_bytes: int | None = value("by how much building the model raises the RSS besides its tensors: what it imports")
-    planning_rss_bytes: int | None = value("highest RSS until planner.compile returns")
-    training_rss_bytes: int | None = value("highest RSS of the steps")
-    torch_rss_bytes: int | None = value("RSS of a process that has imported torch and nothing else")
-    dynamo_rss_bytes: int | None = value("RSS of a process that has imported torch._dynamo and nothing else")
-    digest: str = text("of all losses, and of parameters, buffers and the random state in the end")
-    step_s: float | None = value("median of the last steps, with the optimizer's")
-    capture_s: float | None = value("of capturing the step, a part of planning")
-    compile_s: float | None = value("of planner.compile")
-    first_step_s: float | None = value("from the call to the end of the first step")
-    planning_steps: int | None = value("how many eager steps planning may take, besides the capture")
-    first_overhead: float | None = value("predicted, of the plan that training began with, as first_gap")
-    first_gap: float | None = value()
-    last_overhead: float | None = value("of the plan in use after the last step, as last_gap and measured_peak_bytes")
-    last_gap: float | None = value()
-    measured_peak_bytes: int | None = value()
-    swaps: str = text("of each plan but the first: step, seconds since the step was made, and reason")
-    steps: int | None = value("that are trained")
-    seed: int | None = value("of weights, batches and random state")
-    transformers: str = made("its version")
+    status: str = declare_column("ran, out of memory, refused (with one clear error of the planner), or failed in another way")
+    message: str = declare_text("the first line of the error")
+    eager_peak_bytes: int | None = declare_value("of a step of eager PyTorch, by the allocator, static bytes included")
+    static_bytes: int | None = declare_value("of parameters, buffers and the batch")
+    eager_growth_bytes: int | None = declare_value("by how much VmData grows in eager training")
+    budget_bytes: int | None = declare_value("of the plan")
+    room_bytes: int | None = declare_value(
+        "VmData may grow by: half way between what the budget leaves and what eager training takes"
+    )
+    ready_rss_bytes: int | None = declare_value("RSS before planning, with the model and a batch in memory")
+    library_rss_bytes: int | None = declare_value(
+        "by how much building the model raises the RSS besides its tensors: what it imports"
+    )
+    planning_rss_bytes: int | None = declare_value("highest RSS until planner.compile returns")
+    training_rss_bytes: int | None = declare_value("highest RSS of the steps")
+    torch_rss_bytes: int | None = declare_value("RSS of a process that has imported torch and nothing else")
+    dynamo_rss_bytes: int | None = declare_value("RSS of a process that has imported torch._dynamo and nothing else")
+    digest: str = declare_text("of all losses, and of parameters, buffers and the random state in the end")
+    step_s: float | None = declare_value("median of the last steps, with the optimizer's")
+    capture_s: float | None = declare_value("of capturing the step, a part of planning")
+    compile_s: float | None = declare_value("of planner.compile")
+    first_step_s: float | None = declare_value("from the call to the end of the first step")
+    planning_steps: int | None = declare_value("how many eager steps planning may take, besides the capture")
+    first_overhead: float | None = declare_value("predicted, of the plan that training began with, as first_gap")
+    first_gap: float | None = declare_value()
+    last_overhead: float | None = declare_value("of the plan in use after the last step, as last_gap and measured_peak_bytes")
+    last_gap: float | None = declare_value()
+    measured_peak_bytes: int | None = declare_value()
+    swaps: str = declare_text("of each plan but the first: step, seconds since the step was made, and reason")
+    steps: int | None = declare_value("that are trained")
+    seed: int | None = declare_value("of weights, batches and random state")
+    transformers: str = declare_made("its version")
 
 
 def train(case: FirstStepCase, row: FirstStepRow) -> Iterator[FirstStepRow]:

@@ -37,10 +37,10 @@ from planner.plans.solving import solve
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
-from planner.studies.baselines import checkpoint_blocks, own_code
+from planner.studies.baselines import build_checkpoint_blocks, copy_code
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, key, listed, provenance
-from planner.studies.tables import Column, markdown
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
+from planner.studies.tables import Column, format_markdown
 from solvers.bounds import bound_least_budget
 
 _LAYERS, _WIDTH, _HEADS, _WORDS, _LENGTH = 12, 32, 2, 64, 8
@@ -87,15 +87,17 @@ MODELS: Mapping[str, Callable[[], Workload]] = {
 class HostRow(Made):
     """The times of one way to run a model."""
 
-    model: str = key()
-    way: str = key()
-    ops: int = column("of the captured step")
-    eager_s: float = column("a step of eager PyTorch")
-    ratio: float | None = column("steps, as multiples of eager PyTorch's; unknown where the way fails")
-    forward_ratio: float | None = column("the same of forward passes")
-    backward_ratio: float | None = column("the same of backward passes")
-    around_ratio: float | None = column("what a planned step takes besides its passes, as a share of eager PyTorch's step")
-    repeats: int = column("steps that are timed")
+    model: str = declare_key()
+    way: str = declare_key()
+    ops: int = declare_column("of the captured step")
+    eager_s: float = declare_column("a step of eager PyTorch")
+    ratio: float | None = declare_column("steps, as multiples of eager PyTorch's; unknown where the way fails")
+    forward_ratio: float | None = declare_column("the same of forward passes")
+    backward_ratio: float | None = declare_column("the same of backward passes")
+    around_ratio: float | None = declare_column(
+        "what a planned step takes besides its passes, as a share of eager PyTorch's step"
+    )
+    repeats: int = declare_column("steps that are timed")
 
 
 class PassTimes:
@@ -164,15 +166,15 @@ def measure(name: str, known: Sequence[HostRow], *, repeats: int) -> Iterator[Ho
             backward_ratio=None if found is None else ratio_in_turns(found.backward, eager_times.backward)[0],
             around_ratio=ratio_in_turns(found.around, eager_times.both)[0] if found is not None and found.around else None,
             repeats=repeats,
-            **provenance(),
+            **collect_provenance(),
         )
 
 
 def _list_other_ways(workload: Workload, eager: TrainingStep) -> dict[str, Callable[[], Step]]:
     """Return functions that make the steps to compare with, by name."""
-    compiled = partial(torch.compile, own_code(eager), dynamic=False)
+    compiled = partial(torch.compile, copy_code(eager), dynamic=False)
     return {
-        "checkpointing by blocks": lambda: checkpoint_blocks().prepare(workload.model, workload.loss_fn),
+        "checkpointing by blocks": lambda: build_checkpoint_blocks().prepare(workload.model, workload.loss_fn),
         "torch.compile": compiled,
         'torch.compile(mode="lite")': partial(compiled, mode="lite"),
     }
@@ -235,7 +237,9 @@ WAYS = (
 )
 
 
-STUDY = Study(HostRow, measure, order=listed(model=MODELS, way=WAYS), pages={"table.md": partial(markdown, columns=TABLE)})
+STUDY = Study(
+    HostRow, measure, order=order_by(model=MODELS, way=WAYS), pages={"table.md": partial(format_markdown, columns=TABLE)}
+)
 main = make_main(
     STUDY, __doc__, models=MODELS, out="results/host", repeats=Setting(40, "steps timed of each", argument_types.count)
 )

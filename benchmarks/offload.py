@@ -21,8 +21,16 @@ from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
 from planner.settings.option_settings import OptionSettings, option_settings
 from planner.studies.experiment import Study
-from planner.studies.rows import column, key, listed, missing_keys, provenance, text, value
-from planner.studies.tables import Column, bullets, by, markdown, side_by_side
+from planner.studies.rows import (
+    collect_provenance,
+    declare_column,
+    declare_key,
+    declare_text,
+    declare_value,
+    find_missing_keys,
+    order_by,
+)
+from planner.studies.tables import Column, format_bullets, format_markdown, group_by, group_side_by_side
 from solvers.clock import WallClock
 from solvers.least import bracket_least_budget
 from solvers.registry import SOLVERS
@@ -72,17 +80,17 @@ SUITES: Mapping[str, Suite] = {
 class OffloadRow(Solved):
     """One method at one budget."""
 
-    suite: str = key()
-    model: str = key()
-    budget: str = key("a share of the peak, or of what lies between the least budget and the peak")
-    method: str = key("recompute only, offload only, both, or a name in solvers.registry")
-    least_bytes: int | None = value("the least budget of a schedule that only recomputes, where budgets are above it")
-    base_peak_bytes: int = column("of the step that keeps everything")
-    seconds: float | None = value("that the solve took")
-    host_bytes: int | None = value("most on the host")
-    recomputed: int | None = value("executions beyond each op's first")
-    copied: int | None = value("copies, there and back")
-    link: str = text("what it carries, and where its figures are from")
+    suite: str = declare_key()
+    model: str = declare_key()
+    budget: str = declare_key("a share of the peak, or of what lies between the least budget and the peak")
+    method: str = declare_key("recompute only, offload only, both, or a name in solvers.registry")
+    least_bytes: int | None = declare_value("the least budget of a schedule that only recomputes, where budgets are above it")
+    base_peak_bytes: int = declare_column("of the step that keeps everything")
+    seconds: float | None = declare_value("that the solve took")
+    host_bytes: int | None = declare_value("most on the host")
+    recomputed: int | None = declare_value("executions beyond each op's first")
+    copied: int | None = declare_value("copies, there and back")
+    link: str = declare_text("what it carries, and where its figures are from")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,7 @@ class OffloadCase:
 
 def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow]:
     """Yield the missing rows. First executions come in program order throughout, so that one bound holds for all."""
-    wanted = missing_keys(product(case.budgets, METHODS), known, "budget", "method")
+    wanted = find_missing_keys(product(case.budgets, METHODS), known, "budget", "method")
     if not wanted:
         return
     graph = case.make()
@@ -119,7 +127,7 @@ def solve(case: OffloadCase, known: Sequence[OffloadRow]) -> Iterator[OffloadRow
             least_bytes=least_bytes,
             base_peak_bytes=peak_bytes,
             link=str(case.options.link(graph.provenance)),
-            **provenance(),
+            **collect_provenance(),
         )
         own = graphs.get(method, offered)
         row, result = solve_row(blank, own, WallClock(case.limit_s), "windows" if method in OURS else method)
@@ -152,11 +160,11 @@ def compute_budget_bytes(budget: str, least_bytes: int | None, peak_bytes: int) 
 
 def format_table(rows: Sequence[OffloadRow]) -> str:
     """Return for each suite the overhead of each method over the step that keeps everything, and the provenance of its rows."""
-    return "\n".join(_format_suite(suite, own) for suite, own in by(rows, "suite").items())
+    return "\n".join(_format_suite(suite, own) for suite, own in group_by(rows, "suite").items())
 
 
 def _format_suite(suite: str, rows: Sequence[OffloadRow]) -> str:
-    cases = side_by_side(rows, "method", "model", "budget")
+    cases = group_side_by_side(rows, "method", "model", "budget")
     others = [method for method in METHODS if method not in OURS and any(method in found for found in cases)]
     columns = (
         "model",
@@ -168,12 +176,12 @@ def _format_suite(suite: str, rows: Sequence[OffloadRow]) -> str:
         Column("on the host", lambda row: row.host_bytes or None, format_bytes, at=BOTH),
         *(Column(method, "overhead_text", at=method) for method in others),
     )
-    return f"## {suite}\n\nThe link: {rows[0].link}.\n\n{markdown(cases, columns)}\n{bullets(_summarize(cases))}\n"
+    return f"## {suite}\n\nThe link: {rows[0].link}.\n\n{format_markdown(cases, columns)}\n{format_bullets(_summarize(cases))}\n"
 
 
 def find_below_bound(rows: Iterable[OffloadRow]) -> list[OffloadRow]:
     """Return rows of methods whose schedule takes less than the bound on all of them."""
-    bounds = ((found, found[BOTH].bound_s) for found in side_by_side(rows, "method", "model", "budget") if BOTH in found)
+    bounds = ((found, found[BOTH].bound_s) for found in group_side_by_side(rows, "method", "model", "budget") if BOTH in found)
     return [
         row
         for found, bound_s in bounds
@@ -209,7 +217,7 @@ STUDY = Study(
     OffloadRow,
     solve,
     whole=False,
-    order=listed(suite=SUITES, model=MODELS, budget=("60%", "50%", "40%", *_BETWEEN), method=METHODS),
+    order=order_by(suite=SUITES, model=MODELS, budget=("60%", "50%", "40%", *_BETWEEN), method=METHODS),
     pages={"table.md": format_table},
 )
 

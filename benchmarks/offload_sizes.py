@@ -19,10 +19,10 @@ from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings
 from planner.settings.plan import PlanSettings
 from planner.studies.experiment import Study
-from planner.studies.max_batch import max_batch
-from planner.studies.rows import Made, column, key, listed, provenance, value
-from planner.studies.sizes import Wanted, samples_for
-from planner.studies.tables import Column, markdown
+from planner.studies.max_batch import find_max_batch
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value, order_by
+from planner.studies.sizes import Wanted, list_samples
+from planner.studies.tables import Column, format_markdown
 from planner.studies.workload_sizes import SizedModel
 from planner.studies.workload_tracing import Tracing
 
@@ -35,19 +35,19 @@ LIMIT_S = 20.0
 class LargestSizeRow(Made):
     """The largest size of a model by one method."""
 
-    model: str = key()
-    varies: str = key("the option of the model that is the size")
-    unit: int = key("sizes are multiples of it")
-    budget_bytes: int = key("static bytes included")
-    max_overhead: float = key("over the step that keeps everything")
-    method: str = key()
-    size: int | None = value("the largest; none where not even the least fits")
-    overhead: float | None = value("of the schedule at the largest size, as gap and peak")
-    gap: float | None = value()
-    base_s: float = column("the step of the largest size that keeps everything")
-    peak_bytes: int | None = value()
-    undecided: int | None = value("the least size that was not decided in time")
-    link: str = column("to the host")
+    model: str = declare_key()
+    varies: str = declare_key("the option of the model that is the size")
+    unit: int = declare_key("sizes are multiples of it")
+    budget_bytes: int = declare_key("static bytes included")
+    max_overhead: float = declare_key("over the step that keeps everything")
+    method: str = declare_key()
+    size: int | None = declare_value("the largest; none where not even the least fits")
+    overhead: float | None = declare_value("of the schedule at the largest size, as gap and peak")
+    gap: float | None = declare_value()
+    base_s: float = declare_column("the step of the largest size that keeps everything")
+    peak_bytes: int | None = declare_value()
+    undecided: int | None = declare_value("the least size that was not decided in time")
+    link: str = declare_column("to the host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +82,18 @@ def search(
         first=sizes.first,
         time_limit_s=limit_s,
         **attributes(case, "varies", "unit"),
-        samples=samples_for(case.varies, sizes.first),
+        samples=list_samples(case.varies, sizes.first),
         options=option_settings(["offload"], LINK, HOST),
         memory=CountedMemory.ALLOCATED,
     )
-    for answer in max_batch(sizes.graph, wanted):
+    for answer in find_max_batch(sizes.trace_graph, wanted):
         yield LargestSizeRow(
             model=name,
             **attributes(wanted, "varies", "unit", "budget_bytes", "max_overhead"),
             **attributes(answer, "method", "size", "overhead", "gap", "peak_bytes", "undecided"),
             base_s=answer.keep_everything_time_s,
             link=LINK,
-            **provenance(),
+            **collect_provenance(),
         )
 
 
@@ -107,8 +107,8 @@ TABLE = (
 STUDY = Study(
     LargestSizeRow,
     search,
-    order=listed(model=CASES),
-    pages={"max_batch.md": partial(markdown, columns=TABLE)},
+    order=order_by(model=CASES),
+    pages={"max_batch.md": partial(format_markdown, columns=TABLE)},
     file="max_batch.csv",
 )
 main = make_main(STUDY, __doc__, models=CASES, out="results/offload")

@@ -21,8 +21,8 @@ from benchmarks.command import Setting, make_main
 from graphs.errors import first_line
 from planner.cli import argument_types
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, key, listed, provenance
-from planner.studies.tables import Column, markdown
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
+from planner.studies.tables import Column, format_markdown
 from planner.torch_private.capture import dynamo_utils
 from planner.torch_private.core import pytree
 
@@ -42,15 +42,15 @@ WAYS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
 class OperatorRow(Made):
     """An operator in one type and by one way."""
 
-    family: str = key()
-    operator: str = key("its name in PyTorch's tests, and the variant of the test")
-    dtype: str = key()
-    way: str = key()
-    samples: int = column("compared with eager PyTorch's")
-    graphs: int = column("that Dynamo has captured of these")
-    differing: int = column("of these in any bit")
-    error: float | None = column("the largest difference, as a share of the largest number; None if not finite")
-    failed: str = column("the error of a sample that did not run", default="")
+    family: str = declare_key()
+    operator: str = declare_key("its name in PyTorch's tests, and the variant of the test")
+    dtype: str = declare_key()
+    way: str = declare_key()
+    samples: int = declare_column("compared with eager PyTorch's")
+    graphs: int = declare_column("that Dynamo has captured of these")
+    differing: int = declare_column("of these in any bit")
+    error: float | None = declare_column("the largest difference, as a share of the largest number; None if not finite")
+    failed: str = declare_column("the error of a sample that did not run", default="")
 
 
 class Called(nn.Module):
@@ -114,7 +114,7 @@ def compare(family: str, operator: str, info: Any, dtype: str, count: int) -> It
             differing=len(errors),
             error=max(errors, default=0.0) if all(error < float("inf") for error in errors) else None,
             failed=failed,
-            **provenance(),
+            **collect_provenance(),
         )
         yield row
         if way == "checkpoint" and not row.differing and not row.failed:
@@ -188,10 +188,12 @@ def format_table(rows: Sequence[OperatorRow]) -> str:
             equal = sum(not row.differing and not row.failed and row.graphs > 0 for row in some)
             counts.append(f"| {dtype} | {way} | {len(some)} | {eager} | {equal} | {differ} | {fail} |")
     noted = {(row.operator, row.dtype) for row in rows if row.way != "aot_eager" and (row.differing or row.failed)}
-    return "\n".join(counts) + "\n\n" + markdown([row for row in rows if (row.operator, row.dtype) in noted], columns=TABLE)
+    return (
+        "\n".join(counts) + "\n\n" + format_markdown([row for row in rows if (row.operator, row.dtype) in noted], columns=TABLE)
+    )
 
 
-STUDY = Study(OperatorRow, measure, order=listed(family=FAMILIES, dtype=DTYPES, way=WAYS), pages={"table.md": format_table})
+STUDY = Study(OperatorRow, measure, order=order_by(family=FAMILIES, dtype=DTYPES, way=WAYS), pages={"table.md": format_table})
 main = make_main(
     STUDY, __doc__, models=FAMILIES, out="results/operators", samples=Setting(2, "of each operator", argument_types.count)
 )

@@ -23,8 +23,8 @@ from planner.settings.budget import read_budget
 from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings
 from planner.studies.experiment import Study
-from planner.studies.rows import column, key, listed, provenance, value
-from planner.studies.tables import Column, by, markdown
+from planner.studies.rows import collect_provenance, declare_column, declare_key, declare_value, order_by
+from planner.studies.tables import Column, format_markdown, group_by
 from planner.studies.workload_tracing import Tracing
 from solvers.clock import WorkClock
 from solvers.order.reorder import find_order
@@ -65,15 +65,15 @@ _PACK: Mapping[str, str] = {  # by the word of an op, the file of its kind
 class AblationRow(Solved):
     """One step at one budget without one part."""
 
-    model: str = key()
-    costs: str = key("h200: its roofline; cpu: measured here")
-    budget: str = key("share of the program's peak")
-    part: str = key("what is left out")
-    offered: int = column("ops of the part")
-    used: int = column("executions of these ops in the schedule with everything; with none there is no other solve")
-    complete_s: float | None = value("the step with everything")
-    seconds: float | None = value("that the solve took")
-    work: float = column("units that it might have taken", default=WORK)
+    model: str = declare_key()
+    costs: str = declare_key("h200: its roofline; cpu: measured here")
+    budget: str = declare_key("share of the program's peak")
+    part: str = declare_key("what is left out")
+    offered: int = declare_column("ops of the part")
+    used: int = declare_column("executions of these ops in the schedule with everything; with none there is no other solve")
+    complete_s: float | None = declare_value("the step with everything")
+    seconds: float | None = declare_value("that the solve took")
+    work: float = declare_column("units that it might have taken", default=WORK)
 
     @property
     def change(self) -> float:
@@ -110,7 +110,7 @@ def leave_out(graph: Graph, dropped: Iterable[Op]) -> Graph:
 def trace(costs: str, spec: str) -> Graph:
     """Return the step of a model with all parts, in the order in which it is solved."""
     settings = PlanSettings(roofline=None if costs == "cpu" else costs, options=OptionSettings(OPTIONS))
-    return find_order(Tracing(settings).graph(parse_spec(spec))).graph
+    return find_order(Tracing(settings).trace_graph(parse_spec(spec))).graph
 
 
 def ablate(case: tuple[str, str], known: Sequence[AblationRow], *, work: float = WORK) -> Iterator[AblationRow]:
@@ -134,7 +134,7 @@ def ablate_graph(graph: Graph, model: str, costs: str, work: float) -> Iterator[
             base_s=graph.time_s,
             offered=0,
             used=0,
-            **provenance(),
+            **collect_provenance(),
         )
         row, result = solve_row(blank, graph, WorkClock(work))
         complete = replace(row, complete_s=row.time_s)
@@ -178,7 +178,7 @@ class PartGains:
 def write_table(rows: Sequence[AblationRow]) -> str:
     """Return a line for each part."""
     own = [row for row in rows if row.part != NOTHING]
-    gains = [PartGains(part, found) for part, found in sorted(by(own, "part").items())]
+    gains = [PartGains(part, found) for part, found in sorted(group_by(own, "part").items())]
     columns = (
         Column("left out", "part"),
         Column("steps that have it", lambda gain: len({(row.model, row.costs) for row in gain.rows})),
@@ -189,7 +189,7 @@ def write_table(rows: Sequence[AblationRow]) -> str:
     return (
         "Steps of the zoo with pack, kernels and chunks, at 70%, 50%, 30% and 20% of the peak, with the roofline of an H200 and "
         "as measured on a CPU: how many of these cells are slower if a part is left out.\n\n"
-        + markdown(gains, columns)
+        + format_markdown(gains, columns)
         + f"\nCells without a schedule: {sum(row.part == NOTHING and row.status not in _SOLVED for row in rows)}. Limit of each "
         f"solve: {', '.join(sorted({f'{row.work:g}' for row in rows}))} units of work.\n"
     )
@@ -203,7 +203,7 @@ def make_study(work: float | None) -> Study[tuple[str, str], AblationRow]:
     return Study(
         AblationRow,
         partial(ablate, work=work or WORK),
-        order=listed(costs=STEPS, model=H200_MODELS, budget=BUDGETS),
+        order=order_by(costs=STEPS, model=H200_MODELS, budget=BUDGETS),
         pages={"ablation.md": write_table},
         file="ablation.csv",
     )

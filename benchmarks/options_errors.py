@@ -26,10 +26,10 @@ from planner.runtime.executor import Executor
 from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings
 from planner.studies.experiment import Study
-from planner.studies.measured import relative_error
-from planner.studies.rows import Made, column, key, listed, provenance, text, value
-from planner.studies.solves import result_of
-from planner.studies.tables import Column, by, markdown, share_column
+from planner.studies.measured import compute_relative_error
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_text, declare_value, order_by
+from planner.studies.solves import solve_allocated
+from planner.studies.tables import Column, format_markdown, group_by, share_column
 from solvers.clock import Clock
 from solvers.least import bracket_least_budget
 from solvers.order.reorder import Reordering, find_order
@@ -71,22 +71,24 @@ def find_most_bits(ops: Iterable[Op]) -> Bits:
 class ErrorRow(Made):
     """One plan with an option compared with the step that keeps everything."""
 
-    model: str = key()
-    option: str = key()
-    bits: Bits = key("the most that an op which the option offers may differ; exact: nothing else is to be said")
-    budget: str = key("a share of what lies between the least budget with the option and the peak")
-    differing: int | None = value("executions of ops that may differ")
-    budget_bytes: int | None = value("of the plan, as predicted and measured peak")
-    predicted_peak_bytes: int | None = value()
-    measured_peak_bytes: int | None = value()
-    base_peak_bytes: int = column("predicted, of the step that keeps everything")
-    loss_error: float | None = value("distance of the losses, over the absolute value")
-    gradient_error: float | None = value("Euclidean distance of all gradients in one vector, over its length")
-    largest_error: float | None = value("the most that an element of a gradient differs, over the largest of that gradient")
-    predicted_ratio: float | None = value("time over that of the step that keeps everything")
-    measured_ratio: float | None = value("the same, measured in turn")
-    error: str = text("why there is no plan, or it did not run")
-    seed: int = column("of parameters, batch and the random state of the step", default=_SEED)
+    model: str = declare_key()
+    option: str = declare_key()
+    bits: Bits = declare_key("the most that an op which the option offers may differ; exact: nothing else is to be said")
+    budget: str = declare_key("a share of what lies between the least budget with the option and the peak")
+    differing: int | None = declare_value("executions of ops that may differ")
+    budget_bytes: int | None = declare_value("of the plan, as predicted and measured peak")
+    predicted_peak_bytes: int | None = declare_value()
+    measured_peak_bytes: int | None = declare_value()
+    base_peak_bytes: int = declare_column("predicted, of the step that keeps everything")
+    loss_error: float | None = declare_value("distance of the losses, over the absolute value")
+    gradient_error: float | None = declare_value("Euclidean distance of all gradients in one vector, over its length")
+    largest_error: float | None = declare_value(
+        "the most that an element of a gradient differs, over the largest of that gradient"
+    )
+    predicted_ratio: float | None = declare_value("time over that of the step that keeps everything")
+    measured_ratio: float | None = declare_value("the same, measured in turn")
+    error: str = declare_text("why there is no plan, or it did not run")
+    seed: int = declare_column("of parameters, batch and the random state of the step", default=_SEED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class _Step:
         model, loss_fn, batch = self.workload
         row = replace(blank, budget_bytes=compute_budget_bytes(blank.budget, self.least_bytes, blank.base_peak_bytes))
         assert row.budget_bytes is not None
-        solved = result_of(self.order.graph, row.budget_bytes, clock(), tolerance=_TOLERANCE)
+        solved = solve_allocated(self.order.graph, row.budget_bytes, clock(), tolerance=_TOLERANCE)
         result = self.order.map_result_back(solved)
         if result.schedule is None or result.time_s is None:
             return replace(row, error=" ".join(result.message.split()))
@@ -137,8 +139,8 @@ class _Step:
             differing=sum(not graph.ops[op].exact for op in result.schedule.computed),
             predicted_peak_bytes=result.peak_bytes,
             measured_peak_bytes=measured_peak(self.captured, planned, TrainingStep(model, loss_fn), batch).peak_bytes,
-            loss_error=relative_error(self.exact, found, ["loss"]),
-            gradient_error=relative_error(self.exact, found, gradients),
+            loss_error=compute_relative_error(self.exact, found, ["loss"]),
+            gradient_error=compute_relative_error(self.exact, found, gradients),
             largest_error=max(_find_largest(self.exact.difference(name, found)) for name in gradients),
             predicted_ratio=result.time_s / graph.time_s,
             measured_ratio=ratio_in_turns(times["with"], times["without"])[0],
@@ -158,7 +160,7 @@ def measure_errors(case: tuple[str, str, Callable[[], Clock]], known: Sequence[E
     workload = MEASURED[model]()
     captured = tracing.capture_profiled(workload, PlanSettings(passes=_REPEATS, options=OptionSettings((option,))))
     bits, peak_bytes = find_most_bits(captured.graph.ops), summarize(captured.graph).keep_everything_peak_bytes
-    row = ErrorRow(model=model, option=option, bits=bits, budget="", base_peak_bytes=peak_bytes, **provenance())
+    row = ErrorRow(model=model, option=option, bits=bits, budget="", base_peak_bytes=peak_bytes, **collect_provenance())
     if bits is Bits.EXACT:
         yield row
         return
@@ -203,10 +205,10 @@ TABLE = (
 
 def format_error_table(rows: Iterable[ErrorRow]) -> str:
     """Return errors of options that round, then of lossy ones; and of which models nothing was measured."""
-    found = by(rows, "bits")
+    found = group_by(rows, "bits")
     parts = [_HEAD]
     for bits in (Bits.ROUNDING, Bits.LOSSY):
-        parts += [f"## {str(bits).capitalize()}", markdown(found[bits], TABLE)] if bits in found else []
+        parts += [f"## {str(bits).capitalize()}", format_markdown(found[bits], TABLE)] if bits in found else []
     if exact := [f"{row.option} on {row.model}" for row in found.get(Bits.EXACT, ())]:
         parts.append(f"Nothing inexact is offered by: {', '.join(exact)}.")
     run = {row.model for own in found.values() for row in own}
@@ -215,4 +217,6 @@ def format_error_table(rows: Iterable[ErrorRow]) -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-ERRORS = Study(ErrorRow, measure_errors, order=listed(model=MEASURED), pages={"errors.md": format_error_table}, file="errors.csv")
+ERRORS = Study(
+    ErrorRow, measure_errors, order=order_by(model=MEASURED), pages={"errors.md": format_error_table}, file="errors.csv"
+)

@@ -8,8 +8,8 @@ from itertools import product
 from benchmarks.options_errors import Bits
 from benchmarks.solves import TOLERANCE, Solved
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.studies.rows import Made, column, key, text, value
-from planner.studies.tables import as_markdown, bullets, by
+from planner.studies.rows import Made, declare_column, declare_key, declare_text, declare_value
+from planner.studies.tables import format_bullets, group_by, join_markdown
 from solvers.result import Status
 
 NONE = "none"  # the set without an option
@@ -22,24 +22,24 @@ FLOATING = 1e-9
 class Offer(Made):
     """The offer of one option on one graph."""
 
-    model: str = key()
-    option: str = key()
-    ops: int = column("optional ones that it adds, or such as may write over an input")
-    bits: Bits = column("the most that one of them may differ from the program")
+    model: str = declare_key()
+    option: str = declare_key()
+    ops: int = declare_column("optional ones that it adds, or such as may write over an input")
+    bits: Bits = declare_column("the most that one of them may differ from the program")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionsRow(Solved):
     """One set of options at one budget."""
 
-    model: str = key()
-    options: str = key("the set, of those that offer something on this graph")
-    budget: str = key("a share of the program's peak, or least: the least that a schedule was found for")
-    proved_bytes: int | None = value("of the least budget: no schedule needs less")
-    base_peak_bytes: int = column("of the step that keeps everything")
-    seconds: float | None = value("that the solve took")
-    limit: str = column("what it might have taken, seconds or units of work")
-    link: str = text("what it carries, and where its figures are from; empty where nothing is copied")
+    model: str = declare_key()
+    options: str = declare_key("the set, of those that offer something on this graph")
+    budget: str = declare_key("a share of the program's peak, or least: the least that a schedule was found for")
+    proved_bytes: int | None = declare_value("of the least budget: no schedule needs less")
+    base_peak_bytes: int = declare_column("of the step that keeps everything")
+    seconds: float | None = declare_value("that the solve took")
+    limit: str = declare_column("what it might have taken, seconds or units of work")
+    link: str = declare_text("what it carries, and where its figures are from; empty where nothing is copied")
 
     @property
     def names(self) -> frozenset[str]:
@@ -85,7 +85,7 @@ roofline of an H200. Options that offer nothing on a model are left out of its s
 
 def format_table(rows: Iterable[OptionsRow], offers: Iterable[Offer], specs: Mapping[str, str]) -> str:
     """Return a section for each model of `specs` that was run, and the names of those that were not."""
-    rows_of, offers_of = by(rows, "model"), by(offers, "model")
+    rows_of, offers_of = group_by(rows, "model"), group_by(offers, "model")
     run = [model for model in specs if model in offers_of]
     sections = [_format_section(model, specs[model], rows_of.get(model, []), offers_of[model]) for model in run]
     missing = [model for model in specs if model not in run]
@@ -114,7 +114,7 @@ def _format_section(model: str, spec: str, rows: Sequence[OptionsRow], offers: S
     parts = [f"## {model}", f"`{spec}`{size}.", f"Offered: {', '.join(offered)}."]
     parts += [_format_lines([some for some in sets if some not in lossy], bits, found)]
     parts += ["With a lossy option:", _format_lines(lossy, bits, found)] if lossy else []
-    return "\n\n".join((*(part.strip() for part in parts), bullets(_summarize(rows))))
+    return "\n\n".join((*(part.strip() for part in parts), format_bullets(_summarize(rows))))
 
 
 def _format_lines(
@@ -126,7 +126,7 @@ def _format_lines(
         most = max((bits[option] for option in some), key=tuple(Bits).index, default=Bits.EXACT)
         cells = (_format_cell(found.get((set_name(some), budget))) for budget in BUDGETS)
         lines.append((set_name(some).replace("+", " + "), str(most), *cells))
-    return as_markdown(lines)
+    return join_markdown(lines)
 
 
 def _format_cell(row: OptionsRow | None) -> str:
@@ -175,9 +175,9 @@ def _summarize(rows: Sequence[OptionsRow]) -> Iterator[str]:
         f"Worse with an option more, by over {TOLERANCE:.1%}: {len(pairs)}{f' ({said})' if said else ''}; by less, which is "
         f"within the tolerance of solves: {len(find_worse(rows, FLOATING)) - len(pairs)}."
     )
-    yield from (f"The link: {link}." for link in by(rows, "link") if link)
-    limits = by(rows, "limit")
-    names = {limit: "; ".join(by(own, "options")).replace("+", " + ") for limit, own in limits.items()}
+    yield from (f"The link: {link}." for link in group_by(rows, "link") if link)
+    limits = group_by(rows, "limit")
+    names = {limit: "; ".join(group_by(own, "options")).replace("+", " + ") for limit, own in limits.items()}
     yield f"Limit of each solve: {', '.join(f'{limit} ({names[limit]})' if len(limits) > 1 else limit for limit in limits)}."
 
 

@@ -42,9 +42,9 @@ from planner.settings.devices import DeviceSpec, get_device
 from planner.settings.other_devices import decode_devices
 from planner.settings.plan import PlanSettings
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, key, listed, provenance, value
-from planner.studies.solves import result_of
-from planner.studies.tables import ALL, Column, by, markdown, side_by_side
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value, order_by
+from planner.studies.solves import solve_allocated
+from planner.studies.tables import ALL, Column, format_markdown, group_by, group_side_by_side
 from solvers.baselines.xengine import XEngineParams
 from solvers.clock import WallClock
 from solvers.result import SOLVED, Result, decide_status
@@ -99,27 +99,27 @@ MODELS: Mapping[str, Callable[[], Workload]] = {
 class PlacementRow(Made):
     """One method on one pair of devices."""
 
-    model: str = key()
-    pair: str = key()
-    ops: int = key("of the step")
-    budget: str = key("of each memory")
-    method: str = key()
-    status: str = column("as in solvers.result; of the serial optimum: of its sum, which is no bound on its makespan")
-    time_s: float | None = value("the step")
-    bound_s: float | None = value("proved: no step takes less")
-    serial_s: float | None = value("the serial optimum, as XEngine counts it: the sum over both devices; and its bound")
-    serial_bound_s: float | None = value()
-    seconds: float = column("that the solve took")
-    budget_bytes: int = column()
-    peak_bytes: int | None = value("of the schedule, on the main device")
-    placed: int = column("executions on the other device")
-    copied: int = column("copies between the devices")
-    predicted_s: float | None = value("of what is executed")
-    executed_s: float | None = value("in turn with kept_s: keeping everything on the main device")
-    kept_s: float | None = value()
-    executed_peak_bytes: int | None = value()
-    predicted_other_bytes: int | None = value("peak on the other device, and as it is executed")
-    executed_other_bytes: int | None = value()
+    model: str = declare_key()
+    pair: str = declare_key()
+    ops: int = declare_key("of the step")
+    budget: str = declare_key("of each memory")
+    method: str = declare_key()
+    status: str = declare_column("as in solvers.result; of the serial optimum: of its sum, which is no bound on its makespan")
+    time_s: float | None = declare_value("the step")
+    bound_s: float | None = declare_value("proved: no step takes less")
+    serial_s: float | None = declare_value("the serial optimum, as XEngine counts it: the sum over both devices; and its bound")
+    serial_bound_s: float | None = declare_value()
+    seconds: float = declare_column("that the solve took")
+    budget_bytes: int = declare_column()
+    peak_bytes: int | None = declare_value("of the schedule, on the main device")
+    placed: int = declare_column("executions on the other device")
+    copied: int = declare_column("copies between the devices")
+    predicted_s: float | None = declare_value("of what is executed")
+    executed_s: float | None = declare_value("in turn with kept_s: keeping everything on the main device")
+    kept_s: float | None = declare_value()
+    executed_peak_bytes: int | None = declare_value()
+    predicted_other_bytes: int | None = declare_value("peak on the other device, and as it is executed")
+    executed_other_bytes: int | None = declare_value()
 
     @property
     def counted_s(self) -> float | None:
@@ -196,7 +196,7 @@ def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *,
     graphs, solvers = (devices.main, devices.other, both, both, both), ("windows", "windows", *_XENGINE, "windows")
     for method, graph, solver in zip(METHODS, graphs, solvers, strict=True):
         params = XEngineParams(again=not unlimited) if solver in _XENGINE else None
-        result = result_of(graph, budget_bytes, WallClock(limit_s), solver, params=params)
+        result = solve_allocated(graph, budget_bytes, WallClock(limit_s), solver, params=params)
         optional = [op for i in (result.schedule.computed if result.schedule else ()) if (op := graph.ops[i]).optional]
         placed = sum(bool(op.replaces) for op in optional)
         row = PlacementRow(
@@ -211,7 +211,7 @@ def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *,
             serial_bound_s=result.settings.get("serial_bound_s"),
             placed=placed,
             copied=len(optional) - placed,
-            **provenance(),
+            **collect_provenance(),
         )
         if graph is both and result.schedule is not None and devices.captured is not None:
             schedule = order_by_passes(graph, result.schedule)
@@ -231,7 +231,7 @@ def _format_status(result: Result) -> str:
 
 def format_table(rows: Sequence[PlacementRow]) -> str:
     """Return the time of each method, and the gain of the best parallel schedule over the serial optimum."""
-    return markdown(side_by_side(rows, "method", "model", "pair", "budget"), TABLE)
+    return format_markdown(group_side_by_side(rows, "method", "model", "pair", "budget"), TABLE)
 
 
 def _compute_gain(found: Mapping[str, PlacementRow]) -> float | None:
@@ -251,7 +251,7 @@ TABLE = (
 
 def measure(name: str, known: Sequence[PlacementRow]) -> Iterator[PlacementRow]:
     """Yield the rows of a model, where there are not all of a pair of devices and a budget."""
-    made = by(known, "pair")
+    made = group_by(known, "pair")
     for pair in [pair for pair in PAIRS if len(made.get(pair, ())) < len(BUDGETS) * len(METHODS)]:
         torch.manual_seed(0)
         step = MODELS[name]()
@@ -264,7 +264,7 @@ STUDY = Study(
     PlacementRow,
     measure,
     whole=False,
-    order=listed(pair=PAIRS, model=MODELS, budget=BUDGETS, method=METHODS),
+    order=order_by(pair=PAIRS, model=MODELS, budget=BUDGETS, method=METHODS),
     pages={"table.md": format_table},
 )
 main = make_main(STUDY, __doc__, models=MODELS, out="results/placement")

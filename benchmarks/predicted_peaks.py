@@ -16,21 +16,21 @@ from benchmarks.executor import MODELS
 from planner.capture.signature import leaves
 from planner.measure.tracing import trace
 from planner.plans.summary import summarize
-from planner.studies.baselines import eager
+from planner.studies.baselines import build_eager
 from planner.studies.experiment import Study
 from planner.studies.measured import Benchmark
-from planner.studies.rows import Made, column, key, listed, provenance
-from planner.studies.tables import Column, markdown
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
+from planner.studies.tables import Column, format_markdown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakRow(Made):
     """The peaks of a model, in bytes."""
 
-    model: str = key()
-    measured_bytes: int = column("peak of a step of eager PyTorch")
-    planner_bytes: int = column("as the captured graph predicts it")
-    kitsune_bytes: int = column("as torch-kitsune predicts it")
+    model: str = declare_key()
+    measured_bytes: int = declare_column("peak of a step of eager PyTorch")
+    planner_bytes: int = declare_column("as the captured graph predicts it")
+    kitsune_bytes: int = declare_column("as torch-kitsune predicts it")
 
 
 def measure(name: str, known: Sequence[PeakRow]) -> Iterator[PeakRow]:
@@ -44,10 +44,10 @@ def measure(name: str, known: Sequence[PeakRow]) -> Iterator[PeakRow]:
     predicted = predict_memory(built.model, tuple(first.shape[1:]), batch_size=first.shape[0], optimizer="none")
     yield PeakRow(
         model=name,
-        measured_bytes=Benchmark(built).enter(eager()).peak_bytes or 0,
+        measured_bytes=Benchmark(built).enter(build_eager()).peak_bytes or 0,
         planner_bytes=summarize(graph).keep_everything_peak_bytes,
         kitsune_bytes=predicted.total_bytes,
-        **provenance(),
+        **collect_provenance(),
     )
 
 
@@ -58,7 +58,7 @@ TABLE = (
     Column("torch-kitsune predicts", lambda row: row.kitsune_bytes / row.measured_bytes - 1, "{:+.1%}"),
 )
 
-STUDY = Study(PeakRow, measure, order=listed(model=MODELS), pages={"table.md": partial(markdown, columns=TABLE)})
+STUDY = Study(PeakRow, measure, order=order_by(model=MODELS), pages={"table.md": partial(format_markdown, columns=TABLE)})
 main = make_main(STUDY, __doc__, models=MODELS, out="results/predicted_peaks")
 
 

@@ -25,8 +25,8 @@ from graphs.synthetic.random_graphs import draw_graph, draw_options, draw_overwr
 from planner.capture.options import with_options
 from planner.plans.attributes import attributes
 from planner.studies.experiment import Study
-from planner.studies.rows import Key, column, key, read_rows, value
-from planner.studies.solves import result_of
+from planner.studies.rows import Key, declare_column, declare_key, declare_value, read_rows
+from planner.studies.solves import solve_allocated
 from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
 
@@ -40,15 +40,15 @@ _ARITHMETIC = 1e-5  # of HiGHS
 class Row:
     """The result of a solve."""
 
-    kind: str = key()
-    seed: int = key()
-    ops: int = column()
-    budget_bytes: int = column()
-    status: str = column("as in solvers.result; error if the solver failed")
-    time_s: float | None = value("of the schedule, as peak_bytes")
-    bound_s: float | None = value()
-    peak_bytes: int | None = value()
-    steps: int = column("of the schedule", default=0)
+    kind: str = declare_key()
+    seed: int = declare_key()
+    ops: int = declare_column()
+    budget_bytes: int = declare_column()
+    status: str = declare_column("as in solvers.result; error if the solver failed")
+    time_s: float | None = declare_value("of the schedule, as peak_bytes")
+    bound_s: float | None = declare_value()
+    peak_bytes: int | None = declare_value()
+    steps: int = declare_column("of the schedule", default=0)
 
 
 def draw_case(kind: str, seed: int) -> tuple[Graph, int, float]:
@@ -93,7 +93,7 @@ def solve_case(case: tuple[str, int], known: Sequence[Row] = ()) -> Iterator[Row
     graph, budget_bytes, limit = draw_case(kind, seed)
     row = Row(kind=kind, seed=seed, ops=len(graph.ops), budget_bytes=budget_bytes, status="error")
     try:
-        result = result_of(graph, budget_bytes, WorkClock(limit))
+        result = solve_allocated(graph, budget_bytes, WorkClock(limit))
     except PlannerError:
         yield row
         return

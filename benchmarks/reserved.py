@@ -27,8 +27,16 @@ from planner.plans.plan import Plan
 from planner.plans.solving import solve
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, key, missing_keys, provenance, text, value
-from planner.studies.tables import Column, markdown, share_column
+from planner.studies.rows import (
+    Made,
+    collect_provenance,
+    declare_column,
+    declare_key,
+    declare_text,
+    declare_value,
+    find_missing_keys,
+)
+from planner.studies.tables import Column, format_markdown, share_column
 from solvers.addresses.solve import solve as solve_addresses
 
 ARENA = "reserved, in an arena"
@@ -42,32 +50,32 @@ ARENA_LIMIT_S = 10.0
 class ReservedRow(Made):
     """Memory that is reserved for the plan of a model at one budget."""
 
-    model: str = key()
-    counts: str = key(
+    model: str = declare_key()
+    counts: str = declare_key(
         "memory that the budget counts: allocated, or reserved with default settings, with expandable segments, or in an arena"
     )
-    budget: str = key("of the plan, as a share of what eager PyTorch needs of that memory")
-    budget_bytes: int | None = value()
-    peak_bytes: int | None = value("predicted by the judge")
-    static_bytes: int = column("of it throughout the step")
-    overhead: float | None = value("of the step time, predicted")
-    gap: float | None = value("proved")
-    in_use_bytes: int | None = value(
+    budget: str = declare_key("of the plan, as a share of what eager PyTorch needs of that memory")
+    budget_bytes: int | None = declare_value()
+    peak_bytes: int | None = declare_value("predicted by the judge")
+    static_bytes: int = declare_column("of it throughout the step")
+    overhead: float | None = declare_value("of the step time, predicted")
+    gap: float | None = declare_value("proved")
+    in_use_bytes: int | None = declare_value(
         "most in use at once, rounded to blocks, with workspaces of libraries and what the optimizer holds"
     )
-    library_bytes: int | None = value("of workspaces of libraries")
-    reserved_bytes: int | None = value("by the default allocator, in an arena if the plan is for one")
-    expandable_bytes: int | None = value("with expandable segments")
-    pool_bytes: int | None = value("where each step takes its memory from a pool with one segment of the least size")
-    least_device_bytes: int | None = value("least capacity of a device at which the steps run, with default settings")
-    arena_bytes: int | None = value("planned addresses of the step in one arena, aligned to 512 bytes, and static memory")
-    bound_bytes: int | None = value("below which there is no arena, with static memory")
-    status: str = text("of the addresses, or why there is no plan")
+    library_bytes: int | None = declare_value("of workspaces of libraries")
+    reserved_bytes: int | None = declare_value("by the default allocator, in an arena if the plan is for one")
+    expandable_bytes: int | None = declare_value("with expandable segments")
+    pool_bytes: int | None = declare_value("where each step takes its memory from a pool with one segment of the least size")
+    least_device_bytes: int | None = declare_value("least capacity of a device at which the steps run, with default settings")
+    arena_bytes: int | None = declare_value("planned addresses of the step in one arena, aligned to 512 bytes, and static memory")
+    bound_bytes: int | None = declare_value("below which there is no arena, with static memory")
+    status: str = declare_text("of the addresses, or why there is no plan")
 
 
 def plan_row(model: str, graph: Graph, counts: str, budget: str, limit_s: float) -> ReservedRow:
     """Return the row of a plan, or of the reason why there is none."""
-    row = partial(ReservedRow, model=model, counts=counts, budget=budget, static_bytes=graph.static_bytes, **provenance())
+    row = partial(ReservedRow, model=model, counts=counts, budget=budget, static_bytes=graph.static_bytes, **collect_provenance())
     arena = counts == ARENA
     memory = CountedMemory.RESERVED if arena else counts
     try:
@@ -98,7 +106,7 @@ def _measure(graph: Graph, plan: Plan) -> dict[str, object]:
 def run(model: str, known: Sequence[ReservedRow], *, limit_s: float = PLAN_LIMIT_S) -> Iterator[ReservedRow]:
     """Yield the rows of a model that are not `known`."""
     graph = build_graph(MODELS[model], optimizer="adamw")
-    for counts, budget in missing_keys(product(COUNTS, BUDGETS), known, "counts", "budget"):
+    for counts, budget in find_missing_keys(product(COUNTS, BUDGETS), known, "counts", "budget"):
         yield plan_row(model, graph, counts, budget, limit_s)
 
 
@@ -122,7 +130,7 @@ TABLE = (
     *("overhead", "gap"),
     Column("addresses", "status"),
 )
-STUDY = Study(ReservedRow, run, whole=False, pages={"table.md": partial(markdown, columns=TABLE)})
+STUDY = Study(ReservedRow, run, whole=False, pages={"table.md": partial(format_markdown, columns=TABLE)})
 main = make_main(STUDY, __doc__, models=MODELS, out="results/reserved")
 
 

@@ -20,9 +20,9 @@ from planner.capture.workload.models import build
 from planner.measure.steps import loss_of
 from planner.memory.release import release_unused
 from planner.studies.experiment import Study
-from planner.studies.processes import ALONE, stream
-from planner.studies.rows import Made, column, key, listed, missing_keys, provenance
-from planner.studies.tables import Column, markdown
+from planner.studies.processes import ALONE, iterate_results
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, find_missing_keys, order_by
+from planner.studies.tables import Column, format_markdown
 
 MODELS = {
     "gpt2": partial(build, "gpt2", layers=4, width=256, heads=4, vocab=2000, batch=16, seq=256, dropout=0),
@@ -42,13 +42,13 @@ _WITHIN = 0.02
 class ResidentRow(Made):
     """The memory of one process that trains."""
 
-    model: str = key()
-    budget: str = key("a share of eager PyTorch's peak")
-    way: str = key("plan, or the plan in an arena")
-    budget_bytes: int = column("the budget")
-    peak_bytes: int = column("of the plan, as measured by the allocator")
-    interpreter_bytes: int = column("resident when the step is gone, less static memory")
-    highest_bytes: int = column("the highest resident memory in some steps of training")
+    model: str = declare_key()
+    budget: str = declare_key("a share of eager PyTorch's peak")
+    way: str = declare_key("plan, or the plan in an arena")
+    budget_bytes: int = declare_column("the budget")
+    peak_bytes: int = declare_column("of the plan, as measured by the allocator")
+    interpreter_bytes: int = declare_column("resident when the step is gone, less static memory")
+    highest_bytes: int = declare_column("the highest resident memory in some steps of training")
 
     @property
     def excess(self) -> float:
@@ -58,8 +58,8 @@ class ResidentRow(Made):
 
 def measure(name: str, known: Sequence[ResidentRow]) -> Iterator[ResidentRow]:
     """Yield the rows of a model that are not `known`."""
-    for budget, way in missing_keys(product(BUDGETS, WAYS), known, "budget", "way"):
-        yield from stream(measure_process, name, budget, way, variables=ALONE, limit_s=_LIMIT_S)
+    for budget, way in find_missing_keys(product(BUDGETS, WAYS), known, "budget", "way"):
+        yield from iterate_results(measure_process, name, budget, way, variables=ALONE, limit_s=_LIMIT_S)
 
 
 def measure_process(name: str, budget: str, way: str) -> Iterator[ResidentRow]:
@@ -87,7 +87,7 @@ def measure_process(name: str, budget: str, way: str) -> Iterator[ResidentRow]:
         peak_bytes=plan.measured_peak_bytes or plan.peak_bytes,
         interpreter_bytes=read_status_bytes("VmRSS") - plan.graph.static_bytes,
         highest_bytes=highest_bytes,
-        **provenance(),
+        **collect_provenance(),
     )
 
 
@@ -111,8 +111,8 @@ STUDY = Study(
     ResidentRow,
     measure,
     whole=False,
-    order=listed(model=MODELS, budget=BUDGETS, way=WAYS),
-    pages={"table.md": partial(markdown, columns=TABLE)},
+    order=order_by(model=MODELS, budget=BUDGETS, way=WAYS),
+    pages={"table.md": partial(format_markdown, columns=TABLE)},
     failures=list_failures,
 )
 main = make_main(STUDY, __doc__, models=MODELS, out="results/resident")

@@ -17,8 +17,8 @@ from benchmarks.solve_table import draw_growth, draw_solves, format_table
 from graphs.io.formats import read_graph
 from planner.plans.attributes import attributes
 from planner.studies.experiment import Study
-from planner.studies.processes import stream
-from planner.studies.rows import missing_keys
+from planner.studies.processes import iterate_results
+from planner.studies.rows import find_missing_keys
 from solvers.result import SOLVED, Status
 
 
@@ -34,11 +34,11 @@ def solve_instance(instance: Instance, known: Sequence[SolverRow]) -> Iterator[S
         for budget in instance.budgets:
             there = [row for row in known if row.budget == budget.label]
             asked = product(range(1, instance.runs + 1), instance.solvers)
-            for run, solver in missing_keys(asked, there, "run", "solver"):
+            for run, solver in find_missing_keys(asked, there, "run", "solver"):
                 if run > 1 and not is_all_solved(there, instance.solvers):
                     continue
                 if marks is None:
-                    list(stream(make_graph, instance.make, made))
+                    list(iterate_results(make_graph, instance.make, made))
                     marks = Landmarks(read_graph(made))
                 case = SolverRow(
                     **attributes(instance, "suite", "graph", "time_limit_s"),
@@ -48,7 +48,7 @@ def solve_instance(instance: Instance, known: Sequence[SolverRow]) -> Iterator[S
                     run=run,
                     budget_bytes=there[0].budget_bytes if there else budget.bytes_at(marks),
                 )
-                for row in stream(solve_case, case, made):
+                for row in iterate_results(solve_case, case, made):
                     there.append(row)
                     yield row
 

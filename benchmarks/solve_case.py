@@ -12,7 +12,7 @@ from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from planner.measure.machine import commit, machine
 from planner.plans.attributes import attributes
-from planner.studies.rows import column, key, text, value
+from planner.studies.rows import declare_column, declare_key, declare_text, declare_value
 from solvers.clock import WallClock
 from solvers.registry import get_solver
 from solvers.request import Request
@@ -26,30 +26,30 @@ TOLERANCE = 1e-3
 class SolverRow:
     """One solve."""
 
-    suite: str = key()
-    graph: str = key()
-    budget: str = key()
-    solver: str = key()
-    run: int = key("times are medians of several", summary="max")
-    budget_bytes: int = column("static bytes included")
-    time_limit_s: float = column("of the solve")
-    reference_time_s: float | None = value("the step that somebody else reached at this budget")
-    reference_seconds: float | None = value("that this took them")
-    ops: int = column("of the graph", default=0)
-    status: str = text("as in solvers.result")
-    base_s: float = column("the step that keeps everything", default=0.0)
-    time_s: float | None = value("the step")
-    bound_s: float | None = value("proved: no step takes less")
-    gap: float | None = value()
-    first_s: float | None = value("until the first schedule", summary="median")
-    seconds: float = column("that the solve took", default=0.0, summary="median")
-    writing_s: float | None = value("the part of it that writing the reference's program takes", summary="median")
-    model_rows: int | None = value("of the largest program that was solved, as model_columns")
-    model_columns: int | None = value()
-    resident_mb: int | None = value("the most of the process, in units of 10^6 bytes", summary="max")
-    commit: str = text()
-    machine: str = text()
-    versions: str = text()
+    suite: str = declare_key()
+    graph: str = declare_key()
+    budget: str = declare_key()
+    solver: str = declare_key()
+    run: int = declare_key("times are medians of several", summary="max")
+    budget_bytes: int = declare_column("static bytes included")
+    time_limit_s: float = declare_column("of the solve")
+    reference_time_s: float | None = declare_value("the step that somebody else reached at this budget")
+    reference_seconds: float | None = declare_value("that this took them")
+    ops: int = declare_column("of the graph", default=0)
+    status: str = declare_text("as in solvers.result")
+    base_s: float = declare_column("the step that keeps everything", default=0.0)
+    time_s: float | None = declare_value("the step")
+    bound_s: float | None = declare_value("proved: no step takes less")
+    gap: float | None = declare_value()
+    first_s: float | None = declare_value("until the first schedule", summary="median")
+    seconds: float = declare_column("that the solve took", default=0.0, summary="median")
+    writing_s: float | None = declare_value("the part of it that writing the reference's program takes", summary="median")
+    model_rows: int | None = declare_value("of the largest program that was solved, as model_columns")
+    model_columns: int | None = declare_value()
+    resident_mb: int | None = declare_value("the most of the process, in units of 10^6 bytes", summary="max")
+    commit: str = declare_text()
+    machine: str = declare_text()
+    versions: str = declare_text()
 
 
 def make_graph(make: Callable[[], Graph], file: Path) -> Iterator[None]:

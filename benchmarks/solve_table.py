@@ -10,8 +10,8 @@ from matplotlib.ticker import NullFormatter
 
 from benchmarks.solve_case import TOLERANCE, SolverRow
 from planner.show.views.figures import COLORS, save_figure
-from planner.studies.rows import frame, summarize
-from planner.studies.tables import Column, by, markdown, of_frame, said
+from planner.studies.rows import build_frame, summarize
+from planner.studies.tables import Column, format_markdown, format_values, group_by, iterate_rows
 from solvers.result import SOLVED
 
 NEAR = 0.005  # gap up to which a solve counts as near to optimal
@@ -46,7 +46,7 @@ def format_table(rows: Sequence[SolverRow]) -> str:
 
 def compute_medians(rows: Sequence[SolverRow]) -> pd.DataFrame:
     """Return a row for each solve: median times of its runs, their largest memory, else the values of the first run."""
-    solves = summarize(frame(rows), SolverRow, SOLVE).rename(columns={"run": "runs"})
+    solves = summarize(build_frame(rows), SolverRow, SOLVE).rename(columns={"run": "runs"})
     over = {name: solves[f"{name}_s"] / solves["base_s"] - 1 for name in ("time", "bound")}
     return solves.assign(overhead=over["time"], bound=over["bound"], cost=solves["time_s"] / solves["reference_time_s"])
 
@@ -80,7 +80,7 @@ def format_suite(solves: pd.DataFrame) -> str:
     gurobi = _GUROBI_COLUMNS if solves["reference_time_s"].notna().any() else ()
     growth = _GROWTH_COLUMNS if solves["suite"].iloc[0] == "growth" else ()
     columns = (*_SOLVE_COLUMNS, *gurobi, *growth, *_TIME_COLUMNS)
-    return f"{summarize_rows(solves)}\n\n{markdown(of_frame(solves), columns)}"
+    return f"{summarize_rows(solves)}\n\n{format_markdown(iterate_rows(solves), columns)}"
 
 
 def summarize_rows(solves: pd.DataFrame) -> str:
@@ -131,7 +131,7 @@ def format_reference(solves: pd.DataFrame) -> str:
             f"costs agree in {ended['agree'].sum()} of {len(ended)}; at most {format_largest(ended['resident_mb'])} MB resident, "
             f"the reference {format_largest(ended['resident_mb_reference'])} MB"
         )
-    return f"{said}.{format_median_note(solves)}\n\n{markdown(of_frame(pairs), _PAIR_COLUMNS)}"
+    return f"{said}.{format_median_note(solves)}\n\n{format_markdown(iterate_rows(pairs), _PAIR_COLUMNS)}"
 
 
 def join_reference(solves: pd.DataFrame) -> pd.DataFrame:
@@ -152,10 +152,10 @@ def format_median_note(solves: pd.DataFrame) -> str:
 def format_provenance(rows: Sequence[SolverRow]) -> str:
     """Return the provenance of the rows: machine, versions and commits."""
     versions = sorted({part for row in rows for part in row.versions.split(", ") if part}, key=str.lower)
-    limits = ", ".join(f"{suite} {max(row.time_limit_s for row in own):g} s" for suite, own in by(rows, "suite").items())
+    limits = ", ".join(f"{suite} {max(row.time_limit_s for row in own):g} s" for suite, own in group_by(rows, "suite").items())
     return (
-        f"Made by `make bench-solve`. Machine: {said(rows, 'machine', '; ')}. Versions: {', '.join(versions)}. "
-        f"Commits: {said(rows, 'commit', ', ')}. Tolerance {TOLERANCE:.1%} of the step; time limits: {limits}. "
+        f"Made by `make bench-solve`. Machine: {format_values(rows, 'machine', '; ')}. Versions: {', '.join(versions)}. "
+        f"Commits: {format_values(rows, 'commit', ', ')}. Tolerance {TOLERANCE:.1%} of the step; time limits: {limits}. "
         "HiGHS runs in one thread with its default seed, 0; the seed of a random graph is the first number of its name; "
         "traced graphs come from shapes alone.\n"
     )

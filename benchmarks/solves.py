@@ -10,8 +10,8 @@ from planner.capture.workload.workload import parse_spec
 from planner.plans.attributes import attributes
 from planner.plans.solving import order_for
 from planner.settings.plan import PlanSettings
-from planner.studies.rows import Made, column, text, value
-from planner.studies.solves import result_of
+from planner.studies.rows import Made, declare_column, declare_text, declare_value
+from planner.studies.solves import solve_allocated
 from planner.studies.workload_tracing import Tracing
 from solvers.clock import Clock, WallClock
 from solvers.least import bracket_least_budget
@@ -28,7 +28,7 @@ def build_graph(spec: str, device: str = "h200", **settings: Any) -> Graph:
         device: a name in ``planner.settings.devices``.
         settings: further ones of the trace.
     """
-    return Tracing(PlanSettings(roofline=device, **settings)).graph(parse_spec(spec))
+    return Tracing(PlanSettings(roofline=device, **settings)).trace_graph(parse_spec(spec))
 
 
 def find_least_bytes(graph: Graph, limit_s: float) -> int:
@@ -44,14 +44,14 @@ def find_least_bytes(graph: Graph, limit_s: float) -> int:
 class Solved(Made):
     """One solve."""
 
-    status: str = column("as in solvers.result", default=str(Status.ERROR))
-    reason: str = text("as in solvers.result")
-    message: str = text("what else there is to say")
-    time_s: float | None = value("the step, judged")
-    bound_s: float | None = value("proved: no step takes less")
-    base_s: float = column("the step that keeps everything")
-    peak_bytes: int | None = value("of the schedule")
-    budget_bytes: int | None = value("static bytes included")
+    status: str = declare_column("as in solvers.result", default=str(Status.ERROR))
+    reason: str = declare_text("as in solvers.result")
+    message: str = declare_text("what else there is to say")
+    time_s: float | None = declare_value("the step, judged")
+    bound_s: float | None = declare_value("proved: no step takes less")
+    base_s: float = declare_column("the step that keeps everything")
+    peak_bytes: int | None = declare_value("of the schedule")
+    budget_bytes: int | None = declare_value("static bytes included")
 
     @property
     def overhead(self) -> float | None:
@@ -83,7 +83,7 @@ def solve_row(blank: Row, graph: Graph, clock: Clock, solver: str = "windows") -
     """Return `blank` with the result of `solver` within its budget, and the result; None if the solver refuses."""
     assert blank.budget_bytes is not None
     try:
-        result = result_of(graph, blank.budget_bytes, clock, solver, tolerance=TOLERANCE)
+        result = solve_allocated(graph, blank.budget_bytes, clock, solver, tolerance=TOLERANCE)
     except PlannerError as error:
         return replace(blank, message=str(error)), None
     found = attributes(result, "status", "time_s", "bound_s", "peak_bytes", "seconds")

@@ -30,8 +30,8 @@ from planner.cli import argument_types
 from planner.measure import tracing
 from planner.measure.steps import Step
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, column, key, listed, provenance, text
-from planner.studies.tables import Column, by, made_with, markdown
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_text, order_by
+from planner.studies.tables import Column, describe_provenance, format_markdown, group_by
 
 SEED = 0
 EAGER, PLANNED = "eager", "planned"
@@ -60,22 +60,22 @@ RECIPES = {
 class TrainingRow(Made):
     """One step of one loop. Peaks and times are of two passes from the same beginning: to measure a peak takes time."""
 
-    model: str = key()
-    loop: str = key("eager or planned")
-    step: int = key("counted from 0")
-    seed: int = column("of weights, batches and random state", default=SEED)
-    peak_bytes: int = column("measured, of forward and backward pass; static bytes included")
-    loss: float = column("in the pass for peaks; loss_again in the pass for times")
-    loss_again: float = column()
-    time_s: float = column("of forward and backward pass")
-    loop_s: float = column("of these, clipping, and the optimizer's step")
-    state: str = text("digest of parameters, buffers and random state after the last step of each pass")
-    state_again: str = text()
-    least_bytes: int = column("the least budget that a schedule was found for")
-    budget_bytes: int = column("of the planned loop")
-    predicted_peak_bytes: int = column("what the plan says of forward and backward pass, as predicted_s")
-    predicted_s: float = column()
-    keeping_s: float = column("what it says of one that keeps everything")
+    model: str = declare_key()
+    loop: str = declare_key("eager or planned")
+    step: int = declare_key("counted from 0")
+    seed: int = declare_column("of weights, batches and random state", default=SEED)
+    peak_bytes: int = declare_column("measured, of forward and backward pass; static bytes included")
+    loss: float = declare_column("in the pass for peaks; loss_again in the pass for times")
+    loss_again: float = declare_column()
+    time_s: float = declare_column("of forward and backward pass")
+    loop_s: float = declare_column("of these, clipping, and the optimizer's step")
+    state: str = declare_text("digest of parameters, buffers and random state after the last step of each pass")
+    state_again: str = declare_text()
+    least_bytes: int = declare_column("the least budget that a schedule was found for")
+    budget_bytes: int = declare_column("of the planned loop")
+    predicted_peak_bytes: int = declare_column("what the plan says of forward and backward pass, as predicted_s")
+    predicted_s: float = declare_column()
+    keeping_s: float = declare_column("what it says of one that keeps everything")
 
 
 def train(name: str, known: Sequence[TrainingRow], *, device: torch.device, steps: int) -> Iterator[TrainingRow]:
@@ -118,7 +118,7 @@ def train(name: str, known: Sequence[TrainingRow], *, device: torch.device, step
                 predicted_peak_bytes=step.plan.peak_bytes,
                 predicted_s=step.plan.time_s,
                 keeping_s=step.plan.graph.time_s,
-                **provenance(device),
+                **collect_provenance(device),
             )
 
 
@@ -214,8 +214,8 @@ class Pair:
 
 def group_pairs(rows: Sequence[TrainingRow]) -> dict[str, Pair]:
     """Return the loops by model."""
-    loops = by(rows, "model", "loop")
-    return {model: Pair(model, *(tuple(loops[model, loop]) for loop in (EAGER, PLANNED))) for model in by(rows, "model")}
+    loops = group_by(rows, "model", "loop")
+    return {model: Pair(model, *(tuple(loops[model, loop]) for loop in (EAGER, PLANNED))) for model in group_by(rows, "model")}
 
 
 def list_failures(rows: Sequence[TrainingRow]) -> list[str]:
@@ -262,8 +262,8 @@ def format_table(rows: Sequence[TrainingRow]) -> str:
         for pair in found
         if pair.plan.least_bytes > pair.peak_bytes // 2
     ]
-    about = f"{max(row.step for row in rows) + 1} steps from seed {rows[0].seed}; {made_with(rows)}"
-    return "\n".join((markdown(found, TABLE), *notes, about))
+    about = f"{max(row.step for row in rows) + 1} steps from seed {rows[0].seed}; {describe_provenance(rows)}"
+    return "\n".join((format_markdown(found, TABLE), *notes, about))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -279,7 +279,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments.out /= arguments.device
     training = partial(train, device=torch.device(arguments.device), steps=arguments.steps)
     study = Study(
-        TrainingRow, training, order=listed(model=RECIPES["cpu"]), pages={"table.md": format_table}, failures=list_failures
+        TrainingRow, training, order=order_by(model=RECIPES["cpu"]), pages={"table.md": format_table}, failures=list_failures
     )
     return carry_out(study, arguments, {(name,): name for name in arguments.models})
 

@@ -31,9 +31,9 @@ from planner.plans.summary import summarize
 from planner.studies import baselines
 from planner.studies.blocks import block_levels
 from planner.studies.experiment import Study
-from planner.studies.processes import ALONE, ProcessError, stream
-from planner.studies.rows import Made, column, key, made, provenance, value
-from planner.studies.tables import ALL, Column, bullets, markdown, said, side_by_side, unit_of
+from planner.studies.processes import ALONE, ProcessError, iterate_results
+from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_made, declare_value
+from planner.studies.tables import ALL, Column, format_bullets, format_markdown, format_values, get_format, group_side_by_side
 
 PACKAGES = ("transformers", "timm", "torchvision", "diffusers", "peft")
 SHARES = (0.7, 0.5, 0.3)  # of the way from the least budget to the peak
@@ -53,31 +53,33 @@ R = TypeVar("R", bound=Made)
 class TriedRow(Made):
     """One way to train one model."""
 
-    source: str = key("where the model is from")
-    model: str = key()
-    way: str = key("eager, checkpointing, planned at 50% of the way from the least budget to the peak, or at its peak")
-    status: str = column("ran, refused (with one clear line), failed in another way, or missing: a package is not installed")
-    message: str | None = value("of what was refused or failed")
-    ops: int | None = value("of the captured step")
-    least_bytes: int | None = value("the least budget that is found, as the planner says")
-    keeping_bytes: int | None = value("the peak of keeping everything, as the planner says")
-    budget_bytes: int | None = value("of the plan")
-    storages_bytes: int | None = value("the most in storages at once, counted as they come and go")
-    peak_bytes: int | None = value("the most of the allocator's, with what kernels take for themselves")
-    different: int | None = value(
+    source: str = declare_key("where the model is from")
+    model: str = declare_key()
+    way: str = declare_key("eager, checkpointing, planned at 50% of the way from the least budget to the peak, or at its peak")
+    status: str = declare_column(
+        "ran, refused (with one clear line), failed in another way, or missing: a package is not installed"
+    )
+    message: str | None = declare_value("of what was refused or failed")
+    ops: int | None = declare_value("of the captured step")
+    least_bytes: int | None = declare_value("the least budget that is found, as the planner says")
+    keeping_bytes: int | None = declare_value("the peak of keeping everything, as the planner says")
+    budget_bytes: int | None = declare_value("of the plan")
+    storages_bytes: int | None = declare_value("the most in storages at once, counted as they come and go")
+    peak_bytes: int | None = declare_value("the most of the allocator's, with what kernels take for themselves")
+    different: int | None = declare_value(
         "how many losses, gradients, parameters, buffers, random states are not eager's to the last bit"
     )
-    first_difference: str | None = value("the name of one of them")
-    swaps: int | None = value("how often a better plan took the place of another until then")
-    time_s: float | None = value("median of a forward and backward pass")
-    ratio: float | None = value("median of the multiples of eager's time in the same turn")
-    ratio_of_checkpointing: float | None = value("the same, of checkpointing's time")
-    seed: int = column("of weights, batches and random state", default=SEED)
-    transformers: str = made("its version, as of the others")
-    timm: str = made()
-    torchvision: str = made()
-    diffusers: str = made()
-    peft: str = made()
+    first_difference: str | None = declare_value("the name of one of them")
+    swaps: int | None = declare_value("how often a better plan took the place of another until then")
+    time_s: float | None = declare_value("median of a forward and backward pass")
+    ratio: float | None = declare_value("median of the multiples of eager's time in the same turn")
+    ratio_of_checkpointing: float | None = declare_value("the same, of checkpointing's time")
+    seed: int = declare_column("of weights, batches and random state", default=SEED)
+    transformers: str = declare_made("its version, as of the others")
+    timm: str = declare_made()
+    torchvision: str = declare_made()
+    diffusers: str = declare_made()
+    peft: str = declare_made()
 
 
 class Trial:
@@ -150,7 +152,7 @@ class Trial:
         found: list[tuple[int, Runner]] = []
         for level in range(1, block_levels(self._build_fresh().model) + 1):
             workload = self._build_fresh()
-            runner = Runner(workload, baselines.checkpoint_blocks(level).prepare(workload.model, workload.loss_fn))
+            runner = Runner(workload, baselines.build_checkpoint_blocks(level).prepare(workload.model, workload.loss_fn))
             try:
                 found.append((runner.measure_peak_bytes(self._batch), runner))
             except Exception as error:  # noqa: BLE001 (of PyTorch's own: other levels may go)
@@ -249,7 +251,7 @@ def run_in_process(trial: Callable[..., Iterable[R]], blank: R, limit_s: float) 
     """
     rows: dict[str, Any] = {}
     try:
-        for row in stream(iterate_rows, trial, blank, variables=ALONE, limit_s=limit_s):
+        for row in iterate_results(iterate_rows, trial, blank, variables=ALONE, limit_s=limit_s):
             rows[row.way] = row
     except ProcessError as error:
         rows["process"] = replace(blank, way="process", status=FAILED, message=str(error))
@@ -259,7 +261,7 @@ def run_in_process(trial: Callable[..., Iterable[R]], blank: R, limit_s: float) 
 def try_one(case: tuple[str, str], known: Sequence[TriedRow], *, repeats: int) -> Iterator[TriedRow]:
     """Yield the rows of one model."""
     source, model = case
-    blank = TriedRow(source=source, model=model, way=EAGER, status=RAN, **provenance(packages=PACKAGES))
+    blank = TriedRow(source=source, model=model, way=EAGER, status=RAN, **collect_provenance(packages=PACKAGES))
     return run_in_process(partial(try_model, repeats=repeats), blank, _LIMIT_S)
 
 
@@ -312,12 +314,12 @@ def _make_first_known_column(title: str, name: str) -> Column:
     def find_known(found: Mapping[str, TriedRow]) -> object:
         return next((value for row in found.values() if (value := getattr(row, name)) is not None), None)
 
-    return Column(title, find_known, unit_of(name), at=ALL)
+    return Column(title, find_known, get_format(name), at=ALL)
 
 
 def _make_way_column(title: str, way: str, name: str, form: str | None = None) -> Column:
     """Return a column of one way, empty if it did not run."""
-    return Column(title, lambda row: getattr(row, name) if row.status == RAN else None, form or unit_of(name), at=way)
+    return Column(title, lambda row: getattr(row, name) if row.status == RAN else None, form or get_format(name), at=way)
 
 
 def _make_count_column(title: str, counts: Callable[[TriedRow], bool]) -> Column:
@@ -345,18 +347,18 @@ TABLE = (
 def format_table(rows: Sequence[TriedRow]) -> str:
     """Return all of it, as Markdown."""
     without = [row for row in rows if row.status != RAN and row.way != CHECKPOINTING]
-    refused = bullets(f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in without)
+    refused = format_bullets(f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in without)
     note = (
         f"Times are multiples of eager PyTorch's in the same turn, at budgets so far from the least to the peak. The budget of "
         f"`{_PLANNED_FOR_IT}` is the measured peak of checkpointing blocks.\n"
     )
-    packages = ", ".join(f"{name} {said(rows, name)}" for name in PACKAGES)
-    made = f"Seed {said(rows, 'seed')}; {said(rows, 'machine')}; torch {said(rows, 'torch')}"
-    about = f"{made}, {packages}; commit {said(rows, 'commit')}.\n"
-    lines = markdown(side_by_side(rows, "way", "source", "model"), TABLE)
+    packages = ", ".join(f"{name} {format_values(rows, name)}" for name in PACKAGES)
+    made = f"Seed {format_values(rows, 'seed')}; {format_values(rows, 'machine')}; torch {format_values(rows, 'torch')}"
+    about = f"{made}, {packages}; commit {format_values(rows, 'commit')}.\n"
+    lines = format_markdown(group_side_by_side(rows, "way", "source", "model"), TABLE)
     parts = (
         "# Models of many kinds\n",
-        bullets(summarize_rows(rows)),
+        format_bullets(summarize_rows(rows)),
         note,
         lines,
         "## Not planned\n",
@@ -382,7 +384,7 @@ def list_failures(rows: Sequence[TriedRow]) -> Iterator[str]:
 def list_not_run(rows: Sequence[Any]) -> str:
     """Return the section of a table on the ways that did not run, with the reason of each, as Markdown."""
     without = [f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in rows if row.status != RAN]
-    return "\n".join(("## Not run\n", bullets(without) if without else "Nothing.\n"))
+    return "\n".join(("## Not run\n", format_bullets(without) if without else "Nothing.\n"))
 
 
 def find_failures(

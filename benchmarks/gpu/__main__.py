@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.command import add_names
-from planner.studies.tables import as_markdown
+from planner.studies.tables import join_markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in options.steps:
         print(f"{name}: at most {STEPS[name].limit_s:.0f} s, into {options.out / name}.log", flush=True)
         results.append(run(name, STEPS[name], options.out))
-        table = as_markdown([("step", "ended", "took", "last line"), *(line for _, line in results)]) + f"\n{where}\n"
+        table = join_markdown([("step", "ended", "took", "last line"), *(line for _, line in results)]) + f"\n{where}\n"
         (options.out / "table.md").write_text(table)  # after each step: the next one may not end
     print(table, end="")
     return int(any(code != 0 for code, _ in results))

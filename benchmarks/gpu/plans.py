@@ -26,8 +26,8 @@ from planner.measure.steps import loss_of, median_times, outcome
 from planner.plans.attributes import attributes
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
-from planner.studies.rows import Made, key, provenance, text, value
-from planner.studies.tables import Column, made_with, markdown
+from planner.studies.rows import Made, collect_provenance, declare_key, declare_text, declare_value
+from planner.studies.tables import Column, describe_provenance, format_markdown
 from planner.torch_private.core import clear_cublas_workspaces
 from planner.torch_private.cuda import set_allocator_settings
 
@@ -56,27 +56,29 @@ _SOLVE_S = 6.0
 class PlanRow(Made):
     """One way to train a model at one budget."""
 
-    model: str = key()
-    way: str = key()
-    share: str = key("the budget, as it was asked for; empty for eager PyTorch itself")
-    budget_bytes: int | None = value()
-    predicted_peak_bytes: int | None = value()
-    predicted_reserved_bytes: int | None = value("of all that PyTorch reserves, libraries included")
-    allocated_bytes: int | None = value("the most in some steps of training, as PyTorch's allocator counts, without libraries'")
-    requested_bytes: int | None = value("the same that is asked for")
-    reserved_bytes: int | None = value("the same that is reserved")
-    library_bytes: int | None = value("that libraries keep beside")
-    predicted_device_bytes: int | None = value("of all that the process takes of the device, if its budget counts that")
-    device_bytes: int | None = value("the same, in use after the steps: other processes' count too")
-    planning_s: float | None = value("until planner.compile has returned")
-    step_s: float | None = value("median of a step")
-    slowdown: str = text("beside eager PyTorch")
-    overhead: float | None = value("predicted beside keeping everything")
-    gap: float | None = value()
-    bits: bool | None = value("equal to eager PyTorch's; for eager PyTorch, to those of another run")
-    gradient_error: float | None = value("as in planner.plans.eager.EagerComparison")
-    eager_error: float | None = value("as in planner.plans.eager.EagerComparison")
-    message: str = text("why there is no more")
+    model: str = declare_key()
+    way: str = declare_key()
+    share: str = declare_key("the budget, as it was asked for; empty for eager PyTorch itself")
+    budget_bytes: int | None = declare_value()
+    predicted_peak_bytes: int | None = declare_value()
+    predicted_reserved_bytes: int | None = declare_value("of all that PyTorch reserves, libraries included")
+    allocated_bytes: int | None = declare_value(
+        "the most in some steps of training, as PyTorch's allocator counts, without libraries'"
+    )
+    requested_bytes: int | None = declare_value("the same that is asked for")
+    reserved_bytes: int | None = declare_value("the same that is reserved")
+    library_bytes: int | None = declare_value("that libraries keep beside")
+    predicted_device_bytes: int | None = declare_value("of all that the process takes of the device, if its budget counts that")
+    device_bytes: int | None = declare_value("the same, in use after the steps: other processes' count too")
+    planning_s: float | None = declare_value("until planner.compile has returned")
+    step_s: float | None = declare_value("median of a step")
+    slowdown: str = declare_text("beside eager PyTorch")
+    overhead: float | None = declare_value("predicted beside keeping everything")
+    gap: float | None = declare_value()
+    bits: bool | None = declare_value("equal to eager PyTorch's; for eager PyTorch, to those of another run")
+    gradient_error: float | None = declare_value("as in planner.plans.eager.EagerComparison")
+    eager_error: float | None = declare_value("as in planner.plans.eager.EagerComparison")
+    message: str = declare_text("why there is no more")
 
 
 def measure_eager(row: PlanRow, workload: Workload) -> PlanRow:
@@ -199,7 +201,7 @@ TABLE = (
 
 def format_table(rows: Sequence[PlanRow]) -> str:
     """Return the rows as Markdown."""
-    return f"{markdown(rows, TABLE)}\n{made_with(rows[-1:])}"
+    return f"{format_markdown(rows, TABLE)}\n{describe_provenance(rows[-1:])}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -210,10 +212,10 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     pairs = [(EAGER, ""), *product(arguments.ways, arguments.shares.split(","))]
     keys = [(model, way, share) for (way, share), model in product(pairs, arguments.models)]
-    about = {} if arguments.tables_only else provenance(torch.device("cuda"))
+    about = {} if arguments.tables_only else collect_provenance(torch.device("cuda"))
     cases = {key: PlanRow(model=key[0], way=key[1], share=key[2], **about) for key in keys}
     study = Study(PlanRow, measure, pages={"table.md": format_table}, failures=list_failures)
-    return carry_out(study, arguments, cases, say=lambda row: markdown([row], TABLE).splitlines()[2])
+    return carry_out(study, arguments, cases, say=lambda row: format_markdown([row], TABLE).splitlines()[2])
 
 
 if __name__ == "__main__":

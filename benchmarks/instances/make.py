@@ -18,7 +18,7 @@ from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.plans.solving import order_for
 from planner.plans.summary import summarize
-from planner.studies.solves import result_of
+from planner.studies.solves import solve_allocated
 from solvers.clock import WallClock
 from solvers.least import bracket_least_budget
 from solvers.result import SOLVED
@@ -76,7 +76,7 @@ def solve_budgets(graph: Graph, *, limit_s: float) -> list[dict[str, object]]:
     known = []
     for share in SHARES:
         budget_bytes = least_bytes + round(share * (peak_bytes - least_bytes))
-        result = result_of(graph, budget_bytes, WallClock(limit_s), tolerance=1e-4)
+        result = solve_allocated(graph, budget_bytes, WallClock(limit_s), tolerance=1e-4)
         assert result.schedule is not None and result.time_s is not None and result.bound_s is not None
         known.append(
             {

@@ -304,7 +304,7 @@ def build_tracing(arguments: argparse.Namespace, **changes: Any) -> Tracing:
 def trace_model(model: "ModelSpec", arguments: argparse.Namespace, progress: "LineView", **changes: Any) -> "Graph":
     """Build and trace `model` with the settings of ``build_tracing``."""
     progress.say(f"building {model}")
-    return build_tracing(arguments, **changes).graph(model, on_progress=progress)
+    return build_tracing(arguments, **changes).trace_graph(model, on_progress=progress)
 
 
 def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:

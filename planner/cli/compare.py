@@ -101,9 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.cli.interrupt import StopOnInterrupt
     from planner.progress import LineView
     from planner.show.views.figures import can_plot
-    from planner.studies.compare import methods_named
+    from planner.studies.compare import parse_methods
     from planner.studies.comparison_rows import ComparisonRow
-    from planner.studies.comparison_screen import screen_text
+    from planner.studies.comparison_screen import format_screen
     from planner.studies.comparisons import write_report
     from planner.studies.rows import read_rows
 
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.measure and arguments.cluster is not None:
         raise UsageError("--measure measures on this machine, and --cluster would use others: leave one of them out")
     settings = build_study_settings(arguments, time_limit_s=_ROW_S, total_time_limit_s=_TOTAL_S)
-    methods = methods_named(arguments.methods, offload=settings.options.offloads)
+    methods = parse_methods(arguments.methods, offload=settings.options.offloads)
     folder = Path(arguments.output)
     check_folder(folder)
     with (
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json or known:
         data = {"holds": "comparison", "rows": [asdict(row) for row in rows]}
         said = f"\nwritten to {folder}: rows.csv, {written}{missing}"
-        print_result(arguments, lambda: data, lambda: f"{screen_text(known)}{more}{said}")
+        print_result(arguments, lambda: data, lambda: f"{format_screen(known)}{more}{said}")
     if interrupt():
         return INTERRUPTED
     return DONE if any(row.time_s is not None for row in rows) else LIMIT
@@ -147,12 +147,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _time_limits(rows: "Sequence[ComparisonRow]") -> str:
     """Return lines about the rows whose time limits were too short; "" if there are none."""
-    from planner.studies.compare import cut_short, not_begun
-    from planner.studies.tables import by
+    from planner.studies.compare import cut_short, is_not_begun
+    from planner.studies.tables import group_by
 
-    short = by((row for row in rows if cut_short(row)), "method")
+    short = group_by((row for row in rows if cut_short(row)), "method")
     budgets = {method: f"{method} ({', '.join(row.budget for row in own)})" for method, own in short.items()}
-    refused = [method for method, own in short.items() if not_begun(own[0])]
+    refused = [method for method, own in short.items() if is_not_begun(own[0])]
     lines = [f"not begun: {budgets[method]}: {short[method][0].message}" for method in refused]
     if ended := ", ".join(said for method, said in budgets.items() if method not in refused):
         lines.append(f"ended by their time limit: {ended}")
@@ -196,27 +196,27 @@ def _measure(
     progress.say(f"building {spec}")
     from planner.capture.options import traced_options
     from planner.runtime.transfers.channels import HostChannels
-    from planner.studies.baselines import baseline_methods, of_policies
-    from planner.studies.compare_measured import compare_measured, profiled
-    from planner.studies.offloading import offloading_methods
+    from planner.studies.baselines import list_baseline_methods, select_policies
+    from planner.studies.compare_measured import compare_measured, load_or_profile
+    from planner.studies.offloading import list_offloading_methods
 
     folder = Path(arguments.output)
     traced = traced_options(settings.options.names)
     how = build_tracing(arguments, options=OptionSettings(traced), measure_link=settings.options.measures_link, name=str(spec))
     built = how.load(spec)
     progress.say(f"tracing {spec}")
-    captured = profiled(built, folder, how.settings)
-    stock = baseline_methods(built.model, targets=[op.target for op in captured.graph.ops if op.phase == "forward"])
+    captured = load_or_profile(built, folder, how.settings)
+    stock = list_baseline_methods(built.model, targets=[op.target for op in captured.graph.ops if op.phase == "forward"])
     channels = None
     if settings.options.host_bytes is not None:
         channels = HostChannels(next(built.model.parameters()).device, settings.options.host_bytes)
-        stock += offloading_methods(channels)
+        stock += list_offloading_methods(channels)
     return compare_measured(
         built,
         captured,
         arguments.budgets,
         methods,
-        stock if arguments.methods == "all" else of_policies(stock, methods),
+        stock if arguments.methods == "all" else select_policies(stock, methods),
         folder,
         replace(settings, model=str(spec), repeats=arguments.repeats, seed=arguments.seed),
         channels=channels,

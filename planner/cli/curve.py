@@ -76,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.cli.interrupt import StopOnInterrupt
     from planner.progress import LineView
     from planner.show.views.figures import check_plot, save_figure
-    from planner.studies.curve import CurveRow, curve
-    from planner.studies.curve_table import curve_data
+    from planner.studies.curve import CurveRow, solve_curve
+    from planner.studies.curve_table import build_curve_data
     from planner.studies.rows import write_rows
     from solvers.result import Status
 
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_plot(Path(arguments.plot))
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
-        found = curve(
+        found = solve_curve(
             graph,
             arguments.budgets,
             build_study_settings(arguments, time_limit_s=math.inf, total_time_limit_s=_TOTAL_S),
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_rows(Path(arguments.output), CurveRow, found.all_rows)
     if arguments.plot is not None:
         save_figure(found.plot(), Path(arguments.plot))
-    print_result(arguments, curve_data, str, found, written=(arguments.output, arguments.plot))
+    print_result(arguments, build_curve_data, str, found, written=(arguments.output, arguments.plot))
     if any(point.schedule for point in found.points):
         return DONE
     return INFEASIBLE if all(point.status is Status.INFEASIBLE for point in found.points) else LIMIT

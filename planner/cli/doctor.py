@@ -21,13 +21,13 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; return the exit code."""
     from planner.cli.installation import iterate_facts
-    from planner.studies.tables import by
+    from planner.studies.tables import group_by
 
     found = list(iterate_facts(arguments.model))
     problems = [fact.problem for fact in found if fact.problem]
     width = max(len(fact.name) for fact in found)
     lines = []
-    for topic, facts_of_topic in by(found, "topic").items():
+    for topic, facts_of_topic in group_by(found, "topic").items():
         lines += [topic, *(f"  {fact.name:<{width}}  {fact.value}" for fact in facts_of_topic)]
     lines += ["", *(f"problem: {problem}" for problem in problems)] if problems else ["", "no problem found"]
     data = {"facts": [asdict(fact) for fact in found], "problems": problems}

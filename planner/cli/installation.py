@@ -132,7 +132,7 @@ def _iterate_capture_facts(model: ModelSpec) -> Iterator[Fact]:
 def _trace_graph(model: ModelSpec) -> Graph:
     """Return the graph of `model`, with times by a roofline."""
     with suppress(TraceError):  # a step may branch on data, whose values fake tensors do not have
-        return Tracing(PlanSettings(roofline="cpu")).graph(model)
+        return Tracing(PlanSettings(roofline="cpu")).trace_graph(model)
     return trace(*Tracing().load(model), roofline="cpu")
 
 

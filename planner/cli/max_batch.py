@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, and print an answer for each method; return the exit code."""
     from planner.cli.interrupt import StopOnInterrupt
     from planner.progress import LineView
-    from planner.studies.curve_table import max_batch_data, max_batch_text
+    from planner.studies.curve_table import build_max_batch_data, describe_max_batch
     from planner.studies.sizes import BATCH, Wanted
 
     unit = arguments.multiple_of
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
             answers = _search_modelled_then_measured(arguments, wanted, how, progress, interrupt)
         else:
             answers = _search(arguments, wanted, how, progress, interrupt)
-    print_result(arguments, max_batch_data, max_batch_text, answers, wanted)
+    print_result(arguments, build_max_batch_data, describe_max_batch, answers, wanted)
     return DONE
 
 
@@ -127,8 +127,8 @@ def _search(
     should_stop: "Callable[[], bool]",
 ) -> "tuple[LargestSize, ...]":
     """Search among graphs that are traced with the settings `how`."""
-    from planner.studies.max_batch import max_batch
-    from planner.studies.sizes import BATCH, samples_for
+    from planner.studies.max_batch import find_max_batch
+    from planner.studies.sizes import BATCH, list_samples
 
     progress.say(f"building {arguments.model}")
     from planner.studies.workload_sizes import SizedModel
@@ -140,8 +140,8 @@ def _search(
         unit=wanted.unit,
         way_out="name another with --vary" if arguments.vary else "name the one that is the batch size with --batch-option",
     )
-    wanted = replace(wanted, first=sizes.first, samples=samples_for(arguments.vary or BATCH, sizes.first))
-    return max_batch(sizes.graph, wanted, on_activity=progress.say, should_stop=should_stop)
+    wanted = replace(wanted, first=sizes.first, samples=list_samples(arguments.vary or BATCH, sizes.first))
+    return find_max_batch(sizes.trace_graph, wanted, on_activity=progress.say, should_stop=should_stop)
 
 
 def _search_modelled_then_measured(

@@ -142,10 +142,13 @@ class Advice:
             ("available", available),
         ]
         prices = (*reversed(self.between), self.least)
-        budgets = [("budget", "of eager", "overhead", *([self.memory.taken] if self._on_cuda else ())), *map(self._line, prices)]
+        budgets = [
+            ("budget", "of eager", "overhead", *([self.memory.taken] if self._on_cuda else ())),
+            *map(self._build_row, prices),
+        ]
         header = ("with", "least budget", f"overhead at {format_bytes(self._middle.budget_bytes)}", "results")
         none = ("recomputation alone", format_enough(self.least.budget_bytes), str(self._middle), "exact")
-        offered = [header, none, *(self._option_line(option) for option in self.options)]
+        offered = [header, none, *(self._build_option_row(option) for option in self.options)]
         recommended = self.recommended
         take = "" if recommended.budget_bytes is None else format_bytes(recommended.budget_bytes)
         take += f" with {', '.join(recommended.options)}" if recommended.options else ""
@@ -163,12 +166,12 @@ class Advice:
     def _middle(self) -> Price:
         return self.between[len(self.between) // 2] if self.between else self.least
 
-    def _line(self, price: Price) -> tuple[str, ...]:
+    def _build_row(self, price: Price) -> tuple[str, ...]:
         share = f"{100 * price.budget_bytes / self.eager_bytes:.0f}%"
         reserved = "" if price.reserved_bytes is None else format_bytes(price.reserved_bytes)
         return format_bytes(price.budget_bytes), share, str(price), *([reserved] if self._on_cuda else ())
 
-    def _option_line(self, option: OptionAdvice) -> tuple[str, ...]:
+    def _build_option_row(self, option: OptionAdvice) -> tuple[str, ...]:
         if not option.ops:
             return option.name, "nothing to choose in this step", "", ""
         lossy = option_called(option.name).lossy

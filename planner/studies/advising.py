@@ -28,9 +28,9 @@ from planner.settings.plan import check_positive, select_settings
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
 from planner.studies.curve import Curve
-from planner.studies.curve import curve as solve_budgets
+from planner.studies.curve import solve_curve as solve_budgets
 from planner.studies.settings import StudySettings
-from planner.studies.workers import never
+from planner.studies.workers import return_false
 from solvers.tolerance import Tolerance
 
 _LEAST_S = 20.0  # for the analysis, even after a long trace
@@ -83,11 +83,11 @@ def advise(
     given = {name: value for name, value in select_settings(locals()).items() if name in signature(trace).parameters}
     began = time.monotonic()
     check_positive("time limit", time_limit_s, "seconds")
-    names = _options_to_try(roofline) if options is None else tuple(options)
-    kind, device, available_bytes = _available(model, batch, roofline)
+    names = _list_options_to_try(roofline) if options is None else tuple(options)
+    kind, device, available_bytes = _find_device(model, batch, roofline)
     counted = memory_on(kind, CountedMemory.of(memory))
     graph = trace(model, loss_fn, batch, **given | {"options": traced_options(names)}, on_progress=on_progress)
-    with _reporting(on_progress) as say:
+    with _report_solves(on_progress) as say:
         return advise_graph(
             graph,
             available_bytes=available_bytes,
@@ -98,7 +98,7 @@ def advise(
             host_budget=host_budget,
             time_limit_s=max(_LEAST_S, time_limit_s - (time.monotonic() - began)),
             on_activity=say,
-            should_stop=should_stop or never,
+            should_stop=should_stop or return_false,
         )
 
 
@@ -152,12 +152,12 @@ def curve(
         memory=CountedMemory.of(memory),
         jobs=jobs,
     )
-    with _reporting(on_progress) as say:
+    with _report_solves(on_progress) as say:
         return solve_budgets(graph, budgets, settings, on_activity=say)
 
 
 @contextmanager
-def _reporting(on_progress: OnProgress) -> Iterator[Callable[[str], None]]:
+def _report_solves(on_progress: OnProgress) -> Iterator[Callable[[str], None]]:
     """Yield the function that is called with a line about each of many solves."""
     with Stages(*views_of(on_progress), stages=(Stage.SOLVE,)) as stages:
         with stages.stage(Stage.SOLVE) as stage:
@@ -165,12 +165,12 @@ def _reporting(on_progress: OnProgress) -> Iterator[Callable[[str], None]]:
         stages.finish()
 
 
-def _options_to_try(roofline: str | None) -> tuple[str, ...]:
+def _list_options_to_try(roofline: str | None) -> tuple[str, ...]:
     offered = (option for name, option in OPTIONS.items() if Need.DEVICES not in needs((name,)))
     return tuple(option.to_try for option in offered if roofline is not None or not option.lossy)
 
 
-def _available(model: nn.Module, batch: Batch, roofline: str | None) -> tuple[str, str, int | None]:
+def _find_device(model: nn.Module, batch: Batch, roofline: str | None) -> tuple[str, str, int | None]:
     """Return the type of the device, its name, and the bytes that a step may use on it.
 
     A device that is modelled by a roofline is otherwise unused.

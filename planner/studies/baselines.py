@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 from graphs.errors import ModelError
 from planner.capture.step import LossFn, TrainingStep
 from planner.measure.steps import Step
-from planner.studies.blocks import InapplicableError, block_choices, blocks, blocks_at, checkpointable
+from planner.studies.blocks import InapplicableError, block_choices, find_blocks, find_blocks_at, select_checkpointable
 from planner.torch_private.capture import functorch_config, inductor_config
 from solvers.baselines.common.torch_ops import extract_base_name
 from solvers.baselines.sac import LISTS, SacRule, SaveList, save_lists
@@ -53,13 +53,13 @@ class Method:
     prepare: Callable[[nn.Module, LossFn | None], Step]
 
 
-def of_policies(methods: Iterable[Method], policies: Collection[str]) -> list[Method]:
+def select_policies(methods: Iterable[Method], policies: Collection[str]) -> list[Method]:
     """Return the methods that implement the `policies` of the registry; always plain PyTorch, and Auto-SAC with ``sac``."""
-    kinds = {eager().name, *policies, *({auto_sac().name} if SacRule.LISTED in policies else ())}
+    kinds = {build_eager().name, *policies, *({build_auto_sac().name} if SacRule.LISTED in policies else ())}
     return [method for method in methods if method.name.split()[0] in kinds]
 
 
-def baseline_methods(
+def list_baseline_methods(
     model: nn.Module,
     *,
     budgets: Mapping[str, Sequence[float]] = BUDGETS,
@@ -73,26 +73,26 @@ def baseline_methods(
     """
     choices = block_choices(model)
     layers = _count_layers(model)
-    sacs = [partial(sac, rule) for rule in SacRule if not targets or any(map(LISTS[rule].has, targets))]
-    sacs += [partial(sac, save_list=known) for known in unnamed_lists(targets)]
-    useless = [sac(rule) for rule in SacRule if targets and not any(map(LISTS[rule].has, targets))]  # their steps raise
+    sacs = [partial(build_sac, rule) for rule in SacRule if not targets or any(map(LISTS[rule].has, targets))]
+    sacs += [partial(build_sac, save_list=known) for known in list_unnamed(targets)]
+    useless = [build_sac(rule) for rule in SacRule if targets and not any(map(LISTS[rule].has, targets))]  # their steps raise
     return [
-        eager(),
-        *(checkpoint_blocks(**choice) for choice in choices),
-        *(checkpoint_blocks(every=every) for every in EVERY if every < layers),
+        build_eager(),
+        *(build_checkpoint_blocks(**choice) for choice in choices),
+        *(build_checkpoint_blocks(every=every) for every in EVERY if every < layers),
         *(make(**choice) for make in sacs for choice in choices),
         *useless,
-        *(memory_budget(fraction, backend) for backend, fractions in budgets.items() for fraction in fractions),
-        auto_sac(),
+        *(build_memory_budget(fraction, backend) for backend, fractions in budgets.items() for fraction in fractions),
+        build_auto_sac(),
     ]
 
 
-def eager() -> Method:
+def build_eager() -> Method:
     """Return plain PyTorch as a method."""
     return Method("eager", TrainingStep)
 
 
-def checkpoint_blocks(level: int = 1, *, depth: int = 0, every: int = 1) -> Method:
+def build_checkpoint_blocks(level: int = 1, *, depth: int = 0, every: int = 1) -> Method:
     """Return ``torch.utils.checkpoint`` around each block of `level`, or of `depth`: see ``planner.studies.blocks``.
 
     Args:
@@ -100,18 +100,18 @@ def checkpoint_blocks(level: int = 1, *, depth: int = 0, every: int = 1) -> Meth
     """
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        step, modules = TrainingStep(model, loss_fn), checkpointed_blocks(model, level, depth)[::every]
+        step, modules = TrainingStep(model, loss_fn), find_checkpointed_blocks(model, level, depth)[::every]
 
         def run(*args: object, **kwargs: object) -> Any:
-            with wrapped(modules, lambda forward: partial(checkpoint, forward, use_reentrant=False)):
+            with wrap_modules(modules, lambda forward: partial(checkpoint, forward, use_reentrant=False)):
                 return step(*args, **kwargs)
 
         return run
 
-    return Method(f"checkpoint-blocks{_at(level, depth)}{f' every {every}' if every > 1 else ''}", prepare)
+    return Method(f"checkpoint-blocks{_format_level(level, depth)}{f' every {every}' if every > 1 else ''}", prepare)
 
 
-def sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0, save_list: SaveList | None = None) -> Method:
+def build_sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0, save_list: SaveList | None = None) -> Method:
     """Return selective activation checkpointing around every block of `level`, or of `depth`.
 
     Its steps raise InapplicableError if no op in the blocks is in the save list.
@@ -122,15 +122,15 @@ def sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0, save_
         save_list: a save list instead.
     """
     saves = save_list or LISTS[rule]
-    name = f"{rule}{f' {saves.name}' if save_list else ''}{_at(level, depth)}"
+    name = f"{rule}{f' {saves.name}' if save_list else ''}{_format_level(level, depth)}"
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        step, modules = TrainingStep(model, loss_fn), checkpointed_blocks(model, level, depth)
+        step, modules = TrainingStep(model, loss_fn), find_checkpointed_blocks(model, level, depth)
 
         def run(*args: object, **kwargs: object) -> Any:
             saved: set[str] = set()
             contexts = partial(save_contexts, saves, saved)
-            with wrapped(modules, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)):
+            with wrap_modules(modules, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)):
                 returned = step(*args, **kwargs)
             if not saved:
                 raise InapplicableError(f"{name} saves nothing: no op in the blocks is one of {', '.join(sorted(saves.ops))}")
@@ -141,13 +141,13 @@ def sac(rule: SacRule = SacRule.LISTED, *, level: int = 1, depth: int = 0, save_
     return Method(name, prepare)
 
 
-def unnamed_lists(targets: Sequence[str]) -> list[SaveList]:
+def list_unnamed(targets: Sequence[str]) -> list[SaveList]:
     """Return the save lists of kinds among `targets`, except those that a rule already makes and the empty one."""
-    named = {_effect(known, targets) for known in LISTS.values()}
-    return [known for known in save_lists(targets) if known.ops and _effect(known, targets) not in named]
+    named = {_compute_effect(known, targets) for known in LISTS.values()}
+    return [known for known in save_lists(targets) if known.ops and _compute_effect(known, targets) not in named]
 
 
-def _effect(save_list: SaveList, targets: Sequence[str]) -> tuple[bool, ...]:
+def _compute_effect(save_list: SaveList, targets: Sequence[str]) -> tuple[bool, ...]:
     """Return for each of `targets`, in order, whether the list saves it."""
     skipped: set[int] = set()
     for half in save_list.halved:
@@ -155,17 +155,17 @@ def _effect(save_list: SaveList, targets: Sequence[str]) -> tuple[bool, ...]:
     return tuple(save_list.has(target) and i not in skipped for i, target in enumerate(targets))
 
 
-def torch_compile(mode: str | None = None) -> Method:
+def build_torch_compile(mode: str | None = None) -> Method:
     """Return ``torch.compile`` with Inductor at one of its modes; its random numbers differ from eager PyTorch's."""
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        compiled: Step = torch.compile(own_code(TrainingStep(model, loss_fn)), mode=mode, fullgraph=True, dynamic=False)
+        compiled: Step = torch.compile(copy_code(TrainingStep(model, loss_fn)), mode=mode, fullgraph=True, dynamic=False)
         return compiled
 
     return Method("torch.compile" if mode is None else f"torch.compile {mode}", prepare)
 
 
-def memory_budget(fraction: float, backend: str = "aot_eager", *, eager_random: bool = True) -> Method:
+def build_memory_budget(fraction: float, backend: str = "aot_eager", *, eager_random: bool = True) -> Method:
     """Return ``torch.compile`` with ``activation_memory_budget``: `fraction` of the bytes of saved tensors.
 
     A graph break is an error, since the rest would run without the budget. If random ops such as dropout are recomputed,
@@ -178,7 +178,7 @@ def memory_budget(fraction: float, backend: str = "aot_eager", *, eager_random: 
     """
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        compiled = torch.compile(own_code(TrainingStep(model, loss_fn)), backend=backend, fullgraph=True, dynamic=False)
+        compiled = torch.compile(copy_code(TrainingStep(model, loss_fn)), backend=backend, fullgraph=True, dynamic=False)
 
         def run(*args: object, **kwargs: object) -> Any:
             with functorch_config.patch(activation_memory_budget=fraction), inductor_config.patch(fallback_random=eager_random):
@@ -189,7 +189,7 @@ def memory_budget(fraction: float, backend: str = "aot_eager", *, eager_random: 
     return Method(f"memory-budget {fraction:.2f} {backend}", prepare)
 
 
-def auto_sac() -> Method:
+def build_auto_sac() -> Method:
     """Return Auto-SAC (``torch.distributed._tools.sac_ilp``) as a method that raises: it is not available.
 
     The module decides how much each block discards, and its user must implement that. It needs op times (``RuntimeEstimator``)
@@ -205,28 +205,28 @@ def auto_sac() -> Method:
     return Method("auto-sac", prepare)
 
 
-def checkpointed_blocks(model: nn.Module, level: int = 1, depth: int = 0) -> list[nn.Module]:
+def find_checkpointed_blocks(model: nn.Module, level: int = 1, depth: int = 0) -> list[nn.Module]:
     """Return the blocks of `level`, or of `depth`, that can be checkpointed.
 
     Raises:
         InapplicableError: the model has none.
     """
-    return checkpointable(blocks_at(model, depth) if depth else blocks(model, level))
+    return select_checkpointable(find_blocks_at(model, depth) if depth else find_blocks(model, level))
 
 
 def _count_layers(model: nn.Module) -> int:
     try:
-        return len(checkpointed_blocks(model))
+        return len(find_checkpointed_blocks(model))
     except InapplicableError:
         return 0
 
 
-def _at(level: int, depth: int) -> str:
+def _format_level(level: int, depth: int) -> str:
     return f" depth {depth}" if depth else f" level {level}" if level > 1 else ""
 
 
 @contextmanager
-def wrapped(modules: Sequence[nn.Module], wrap: Wrap) -> Iterator[None]:
+def wrap_modules(modules: Sequence[nn.Module], wrap: Wrap) -> Iterator[None]:
     """Wrap the modules' ``forward`` inside the context; recomputation calls the plain one."""
     before = [(module, vars(module).get("forward")) for module in modules]
     try:
@@ -245,7 +245,7 @@ def save_contexts(saves: SaveList, saved: set[str]) -> Contexts:
     # Torch 2.11 calls the policy again during recomputation.
     counts = {(half, again): count() for half in saves.halved for again in (False, True)}
 
-    def policy(context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    def choose_policy(context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         target = str(op)
         if not saves.has(target):
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -255,11 +255,11 @@ def save_contexts(saves: SaveList, saved: set[str]) -> Contexts:
         saved.add(target)
         return CheckpointPolicy.MUST_SAVE
 
-    contexts: Contexts = create_selective_checkpoint_contexts(policy)
+    contexts: Contexts = create_selective_checkpoint_contexts(choose_policy)
     return contexts
 
 
-def own_code(step: TrainingStep) -> Callable[..., Any]:
+def copy_code(step: TrainingStep) -> Callable[..., Any]:
     """Return `step` as a function with a code object of its own, by which Dynamo identifies compiled functions.
 
     With a shared code object, one method would run what was compiled for another.

@@ -28,23 +28,23 @@ def block_choices(model: nn.Module) -> list[Choice]:
     """Return the levels and depths whose blocks differ; level 1 if there are none."""
     found: dict[frozenset[nn.Module], Choice] = {}
     for level in range(1, block_levels(model) + 1):
-        found.setdefault(_not_layers(blocks(model, level)), {"level": level})
-    for depth in range(1, _depth(model) + 1):
-        found.setdefault(frozenset(_at_depth(model, depth)), {"depth": depth})
+        found.setdefault(_find_containers(find_blocks(model, level)), {"level": level})
+    for depth in range(1, _compute_depth(model) + 1):
+        found.setdefault(frozenset(_find_at_depth(model, depth)), {"depth": depth})
     found.pop(frozenset(), None)  # blocks of single layers hold nothing to discard
     return list(found.values()) or [{"level": 1}]
 
 
-def _not_layers(modules: list[nn.Module]) -> frozenset[nn.Module]:
+def _find_containers(modules: list[nn.Module]) -> frozenset[nn.Module]:
     return frozenset(module for module in modules if not _is_layer(module))
 
 
 def block_levels(model: nn.Module) -> int:
     """Return the nesting depth of numbered modules; 0 if there are none."""
-    return max((_numbers(path) for path, _ in _numbered(model)), default=0)
+    return max((_count_numbers(path) for path, _ in _list_numbered(model)), default=0)
 
 
-def blocks(model: nn.Module, level: int) -> list[nn.Module]:
+def find_blocks(model: nn.Module, level: int) -> list[nn.Module]:
     """Return the numbered modules, such as ``model.layers.3``, whose path has `level` numbers (1 or more).
 
     If numbered modules are nested less deep, their last level is returned. No block contains another.
@@ -52,7 +52,7 @@ def blocks(model: nn.Module, level: int) -> list[nn.Module]:
     Raises:
         InapplicableError: the model has no numbered modules.
     """
-    candidates = [(path, module) for path, module in _numbered(model) if _numbers(path) <= level]
+    candidates = [(path, module) for path, module in _list_numbered(model) if _count_numbers(path) <= level]
     if not candidates:
         raise InapplicableError(
             f"{type(model).__name__} has no blocks: none of its modules is numbered, such as layers.0; "
@@ -62,23 +62,23 @@ def blocks(model: nn.Module, level: int) -> list[nn.Module]:
     return [module for path, module in candidates if not any(other.startswith(f"{path}.") for other in paths)]
 
 
-def blocks_at(model: nn.Module, depth: int) -> list[nn.Module]:
+def find_blocks_at(model: nn.Module, depth: int) -> list[nn.Module]:
     """Return the modules `depth` steps (1 or more) below `model` that are not single layers.
 
     Raises:
         InapplicableError: there are none.
     """
-    if modules := _at_depth(model, depth):
+    if modules := _find_at_depth(model, depth):
         return modules
     raise InapplicableError(f"{type(model).__name__} has no blocks: no module {depth} levels below it has modules inside")
 
 
-def checkpointable(modules: list[nn.Module]) -> list[nn.Module]:
+def select_checkpointable(modules: list[nn.Module]) -> list[nn.Module]:
     """Return `modules` without in-place activations, which cannot be recomputed as blocks: their input is overwritten."""
     return [module for module in modules if not (_is_layer(module) and getattr(module, "inplace", False))]
 
 
-def _numbered(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _list_numbered(model: nn.Module) -> list[tuple[str, nn.Module]]:
     # A list of modules is not called, its items are.
     return [
         (path, module)
@@ -87,26 +87,26 @@ def _numbered(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _numbers(path: str) -> int:
+def _count_numbers(path: str) -> int:
     return sum(part.isdecimal() for part in path.split("."))
 
 
-def _at_depth(model: nn.Module, depth: int) -> list[nn.Module]:
+def _find_at_depth(model: nn.Module, depth: int) -> list[nn.Module]:
     modules = [model]
     for _ in range(depth):
-        modules = [child for module in modules for child in _called(module)]
+        modules = [child for module in modules for child in _iterate_called(module)]
     return [module for module in dict.fromkeys(modules) if not _is_layer(module)]
 
 
-def _depth(model: nn.Module) -> int:
-    return max((1 + _depth(child) for child in _called(model)), default=0)
+def _compute_depth(model: nn.Module) -> int:
+    return max((1 + _compute_depth(child) for child in _iterate_called(model)), default=0)
 
 
-def _called(module: nn.Module) -> Iterator[nn.Module]:
+def _iterate_called(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children of `module`; lists of modules are replaced by their items."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _called(child)
+            yield from _iterate_called(child)
         else:
             yield child
 

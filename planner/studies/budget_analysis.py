@@ -14,9 +14,9 @@ from planner.plans.summary import summarize
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
-from planner.studies.frontier import Frontier, evenly, outside_in
-from planner.studies.solves import result_in
-from planner.studies.workers import ignore, never
+from planner.studies.frontier import Frontier, divide_evenly, order_outside_in
+from planner.studies.solves import solve_in_order
+from planner.studies.workers import ignore, return_false
 from solvers.clock import Clock, WallClock, measure_rest
 from solvers.order.reorder import find_order
 from solvers.result import SOLVED, Status
@@ -40,7 +40,7 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
     host_budget: str | int | None = None,
     time_limit_s: float = 45.0,
     on_activity: Callable[[str], object] = ignore,
-    should_stop: Callable[[], bool] = never,
+    should_stop: Callable[[], bool] = return_false,
 ) -> Advice:
     """Return the memory that `graph` needs, the overhead at smaller budgets, and the budget to choose.
 
@@ -68,7 +68,7 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
         if Need.DEVICES in needs((name,)):
             raise UsageError(f"the option {name!r} runs ops on other devices, which advice is not given on: leave it out")
     least = work.least
-    budgets = evenly(least.found_bytes, max(least.found_bytes, work.eager_bytes), BETWEEN + 2)[1:-1]
+    budgets = divide_evenly(least.found_bytes, max(least.found_bytes, work.eager_bytes), BETWEEN + 2)[1:-1]
     wanted = {least.found_bytes, *budgets}
     if available_bytes is not None and least.found_bytes <= available_bytes < work.eager_bytes:
         wanted.add(available_bytes)
@@ -82,10 +82,10 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
         device=device,
         available_bytes=available_bytes,
         least_proved_bytes=least.proved_bytes,
-        least=work.price(least.found_bytes),
-        between=tuple(work.price(budget) for budget in budgets),
+        least=work.get_price(least.found_bytes),
+        between=tuple(work.get_price(budget) for budget in budgets),
         options=offered,
-        recommended=_recommended(work, available_bytes, budgets, offered),
+        recommended=_recommend(work, available_bytes, budgets, offered),
         eager_memory=eager_memory(graph),
         seconds=work.clock.seconds,
     )
@@ -106,9 +106,9 @@ class _Analysis:
         plain = with_options(graph, ())
         self.summary, self.eager_bytes = summarize(plain), eager_bytes(plain, memory)
         self.tell("looking for the least budget")
-        self.known, self.least = self._least_of(plain, clock.start_part(_LEAST * clock.limit))
+        self.known, self.least = self._find_least(plain, clock.start_part(_LEAST * clock.limit))
 
-    def _least_of(self, graph: Graph, clock: Clock) -> tuple[Frontier, LeastBudget]:
+    def _find_least(self, graph: Graph, clock: Clock) -> tuple[Frontier, LeastBudget]:
         """Return the least budget that is found before the limit, and what is known in an order of the ops, with its schedule."""
         known = Frontier(find_order(graph, clock), _TOLERANCE, self.memory)
         least = least_budget(graph, self.memory, should_stop=lambda: measure_rest(clock) <= 0 or self.should_stop())
@@ -118,15 +118,15 @@ class _Analysis:
     def solve(self, budgets: Sequence[int]) -> None:
         """Solve for a short time at each budget; each result is used for all budgets."""
         until = self.clock.now + _CURVE * self.clock.limit
-        order = [budgets[i] for i in outside_in(len(budgets))]
+        order = [budgets[i] for i in order_outside_in(len(budgets))]
         for done, budget_bytes in enumerate(order):
             self.tell(f"solving for {format_bytes(budget_bytes)}")
             clock = self.clock.start_part(max(0.1, (until - self.clock.now) / (len(order) - done)))
             _solve(self.known, budget_bytes, clock, self.should_stop)
 
-    def price(self, budget_bytes: int) -> Price:
+    def get_price(self, budget_bytes: int) -> Price:
         """Return the known overhead at a budget."""
-        return _price(self.known, budget_bytes, self.summary.time_s)
+        return _get_price(self.known, budget_bytes, self.summary.time_s)
 
     def try_options(
         self, names: Sequence[str], budget_bytes: int, link: str | float | None, host_budget: str | int | None
@@ -138,17 +138,17 @@ class _Analysis:
             copying = (link, host_budget) if Need.LINK in needs((name,)) else ()
             options = option_settings([name], *copying)
             clock = self.clock.start_part(max(0.1, measure_rest(self.clock) / (len(names) - done)))
-            found.append(self._option(name, options.apply(self.graph), budget_bytes, clock))
+            found.append(self._evaluate_option(name, options.apply(self.graph), budget_bytes, clock))
         return tuple(found)
 
-    def _option(self, name: str, graph: Graph, budget_bytes: int, clock: Clock) -> OptionAdvice:
+    def _evaluate_option(self, name: str, graph: Graph, budget_bytes: int, clock: Clock) -> OptionAdvice:
         offered = [op for op in graph.ops if op.optional or op.overwrites]
-        alone = self.price(budget_bytes)
+        alone = self.get_price(budget_bytes)
         if not offered:
             return OptionAdvice(name, 0, True, self.least.proved_bytes, self.least.found_bytes, alone)
-        known, least = self._least_of(graph, clock.start_part(_OPTION_LEAST * clock.limit))
+        known, least = self._find_least(graph, clock.start_part(_OPTION_LEAST * clock.limit))
         _solve(known, budget_bytes, clock.start_part(max(0.1, measure_rest(clock))), self.should_stop)
-        price = _price(known, budget_bytes, self.summary.time_s)
+        price = _get_price(known, budget_bytes, self.summary.time_s)
         if price.overhead is None or (alone.overhead is not None and alone.overhead < price.overhead):
             # A schedule without an option is valid with it.
             price = replace(price, overhead=alone.overhead, reserved_bytes=alone.reserved_bytes)
@@ -165,24 +165,24 @@ class _Analysis:
 
 def _solve(known: Frontier, budget_bytes: int, clock: Clock, should_stop: Callable[[], bool]) -> None:
     """Solve for a budget, unless results at other budgets have settled it."""
-    if known.point(budget_bytes, None).status in (*SOLVED, Status.INFEASIBLE):
+    if known.get_point(budget_bytes, None).status in (*SOLVED, Status.INFEASIBLE):
         return
     asked = known.order, budget_bytes, known.memory, clock
-    known.learn(result_in(*asked, tolerance=_TOLERANCE, must_stop=should_stop))
+    known.learn(solve_in_order(*asked, tolerance=_TOLERANCE, must_stop=should_stop))
 
 
-def _price(known: Frontier, budget_bytes: int, base_s: float) -> Price:
-    point = known.point(budget_bytes, None)
+def _get_price(known: Frontier, budget_bytes: int, base_s: float) -> Price:
+    point = known.get_point(budget_bytes, None)
     overhead, bound = (None if s is None else s / base_s - 1 if base_s else 0.0 for s in (point.time_s, point.bound_s))
     return Price(budget_bytes, overhead, bound, point.reserved_bytes)
 
 
-def _recommended(
+def _recommend(
     work: _Analysis, available_bytes: int | None, budgets: Sequence[int], offered: Sequence[OptionAdvice]
 ) -> Recommendation:
     whole_bytes, least_bytes = work.eager_bytes, work.least.found_bytes
     if available_bytes is None:
-        prices = [work.price(budget) for budget in (least_bytes, *budgets, max(least_bytes, whole_bytes))]
+        prices = [work.get_price(budget) for budget in (least_bytes, *budgets, max(least_bytes, whole_bytes))]
         cheap = next(price for price in prices if price.overhead is not None and price.overhead <= CHEAP)
         reason = f"the least of these that takes at most {100 * CHEAP:.0f}% longer ({cheap}); nothing is known of a device"
         return Recommendation(cheap.budget_bytes, (), cheap.overhead, reason, cheap.reserved_bytes)
@@ -191,7 +191,7 @@ def _recommended(
         reserved_bytes = eager_reserved_bytes(work.graph, work.memory) if on_cuda(work.graph) else None
         return Recommendation(None, (), 0.0, f"no plan, for eager PyTorch fits: {available}", reserved_bytes)
     if least_bytes <= available_bytes:
-        price = work.price(available_bytes)
+        price = work.get_price(available_bytes)
         reason = f"all that is available ({price}); eager PyTorch does not fit"
         return Recommendation(available_bytes, (), price.overhead, reason, price.reserved_bytes)
     fitting = [option for option in offered if option.least_found_bytes <= available_bytes]

@@ -15,7 +15,7 @@ _CONNECT_S = 10.0  # seconds until a scheduler must have answered, and until it 
 
 
 @contextmanager
-def on_cluster(job: Job[Task, Done], address: str) -> Iterator[Workers[Task, Done]]:
+def start_on_cluster(job: Job[Task, Done], address: str) -> Iterator[Workers[Task, Done]]:
     """Yield the workers for `job` on the cluster at `address`. Each worker receives the job once, and no files.
 
     Raises:

@@ -18,11 +18,11 @@ from planner.plans.summary import summarize
 from planner.progress.visible import visible
 from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
-from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, missing, open_rows, recorded_memory
+from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, find_missing, open_rows, record_memory
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
-from planner.studies.solves import result_in
-from planner.studies.workers import never
+from planner.studies.solves import solve_in_order
+from planner.studies.workers import return_false
 from solvers.clock import Clock, WallClock, measure_rest
 from solvers.order.reorder import keep_program_order
 from solvers.registry import SOLVERS, estimate_program_time_s, get_solver
@@ -81,33 +81,35 @@ class SolveRow:
     def __call__(self, task: Task, should_stop: Callable[[], bool]) -> Solved:
         """Return the row of `task`; an error of a method is recorded as its reason."""
         limit_s = self.settings.time_limit_s if task.time_limit_s is None else task.time_limit_s
-        row = replace(self.row(task.run_by, task.method, task.budget, task.budget_bytes, status="error"), time_limit_s=limit_s)
+        row = replace(
+            self.build_row(task.run_by, task.method, task.budget, task.budget_bytes, status="error"), time_limit_s=limit_s
+        )
         try:
-            graph = self._graph_for(task)
+            graph = self._get_graph(task)
             asked = keep_program_order(graph), task.budget_bytes, self.memory, WallClock(limit_s), task.method
-            result = result_in(*asked, tolerance=self.settings.tolerance, must_stop=should_stop)
+            result = solve_in_order(*asked, tolerance=self.settings.tolerance, must_stop=should_stop)
         except PlannerError as error:
-            return Solved(replace(row, message=_one_line(str(error))), None)
+            return Solved(replace(row, message=_join_lines(str(error))), None)
         row = replace(
             row,
             **attributes(result, "status", "time_s", "peak_bytes", "bound_s", "seconds"),
             reserved_bytes=reserved_at(graph, result.schedule, self.memory, task.budget_bytes),
             reason=result.reason or "",
-            settings=self._settings(result.settings if result.schedule is not None else {}),
-            message=_one_line(result.message),
-            versions=self._versions(result.versions),
+            settings=self._format_settings(result.settings if result.schedule is not None else {}),
+            message=_join_lines(result.message),
+            versions=self._format_versions(result.versions),
         )
         return Solved(row, result.schedule)
 
-    def program_time_s(self, task: Task) -> float:
+    def estimate_program_time_s(self, task: Task) -> float:
         """Return about the least seconds in which the program of a task can have a solution; 0 if that is not known."""
-        return estimate_program_time_s(task.method, keep_program_order(self._graph_for(task)).graph, task.budget_bytes)
+        return estimate_program_time_s(task.method, keep_program_order(self._get_graph(task)).graph, task.budget_bytes)
 
-    def _graph_for(self, task: Task) -> Graph:
+    def _get_graph(self, task: Task) -> Graph:
         """Return the graph that a method solves: those that only recompute solve the program alone, for schedules of both."""
         return self.graph if SOLVERS[task.method].transfers else remove_options(self.graph)
 
-    def row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> ComparisonRow:
+    def build_row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> ComparisonRow:
         """Return a row before anything is solved or measured."""
         return ComparisonRow(
             model=visible(self.settings.model),
@@ -117,19 +119,19 @@ class SolveRow:
             budget=budget,
             budget_bytes=budget_bytes,
             status=status,
-            settings=self._settings({}),
+            settings=self._format_settings({}),
             base_s=self.graph.time_s,
             **attributes(self, "base_peak_bytes", "commit"),
             **attributes(self.settings, "tolerance", "time_limit_s", "seed"),
             machine=self.machine or machine(),
-            versions=self._versions({}),
+            versions=self._format_versions({}),
         )
 
-    def _settings(self, found: Mapping[str, object]) -> str:
+    def _format_settings(self, found: Mapping[str, object]) -> str:
         settings = {**self.recorded, **{name: value for name, value in found.items() if name not in _NOT_IN_ROWS}}
         return json.dumps(settings) if settings else ""
 
-    def _versions(self, solver: Mapping[str, str]) -> str:
+    def _format_versions(self, solver: Mapping[str, str]) -> str:
         traced = {"torch": str(self.graph.provenance["torch"])} if "torch" in self.graph.provenance else {}
         versions = {"remat-planner": version("remat-planner"), **solver, **traced}
         return ", ".join(f"{name} {number}" for name, number in versions.items())
@@ -149,11 +151,11 @@ def judge_of(graph: Graph, settings: StudySettings, memory: CountedMemory, machi
         base_peak_bytes=summarize(graph).keep_everything_peak_bytes,
         commit=commit(),
         machine=machine_name,
-        recorded={**settings.options.recorded(graph), **recorded_memory(memory)},
+        recorded={**settings.options.recorded(graph), **record_memory(memory)},
     )
 
 
-def methods_named(text: str, *, offload: bool = False) -> tuple[str, ...]:
+def parse_methods(text: str, *, offload: bool = False) -> tuple[str, ...]:
     """Return methods from ``all`` or comma-separated names; the optimum comes first, for its bound.
 
     ``all`` means the methods that recompute and, with `offload`, those that only offload; methods that place ops on other devices
@@ -178,7 +180,7 @@ def compare(
     settings: StudySettings = _DEFAULTS,
     *,
     on_row: Callable[[ComparisonRow, int, int], None] | None = None,
-    should_stop: Callable[[], bool] = never,
+    should_stop: Callable[[], bool] = return_false,
 ) -> list[ComparisonRow]:
     """Solve `graph` by every method at every budget, and keep the rows in ``rows.csv`` in `folder`.
 
@@ -203,14 +205,14 @@ def compare(
     """
     graph = settings.options.apply(graph)
     judge = judge_of(graph, settings, memory_of(graph, settings.memory))
-    tasks = tasks_for(judge, budgets, methods, RunBy.SIMULATOR)
+    tasks = list_tasks(judge, budgets, methods, RunBy.SIMULATOR)
     places = {task.key: place for place, task in enumerate(tasks)}
     kept = open_rows(folder, graph, judge.recorded, order=lambda row: places.get(row.key, -1))  # other rows come first
-    absent = set(missing(kept, places, graph.time_s))
+    absent = set(find_missing(kept, places, graph.time_s))
     waiting = [task for task in tasks if task.key in absent]
     done = len(tasks) - len(waiting)
     clock = WallClock(settings.total_time_limit_s)
-    shared = Shares(waiting, clock, settings.time_limit_s, settings.jobs, needs=judge.program_time_s)
+    shared = Shares(waiting, clock, settings.time_limit_s, settings.jobs, needs=judge.estimate_program_time_s)
     for solved in run(judge, shared.take, should_stop, jobs=min(settings.jobs, max(1, len(waiting))), cluster=settings.cluster):
         if should_stop():
             continue
@@ -221,7 +223,7 @@ def compare(
     return [row for row in kept if row.key in places]
 
 
-def tasks_for(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[str], run_by: RunBy) -> list[Task]:
+def list_tasks(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[str], run_by: RunBy) -> list[Task]:
     """Return a task for every method at every budget, without duplicates.
 
     Raises:
@@ -250,7 +252,7 @@ class Shares:
     def __init__(
         self, tasks: Sequence[Task], clock: Clock, time_limit_s: float, jobs: int, *, needs: Callable[[Task], float]
     ) -> None:
-        self._needed_s = {task.key: math.ceil(needs(task)) if _shares(task) else 0 for task in tasks}
+        self._needed_s = {task.key: math.ceil(needs(task)) if _may_share(task) else 0 for task in tasks}
 
         def turn(task: Task) -> tuple[bool, bool, int]:
             return task.method != OPTIMUM, SOLVERS[task.method].large_programs, self._needed_s[task.key]
@@ -265,7 +267,7 @@ class Shares:
         if not self._waiting:
             return None
         task = self._waiting.pop(0)
-        if not _shares(task):
+        if not _may_share(task):
             return replace(task, time_limit_s=self._time_limit_s)
         left_s = measure_rest(self._clock)
         share_s = min(left_s, self._share_s(task, left_s * self._jobs))
@@ -275,7 +277,7 @@ class Shares:
 
     def _share_s(self, task: Task, left_s: float) -> float:
         """Return the share of `task`, the next one, in what is left for all that share it."""
-        sharing = [task, *filter(_shares, self._waiting)]
+        sharing = [task, *filter(_may_share, self._waiting)]
         if task.method == OPTIMUM:  # whose bound is for all
             return left_s / len(sharing)
         most_s, spare_s, served = min(left_s / self._jobs, self._time_limit_s), left_s, 0
@@ -287,20 +289,20 @@ class Shares:
         return self._needed_s[task.key] + spare_s / served if served else left_s
 
 
-def _shares(task: Task) -> bool:
+def _may_share(task: Task) -> bool:
     """Return True if a task may use all the time it is given."""
     return task.method == OPTIMUM or SOLVERS[task.method].large_programs
 
 
 def cut_short(row: ComparisonRow) -> bool:
     """Return True if a method was stopped by its time limit before it finished, or not begun because that is too short."""
-    return not_begun(row) or (row.seconds is not None and row.seconds >= row.time_limit_s and row.status not in SOLVED)
+    return is_not_begun(row) or (row.seconds is not None and row.seconds >= row.time_limit_s and row.status not in SOLVED)
 
 
-def not_begun(row: ComparisonRow) -> bool:
+def is_not_begun(row: ComparisonRow) -> bool:
     """Return True if a method did not begin, since its time limit is too short for its program."""
     return row.reason == Reason.TIME and row.seconds is not None and row.seconds < row.time_limit_s
 
 
-def _one_line(message: str) -> str:
+def _join_lines(message: str) -> str:
     return " ".join(message.split())

@@ -24,10 +24,10 @@ from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
-from planner.studies.baselines import Method, eager
-from planner.studies.best import HEURISTICS, undominated
-from planner.studies.compare import Solved, SolveRow, Task, judge_of, tasks_for
-from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, missing, open_rows
+from planner.studies.baselines import Method, build_eager
+from planner.studies.best import HEURISTICS, find_undominated
+from planner.studies.compare import Solved, SolveRow, Task, judge_of, list_tasks
+from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, find_missing, open_rows
 from planner.studies.jobs import run
 from planner.studies.measured import Benchmark, Measured
 from planner.studies.rows import KeptRows
@@ -36,10 +36,10 @@ from solvers.registry import SOLVERS
 from solvers.result import Reason
 
 _TOGETHER = 8  # of PyTorch's methods are prepared before they are timed and compared with the optimum
-_EAGER = eager().name
+_EAGER = build_eager().name
 
 
-def profiled(workload: Workload, folder: Path, settings: PlanSettings) -> Capture:
+def load_or_profile(workload: Workload, folder: Path, settings: PlanSettings) -> Capture:
     """Return the captured step with the times in ``graph.json`` of `folder`; without that file, measure and write it.
 
     A resumed comparison uses the same times, and the same link to the host if one was measured.
@@ -80,7 +80,7 @@ def compare_measured(  # noqa: PLR0913  # what is compared, where it is kept, wh
 
     Args:
         workload: the training step.
-        captured: its step, with the times that schedules are found for; see ``profiled``.
+        captured: its step, with the times that schedules are found for; see ``load_or_profile``.
         budgets, methods: as in ``planner.studies.compare``.
         stock: PyTorch's own, as in ``planner.studies.baselines``.
         folder: created if missing; rows in its CSV are not made again.
@@ -98,26 +98,26 @@ def compare_measured(  # noqa: PLR0913  # what is compared, where it is kept, wh
     offered = with_graph(captured, settings.options.apply(captured.graph))
     name = device_name(next(workload.model.parameters()).device)
     judge = judge_of(offered.graph, settings, CountedMemory.ALLOCATED, name)  # as the peaks that are measured
-    tasks = tasks_for(judge, budgets, methods, RunBy.EXECUTOR)
+    tasks = list_tasks(judge, budgets, methods, RunBy.EXECUTOR)
     kept = open_rows(folder, offered.graph, judge.recorded)
     keys = [*(task.key for task in tasks), *((RunBy.TORCH, method.name, "") for method in stock)]
-    missing(kept, keys, offered.graph.time_s)
+    find_missing(kept, keys, offered.graph.time_s)
     comparison = _Comparison(workload, captured, offered, judge, kept, channels, on_activity, should_stop)
     for budget in dict.fromkeys(task.budget for task in tasks):
-        comparison.budget([task for task in tasks if task.budget == budget and task.key not in kept])
+        comparison.compare_at_budget([task for task in tasks if task.budget == budget and task.key not in kept])
     untried = [method for method in stock if (RunBy.TORCH, method.name, "") not in kept]
     for start in range(0, len(untried), _TOGETHER):
-        comparison.stock(untried[start : start + _TOGETHER])
+        comparison.measure_stock(untried[start : start + _TOGETHER])
     met = {m.name for m in stock if m not in untried and (RunBy.EXECUTOR, OPTIMUM, f"{PEAK_OF}{m.name}") in kept}
     # Timed again with the optimum, another one may turn out to be the fastest.
-    while baselines := [m for m in stock if m.name not in met and m.name in _best_of_pytorch(list(kept))][:_TOGETHER]:
-        comparison.at_equal_memory(baselines)
+    while baselines := [m for m in stock if m.name not in met and m.name in _find_best_of_pytorch(list(kept))][:_TOGETHER]:
+        comparison.compare_at_equal_memory(baselines)
         met.update(m.name for m in baselines)
     return list(kept)
 
 
-def _best_of_pytorch(rows: Sequence[ComparisonRow]) -> set[str]:
-    return {row.method for row in undominated([row for row in rows if row.run_by == RunBy.TORCH])}
+def _find_best_of_pytorch(rows: Sequence[ComparisonRow]) -> set[str]:
+    return {row.method for row in find_undominated([row for row in rows if row.run_by == RunBy.TORCH])}
 
 
 @dataclass(slots=True)
@@ -140,30 +140,30 @@ class _Comparison:
         extra_bytes = sum(tensor.size_bytes for tensor in self.captured.graph.tensors if tensor.kind in reserved)
         host = None if self.channels is None else self.channels.memory
         self._benchmark = Benchmark(workload, extra_bytes=extra_bytes, host=host)
-        self._benchmark.enter(eager())
+        self._benchmark.enter(build_eager())
 
-    def budget(self, tasks: Sequence[Task]) -> None:
+    def compare_at_budget(self, tasks: Sequence[Task]) -> None:
         """Solve and measure the missing rows at one budget, all in one round; baselines in rounds of their own."""
         rows = [self._enter_schedule(solved) for solved in self._solve(tasks)]
-        baselines = self._best_heuristics(rows)
+        baselines = self._find_best_heuristics(rows)
         self._round([row for row in rows if row.name not in baselines])
-        self._at_equal_memory([row for row in rows if row.name in baselines])
+        self._time_at_equal_memory([row for row in rows if row.name in baselines])
 
-    def _best_heuristics(self, rows: Sequence[ComparisonRow]) -> set[str]:
+    def _find_best_heuristics(self, rows: Sequence[ComparisonRow]) -> set[str]:
         """Return the names of the fastest schedule of each eviction system."""
         found = [row for row in rows if row.ran and row.time_s is not None]
         kinds = {kind: [row for row in found if row.method in members] for kind, members in HEURISTICS.items()}
         return {min(kind, key=lambda row: row.time_s or 0.0).name for kind in kinds.values() if kind}
 
-    def stock(self, methods: Sequence[Method]) -> None:
+    def measure_stock(self, methods: Sequence[Method]) -> None:
         """Measure PyTorch's own methods."""
         self._round([self._enter_stock(method) for method in methods if not self.should_stop()])
 
-    def at_equal_memory(self, methods: Sequence[Method]) -> None:
+    def compare_at_equal_memory(self, methods: Sequence[Method]) -> None:
         """Measure PyTorch's own methods, each compared with the optimal schedule for its measured peak."""
-        self._at_equal_memory([self._enter_stock(method) for method in methods if not self.should_stop()])
+        self._time_at_equal_memory([self._enter_stock(method) for method in methods if not self.should_stop()])
 
-    def _at_equal_memory(self, baselines: Sequence[ComparisonRow]) -> None:
+    def _time_at_equal_memory(self, baselines: Sequence[ComparisonRow]) -> None:
         """Time each of `baselines` in turns with the optimal schedule for its measured peak."""
         peaks = {f"{PEAK_OF}{baseline.name}": baseline.measured_peak_bytes or 0 for baseline in baselines if baseline.ran}
         solved = self._solve([Task(RunBy.EXECUTOR, OPTIMUM, budget, peak) for budget, peak in peaks.items()])
@@ -194,17 +194,17 @@ class _Comparison:
             method = Method(row.name, lambda model, loss_fn: Executor(self.offered, schedule, model, loss_fn, self.channels))
         else:
             method = Method(row.name, lambda model, loss_fn: Executor(self.captured, schedule, model, loss_fn))
-        return _with(row, self._benchmark.enter(method))
+        return _add_measured(row, self._benchmark.enter(method))
 
     def _enter_stock(self, method: Method) -> ComparisonRow:
         """Return the row of one of PyTorch's own methods with all measurements but its time."""
         if method.name not in self._entered:
             self.say(f"running {method.name}")
             measured = self._benchmark.enter(method)
-            row = self.judge.row(RunBy.TORCH, method.name, "", None, status="error" if measured.error else "ran")
+            row = self.judge.build_row(RunBy.TORCH, method.name, "", None, status="error" if measured.error else "ran")
             if not measured.applies:
                 row = replace(row, reason=str(Reason.INAPPLICABLE))
-            self._entered[method.name] = _with(row, measured)
+            self._entered[method.name] = _add_measured(row, measured)
         return self._entered[method.name]
 
     def _round(self, rows: Sequence[ComparisonRow]) -> None:
@@ -213,11 +213,11 @@ class _Comparison:
             return
         names = [row.name for row in rows if row.ran]
         self.say(f"timing {', '.join(names) or 'nothing'}")
-        times = self._benchmark.times([_EAGER, *names], repeats=self.judge.settings.repeats) if names else {}
-        self.kept.add(*(_timed(row, times[row.name], times[_EAGER]) if row.ran else row for row in rows))
+        times = self._benchmark.measure_times([_EAGER, *names], repeats=self.judge.settings.repeats) if names else {}
+        self.kept.add(*(_add_times(row, times[row.name], times[_EAGER]) if row.ran else row for row in rows))
 
 
-def _with(row: ComparisonRow, measured: Measured) -> ComparisonRow:
+def _add_measured(row: ComparisonRow, measured: Measured) -> ComparisonRow:
     if measured.error is not None:
         return replace(row, message=measured.error)
     return replace(
@@ -228,7 +228,7 @@ def _with(row: ComparisonRow, measured: Measured) -> ComparisonRow:
     )
 
 
-def _timed(row: ComparisonRow, times: Sequence[float], eager_times: Sequence[float]) -> ComparisonRow:
+def _add_times(row: ComparisonRow, times: Sequence[float], eager_times: Sequence[float]) -> ComparisonRow:
     """Return the row with its times."""
     ratio, _ = ratio_in_turns(times, eager_times)
     return replace(row, measured_s=median(times), eager_s=median(eager_times), measured_ratio=ratio, repeats=len(times))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from graphs.units import format_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.show.views.figures import choose_size_unit, draw_figure, pick_shades
-from planner.studies.best import kind_of
-from planner.studies.comparison_rows import ComparisonRow, RunBy, bound_of, methods_of, simulated
+from planner.studies.best import get_kind
+from planner.studies.comparison_rows import ComparisonRow, RunBy, bound_of, list_methods, select_simulated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,9 +39,9 @@ def plot_overhead(rows: Sequence[ComparisonRow], path: Path) -> None:
     Raises:
         PlannerError: matplotlib is not installed.
     """
-    judged = simulated(rows)
+    judged = select_simulated(rows)
     with draw_figure(path, rows[0].model) as axes:
-        scale = _memory_axis(axes.xaxis.set_label_text, judged)
+        scale = _label_memory_axis(axes.xaxis.set_label_text, judged)
         budgets = sorted({row.budget_bytes or 0 for row in judged})
         bounds = [
             (budget / scale, bound / judged[0].base_s) for budget in budgets if (bound := bound_of(judged, budget)) is not None
@@ -49,7 +49,7 @@ def plot_overhead(rows: Sequence[ComparisonRow], path: Path) -> None:
         if bounds:
             xs, ys = zip(*bounds, strict=True)
             axes.fill_between(xs, ys, min(0.98, *ys), step="pre", color="C7", alpha=0.3, linewidth=0, label="proved impossible")
-        _draw(axes, judged, _simulated_point, scale, linewidth=1)
+        _draw(axes, judged, _get_simulated_point, scale, linewidth=1)
         axes.set_ylabel("step time, as a multiple of keeping everything")
 
 
@@ -60,9 +60,9 @@ def plot_measured(rows: Sequence[ComparisonRow], path: Path) -> None:
         PlannerError: matplotlib is not installed.
     """
     with draw_figure(path, rows[0].model) as axes:
-        scale = _memory_axis(axes.xaxis.set_label_text, rows)
-        _draw(axes, rows, _measured_point, scale, linewidth=0)
-        wrong = [point for row in rows if row.exactness == "wrong" and (point := _measured_point(row)) is not None]
+        scale = _label_memory_axis(axes.xaxis.set_label_text, rows)
+        _draw(axes, rows, _get_measured_point, scale, linewidth=0)
+        wrong = [point for row in rows if row.exactness == "wrong" and (point := _get_measured_point(row)) is not None]
         if wrong:
             xs, ys = zip(*wrong, strict=True)
             axes.plot([x / scale for x in xs], ys, "x", color="black", markersize=9, label="wrong gradients")
@@ -76,10 +76,10 @@ def plot_memory(rows: Sequence[ComparisonRow], path: Path) -> None:
     Raises:
         PlannerError: matplotlib is not installed.
     """
-    judged = simulated(rows)
+    judged = select_simulated(rows)
     with draw_figure(path, rows[0].model, columns=4) as axes:
-        scale = _memory_axis(axes.yaxis.set_label_text, judged)
-        methods = methods_of(judged)
+        scale = _label_memory_axis(axes.yaxis.set_label_text, judged)
+        methods = list_methods(judged)
         budgets = sorted({row.budget_bytes or 0 for row in judged}, reverse=True)
         for budget, color in zip(budgets, pick_shades(len(budgets)), strict=True):
             here = [row for row in judged if row.budget_bytes == budget]
@@ -108,8 +108,8 @@ def _draw(
     for row in rows:
         if (found := point(row)) is not None:
             by_torch = row.run_by == RunBy.TORCH
-            series.setdefault((by_torch, kind_of(row) if by_torch else row.method), set()).add(found)
-    edge = _edge(series)
+            series.setdefault((by_torch, get_kind(row) if by_torch else row.method), set()).add(found)
+    edge = _compute_edge(series)
     known = tuple(_KNOWN)
     cut: list[Point] = []
     for by_torch, method in sorted(series, key=lambda key: (known.index(key[1]) if key[1] in known else len(known), key)):
@@ -133,7 +133,7 @@ def _draw(
         axes.plot([x for x, _ in cut], [edge] * len(cut), "^", color="0.4", markersize=7, clip_on=False, linewidth=0, label=label)
 
 
-def _edge(series: Mapping[tuple[bool, str], set[Point]]) -> float:
+def _compute_edge(series: Mapping[tuple[bool, str], set[Point]]) -> float:
     """Return the upper limit of the time axis: slightly above nearly all highlighted points, or infinity without outliers."""
     overheads = sorted(y - 1 for (_, method), points in series.items() for _, y in points if method in _KNOWN)
     highest = max((y - 1 for points in series.values() for _, y in points), default=0.0)
@@ -144,17 +144,17 @@ def _edge(series: Mapping[tuple[bool, str], set[Point]]) -> float:
     return 1 + edge if highest > _FAR * edge > 0 else math.inf
 
 
-def _simulated_point(row: ComparisonRow) -> Point | None:
+def _get_simulated_point(row: ComparisonRow) -> Point | None:
     return (row.counted_bytes, row.time_s / row.base_s) if row.counted_bytes and row.time_s else None
 
 
-def _measured_point(row: ComparisonRow) -> Point | None:
+def _get_measured_point(row: ComparisonRow) -> Point | None:
     if row.measured_peak_bytes is None or row.measured_ratio is None:
         return None
     return row.measured_peak_bytes, row.measured_ratio
 
 
-def _memory_axis(set_label: Callable[[str], object], rows: Sequence[ComparisonRow]) -> float:
+def _label_memory_axis(set_label: Callable[[str], object], rows: Sequence[ComparisonRow]) -> float:
     """Label an axis of memory with its unit, and return the bytes of the unit."""
     scale, unit = choose_size_unit(rows[0].base_peak_bytes)
     memory = rows[0].memory

@@ -11,7 +11,7 @@ from graphs.errors import OutputError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_seconds
 from planner.settings.counted_memory import CountedMemory
-from planner.studies.rows import FIRST, KeptRows, column, key, text, value
+from planner.studies.rows import FIRST, KeptRows, declare_column, declare_key, declare_text, declare_value
 from solvers.registry import SOLVERS
 from solvers.result import compute_gap
 
@@ -24,7 +24,7 @@ Key: TypeAlias = tuple[str, str, str]
 _MEMORY = "memory"  # in the settings of rows whose budgets do not count allocated bytes
 
 
-def recorded_memory(memory: CountedMemory) -> dict[str, object]:
+def record_memory(memory: CountedMemory) -> dict[str, object]:
     """Return the entry of the settings of rows for the memory that budgets count; empty for allocated bytes."""
     return {} if memory is CountedMemory.ALLOCATED else {_MEMORY: str(memory)}
 
@@ -41,39 +41,43 @@ class RunBy(StrEnum):
 class ComparisonRow:
     """One method at one budget."""
 
-    model: str = column("the graph's name", place=FIRST)
-    fingerprint: str = column("the graph's", place=FIRST)
-    run_by: str = key("simulator (not run: its schedule was judged), executor (its schedule was replayed), or torch")
-    method: str = key("a name in solvers.registry or, of what PyTorch runs, in planner.studies.baselines")
-    budget: str = key("as it was asked for; `peak of ...` for what another method was measured to take; empty for what has none")
-    budget_bytes: int | None = value("static bytes included")
-    status: str = column("as in solvers.result; error if the method failed, ran for what PyTorch runs")
-    reason: str = text("where nothing was found or nothing ran, why, as in solvers.result; empty where it is not known")
-    settings: str = text("that the schedule was found with, those that the method chose itself included, as JSON")
-    time_s: float | None = value("of the schedule, by simulation, as peak_bytes")
-    peak_bytes: int | None = value()
-    bound_s: float | None = value("what the method proves")
-    base_s: float = column("of the step without recomputation, by simulation, as base_peak_bytes")
-    base_peak_bytes: int = column()
-    seconds: float | None = value("that the method took to find its schedule")
-    measured_s: float | None = value("median of a forward and backward pass")
-    eager_s: float | None = value("the same of plain PyTorch, in turn with it")
-    measured_ratio: float | None = value("median of the multiples of plain PyTorch's time in the same turn")
-    measured_peak_bytes: int | None = value("of tensors and workspaces (CUDA: allocated), static bytes included")
-    reserved_bytes: int | None = value(
+    model: str = declare_column("the graph's name", place=FIRST)
+    fingerprint: str = declare_column("the graph's", place=FIRST)
+    run_by: str = declare_key("simulator (not run: its schedule was judged), executor (its schedule was replayed), or torch")
+    method: str = declare_key("a name in solvers.registry or, of what PyTorch runs, in planner.studies.baselines")
+    budget: str = declare_key(
+        "as it was asked for; `peak of ...` for what another method was measured to take; empty for what has none"
+    )
+    budget_bytes: int | None = declare_value("static bytes included")
+    status: str = declare_column("as in solvers.result; error if the method failed, ran for what PyTorch runs")
+    reason: str = declare_text("where nothing was found or nothing ran, why, as in solvers.result; empty where it is not known")
+    settings: str = declare_text("that the schedule was found with, those that the method chose itself included, as JSON")
+    time_s: float | None = declare_value("of the schedule, by simulation, as peak_bytes")
+    peak_bytes: int | None = declare_value()
+    bound_s: float | None = declare_value("what the method proves")
+    base_s: float = declare_column("of the step without recomputation, by simulation, as base_peak_bytes")
+    base_peak_bytes: int = declare_column()
+    seconds: float | None = declare_value("that the method took to find its schedule")
+    measured_s: float | None = declare_value("median of a forward and backward pass")
+    eager_s: float | None = declare_value("the same of plain PyTorch, in turn with it")
+    measured_ratio: float | None = declare_value("median of the multiples of plain PyTorch's time in the same turn")
+    measured_peak_bytes: int | None = declare_value("of tensors and workspaces (CUDA: allocated), static bytes included")
+    reserved_bytes: int | None = declare_value(
         "what PyTorch's allocator reserves on CUDA: as measured, or by its model, as the budget counts it, if nothing was run"
     )
-    measured_host_bytes: int | None = value("most on the host of what was copied there; unknown where nothing can be copied")
-    exactness: str = text("of loss and gradients, as in planner.studies.measured")
-    gradient_error: float | None = value("Euclidean distance from eager's gradients, over their length")
-    repeats: int | None = value("steps timed")
-    tolerance: float = column("that the method was given, as time_limit_s")
-    time_limit_s: float = column()
-    seed: int = column("of weights, batch, and methods that draw at random")
-    message: str = text("why there is no schedule, or why it does not run")
-    commit: str = column()
-    machine: str = column()
-    versions: str = column()
+    measured_host_bytes: int | None = declare_value(
+        "most on the host of what was copied there; unknown where nothing can be copied"
+    )
+    exactness: str = declare_text("of loss and gradients, as in planner.studies.measured")
+    gradient_error: float | None = declare_value("Euclidean distance from eager's gradients, over their length")
+    repeats: int | None = declare_value("steps timed")
+    tolerance: float = declare_column("that the method was given, as time_limit_s")
+    time_limit_s: float = declare_column()
+    seed: int = declare_column("of weights, batch, and methods that draw at random")
+    message: str = declare_text("why there is no schedule, or why it does not run")
+    commit: str = declare_column()
+    machine: str = declare_column()
+    versions: str = declare_column()
 
     @property
     def key(self) -> Key:
@@ -142,7 +146,7 @@ def open_rows(
     return kept
 
 
-def missing(kept: KeptRows[ComparisonRow], keys: Iterable[Key], base_s: float) -> list[Key]:
+def find_missing(kept: KeptRows[ComparisonRow], keys: Iterable[Key], base_s: float) -> list[Key]:
     """Return those of `keys` without rows; `base_s` is the time of the step without recomputation.
 
     Raises:
@@ -158,13 +162,13 @@ def missing(kept: KeptRows[ComparisonRow], keys: Iterable[Key], base_s: float) -
     return found
 
 
-def simulated(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+def select_simulated(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the rows of all methods at the same budgets by simulation; if there are none, those of replayed schedules."""
     at_budgets = [row for row in rows if row.run_by != RunBy.TORCH and not row.budget.startswith(PEAK_OF)]
     return [row for row in at_budgets if row.run_by == RunBy.SIMULATOR] or at_budgets
 
 
-def methods_of(rows: Sequence[ComparisonRow]) -> list[str]:
+def list_methods(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return the methods in `rows`: the registry's in its order, then others."""
     there = dict.fromkeys(row.method for row in rows)
     return [name for name in SOLVERS if name in there] + [name for name in there if name not in SOLVERS]

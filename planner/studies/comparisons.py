@@ -8,10 +8,10 @@ from textwrap import shorten
 from graphs.io.files import write_text
 from graphs.units import format_bytes
 from planner.progress.visible import visible
-from planner.studies.best import NOT_TRIED, WHY_NOT, tuned_table
+from planner.studies.best import NOT_TRIED, WHY_NOT, build_tuned_table
 from planner.studies.comparison_plots import plot_measured, plot_memory, plot_overhead
-from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, methods_of, simulated
-from planner.studies.tables import as_markdown, bold, by
+from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, list_methods, select_simulated
+from planner.studies.tables import format_bold, group_by, join_markdown
 from solvers.result import Reason, Status, compute_gap
 
 LEGEND = (
@@ -56,7 +56,7 @@ def write_report(rows: Sequence[ComparisonRow], folder: Path, *, figures: bool =
         PlannerError: matplotlib is not installed.
     """
     written = [folder / "table.md"]
-    write_text(written[0], table_text(rows))
+    write_text(written[0], format_tables(rows))
     measured = any(row.measured_s is not None for row in rows)
     plots = {"overhead": plot_overhead, "memory": plot_memory, **({"measured": plot_measured} if measured else {})}
     for name, plot in plots.items() if figures else ():
@@ -65,17 +65,17 @@ def write_report(rows: Sequence[ComparisonRow], folder: Path, *, figures: bool =
     return written
 
 
-def table_text(rows: Sequence[ComparisonRow]) -> str:
+def format_tables(rows: Sequence[ComparisonRow]) -> str:
     """Return a page of tables: schedules by simulation and, if steps were run, measurements at each budget and at equal peaks."""
     first = rows[0]
     parts = [f"# {visible(first.model) or 'A comparison'}"]
-    if judged := simulated(rows):
+    if judged := select_simulated(rows):
         base = f"which takes {judged[0].base_s:.4g} s and {format_bytes(judged[0].base_peak_bytes)}"
         on_cuda = any(row.reserved_bytes is not None for row in judged)
         counted = f"Budgets count {judged[0].memory.said}. " if on_cuda else ""
         parts += [
             f"Overhead over the step without recomputation, {base}; by simulation. {counted}{LEGEND}",
-            as_markdown(simulated_table(judged)),
+            join_markdown(build_simulated_table(judged)),
         ]
         if on_cuda:
             memory = judged[0].memory
@@ -83,36 +83,36 @@ def table_text(rows: Sequence[ComparisonRow]) -> str:
                 settings="with expandable segments" if memory.is_expandable else "with its default settings",
                 context=" and CUDA's context" if memory.counts_context else "",
             )
-            parts += [f"## Reserved on the device\n\n{said}", as_markdown(reserved_table(judged))]
+            parts += [f"## Reserved on the device\n\n{said}", join_markdown(build_reserved_table(judged))]
     if replayed := [row for row in rows if row.run_by == RunBy.EXECUTOR and not row.budget.startswith(PEAK_OF)]:
         said = f"{_MEASURED} {_ON_HOST}" if any(row.measured_host_bytes for row in rows) else _MEASURED
-        parts += [f"## Measured\n\n{said}", as_markdown(_by_budget(replayed, measured_text, _sound_ratio, 2))]
+        parts += [f"## Measured\n\n{said}", join_markdown(_build_rows_by_budget(replayed, format_measured, _get_sound_ratio, 2))]
     if any(row.run_by == RunBy.TORCH for row in rows):
-        parts += [f"## PyTorch's own, tuned for each budget\n\n{_TUNED}", as_markdown(tuned_table(rows))]
-    pairs = iso_memory_pairs(rows)
+        parts += [f"## PyTorch's own, tuned for each budget\n\n{_TUNED}", join_markdown(build_tuned_table(rows))]
+    pairs = list_iso_memory_pairs(rows)
     if any(pair.ours for pair in pairs):
-        parts += [f"## At equal peak\n\n{_ISO_MEMORY}", as_markdown(iso_memory_table(pairs)), iso_memory_note(pairs)]
+        parts += [f"## At equal peak\n\n{_ISO_MEMORY}", join_markdown(build_iso_memory_table(pairs)), describe_iso_memory(pairs)]
     commits, machines = (" and ".join(sorted(set(names))) for names in ([r.commit for r in rows], [r.machine for r in rows]))
     limits = ", ".join(f"{limit:g} s" for limit in sorted({row.time_limit_s for row in rows}))
     parts += [f"Commit {commits}; {machines}; limit {limits} a row, tolerance {first.tolerance:g}."]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def simulated_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
+def build_simulated_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
     """Return the table of overheads by budget and method; the least is in bold, the bound is the last column."""
-    header, *lines = _by_budget(rows, cell_text, lambda row: row.overhead, 4)
+    header, *lines = _build_rows_by_budget(rows, format_cell, lambda row: row.overhead, 4)
     budgets = sorted({row.budget_bytes or 0 for row in rows}, reverse=True)
     bounds = [_bound_text(rows, budget) for budget in budgets]
     return [(*header, "bound"), *((*line, bound) for line, bound in zip(lines, bounds, strict=True))]
 
 
-def reserved_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
+def build_reserved_table(rows: Sequence[ComparisonRow]) -> list[tuple[str, ...]]:
     """Return the table of reserved memory by budget and method, as multiples of the budget; the least is in bold."""
 
     def share(row: ComparisonRow) -> float | None:
         return row.reserved_bytes / row.budget_bytes if row.reserved_bytes is not None and row.budget_bytes else None
 
-    return _by_budget(rows, lambda row: "" if (found := share(row)) is None else f"{found:.2f}", share, 2)
+    return _build_rows_by_budget(rows, lambda row: "" if (found := share(row)) is None else f"{found:.2f}", share, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,44 +136,44 @@ class IsoMemoryPair:
         return self.ratio is not None and self.ratio > 1 and self.baseline.exactness != "wrong"
 
 
-def iso_memory_pairs(rows: Sequence[ComparisonRow]) -> list[IsoMemoryPair]:
+def list_iso_memory_pairs(rows: Sequence[ComparisonRow]) -> list[IsoMemoryPair]:
     """Return a pair for each method that PyTorch runs, and for each schedule that was compared at its own peak."""
     ours = {row.budget.removeprefix(PEAK_OF): row for row in rows if row.budget.startswith(PEAK_OF)}
     names = {row.name: row for row in rows}
     return [IsoMemoryPair(name, row, ours.get(name)) for name, row in names.items() if row.run_by == RunBy.TORCH or name in ours]
 
 
-def iso_memory_table(pairs: Sequence[IsoMemoryPair]) -> list[tuple[str, ...]]:
+def build_iso_memory_table(pairs: Sequence[IsoMemoryPair]) -> list[tuple[str, ...]]:
     """Return the table of pairs: peak and time of each baseline and of the optimal schedule."""
     header = ("method", "gradients", "peak", "time", "optimal schedule: peak", "time", "over the other's")
-    return [header, *map(_iso_memory_line, pairs)]
+    return [header, *map(_build_iso_memory_row, pairs)]
 
 
-def _iso_memory_line(pair: IsoMemoryPair) -> tuple[str, ...]:
+def _build_iso_memory_row(pair: IsoMemoryPair) -> tuple[str, ...]:
     baseline, ours = pair.baseline, pair.ours
     if baseline.measured_ratio is None or baseline.measured_peak_bytes is None:
         why = "does not apply" if baseline.reason == Reason.INAPPLICABLE else "does not run"
         return pair.name, f"{why}: {shorten(baseline.message, _MESSAGE, placeholder=' ...')}", "", "", "", "", ""
     theirs = (pair.name, baseline.exactness, baseline.measured_memory, f"{baseline.measured_ratio:.2f}x")
     if ours is None or ours.measured_ratio is None or ours.measured_peak_bytes is None or pair.ratio is None:
-        return (*theirs, "another of its kind is better" if ours is None else cell_text(ours), "", "")
-    time = bold(f"{ours.measured_ratio:.2f}x", best=not pair.lost)
+        return (*theirs, "another of its kind is better" if ours is None else format_cell(ours), "", "")
+    time = format_bold(f"{ours.measured_ratio:.2f}x", best=not pair.lost)
     return *theirs, ours.measured_memory, time, f"{pair.ratio:.2f}"
 
 
-def iso_memory_note(pairs: Sequence[IsoMemoryPair]) -> str:
+def describe_iso_memory(pairs: Sequence[IsoMemoryPair]) -> str:
     """Return a sentence on where the optimal schedule was slower than a baseline, and why if that is known."""
     lost = [pair for pair in pairs if pair.lost]
     if not lost:
         return "Nowhere was the optimal schedule slower."
-    text = f"Slower than the other: {'; '.join(f'{pair.name} ({_why(pair)})' for pair in lost)}."
+    text = f"Slower than the other: {'; '.join(f'{pair.name} ({_explain(pair)})' for pair in lost)}."
     same = [pair.ours.measured_ratio for pair in pairs if pair.ours and pair.ours.measured_ratio and not pair.ours.overhead]
     if len(same) < 2:
         return text
     return f"{text} Schedules that keep everything, which are all the same, took {min(same):.2f}x to {max(same):.2f}x here."
 
 
-def _why(pair: IsoMemoryPair) -> str:
+def _explain(pair: IsoMemoryPair) -> str:
     if pair.name.endswith("inductor"):
         return "it fuses ops into kernels of its own; schedules run ATen's ops one by one"
     gap = None if pair.ours is None else compute_gap(pair.ours.time_s, pair.ours.bound_s)
@@ -182,41 +182,41 @@ def _why(pair: IsoMemoryPair) -> str:
     return "by simulation the schedule is optimal: the rest is the executor, and noise"
 
 
-def cell_text(row: ComparisonRow) -> str:
+def format_cell(row: ComparisonRow) -> str:
     """Return the text of a table cell for a simulated row."""
     if row.overhead is not None:
         return f"{row.overhead:.2%}"
     return WHY_NOT[Reason(row.reason)] if row.reason else row.status
 
 
-def measured_text(row: ComparisonRow) -> str:
+def format_measured(row: ComparisonRow) -> str:
     """Return the text of a table cell for a measured row."""
     if row.exactness == "wrong":
         return "wrong"
     if row.measured_ratio is None or row.measured_peak_bytes is None:
-        return cell_text(row) if row.time_s is None else "error"
+        return format_cell(row) if row.time_s is None else "error"
     return f"{row.measured_ratio:.2f}x, {row.measured_memory}"
 
 
-def _sound_ratio(row: ComparisonRow) -> float | None:
+def _get_sound_ratio(row: ComparisonRow) -> float | None:
     return None if row.exactness == "wrong" else row.measured_ratio
 
 
-def _by_budget(
+def _build_rows_by_budget(
     rows: Sequence[ComparisonRow],
     text: Callable[[ComparisonRow], str],
     value: Callable[[ComparisonRow], float | None],
     digits: int,
 ) -> list[tuple[str, ...]]:
     """Return table cells by budget (largest first) and method; the least values, rounded to `digits`, are in bold."""
-    methods, lines = methods_of(rows), []
-    for budget_bytes, own in sorted(by(rows, "budget_bytes").items(), reverse=True):
+    methods, lines = list_methods(rows), []
+    for budget_bytes, own in sorted(group_by(rows, "budget_bytes").items(), reverse=True):
         found = {row.method: row for row in reversed(own)}
         # Rounded as in the text: values that read the same are equal.
         values = {method: round(known, digits) for method, row in found.items() if (known := value(row)) is not None}
         least = min(values.values(), default=None)
         cells = (
-            bold(text(found[method]), best=method in values and values[method] == least) if method in found else NOT_TRIED
+            format_bold(text(found[method]), best=method in values and values[method] == least) if method in found else NOT_TRIED
             for method in methods
         )
         label = own[-1].budget

@@ -20,13 +20,13 @@ from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.budget_plots import plot_curve
-from planner.studies.curve_text import curve_text
-from planner.studies.frontier import Frontier, Point, Turn, Turns, evenly
+from planner.studies.curve_text import describe_curve
+from planner.studies.frontier import Frontier, Point, Turn, Turns, divide_evenly
 from planner.studies.jobs import run
-from planner.studies.rows import column, key, read_rows, text, value
+from planner.studies.rows import declare_column, declare_key, declare_text, declare_value, read_rows
 from planner.studies.settings import StudySettings
-from planner.studies.solves import result_in
-from planner.studies.workers import ignore, never
+from planner.studies.solves import solve_in_order
+from planner.studies.workers import ignore, return_false
 from solvers.clock import Clock, WallClock, measure_rest
 from solvers.order.reorder import Reordering
 from solvers.registry import get_solver
@@ -45,19 +45,21 @@ _WITH_OPTIONS = 0.6  # share of the time with options; the same budgets are then
 class CurveRow:
     """The result at one budget, as a row of the CSV that ``planner curve -o`` writes."""
 
-    budget_bytes: int = key("static memory included")
-    memory: str = column("what the budget counts, as in planner.settings.counted_memory")
-    budget_share: float | None = value("of what plain eager PyTorch takes of that memory")
-    status: str = column("as in solvers.result")
-    overhead: float | None = value("of the fastest schedule that fits, over the step without recomputation")
-    bound_overhead: float | None = value("the same of bound_s")
-    gap: float | None = value("as in solvers.result")
-    time_s: float | None = value("of the schedule, as peak_bytes")
-    bound_s: float | None = value("no schedule within the budget is faster")
-    peak_bytes: int | None = value()
-    reserved_bytes: int | None = value("what PyTorch's allocator reserves for it on CUDA, by its model, as the budget counts it")
-    seconds: float | None = value("of the solves at this budget; unknown where those at others settle it")
-    options: str = text("that the graph offers, with commas")
+    budget_bytes: int = declare_key("static memory included")
+    memory: str = declare_column("what the budget counts, as in planner.settings.counted_memory")
+    budget_share: float | None = declare_value("of what plain eager PyTorch takes of that memory")
+    status: str = declare_column("as in solvers.result")
+    overhead: float | None = declare_value("of the fastest schedule that fits, over the step without recomputation")
+    bound_overhead: float | None = declare_value("the same of bound_s")
+    gap: float | None = declare_value("as in solvers.result")
+    time_s: float | None = declare_value("of the schedule, as peak_bytes")
+    bound_s: float | None = declare_value("no schedule within the budget is faster")
+    peak_bytes: int | None = declare_value()
+    reserved_bytes: int | None = declare_value(
+        "what PyTorch's allocator reserves for it on CUDA, by its model, as the budget counts it"
+    )
+    seconds: float | None = declare_value("of the solves at this budget; unknown where those at others settle it")
+    options: str = declare_text("that the graph offers, with commas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Curve:
         return f"Curve({len(self.points)} budgets, eager PyTorch takes {format_bytes(self.eager_bytes)})"
 
     def __str__(self) -> str:
-        return curve_text(self)
+        return describe_curve(self)
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
@@ -148,7 +150,7 @@ def read_curve(path: Path) -> tuple[CurveRow, ...]:
     return tuple(sorted(rows, key=lambda row: (row.options, row.budget_bytes)))
 
 
-def curve(
+def solve_curve(
     graph: Graph,
     budgets: int | Sequence[str | int] = 10,
     settings: StudySettings = _DEFAULTS,
@@ -156,7 +158,7 @@ def curve(
     solver: str = "windows",
     reorder: bool | None = None,
     on_activity: Callable[[str], object] = ignore,
-    should_stop: Callable[[], bool] = never,
+    should_stop: Callable[[], bool] = return_false,
 ) -> Curve:
     """Solve `graph` at several budgets.
 
@@ -185,17 +187,17 @@ def curve(
     program = with_options(graph, ())
     options.check_solver(solver)
     if not options.names:
-        return _curve(program, budgets, how, clock)
-    found = _curve(options.apply(graph), budgets, how, clock.start_part(_WITH_OPTIONS * clock.limit))
+        return _solve_curve(program, budgets, how, clock)
+    found = _solve_curve(options.apply(graph), budgets, how, clock.start_part(_WITH_OPTIONS * clock.limit))
     again = tuple(point.budget_bytes for point in found.points)
-    without = _curve(program, again, how, clock.start_part(measure_rest(clock)), finds_least=isinstance(budgets, int))
-    points = tuple(_better(*pair, settings.tolerance) for pair in zip(found.points, without.points, strict=True))
+    without = _solve_curve(program, again, how, clock.start_part(measure_rest(clock)), finds_least=isinstance(budgets, int))
+    points = tuple(_choose_better(*pair, settings.tolerance) for pair in zip(found.points, without.points, strict=True))
     return replace(found, points=points, options=options.names, without=without)
 
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """The arguments of ``curve``, except the graph and the budgets."""
+    """The arguments of ``solve_curve``, except the graph and the budgets."""
 
     settings: StudySettings
     solver: str
@@ -204,8 +206,10 @@ class _How:
     should_stop: Callable[[], bool]
 
 
-def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: Clock, *, finds_least: bool = False) -> Curve:
-    """Return the curve of a graph whose options are applied already; see ``curve``.
+def _solve_curve(
+    graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: Clock, *, finds_least: bool = False
+) -> Curve:
+    """Return the curve of a graph whose options are applied already; see ``solve_curve``.
 
     Args:
         finds_least: True to look for the least feasible budget where budgets are given, too.
@@ -219,21 +223,21 @@ def _curve(graph: Graph, budgets: int | Sequence[str | int], how: _How, clock: C
     if isinstance(budgets, int):
         if budgets < 1:
             raise BudgetError(f"{budgets} budgets were asked for: must be at least 1")
-        least = _least_in(known, how, clock.start_part(_LEAST_SHARE * clock.limit))
-        wanted = evenly(least.found_bytes, max(least.found_bytes, whole_bytes), budgets)
+        least = _find_least(known, how, clock.start_part(_LEAST_SHARE * clock.limit))
+        wanted = divide_evenly(least.found_bytes, max(least.found_bytes, whole_bytes), budgets)
     else:
         wanted = tuple(sorted({read_budget(budget).in_bytes(whole_bytes) for budget in budgets}))
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
         if finds_least:
-            least = _least_in(known, how, clock.start_part(_LEAST_SHARE * clock.limit))
+            least = _find_least(known, how, clock.start_part(_LEAST_SHARE * clock.limit))
     plan = Turns(
         known, wanted, clock=clock, time_limit_s=how.settings.time_limit_s, jobs=how.settings.jobs, on_activity=how.on_activity
     )
     job = partial(_solve, order, memory, how.solver, how.settings.tolerance)
     for result in run(job, plan.take, how.should_stop, jobs=how.settings.jobs, cluster=how.settings.cluster):
         plan.learn(result)
-    points = tuple(map(plan.point, wanted))
+    points = tuple(map(plan.get_point, wanted))
     return Curve(
         summarize(graph),
         memory,
@@ -250,10 +254,10 @@ def _solve(
     order: Reordering, memory: CountedMemory, solver: str, tolerance: float, turn: Turn, should_stop: Callable[[], bool]
 ) -> Result:
     asked = turn.budget_bytes, memory, WallClock(turn.time_limit_s), solver
-    return result_in(order, *asked, tolerance=tolerance, must_stop=should_stop)
+    return solve_in_order(order, *asked, tolerance=tolerance, must_stop=should_stop)
 
 
-def _least_in(known: Frontier, how: _How, clock: Clock) -> LeastBudget:
+def _find_least(known: Frontier, how: _How, clock: Clock) -> LeastBudget:
     """Return the least budget of the graph that is found before the limit, and add its schedule to what is known."""
     how.on_activity("looking for the least feasible budget")
     graph, reorders = known.order.source, how.reorder is not False
@@ -264,7 +268,7 @@ def _least_in(known: Frontier, how: _How, clock: Clock) -> LeastBudget:
     return least
 
 
-def _better(point: Point, other: Point, tolerance: float) -> Point:
+def _choose_better(point: Point, other: Point, tolerance: float) -> Point:
     """Return `point` with the schedule of `other`, which uses fewer options, if that is faster."""
     if other.time_s is None or point.bound_s is None or (point.time_s is not None and point.time_s <= other.time_s):
         return point

@@ -8,12 +8,12 @@ from planner.plans.attributes import attributes
 from planner.progress.visible import visible
 from planner.show.views.text import format_table
 from planner.studies.curve import Curve
-from planner.studies.curve_text import PERCENT, column, reserved_column
+from planner.studies.curve_text import PERCENT, column, list_reserved_columns
 from planner.studies.sizes import LargestSize, Wanted
-from planner.studies.tables import Column, lines
+from planner.studies.tables import Column, build_lines
 
 
-def curve_data(curve: Curve) -> dict[str, object]:
+def build_curve_data(curve: Curve) -> dict[str, object]:
     """Return the curve as plain data, without schedules."""
     least = curve.least
     return {
@@ -29,21 +29,21 @@ def curve_data(curve: Curve) -> dict[str, object]:
         "least_budget_found_bytes": None if least is None else least.found_bytes,
         "points": [{name: cell for name, cell in asdict(row).items() if name != "options"} for row in curve.rows],
         "options": list(curve.options),
-        "without_options": None if curve.without is None else curve_data(curve.without),
+        "without_options": None if curve.without is None else build_curve_data(curve.without),
     }
 
 
-def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
+def describe_max_batch(answers: Sequence[LargestSize], wanted: Wanted) -> str:
     """Return the largest size of each method as text, with notes on what was not decided."""
     columns: list[Column | str] = [
         "method",
         Column(visible(wanted.varies), "size", "{:,}", missing="none"),
         column("overhead", form=PERCENT),
         column("peak", "peak_bytes"),
-        *reserved_column(answers, wanted.memory),
+        *list_reserved_columns(answers, wanted.memory),
         column("step time", "time_s"),
     ]
-    header, *rows = lines(answers, columns)
+    header, *rows = build_lines(answers, columns)
     on_cuda = wanted.memory is not None and any(answer.reserved_bytes is not None for answer in answers)
     counted = f" of {wanted.memory.said}" if on_cuda and wanted.memory is not None else ""
     cap = "" if wanted.max_overhead is None else f" and an overhead of at most {format_ratio(wanted.max_overhead)}"
@@ -51,7 +51,7 @@ def max_batch_text(answers: Sequence[LargestSize], wanted: Wanted) -> str:
         (
             f"largest {visible(wanted.varies)} within {format_bytes(wanted.budget_bytes)}{counted}{cap}",
             format_table(header, rows, numbers=0),
-            *(f"{answer.method}: {remark}" for answer in answers for remark in _remarks(answer, wanted)),
+            *(f"{answer.method}: {remark}" for answer in answers for remark in _list_remarks(answer, wanted)),
         )
     )
 
@@ -62,7 +62,7 @@ _OF_METHOD = (
 )
 
 
-def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, object]:
+def build_max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, object]:
     """Return the largest size of each method as plain data."""
     return {
         "holds": "max-batch",
@@ -77,7 +77,7 @@ def max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict[str, 
     }
 
 
-def _remarks(answer: LargestSize, wanted: Wanted) -> list[str]:
+def _list_remarks(answer: LargestSize, wanted: Wanted) -> list[str]:
     remarks = []
     if not answer.complete:
         remarks.append("stopped: larger ones may fit")
@@ -85,10 +85,10 @@ def _remarks(answer: LargestSize, wanted: Wanted) -> list[str]:
         remarks.append("the largest that was tried: raise --limit")
     if answer.undecided is not None and answer.complete:
         remarks.append(
-            f"not decided in time at {wanted.named(answer.undecided // wanted.unit)}, treated as too large: raise the time limit"
+            f"not decided in time at {wanted.name_size(answer.undecided // wanted.unit)}, treated as too large: raise the time limit"
         )
     if answer.extrapolated:
         remarks.append("its sizes and times were extrapolated from smaller ones: there was not enough memory to measure them")
     if answer.size is None and answer.result is not None and answer.result.message:
-        remarks.append(f"at {wanted.named(1)}, {answer.result.message}")
+        remarks.append(f"at {wanted.name_size(1)}, {answer.result.message}")
     return remarks

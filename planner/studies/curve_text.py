@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from graphs.units import format_bytes, format_enough, format_ratio
 from planner.settings.counted_memory import CountedMemory
 from planner.show.views.text import format_table
-from planner.studies.tables import Column, lines
+from planner.studies.tables import Column, build_lines
 from solvers.result import Status
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ PERCENT = "{:z.2%}"
 column = partial(Column, missing=UNKNOWN)
 
 
-def reserved_column(rows: "Sequence[CurveRow] | Sequence[LargestSize]", memory: CountedMemory | None) -> list[Column]:
+def list_reserved_columns(rows: "Sequence[CurveRow] | Sequence[LargestSize]", memory: CountedMemory | None) -> list[Column]:
     """Return the column of reserved bytes, if any row has them (on CUDA); `memory` None stands for the default there."""
     return (
         [column((memory or CountedMemory.RESERVED).taken, "reserved_bytes")]
@@ -29,38 +29,38 @@ def reserved_column(rows: "Sequence[CurveRow] | Sequence[LargestSize]", memory: 
     )
 
 
-def curve_text(curve: "Curve") -> str:
+def describe_curve(curve: "Curve") -> str:
     """Return the curve as text: a row per budget, and the least budget; for a graph with options, first without them."""
     if curve.without is None:
-        return _part_text(curve)
-    parts = ("recomputing only", _part_text(curve.without), "", f"with {', '.join(curve.options)}", _part_text(curve))
+        return _describe_part(curve)
+    parts = ("recomputing only", _describe_part(curve.without), "", f"with {', '.join(curve.options)}", _describe_part(curve))
     return "\n".join(parts)
 
 
-def _part_text(curve: "Curve") -> str:
+def _describe_part(curve: "Curve") -> str:
     columns: list[Column | str] = [
         Column("budget", "budget_bytes"),
         column("% of eager", "budget_share", format_ratio),
         column("overhead", form=PERCENT),
         column("bound", "bound_overhead", PERCENT),
         column("gap", form=PERCENT),
-        *reserved_column(curve.rows, curve.memory),
+        *list_reserved_columns(curve.rows, curve.memory),
         column("seconds", form="{:.2f}"),
         "status",
     ]
-    header, *rows = lines(curve.rows, columns)
-    said = (*_memory_line(curve), *_least_line(curve), *_gaps_line(curve), *_seconds_line(curve))
+    header, *rows = build_lines(curve.rows, columns)
+    said = (*_describe_memory(curve), *_describe_least(curve), *_describe_gaps(curve), *_describe_seconds(curve))
     return "\n".join((format_table(header, rows, numbers=len(header) - 1), *said))
 
 
-def _memory_line(curve: "Curve") -> list[str]:
+def _describe_memory(curve: "Curve") -> list[str]:
     """Return the line on the kind of memory that budgets count; none if only allocated bytes can be counted."""
     if all(row.reserved_bytes is None for row in curve.rows) and curve.memory is CountedMemory.ALLOCATED:
         return []
     return [f"budgets count {curve.memory.said}, of which eager PyTorch takes {format_bytes(curve.eager_bytes)}"]
 
 
-def _least_line(curve: "Curve") -> list[str]:
+def _describe_least(curve: "Curve") -> list[str]:
     least = curve.least
     if least is None:
         return []
@@ -70,7 +70,7 @@ def _least_line(curve: "Curve") -> list[str]:
     return [f"least feasible budget: between {proved} (proved for {_ORDERS}) and {found}"]
 
 
-def _gaps_line(curve: "Curve") -> list[str]:
+def _describe_gaps(curve: "Curve") -> list[str]:
     """Return lines that list the budgets that are not solved to optimality."""
     feasible = [format_bytes(point.budget_bytes) for point in curve.points if point.status is Status.FEASIBLE]
     nothing = [format_bytes(point.budget_bytes) for point in curve.points if point.status is Status.LIMIT]
@@ -79,7 +79,7 @@ def _gaps_line(curve: "Curve") -> list[str]:
     return [*lines, "raise --total-time-limit or --time-limit for these"] if lines else []
 
 
-def _seconds_line(curve: "Curve") -> list[str]:
+def _describe_seconds(curve: "Curve") -> list[str]:
     lines = []
     if not curve.complete:
         lines.append("stopped before every budget was solved: the rest follows from those that were")

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from graphs.io.files import write_text
 from planner.studies.jobs import run
 from planner.studies.rows import KeptRows, Key, Row
-from planner.studies.workers import never
+from planner.studies.workers import return_false
 
 Case = TypeVar("Case")
 
@@ -38,7 +38,7 @@ class Study(Generic[Case, Row]):
     failures: Callable[[Sequence[Row]], Iterable[str]] | None = None
     file: str = "rows.csv"
 
-    def kept(self, folder: Path) -> KeptRows[Row]:
+    def read_kept(self, folder: Path) -> KeptRows[Row]:
         """Return the rows in the CSV in `folder`.
 
         Raises:
@@ -62,7 +62,7 @@ class Study(Generic[Case, Row]):
         """
         waiting = ((case, known) for key, case in cases.items() if self._is_missing(known := kept.of(*key)))
         job = _Job(self.run, at_once=self.whole or jobs > 1 or cluster is not None)
-        for made in run(job, lambda: next(waiting, None), never, jobs=jobs, cluster=cluster):
+        for made in run(job, lambda: next(waiting, None), return_false, jobs=jobs, cluster=cluster):
             for rows in (made,) if isinstance(made, tuple) else ((row,) for row in made):
                 kept.add(*rows)
                 yield rows

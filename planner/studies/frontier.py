@@ -56,7 +56,7 @@ class Point:
         return compute_gap(self.time_s, self.bound_s)
 
 
-def evenly(low_bytes: int, high_bytes: int, count: int) -> tuple[int, ...]:
+def divide_evenly(low_bytes: int, high_bytes: int, count: int) -> tuple[int, ...]:
     """Return `count` (1 or more) integer budgets from `low_bytes` to `high_bytes`, both included; duplicates are removed."""
     if count == 1:
         return (low_bytes,)
@@ -64,7 +64,7 @@ def evenly(low_bytes: int, high_bytes: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({low_bytes + width * i // (count - 1) for i in range(count)}))
 
 
-def outside_in(count: int) -> Iterator[int]:
+def order_outside_in(count: int) -> Iterator[int]:
     """Yield 0 .. `count` - 1: both ends first, then the middles between numbers that were yielded."""
     if count < 1:
         return
@@ -113,9 +113,9 @@ class Frontier:
 
     def learn_schedule(self, schedule: Schedule) -> None:
         """Add a feasible schedule in this order, whatever budget it was found for."""
-        self._schedules.append(self._judged(schedule))
+        self._schedules.append(self._judge(schedule))
 
-    def _judged(self, schedule: Schedule) -> _Known:
+    def _judge(self, schedule: Schedule) -> _Known:
         found = simulate(self.order.source, schedule)
         graph, memory = self.order.source, self.memory
         needed_bytes = counted_bytes(graph, schedule, memory)
@@ -134,7 +134,7 @@ class Frontier:
             if found.order == self.order.original:
                 self.learn_schedule(found.schedule)
         if least.order != self.order.original:
-            self._other = self._judged(least.schedule)
+            self._other = self._judge(least.schedule)
 
     @property
     def _counts_allocated(self) -> bool:
@@ -151,7 +151,7 @@ class Frontier:
         if result.schedule is not None:
             self.learn_schedule(result.schedule)
 
-    def point(self, budget_bytes: int, seconds: float | None) -> Point:
+    def get_point(self, budget_bytes: int, seconds: float | None) -> Point:
         """Return the known result at a budget."""
         bound_s = max(bound_s for at, bound_s in self.bounds if at >= budget_bytes)
         fitting = [known for known in self._schedules if known.counted_bytes <= budget_bytes]
@@ -213,7 +213,7 @@ class Turns:
     _solving: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        self.waiting = [self.budgets[i] for i in outside_in(len(self.budgets))]
+        self.waiting = [self.budgets[i] for i in order_outside_in(len(self.budgets))]
 
     @property
     def finished(self) -> bool:
@@ -242,23 +242,23 @@ class Turns:
         self.seconds[budget] = self.seconds.get(budget, 0.0) + result.seconds
         self.known.learn(result)
 
-    def point(self, budget_bytes: int) -> Point:
+    def get_point(self, budget_bytes: int) -> Point:
         """Return the known result at a budget."""
-        return self.known.point(budget_bytes, self.seconds.get(budget_bytes))
+        return self.known.get_point(budget_bytes, self.seconds.get(budget_bytes))
 
     def _open(self) -> list[int]:
         """Return the budgets that are not settled."""
         settled = (*SOLVED, Status.INFEASIBLE)
-        return [budget for budget in self.budgets if self.point(budget).status not in settled]
+        return [budget for budget in self.budgets if self.get_point(budget).status not in settled]
 
     def _begin_round(self, budgets: list[int]) -> None:
         """Queue those of `budgets` whose next turn would be notably longer than their last."""
 
-        def gap(budget: int) -> float:
-            found = self.point(budget).gap
+        def get_gap(budget: int) -> float:
+            found = self.get_point(budget).gap
             return math.inf if found is None else found
 
-        for budget in sorted(budgets, key=gap, reverse=True):
+        for budget in sorted(budgets, key=get_gap, reverse=True):
             if self._limit_s(1 + len(self.waiting), first=False) >= _LONGER * self._limits_s[budget]:
                 self.waiting.append(budget)
 

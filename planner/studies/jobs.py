@@ -13,7 +13,7 @@ from multiprocessing.synchronize import Event
 from typing import Any, ParamSpec, TypeVar
 
 from graphs.errors import PlannerError
-from planner.studies.cluster import on_cluster
+from planner.studies.cluster import start_on_cluster
 from planner.studies.workers import POLL_S, Done, Job, Task, Workers
 
 Given = ParamSpec("Given")
@@ -42,7 +42,7 @@ def run(
     Raises:
         PlannerError: `jobs` is out of range; a process or the cluster was lost, or cannot be reached.
     """
-    with _workers(job, should_stop, jobs, cluster) as workers:
+    with _start_workers(job, should_stop, jobs, cluster) as workers:
         running: set[Future[Done]] = set()
         while True:
             while len(running) < workers.count and not should_stop() and (task := take()) is not None:
@@ -58,17 +58,17 @@ def run(
                 yield future.result()
 
 
-def _workers(
+def _start_workers(
     job: Job[Task, Done], should_stop: Callable[[], bool], jobs: int, cluster: str | None
 ) -> AbstractContextManager[Workers[Task, Done]]:
     if jobs < 1:
         raise PlannerError(f"jobs is {jobs!r}: must be at least 1")
     if cluster is not None:
-        return on_cluster(job, cluster)
-    return nullcontext(_here(job, should_stop)) if jobs == 1 else _in_processes(job, jobs)
+        return start_on_cluster(job, cluster)
+    return nullcontext(_work_here(job, should_stop)) if jobs == 1 else _start_processes(job, jobs)
 
 
-def _here(job: Job[Task, Done], should_stop: Callable[[], bool]) -> Workers[Task, Done]:
+def _work_here(job: Job[Task, Done], should_stop: Callable[[], bool]) -> Workers[Task, Done]:
     def submit(task: Task) -> Future[Done]:
         future: Future[Done] = Future()
         future.set_result(job(task, should_stop))
@@ -78,7 +78,7 @@ def _here(job: Job[Task, Done], should_stop: Callable[[], bool]) -> Workers[Task
 
 
 @contextmanager
-def _in_processes(job: Job[Task, Done], jobs: int) -> Iterator[Workers[Task, Done]]:
+def _start_processes(job: Job[Task, Done], jobs: int) -> Iterator[Workers[Task, Done]]:
     # Spawned, not forked: solvers have threads. A process does not inherit state, so all it needs is passed.
     context = multiprocessing.get_context("spawn")
     stop = context.Event()

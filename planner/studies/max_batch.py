@@ -17,8 +17,8 @@ from planner.memory.least_memory import StopWhenDecided
 from planner.memory.reserved import memory_of, reserved_at
 from planner.plans.solving import order_for
 from planner.studies.sizes import OPTIMAL, LargestSize, SizedMethod, Wanted
-from planner.studies.solves import result_in
-from planner.studies.workers import ignore, never
+from planner.studies.solves import solve_in_order
+from planner.studies.workers import ignore, return_false
 from solvers.clock import WallClock
 from solvers.result import SOLVED, Result, Status
 
@@ -27,12 +27,12 @@ _ANY_GAP, _CLOSE_GAP = 1e6, 1e-4
 _GUESS_S = 5.0  # seconds for each solve of a guess
 
 
-def max_batch(
+def find_max_batch(
     graph_of: Callable[[int], Graph],
     wanted: Wanted,
     *,
     on_activity: Callable[[str], object] = ignore,
-    should_stop: Callable[[], bool] = never,
+    should_stop: Callable[[], bool] = return_false,
 ) -> tuple[LargestSize, ...]:
     """Return the largest size for each of `wanted.methods`.
 
@@ -55,11 +55,11 @@ def max_batch(
         beyond = max((answer.size or 0 for answer in answers), default=0) // wanted.unit if method.solver == OPTIMAL else 0
         answers.append(search.answer(method, beyond))
     if all(answer.size is None for answer in answers):
-        raise _refusal(answers[-1], wanted)
+        raise _build_refusal(answers[-1], wanted)
     return tuple(answers)
 
 
-def largest(fits: Callable[[int], bool], *, first: int, limit: int, low: int = 0) -> int:
+def find_largest(fits: Callable[[int], bool], *, first: int, limit: int, low: int = 0) -> int:
     """Return the largest number from `low` + 1 to `limit` that fits; `low` if none does.
 
     If a number fits, all smaller ones must. The search starts near `first`, doubles its steps, then bisects.
@@ -111,14 +111,16 @@ class _SizeSearch:
 
         def fits(units: int) -> bool:
             self.check()
-            decided[units] = self.decide(method, self.graph(units), self.doing(method, units), self.wanted.time_limit_s)
+            decided[units] = self.decide(
+                method, self.build_graph(units), self.describe_work(method, units), self.wanted.time_limit_s
+            )
             if decided[units].fits:
                 self.keep(units, decided[units].result)
             return bool(decided[units].fits)
 
         complete, unit = True, self.wanted.unit
         try:
-            largest(fits, first=self.guess(method, beyond), limit=self.wanted.limit, low=beyond)
+            find_largest(fits, first=self.guess(method, beyond), limit=self.wanted.limit, low=beyond)
         except _StoppedError:
             complete = False
         units = max((n for n, decision in decided.items() if decision.fits), default=beyond)
@@ -126,8 +128,8 @@ class _SizeSearch:
         if not units:
             refused = decided[min(decided)].result if decided else None
             return LargestSize(method.name, None, False, undecided, complete, False, refused, 0.0)
-        result = self.best(method, units) if method.solver == OPTIMAL else decided[units].result
-        schedule, offered = None if result is None else result.schedule, method.offered(self.graph(units))
+        result = self.solve_best(method, units) if method.solver == OPTIMAL else decided[units].result
+        schedule, offered = None if result is None else result.schedule, method.apply_options(self.build_graph(units))
         return LargestSize(
             method=method.name,
             size=units * unit,
@@ -137,10 +139,10 @@ class _SizeSearch:
             extrapolated=units in self.extrapolated,
             result=result,
             reserved_bytes=reserved_at(offered, schedule, memory_of(offered, self.wanted.memory), self.wanted.budget_bytes),
-            keep_everything_time_s=self.graph(units).time_s,
+            keep_everything_time_s=self.build_graph(units).time_s,
         )
 
-    def doing(self, method: SizedMethod, units: int) -> str:
+    def describe_work(self, method: SizedMethod, units: int) -> str:
         return f"{method.name}: {self.wanted.varies} {units * self.wanted.unit}"
 
     def check(self) -> None:
@@ -158,65 +160,65 @@ class _SizeSearch:
         cap_s = math.inf if max_overhead is None else graph.time_s * (1 + max_overhead)
         decision = StopWhenDecided(cap_s, self.should_stop)
         tolerance, stop = _ANY_GAP if max_overhead is None else _CLOSE_GAP, decision.reached
-        result = self.solved(method, graph, limit_s, tolerance=tolerance, on_progress=decision, should_stop=stop)
+        result = self.solve(method, graph, limit_s, tolerance=tolerance, on_progress=decision, should_stop=stop)
         if result.time_s is not None and result.time_s <= cap_s:
             return _Decision(True, result)
         proved = result.status in (Status.INFEASIBLE, *SOLVED) or decision.refuted(result.bound_s)
         return _Decision(False if method.solver != OPTIMAL or proved else None, result)
 
-    def best(self, method: SizedMethod, units: int) -> Result:
+    def solve_best(self, method: SizedMethod, units: int) -> Result:
         """Return the fastest schedule at a size that is feasible."""
-        self.tell(f"{self.doing(method, units)}, its fastest schedule")
+        self.tell(f"{self.describe_work(method, units)}, its fastest schedule")
         if not self.should_stop():
-            graph, wanted = self.graph(units), self.wanted
-            result = self.solved(method, graph, wanted.time_limit_s, tolerance=wanted.tolerance, should_stop=self.should_stop)
+            graph, wanted = self.build_graph(units), self.wanted
+            result = self.solve(method, graph, wanted.time_limit_s, tolerance=wanted.tolerance, should_stop=self.should_stop)
             self.keep(units, result)
         return min(self.found[units], key=lambda result: result.time_s or 0.0)
 
-    def solved(self, method: SizedMethod, graph: Graph, limit_s: float, **settings: Any) -> Result:
-        """Return the result of `method` for `graph`, reordered if that lowers the peak; `settings` are those of ``result_in``."""
-        order = order_for(method.offered(graph), method.solver, reorder=None if self.wanted.reorder else False)
+    def solve(self, method: SizedMethod, graph: Graph, limit_s: float, **settings: Any) -> Result:
+        """Return the result of `method` for `graph`, reordered if that lowers the peak; `settings` are those of ``solve_in_order``."""
+        order = order_for(method.apply_options(graph), method.solver, reorder=None if self.wanted.reorder else False)
         asked = self.wanted.budget_bytes, memory_of(graph, self.wanted.memory), WallClock(limit_s), method.solver
-        return result_in(order, *asked, must_stop=self.should_stop, **settings)
+        return solve_in_order(order, *asked, must_stop=self.should_stop, **settings)
 
     def guess(self, method: SizedMethod, beyond: int) -> int:
         """Return a guess of the largest feasible size in units: as wanted, extrapolated, or the first size to try."""
         if method.name in self.wanted.guesses:
             return max(beyond + 1, self.wanted.guesses[method.name])
-        line, first = self.line(), max(self.wanted.first, beyond + 1)
+        line, first = self.fit_line(), max(self.wanted.first, beyond + 1)
         if line is None:
             return first
 
         def fits(units: int) -> bool:
             self.check()
-            activity, limit_s = f"guessing, {self.doing(method, units)}", min(_GUESS_S, self.wanted.time_limit_s)
+            activity, limit_s = f"guessing, {self.describe_work(method, units)}", min(_GUESS_S, self.wanted.time_limit_s)
             return bool(self.decide(method, line.graph((units,)), activity, limit_s).fits)
 
-        return max(1, largest(fits, first=first, limit=self.wanted.limit, low=beyond))
+        return max(1, find_largest(fits, first=first, limit=self.wanted.limit, low=beyond))
 
-    def line(self) -> GraphFit | None:
+    def fit_line(self) -> GraphFit | None:
         """Return the fit through sample sizes whose graphs have the same ops; None if they differ or cannot be captured."""
         if not self._line_tried and self.wanted.limit >= max(self.wanted.samples):
             self._line_tried = True
             with suppress(GraphError, MemoryError):
-                self._line = GraphFit({(units,): self.captured(units) for units in self.wanted.samples})
+                self._line = GraphFit({(units,): self.capture(units) for units in self.wanted.samples})
         return self._line
 
-    def graph(self, units: int) -> Graph:
+    def build_graph(self, units: int) -> Graph:
         if units not in self._graphs:
             try:
-                self.captured(units)
+                self.capture(units)
             except MemoryError:
-                line = self.line()
+                line = self.fit_line()
                 if line is None:
                     raise LimitError(
-                        f"measuring {self.wanted.named(units)} ran out of memory: use --roofline to model a device instead"
+                        f"measuring {self.wanted.name_size(units)} ran out of memory: use --roofline to model a device instead"
                     ) from None
                 self.extrapolated.add(units)
                 self._graphs[units] = line.graph((units,))
         return self._graphs[units]
 
-    def captured(self, units: int) -> Graph:
+    def capture(self, units: int) -> Graph:
         if units not in self._graphs:
             self.tell(f"tracing {self.wanted.varies} {units * self.wanted.unit}")
             self._graphs[units] = self.graph_of(units)
@@ -224,9 +226,9 @@ class _SizeSearch:
         return self._graphs[units]
 
 
-def _refusal(answer: LargestSize, wanted: Wanted) -> InfeasibleError | LimitError:
+def _build_refusal(answer: LargestSize, wanted: Wanted) -> InfeasibleError | LimitError:
     """Return the error that says why not even the least size fits."""
-    budget, result, least = format_bytes(wanted.budget_bytes), answer.result, wanted.named(1)
+    budget, result, least = format_bytes(wanted.budget_bytes), answer.result, wanted.name_size(1)
     if result is None or not answer.complete:
         return LimitError(f"stopped before any {wanted.varies} was found to fit {budget}")
     if result.status is not Status.INFEASIBLE and answer.undecided is None and wanted.max_overhead is not None:

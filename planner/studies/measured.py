@@ -80,7 +80,7 @@ class Benchmark:
         self._device = next(workload.model.parameters()).device
         step = TrainingStep(workload.model, workload.loss_fn)
         self._reference = measure.outcome(step, workload.model, workload.batch, seed=seed)
-        self._allowed = self._rounding(step)
+        self._allowed = self._measure_rounding(step)
         self._static_bytes = extra_bytes + sum(t.size_bytes for t in StaticTensors(step, workload.batch, self._device).tensors)
 
     def enter(self, method: Method) -> Measured:
@@ -101,7 +101,7 @@ class Benchmark:
         model, _, batch = self._workload
         self._reference = measure.outcome(self._steps[name], model, batch, seed=self._seed)
 
-    def times(self, names: Sequence[str], *, repeats: int) -> dict[str, list[float]]:
+    def measure_times(self, names: Sequence[str], *, repeats: int) -> dict[str, list[float]]:
         """Return the seconds of forward and backward passes of the named methods, in turns; see ``measure.turn_times``."""
         model, _, batch = self._workload
         with preserve_training_state(model, batch):
@@ -118,19 +118,19 @@ class Benchmark:
         with preserve_training_state(model, batch):
             isolated = measure.Isolated(step, model, batch)
             memory = measure.measure_memory(isolated, batch, static_bytes=self._static_bytes, device=self._device)
-        errors = _Errors.between(reference, found)
+        errors = _Errors.compare(reference, found)
         return Measured(
             name,
             peak_bytes=memory.peak_bytes + max(0, hidden_pool_bytes(self._device) - hidden_bytes),
             reserved_bytes=memory.reserved_bytes,
             host_bytes=None if self._host is None else self._host.peak_bytes,
-            exactness=errors.exactness(self._allowed),
+            exactness=errors.judge_exactness(self._allowed),
             loss_error=errors.loss,
             gradient_error=errors.gradients,
             differences=reference.differences(found),
         )
 
-    def _rounding(self, step: Step) -> "_Errors":
+    def _measure_rounding(self, step: Step) -> "_Errors":
         """Return the allowed errors: half of the digits, or a multiple of the effect of rounding the parameters."""
         model, _, batch = self._workload
         parameters = [p for p in model.parameters() if p.is_floating_point()]
@@ -144,7 +144,7 @@ class Benchmark:
                     noise = torch.randn(value.shape, dtype=value.dtype, device=value.device, generator=generator)
                     parameter.copy_(value * (1 + eps * noise))
             try:
-                errors = _Errors.between(self._reference, measure.outcome(step, model, batch, seed=self._seed))
+                errors = _Errors.compare(self._reference, measure.outcome(step, model, batch, seed=self._seed))
             finally:
                 with torch.no_grad():
                     for parameter, value in zip(parameters, before, strict=True):
@@ -162,19 +162,19 @@ class _Errors:
     same: bool
 
     @classmethod
-    def between(cls, reference: StepOutcome, found: StepOutcome) -> "_Errors":
+    def compare(cls, reference: StepOutcome, found: StepOutcome) -> "_Errors":
         gradients = [name for name in reference.values if name.startswith("gradient of ")]
         same = not {"loss", *gradients}.intersection(reference.differences(found))
-        return cls(relative_error(reference, found, ["loss"]), relative_error(reference, found, gradients), same)
+        return cls(compute_relative_error(reference, found, ["loss"]), compute_relative_error(reference, found, gradients), same)
 
-    def exactness(self, allowed: "_Errors") -> Exactness:
+    def judge_exactness(self, allowed: "_Errors") -> Exactness:
         if self.same:
             return Exactness.IDENTICAL
         fits = self.loss <= allowed.loss and self.gradients <= allowed.gradients
         return Exactness.ROUNDED if fits else Exactness.WRONG
 
 
-def relative_error(reference: StepOutcome, found: StepOutcome, names: Sequence[str]) -> float:
+def compute_relative_error(reference: StepOutcome, found: StepOutcome, names: Sequence[str]) -> float:
     """Return the Euclidean distance from `reference` over all `names`, relative to the length of `reference`.
 
     The result is NaN if a value is, and infinity if a value is missing on one side.
@@ -186,12 +186,12 @@ def relative_error(reference: StepOutcome, found: StepOutcome, names: Sequence[s
             continue
         if wanted is None or given is None:
             return math.inf
-        distance = math.hypot(distance, _length(given.double() - wanted.double()))
-        length = math.hypot(length, _length(wanted.double()))
+        distance = math.hypot(distance, _compute_length(given.double() - wanted.double()))
+        length = math.hypot(length, _compute_length(wanted.double()))
     if distance == 0:
         return 0.0
     return distance / length if length else math.inf
 
 
-def _length(values: torch.Tensor) -> float:
+def _compute_length(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values))

@@ -23,7 +23,7 @@ from planner.measure.steps import Step
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostTensor
 from planner.runtime.transfers.transfers import Transfer
-from planner.studies.baselines import Method, checkpointed_blocks, save_contexts, wrapped
+from planner.studies.baselines import Method, find_checkpointed_blocks, save_contexts, wrap_modules
 from planner.studies.blocks import InapplicableError
 from planner.torch_private.core import current_autograd_node
 from solvers.baselines.sac import LISTS, SacRule
@@ -33,7 +33,7 @@ _THROUGH_HOOKS = {_HOOKS: True} if _HOOKS in signature(checkpoint).parameters el
 _STASH, _LEAST_BYTES = 5, 1024  # values of torchtune's OffloadActivations
 
 
-def offloading_methods(channels: HostChannels) -> list[Method]:
+def list_offloading_methods(channels: HostChannels) -> list[Method]:
     """Return the methods, with copies by `channels`, which limit the host memory."""
     checkpointing = offload_checkpoints(channels), offload_checkpoints(channels, SacRule.LISTED)
     return [save_on_cpu(channels), *checkpointing, offload_activations(channels)]
@@ -41,7 +41,7 @@ def offloading_methods(channels: HostChannels) -> list[Method]:
 
 def save_on_cpu(channels: HostChannels) -> Method:
     """Return the method of ``torch.autograd.graph.save_on_cpu``: all saved tensors and parameters, with synchronous copies."""
-    return _method("save-on-cpu", channels, stash=0, least_bytes=0, parameters=True)
+    return _build_method("save-on-cpu", channels, stash=0, least_bytes=0, parameters=True)
 
 
 def offload_activations(channels: HostChannels) -> Method:
@@ -51,7 +51,7 @@ def offload_activations(channels: HostChannels) -> Method:
     node of the backward pass reads a saved tensor. All others are reloaded when they are read, as in torchtune: there CUDA's
     streams run ahead of the computation, while the CPU waits. A view of a parameter counts as one here.
     """
-    return _method("offload-activations", channels, stash=_STASH, least_bytes=_LEAST_BYTES, parameters=False)
+    return _build_method("offload-activations", channels, stash=_STASH, least_bytes=_LEAST_BYTES, parameters=False)
 
 
 def offload_checkpoints(channels: HostChannels, rule: SacRule | None = None) -> Method:
@@ -62,7 +62,7 @@ def offload_checkpoints(channels: HostChannels, rule: SacRule | None = None) -> 
     """
 
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
-        step, modules = TrainingStep(model, loss_fn), checkpointed_blocks(model)
+        step, modules = TrainingStep(model, loss_fn), find_checkpointed_blocks(model)
 
         def run(*args: object, **kwargs: object) -> Any:
             hooks = _Hooks(channels, 0, 0, frozenset())
@@ -78,7 +78,7 @@ def offload_checkpoints(channels: HostChannels, rule: SacRule | None = None) -> 
             selective: dict[str, Any] = {}
             if rule is not None:
                 selective = {"context_fn": partial(save_contexts, LISTS[rule], saved), **_THROUGH_HOOKS}
-            with wrapped(modules, wrap):
+            with wrap_modules(modules, wrap):
                 returned = step(*args, **kwargs)
             if rule is not None and not saved:
                 raise InapplicableError(f"{rule} saves nothing: no op in the blocks is one of {', '.join(LISTS[rule].ops)}")
@@ -89,10 +89,10 @@ def offload_checkpoints(channels: HostChannels, rule: SacRule | None = None) -> 
     return Method(f"save-on-cpu {rule or 'checkpoint-blocks'}", prepare)
 
 
-def _method(name: str, channels: HostChannels, *, stash: int, least_bytes: int, parameters: bool) -> Method:
+def _build_method(name: str, channels: HostChannels, *, stash: int, least_bytes: int, parameters: bool) -> Method:
     def prepare(model: nn.Module, loss_fn: LossFn | None) -> Step:
         step = TrainingStep(model, loss_fn)
-        kept = frozenset() if parameters else frozenset(_storage(p) for p in (*model.parameters(), *model.buffers()))
+        kept = frozenset() if parameters else frozenset(_get_storage(p) for p in (*model.parameters(), *model.buffers()))
 
         def run(*args: object, **kwargs: object) -> Any:
             hooks = _Hooks(channels, stash, least_bytes, kept)
@@ -125,7 +125,7 @@ class _Hooks:
 
     def pack(self, tensor: torch.Tensor) -> "_Sent | torch.Tensor":
         """Offload `tensor`, and return its handle, which autograd saves in its place; `tensor` itself if it is small or kept."""
-        if not tensor.nbytes or tensor.nbytes < self._least_bytes or _storage(tensor) in self._kept:
+        if not tensor.nbytes or tensor.nbytes < self._least_bytes or _get_storage(tensor) in self._kept:
             return tensor
         with torch.no_grad():
             tensor = tensor.detach()
@@ -159,5 +159,5 @@ class _Hooks:
         sent.here = sent.copy = None
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _get_storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()

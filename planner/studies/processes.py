@@ -36,7 +36,7 @@ class ProcessError(PlannerError):
     """The error that a process failed, was killed, or did not end in time."""
 
 
-def stream(
+def iterate_results(
     function: Callable[..., Iterable[Item]],
     *arguments: object,
     variables: Mapping[str, str] = MappingProxyType({}),
@@ -71,8 +71,8 @@ def stream(
         try:
             with suppress(BrokenPipeError), process.stdin:  # a process that has ended is reported by its exit code
                 call = pickle.dumps((function, arguments))
-                process.stdin.write(pickle.dumps(_main_module(call)) + call)
-            yield from _received(process.stdout)
+                process.stdin.write(pickle.dumps(_find_main_module(call)) + call)
+            yield from _iterate_received(process.stdout)
             code = process.wait()
         finally:
             timer.cancel()
@@ -87,7 +87,7 @@ def stream(
             raise ProcessError(f"exit code {code}: {lines[-1] if lines else 'it said nothing'}")
 
 
-def _main_module(call: bytes) -> str | None:
+def _find_main_module(call: bytes) -> str | None:
     """Return the name of the module that ``python -m`` runs, if the pickled `call` has objects of it; otherwise None."""
     main = sys.modules["__main__"]
     if b"__main__" not in call or main.__spec__ is None:
@@ -96,7 +96,7 @@ def _main_module(call: bytes) -> str | None:
     return main.__spec__.name
 
 
-def _received(pipe: Any) -> Iterator[Any]:
+def _iterate_received(pipe: Any) -> Iterator[Any]:
     while True:
         try:
             yield pickle.load(pipe)

@@ -23,17 +23,17 @@ Key = tuple[object, ...]
 FIRST, _LAST = -1, 1  # positions of columns
 
 
-def key(said: str = "", *, summary: str = "first") -> Any:
+def declare_key(said: str = "", *, summary: str = "first") -> Any:
     """Declare a column that is part of the key."""
     return field(metadata={"said": said, "summary": summary, "place": FIRST, "key": True})
 
 
-def made(said: str = "") -> Any:
+def declare_made(said: str = "") -> Any:
     """Declare a column on the machine or versions a row was made with."""
     return field(default="", metadata={"said": said, "place": _LAST})
 
 
-def column(said: str = "", *, default: object = MISSING, summary: str = "first", place: int = 0) -> Any:
+def declare_column(said: str = "", *, default: object = MISSING, summary: str = "first", place: int = 0) -> Any:
     """Declare a column that is required unless it has a `default`.
 
     Args:
@@ -45,59 +45,59 @@ def column(said: str = "", *, default: object = MISSING, summary: str = "first",
     return field(default=default, metadata={"said": said, "summary": summary, "place": place})
 
 
-def value(said: str = "", *, summary: str = "first") -> Any:
+def declare_value(said: str = "", *, summary: str = "first") -> Any:
     """Declare a column that is None (an empty cell) if its value is unknown."""
-    return column(said, default=None, summary=summary)
+    return declare_column(said, default=None, summary=summary)
 
 
-def text(said: str = "") -> Any:
+def declare_text(said: str = "") -> Any:
     """Declare a column of text that may be empty."""
-    return column(said, default="")
+    return declare_column(said, default="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """Base class of rows whose last columns record what they were made with, as in ``provenance``."""
+    """Base class of rows whose last columns record what they were made with, as in ``collect_provenance``."""
 
-    machine: str = made()
-    commit: str = made()
-    torch: str = made()
+    machine: str = declare_made()
+    commit: str = declare_made()
+    torch: str = declare_made()
 
 
-def columns_of(kind: "type[DataclassInstance]") -> tuple[str, ...]:
+def list_columns(kind: "type[DataclassInstance]") -> tuple[str, ...]:
     """Return the columns of a CSV of `kind`: the key, other columns, and those of ``Made``."""
     return tuple(field.name for field in sorted(fields(kind), key=lambda field: field.metadata.get("place", 0)))
 
 
-def key_columns(kind: "type[DataclassInstance]") -> tuple[str, ...]:
+def list_key_columns(kind: "type[DataclassInstance]") -> tuple[str, ...]:
     """Return the columns of `kind` that form its key."""
     return tuple(field.name for field in fields(kind) if field.metadata.get("key"))
 
 
-def provenance(device: "torch.device | None" = None, packages: Iterable[str] = ()) -> dict[str, str]:
+def collect_provenance(device: "torch.device | None" = None, packages: Iterable[str] = ()) -> dict[str, str]:
     """Return the device (None: the CPU), the commit, and the versions of torch and of `packages` as columns of a row."""
     import torch
 
     from planner.measure.steps import device_name
 
     common = {"machine": device_name(device or torch.device("cpu")), "commit": commit(), "torch": torch.__version__}
-    return common | {package: _version(package) for package in packages}
+    return common | {package: _get_version(package) for package in packages}
 
 
-def _version(package: str) -> str:
+def _get_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
 
 
-def missing_keys(wanted: Iterable[Key], known: Iterable[object], *names: str) -> list[Key]:
+def find_missing_keys(wanted: Iterable[Key], known: Iterable[object], *names: str) -> list[Key]:
     """Return those of `wanted` that are the values of the columns `names` in no row of `known`."""
     made = set(map(attrgetter(*names), known))
     return [key for key in wanted if key not in made]
 
 
-def listed(**names: Iterable[object]) -> Callable[[Any], Key]:
+def order_by(**names: Iterable[object]) -> Callable[[Any], Key]:
     """Return a sort key for rows: the position of each column's value in its list, or the end of the list if it is missing."""
     places = {name: {value: place for place, value in enumerate(values)} for name, values in names.items()}
     return lambda row: tuple(found.get(getattr(row, name), len(found)) for name, found in places.items())
@@ -119,7 +119,7 @@ class KeptRows(Generic[Row]):
         self.path = path
         self._kind = kind
         self._order = order
-        self._key = attrgetter(*key_columns(kind))
+        self._key = attrgetter(*list_key_columns(kind))
         self._rows = {self._key(row): row for row in read_rows(path, kind)}
 
     def __contains__(self, key: object) -> bool:
@@ -133,7 +133,7 @@ class KeptRows(Generic[Row]):
 
     def of(self, *key: object) -> list[Row]:
         """Return the rows whose key begins with `key`."""
-        columns = key_columns(self._kind)
+        columns = list_key_columns(self._kind)
         return [row for row in self if all(getattr(row, name) == part for name, part in zip(columns, key, strict=False))]
 
     def add(self, *rows: Row) -> None:
@@ -187,7 +187,7 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
     types = {field.name: field.type for field in fields(kind)}
     rows = [
         {name: cell if cell or types[name] is str else None for name, cell in row.items()}
-        for row in read_csv(path, columns_of(kind))
+        for row in read_csv(path, list_columns(kind))
     ]
     try:
         return msgspec.convert(rows, list[kind], strict=False)  # type: ignore[valid-type]
@@ -201,7 +201,7 @@ def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    names = columns_of(kind)
+    names = list_columns(kind)
     write_csv(path, names, ({name: getattr(row, name) for name in names} for row in rows))
 
 
@@ -221,7 +221,7 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, ob
     write_text(path, pd.DataFrame(cells, columns=list(columns), dtype=str).to_csv(index=False, lineterminator="\n"))
 
 
-def frame(rows: Sequence[Row]) -> "pd.DataFrame":
+def build_frame(rows: Sequence[Row]) -> "pd.DataFrame":
     """Return `rows` (one or more) as a table; integer columns keep their type if some values are unknown."""
     import pandas as pd
 

@@ -101,7 +101,7 @@ class Wanted:
     memory: CountedMemory | None = None
     guesses: Mapping[str, int] = field(default_factory=dict)
 
-    def named(self, units: int) -> str:
+    def name_size(self, units: int) -> str:
         """Return a size as text for a sentence."""
         size = units * self.unit
         return f"a batch of {size}" if self.varies == BATCH else f"{self.varies}={size}"
@@ -121,11 +121,11 @@ class SizedMethod:
     solver: str
     options: OptionSettings = RECOMPUTATION
 
-    def offered(self, graph: Graph) -> Graph:
+    def apply_options(self, graph: Graph) -> Graph:
         """Return `graph` with the options of this method."""
         return self.options.apply(graph)
 
 
-def samples_for(varies: str, first: int) -> tuple[int, ...]:
+def list_samples(varies: str, first: int) -> tuple[int, ...]:
     """Return ``Wanted.samples`` for a search from `first`: costs are linear in a batch, and may be quadratic in other sizes."""
     return BATCHES if varies == BATCH else sample_sizes(max(first, max(BATCHES)))

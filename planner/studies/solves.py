@@ -15,14 +15,14 @@ from solvers.result import Result
 from solvers.tolerance import Tolerance
 
 
-def result_of(
+def solve_allocated(
     graph: Graph, budget_bytes: int, clock: Clock, solver: str = "windows", *, tolerance: float = 1e-3, **settings: Any
 ) -> Result:
     """Return the result of `solver` for a budget of allocated bytes; `settings` are further fields of its request."""
     return get_solver(solver)(Request(graph, budget_bytes, Tolerance.of(tolerance), clock, **settings))
 
 
-def result_in(  # what is solved, how, and who may end it
+def solve_in_order(  # what is solved, how, and who may end it
     order: Reordering,
     budget_bytes: int,
     memory: CountedMemory,

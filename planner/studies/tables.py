@@ -35,8 +35,8 @@ class Column:
         value: name of an attribute of a line's item, or a function of it; None: the attribute named like the title.
         form: format of a value: a function, or a string such as ``{:.2f}``; None: by the unit at the end of its name.
         missing: text for None.
-        at: for a line of several rows (``side_by_side``), the row of the value; ALL: all rows together; None: any row, since they
-            agree.
+        at: for a line of several rows (``group_side_by_side``), the row of the value; ALL: all rows together; None: any row,
+            since they agree.
     """
 
     title: str
@@ -45,7 +45,7 @@ class Column:
     missing: str = ""
     at: object = None
 
-    def cell(self, item: object) -> str:
+    def format_cell(self, item: object) -> str:
         """Return the cell for `item`."""
         value = self.title if self.value is None else self.value
         if isinstance(item, SideBySide):
@@ -55,58 +55,61 @@ class Column:
         found = value(item) if callable(value) else attrgetter(value)(item)
         if found is None:
             return self.missing
-        form = self.form or (str if callable(value) else unit_of(value))
+        form = self.form or (str if callable(value) else get_format(value))
         return form(found) if callable(form) else form.format(found)
 
 
 def share_column(title: str, part: str, whole: str, form: str | Callable[[Any], str], missing: str = "") -> Column:
     """Return the column of the attribute `part` divided by `whole`; `missing` if one of them is unknown, or `whole` is 0."""
 
-    def value(item: object) -> float | None:
+    def get_value(item: object) -> float | None:
         of, by = getattr(item, part), getattr(item, whole)
         return of / by if of is not None and by else None
 
-    return Column(title, value, form, missing)
+    return Column(title, get_value, form, missing)
 
 
-def unit_of(name: str) -> Callable[[Any], str]:
+def get_format(name: str) -> Callable[[Any], str]:
     """Return the format for values of the attribute `name`, by the unit in its name."""
     return next((form for end, form in UNITS.items() if name.endswith(end)), str)
 
 
-def of_frame(frame: "pd.DataFrame") -> Iterator[Any]:
+def iterate_rows(frame: "pd.DataFrame") -> Iterator[Any]:
     """Yield the rows of `frame` as objects with a column per attribute; missing values are None."""
     return iter(frame.astype(object).where(frame.notna(), None).itertuples(index=False))
 
 
-def lines(items: Iterable[object], columns: Iterable[Column | str]) -> list[tuple[str, ...]]:
+def build_lines(items: Iterable[object], columns: Iterable[Column | str]) -> list[tuple[str, ...]]:
     """Return a header and a line for each of `items`; a string as column names an attribute."""
     declared = [Column(column) if isinstance(column, str) else column for column in columns]
-    return [tuple(column.title for column in declared), *(tuple(column.cell(item) for column in declared) for item in items)]
+    return [
+        tuple(column.title for column in declared),
+        *(tuple(column.format_cell(item) for column in declared) for item in items),
+    ]
 
 
-def markdown(items: Iterable[object], columns: Iterable[Column | str]) -> str:
-    """Return the ``lines`` as a Markdown table."""
-    return as_markdown(lines(items, columns))
+def format_markdown(items: Iterable[object], columns: Iterable[Column | str]) -> str:
+    """Return the ``build_lines`` as a Markdown table."""
+    return join_markdown(build_lines(items, columns))
 
 
-def as_markdown(rows: Sequence[Sequence[str]]) -> str:
+def join_markdown(rows: Sequence[Sequence[str]]) -> str:
     """Return `rows`, the first of them the header, as a Markdown table."""
     header, *body = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join((header, f"|{' --- |' * len(rows[0])}", *body)) + "\n"
 
 
-def bold(text: str, *, best: bool) -> str:
+def format_bold(text: str, *, best: bool) -> str:
     """Return `text`, in bold if it is the best of its line."""
     return f"**{text}**" if best else text
 
 
-def bullets(sentences: Iterable[str]) -> str:
+def format_bullets(sentences: Iterable[str]) -> str:
     """Return `sentences` as a Markdown list."""
     return "\n".join(f"- {sentence}" for sentence in sentences) + "\n"
 
 
-def by(items: Iterable[Item], *names: str) -> dict[Any, list[Item]]:
+def group_by(items: Iterable[Item], *names: str) -> dict[Any, list[Item]]:
     """Return `items` grouped by their attributes `names`: by the value of a single one, or by a tuple."""
     found: dict[Any, list[Item]] = {}
     of = attrgetter(*names)
@@ -115,17 +118,17 @@ def by(items: Iterable[Item], *names: str) -> dict[Any, list[Item]]:
     return found
 
 
-def side_by_side(items: Iterable[Item], over: str, *names: str) -> list[SideBySide[Item]]:
+def group_side_by_side(items: Iterable[Item], over: str, *names: str) -> list[SideBySide[Item]]:
     """Return those of `items` that agree in `names` as one entry, by their attribute `over`."""
-    return [SideBySide({getattr(item, over): item for item in found}) for found in by(items, *names).values()]
+    return [SideBySide({getattr(item, over): item for item in found}) for found in group_by(items, *names).values()]
 
 
-def said(items: Iterable[object], name: str, between: str = " and ") -> str:
+def format_values(items: Iterable[object], name: str, between: str = " and ") -> str:
     """Return the distinct values of the attribute `name` as text; one value if all rows agree."""
     return between.join(dict.fromkeys(str(getattr(item, name)) for item in items))
 
 
-def made_with(rows: Sequence[object], *packages: str) -> str:
+def describe_provenance(rows: Sequence[object], *packages: str) -> str:
     """Return a line on what `rows` were made with: machine, torch, further `packages` that are columns, and commit."""
-    versions = ", ".join(f"{package} {said(rows, package)}" for package in ("torch", *packages))
-    return f"{said(rows, 'machine')}; {versions}; commit {said(rows, 'commit')}.\n"
+    versions = ", ".join(f"{package} {format_values(rows, package)}" for package in ("torch", *packages))
+    return f"{format_values(rows, 'machine')}; {versions}; commit {format_values(rows, 'commit')}.\n"

@@ -18,7 +18,7 @@ def ignore(_: str) -> None:
     """Do nothing with an activity: nobody is told."""
 
 
-def never() -> bool:
+def return_false() -> bool:
     """Return False: nobody asks to stop."""
     return False
 

@@ -38,7 +38,7 @@ class SizedModel:
         self._unit = unit
         self._way_out = way_out
 
-    def graph(self, units: int) -> Graph:
+    def trace_graph(self, units: int) -> Graph:
         """Return the graph of the training step at a size of `units` units.
 
         Raises:
@@ -49,7 +49,7 @@ class SizedModel:
         options = {**dict(self._model.options), self._option: str(units * self._unit)}
         spec = replace(self._model, options=tuple(options.items()))
         try:
-            return self._tracing.graph(spec)
+            return self._tracing.trace_graph(spec)
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
         except UnknownOptionError as error:

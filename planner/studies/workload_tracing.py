@@ -35,7 +35,7 @@ class Tracing:
         fake, as_on_cuda = self.settings.roofline is not None, self.settings.roofline not in (None, "cpu")
         return workload.load(model, device=self.device, seed=self.seed, fake=fake, as_on_cuda=as_on_cuda)
 
-    def graph(self, model: ModelSpec, *, on_progress: "View | None" = None) -> "Graph":
+    def trace_graph(self, model: ModelSpec, *, on_progress: "View | None" = None) -> "Graph":
         """Return the graph of the training step of `model`; `on_progress` as in ``tracing.trace``.
 
         Raises:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import addresses
 from benchmarks.addresses import PUBLIC, TABLE, main, solve_addresses, solve_plans
-from planner.studies.tables import markdown
+from planner.studies.tables import format_markdown
 from tests.support.graphs.buffers import packed_buffers
 
 
@@ -14,7 +14,7 @@ def test_a_row_is_between_the_live_bytes_and_best_fit() -> None:
     row = solve_addresses("packed", packed_buffers(40, horizon=20, height=300, seed=2), 300, limit_s=20.0)
     assert row.live_bytes == row.bound_bytes == row.arena_bytes == 300
     assert row.best_fit_bytes >= 300
-    assert f"| packed |  | 0 | {row.buffers} |" in markdown([row], TABLE)
+    assert f"| packed |  | 0 | {row.buffers} |" in format_markdown([row], TABLE)
 
 
 def test_a_plan_has_an_arena_at_each_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import pytest
 import planner
 from benchmarks import arena
 from benchmarks.arena import TABLE
-from planner.studies.tables import markdown
+from planner.studies.tables import format_markdown
 from tests.support.models.steps import make
 
 
@@ -17,4 +17,4 @@ def test_a_plan_is_measured_with_and_without_an_arena(monkeypatch: pytest.Monkey
     assert row.arena_bytes <= 1.05 * row.peak_bytes
     assert 0 <= row.counted_bytes - row.outside_bytes <= 4  # the gradient of the loss, which autograd makes
     assert min(row.eager_s, row.plan_ratio, row.arena_ratio) > 0
-    assert "| unet | 90% | as it is |" in markdown([row], TABLE)
+    assert "| unet | 90% | as it is |" in format_markdown([row], TABLE)

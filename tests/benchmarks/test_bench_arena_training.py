@@ -7,7 +7,7 @@ import pytest
 from benchmarks import arena_training
 from benchmarks.arena_training import ArenaTrainingRow
 from planner.capture.workload.models import build
-from planner.studies.tables import markdown
+from planner.studies.tables import format_markdown
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
 
@@ -25,4 +25,4 @@ def test_arena_training_takes_the_planned_memory_exactly(row: ArenaTrainingRow) 
     assert row.plain_bytes <= row.arena_bytes < row.beside_bytes
     assert 0 < row.evaluation_bytes < row.evaluating_bytes <= row.slab_bytes
     assert not list(arena_training.list_failures([row]))
-    assert "| vit | adamw, foreach |" in markdown([row], arena_training.TABLE)
+    assert "| vit | adamw, foreach |" in format_markdown([row], arena_training.TABLE)

@@ -12,9 +12,9 @@ from benchmarks.compiled import format_table, main
 from benchmarks.compiled_case import ATEN, IN_ARENA, OURS, PEAK_OF, REFERENCE, CompiledRow, Settings, compare_compiled
 from benchmarks.kept_captures import KeptCaptures
 from planner.capture.workload.models import build
-from planner.studies.baselines import memory_budget
+from planner.studies.baselines import build_memory_budget
 
-HALF = memory_budget(0.5, "inductor").name
+HALF = build_memory_budget(0.5, "inductor").name
 TINY = partial(build, "gpt2", layers=2, width=32, heads=4, vocab=97, seq=24, batch=8)
 
 

@@ -23,7 +23,7 @@ from benchmarks.compression import (
 from benchmarks.training_loop import Recipe
 from planner.capture.signature import Batch
 from planner.capture.workload.models import build
-from planner.studies.tables import by
+from planner.studies.tables import group_by
 
 STEPS, SEED = 3, 5
 
@@ -49,7 +49,7 @@ def trained() -> list[CurveRow]:
 
 def test_curves_begin_alike_need_less_memory_and_part(trained: list[CurveRow]) -> None:
     assert list_failures(trained) == []
-    found = by(trained, "model", "bits")
+    found = group_by(trained, "model", "bits")
     assert list(found) == [("mlp", bits) for bits in (*BITS, OTHER_WEIGHTS)]
     assert all([row.step for row in curve] == list(range(STEPS)) for curve in found.values())
     eight, four = (found["mlp", bits] for bits in BITS)

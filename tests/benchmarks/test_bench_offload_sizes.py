@@ -9,7 +9,7 @@ from benchmarks import command
 from benchmarks.offload_sizes import CASES, STUDY, TABLE, SizeCase, search
 from planner.capture.workload.workload import parse_spec
 from planner.studies.sizes import METHODS
-from planner.studies.tables import markdown
+from planner.studies.tables import format_markdown
 
 RESULTS = Path(__file__).parents[2] / "results" / "offload"
 
@@ -23,11 +23,11 @@ def test_largest_size_with_offload_is_at_least_that_without(tmp_path: Path, monk
     sizes = [row.size or 0 for row in rows]
     assert sizes[-1] >= sizes[-2] >= sizes[0] > 0
     assert all((row.overhead or 0.0) <= 0.1 and (row.peak_bytes or 0) <= 10**6 for row in rows if row.size)
-    lines = markdown(rows, TABLE).splitlines()
+    lines = format_markdown(rows, TABLE).splitlines()
     assert len(lines) == 2 + len(rows) and all(row.method in line for row, line in zip(rows, lines[2:], strict=True))
     main = command.make_main(replace(STUDY, run=lambda *_: iter(rows)), None, models=CASES, out=str(tmp_path))
     assert main(["--models", "small"]) == 0
-    assert (tmp_path / "max_batch.md").read_text() == markdown(rows, TABLE)
+    assert (tmp_path / "max_batch.md").read_text() == format_markdown(rows, TABLE)
     assert (tmp_path / "max_batch.csv").read_text().count("\n") == 1 + len(rows)
 
 

@@ -78,7 +78,7 @@ def test_bench_placement_command_writes_rows_and_table(tmp_path: Path, monkeypat
 
 
 def test_committed_rows_are_consistent_and_complete() -> None:
-    rows = list(STUDY.kept(FOLDER))
+    rows = list(STUDY.read_kept(FOLDER))
     assert {(row.model, row.pair, row.budget) for row in rows} == {(m, p, b) for m in MODELS for p in PAIRS for b in BUDGETS}
     gained = larger = 0
     for model, pair in {(row.model, row.pair) for row in rows}:

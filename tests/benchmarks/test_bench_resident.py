@@ -5,7 +5,7 @@ import pytest
 from benchmarks import resident
 from benchmarks.resident import ARENA, ResidentRow
 from graphs.units import format_bytes
-from planner.studies.tables import markdown
+from planner.studies.tables import format_markdown
 from tests.support.models.steps import make
 
 
@@ -19,4 +19,4 @@ def row(monkeypatch: pytest.MonkeyPatch) -> ResidentRow:
 def test_a_process_has_its_interpreter_and_its_step_in_memory(row: ResidentRow) -> None:
     assert row.peak_bytes <= row.budget_bytes
     assert row.interpreter_bytes > 100 * 2**20 and row.highest_bytes > row.interpreter_bytes
-    assert f"| unet | 95% | arena | {format_bytes(row.budget_bytes)} |" in markdown([row], resident.TABLE)
+    assert f"| unet | 95% | arena | {format_bytes(row.budget_bytes)} |" in format_markdown([row], resident.TABLE)

@@ -50,7 +50,7 @@ def test_a_tiny_suite_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert rows["status"].tolist() == ["optimal", "optimal"]
     assert rows["resident_mb"].between(20, 1_000).all()
     assert rows["writing_s"].notna().tolist() == [False, True]
-    assert list(solve_instance(tiny, tuple(STUDY.kept(tmp_path / "solve")))) == []
+    assert list(solve_instance(tiny, tuple(STUDY.read_kept(tmp_path / "solve")))) == []
 
 
 @pytest.mark.slow
@@ -74,6 +74,6 @@ def test_a_tiny_suite_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         asked = ["--suites", "reference", "--instances", str(tmp_path), "--out", str(tmp_path / "solve")]
         main([*asked, "--cluster", local.scheduler_address])
     assert capsys.readouterr().out.count("optimal") == 2
-    assert sorted(row.graph for row in STUDY.kept(tmp_path / "solve")) == ["random-0", "random-1"]
+    assert sorted(row.graph for row in STUDY.read_kept(tmp_path / "solve")) == ["random-0", "random-1"]
     assert main([*asked, "--fresh", "--cluster", "nowhere"]) == 2
     assert "missing port number" in capsys.readouterr().err

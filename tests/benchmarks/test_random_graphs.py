@@ -50,10 +50,10 @@ def test_a_graph_has_the_same_row_each_time(kind: str) -> None:
 
 @pytest.mark.slow
 def test_processes_write_the_same_rows_in_order(tmp_path: Path) -> None:
-    kept = STUDY.kept(tmp_path)
+    kept = STUDY.read_kept(tmp_path)
     cases = [("offload", 1), ("plain", 2), ("plain", 1)]
     assert len(list(STUDY.fill(kept, {case: case for case in cases}, jobs=2))) == 3
-    assert list(STUDY.kept(tmp_path)) == [row for case in (cases[2], cases[1], cases[0]) for row in solve_case(case)]
+    assert list(STUDY.read_kept(tmp_path)) == [row for case in (cases[2], cases[1], cases[0]) for row in solve_case(case)]
 
 
 def test_kept_tensor_computed_elsewhere_has_a_schedule() -> None:

@@ -10,8 +10,8 @@ import pytest
 from benchmarks import compare
 from benchmarks.compare import FOR_SMALL_GRAPHS
 from benchmarks.compare_summary import BUDGETS, format_summary
-from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of, simulated
-from planner.studies.comparisons import table_text
+from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of, select_simulated
+from planner.studies.comparisons import format_tables
 from planner.studies.rows import read_rows
 from solvers.registry import SOLVERS
 from solvers.result import Reason, Status
@@ -53,7 +53,7 @@ def test_no_method_is_below_the_bound() -> None:
 
 
 def test_the_optimum_is_above_no_other_exact_method_by_more_than_its_gap() -> None:
-    simulations = [(path, simulated(rows)) for path, rows in ROWS.items()]
+    simulations = [(path, select_simulated(rows)) for path, rows in ROWS.items()]
     optima = [(path, rows, row) for path, rows in simulations for row in found(rows) if row.method == OPTIMUM]
     for path, rows, optimum in optima:
         assert optimum.time_s is not None and optimum.bound_s is not None
@@ -98,7 +98,7 @@ def test_a_unet_is_checkpointed_by_its_blocks() -> None:
 
 
 def test_committed_tables_equal_the_tables_of_their_rows() -> None:
-    assert [named(path) for path in FILES if (path.parent / "table.md").read_text() != table_text(ROWS[path])] == []
+    assert [named(path) for path in FILES if (path.parent / "table.md").read_text() != format_tables(ROWS[path])] == []
     figures = [path.parent / name for path in FILES for name in ("overhead.png", "memory.png")]
     assert [path for path in figures if not 0 < path.stat().st_size < 100_000] == []
 

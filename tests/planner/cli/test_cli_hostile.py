@@ -28,7 +28,7 @@ from planner.progress.visible import visible, visible_lines
 from planner.show.facts.timeline import Timeline
 from planner.show.views import figures
 from planner.studies.comparison_rows import ComparisonRow
-from planner.studies.rows import columns_of
+from planner.studies.rows import list_columns
 from tests.support.cli import Said, call, refused
 
 ROOT = Path(__file__).parents[3]
@@ -316,7 +316,7 @@ def test_rows_that_are_no_csv_are_one_error(graph_file: Path, tmp_path: Path, ca
         b"\xff\xfe",
         b"a\0b\n" * 3,
         b"x" * 200_000 + b"\n",
-        ",".join(columns_of(ComparisonRow)).encode() + b"\na,b\n",
+        ",".join(list_columns(ComparisonRow)).encode() + b"\na,b\n",
     ):
         (tmp_path / "rows.csv").write_bytes(content)
         refused(call(capsys, "compare", graph_file, "-o", tmp_path, "--methods", "keep-everything"), 1, "rows.csv", "delete it")

@@ -22,7 +22,7 @@ from planner.progress import Progress
 from planner.settings.counted_memory import CountedMemory
 from planner.show.facts.graph import collect_graph_facts
 from planner.studies.budget_analysis import advise_graph
-from planner.studies.curve import curve
+from planner.studies.curve import solve_curve
 from planner.studies.frontier import Frontier
 from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
@@ -53,7 +53,7 @@ def test_info_curve_and_advice_name_the_same_budget(seed: int) -> None:
     graph = draw_graph(seed, 12)
     least = least_budget(graph)
     facts = collect_graph_facts(graph)
-    found = curve(graph, 3, StudySettings(total_time_limit_s=1.0, jobs=1))
+    found = solve_curve(graph, 3, StudySettings(total_time_limit_s=1.0, jobs=1))
     advice = advise_graph(graph, time_limit_s=1.0, options=("offload",))
     assert (facts.least_budget_bytes, facts.least_budget_found_bytes) == (least.proved_bytes, least.found_bytes)
     assert found.least is least
@@ -99,8 +99,8 @@ def test_least_budget_bracket_is_in_counted_memory(memory: CountedMemory) -> Non
     assert found.proved_bytes >= least_budget(graph).proved_bytes
     known = Frontier(keep_program_order(graph), 0.01, memory)
     known.learn_least(found)
-    assert known.point(found.found_bytes, None).schedule == found.schedule
-    assert known.point(found.proved_bytes - 1, None).status is Status.INFEASIBLE
+    assert known.get_point(found.found_bytes, None).schedule == found.schedule
+    assert known.get_point(found.proved_bytes - 1, None).status is Status.INFEASIBLE
 
 
 def test_another_schedule_than_that_of_least_peak_reserves_less() -> None:
@@ -122,7 +122,7 @@ def test_of_schedules_that_reserve_about_the_same_the_fastest_counts() -> None:
     assert simulate(graph, least.schedule).time_s < 0.97 * time_s
     known = Frontier(orders[1], 0.01, memory)
     known.learn_least(least)
-    above = known.point(int(1.3 * least.found_bytes), None)  # by a schedule that was met on the way
+    above = known.get_point(int(1.3 * least.found_bytes), None)  # by a schedule that was met on the way
     assert above.time_s is not None and graph.time_s < above.time_s < simulate(graph, least.schedule).time_s
 
 
@@ -146,9 +146,9 @@ def test_a_schedule_in_another_order_counts_where_none_in_this_order_fits() -> N
     known = Frontier(keep_program_order(graph), 0.01)
     known.learn_least(replace(least, order=tuple(reversed(range(len(graph.ops))))))
     known.infeasible_bytes = least.found_bytes  # in this order
-    point = known.point(least.found_bytes, None)
+    point = known.get_point(least.found_bytes, None)
     assert (point.schedule, point.status, point.bound_s) == (least.schedule, Status.FEASIBLE, graph.time_s)
-    assert known.point(least.found_bytes - 1, None).status is Status.INFEASIBLE
+    assert known.get_point(least.found_bytes - 1, None).status is Status.INFEASIBLE
 
 
 @pytest.mark.parametrize("seed", [1, 7, 25])
@@ -197,7 +197,7 @@ def test_less_is_reserved_in_an_arena_and_each_command_says_how_much(memory: Cou
     assert least.proved_bytes <= least.found_bytes < 0.9 * without.found_bytes
     plan = planner.solve(graph, least.found_bytes, memory=memory, work_limit=2.0)
     assert plan.arena_bytes is not None and plan.reserved is not None and plan.reserved.device_bytes <= least.found_bytes
-    found = curve(graph, 2, StudySettings(memory=memory, time_limit_s=1.0, total_time_limit_s=600.0))
+    found = solve_curve(graph, 2, StudySettings(memory=memory, time_limit_s=1.0, total_time_limit_s=600.0))
     assert found.points[0].budget_bytes == least.found_bytes >= (found.points[0].reserved_bytes or 0)
     assert found.points[0].status in (*SOLVED, Status.FEASIBLE)
     with pytest.raises((LimitError, InfeasibleError), match=format_enough(least.found_bytes)):

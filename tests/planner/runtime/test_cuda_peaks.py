@@ -156,7 +156,7 @@ def test_planning_leaves_nothing_on_the_device() -> None:
 
 def test_method_peak_includes_memory_of_its_own_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``torch.compile(mode="reduce-overhead")``: between replays the tensors of a graph are free to the allocator."""
-    monkeypatch.setattr(Benchmark, "_rounding", lambda *_: None)  # draws on the device, which only a real one can
+    monkeypatch.setattr(Benchmark, "_measure_rounding", lambda *_: None)  # draws on the device, which only a real one can
     made_bytes = 3 * 2**20
     kept = []
 

@@ -26,7 +26,7 @@ from planner.settings.counted_memory import CountedMemory
 from planner.studies import budget_analysis
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import BETWEEN, advise_graph
-from planner.studies.solves import result_in
+from planner.studies.solves import solve_in_order
 from solvers.clock import Clock
 from solvers.order.reorder import Reordering
 from solvers.result import Result
@@ -205,9 +205,9 @@ def test_a_slow_search_for_the_least_budget_leaves_time_to_solve_for_it(graph: G
 
     def noted(order: Reordering, budget_bytes: int, memory: CountedMemory, clock: Clock, **settings: Any) -> Result:
         solved[budget_bytes] = clock.limit
-        return result_in(order, budget_bytes, memory, clock, **settings)
+        return solve_in_order(order, budget_bytes, memory, clock, **settings)
 
     monkeypatch.setattr(budget_analysis, "least_budget", slow)
-    monkeypatch.setattr(budget_analysis, "result_in", noted)
+    monkeypatch.setattr(budget_analysis, "solve_in_order", noted)
     advice = advised(graph)
     assert advice.least.budget_bytes in solved and min(solved.values()) > 0.1

@@ -16,10 +16,10 @@ from planner.cli.main import main
 from planner.memory.reserved import eager_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings
-from planner.studies.compare import Shares, Task, compare, cut_short, methods_named
+from planner.studies.compare import Shares, Task, compare, cut_short, parse_methods
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of
-from planner.studies.comparisons import cell_text, table_text, write_report
-from planner.studies.rows import columns_of, read_rows, write_rows
+from planner.studies.comparisons import format_cell, format_tables, write_report
+from planner.studies.rows import list_columns, read_rows, write_rows
 from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
 from solvers.registry import SOLVERS
@@ -98,7 +98,7 @@ def test_budget_below_the_least_reserved_memory_is_out_of_memory(tmp_path: Path)
 
 
 def test_all_methods_can_be_compared(tmp_path: Path) -> None:
-    found = compare(make_training_chain(6), ["80%"], methods_named("all"), tmp_path, StudySettings(time_limit_s=20))
+    found = compare(make_training_chain(6), ["80%"], parse_methods("all"), tmp_path, StudySettings(time_limit_s=20))
     assert found[0].method == OPTIMUM
     assert {row.method for row in found} == {
         name for name, entry in SOLVERS.items() if not entry.only_transfers and not entry.only_devices
@@ -188,12 +188,12 @@ def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path
 
 def test_all_methods_run_on_graphs_with_offload(tmp_path: Path) -> None:
     everywhere = {name for name, entry in SOLVERS.items() if not entry.only_devices}
-    assert set(methods_named("all", offload=True)) == everywhere
+    assert set(parse_methods("all", offload=True)) == everywhere
     options = option_settings(["offload"], 1.0, 10**6)
     found = compare(
         make_training_chain(6),
         ["80%"],
-        methods_named("all", offload=True),
+        parse_methods("all", offload=True),
         tmp_path,
         StudySettings(options=options, time_limit_s=20),
     )
@@ -240,12 +240,12 @@ def test_rows_are_read_as_they_were_written(rows: list[ComparisonRow], tmp_path:
 
 
 def test_the_table_has_the_best_in_bold_and_the_bound_last(rows: list[ComparisonRow]) -> None:
-    text = table_text(rows)
+    text = format_tables(rows)
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert lines[0] == "| budget | windows | keep-everything | chen-sqrt | rotor | dtr | lru | bound |"
     assert lines[2].count("**0.00%**") >= 2  # at the peak, the optimum and keeping everything
     assert "OOM" in lines[4]
-    assert table_text(rows) == text
+    assert format_tables(rows) == text
 
 
 def test_cuda_comparison_has_a_table_of_reserved_memory(graph: Graph, rows: list[ComparisonRow], tmp_path: Path) -> None:
@@ -256,14 +256,14 @@ def test_cuda_comparison_has_a_table_of_reserved_memory(graph: Graph, rows: list
     row = by_method["windows"]
     assert row.reserved_bytes is not None and row.budget_bytes is not None and row.peak_bytes is not None
     assert row.reserved_bytes >= row.peak_bytes
-    table = table_text(found)
+    table = format_tables(found)
     assert f"| {row.reserved_bytes / row.budget_bytes:.2f}** |" in table[table.index("## Reserved") :].replace("| **", "| ")
-    assert "Reserved" not in table_text(rows)
+    assert "Reserved" not in format_tables(rows)
 
 
 def test_cell_text_names_the_reason_of_a_failure(rows: list[ComparisonRow]) -> None:
     row = next(row for row in rows if row.time_s is None)
-    said = {reason: cell_text(replace(row, reason=str(reason), message="it thrashes at the limit")) for reason in Reason}
+    said = {reason: format_cell(replace(row, reason=str(reason), message="it thrashes at the limit")) for reason in Reason}
     assert said == {
         Reason.INAPPLICABLE: "does not apply",
         Reason.MEMORY: "OOM",
@@ -271,7 +271,7 @@ def test_cell_text_names_the_reason_of_a_failure(rows: list[ComparisonRow]) -> N
         Reason.SIZE: "too large",
         Reason.TIME: "time",
     }
-    assert cell_text(replace(row, status="infeasible", reason="")) == "infeasible"
+    assert format_cell(replace(row, status="infeasible", reason="")) == "infeasible"
 
 
 def test_table_and_figures_are_written(rows: list[ComparisonRow], tmp_path: Path) -> None:
@@ -280,7 +280,8 @@ def test_table_and_figures_are_written(rows: list[ComparisonRow], tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a,b\n1,2\n", ",".join(columns_of(ComparisonRow)) + "\n" + "x," * (len(columns_of(ComparisonRow)) - 1) + "x\n"]
+    "text",
+    ["", "a,b\n1,2\n", ",".join(list_columns(ComparisonRow)) + "\n" + "x," * (len(list_columns(ComparisonRow)) - 1) + "x\n"],
 )
 def test_other_csvs_are_refused(graph: Graph, tmp_path: Path, text: str) -> None:
     (tmp_path / "rows.csv").write_text(text)
@@ -312,7 +313,7 @@ def test_invalid_compare_requests_raise(graph: Graph, tmp_path: Path) -> None:
     with pytest.raises(PlannerError, match="jobs is 0"):
         compare(graph, ["80%"], ["keep-everything"], tmp_path, StudySettings(jobs=0))
     with pytest.raises(PlannerError, match="no method 'magic'"):
-        methods_named("windows,magic")
+        parse_methods("windows,magic")
     assert not list(tmp_path.iterdir())
 
 

@@ -11,16 +11,16 @@ from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.studies.best import (
     HEURISTICS,
-    best_measured,
-    best_schedule,
-    kind_of,
-    tuned_table,
-    undominated,
-    why_none,
+    build_tuned_table,
+    explain_none,
+    find_best_measured,
+    find_best_schedule,
+    find_undominated,
+    get_kind,
 )
 from planner.studies.compare import compare
 from planner.studies.comparison_rows import ComparisonRow, RunBy
-from planner.studies.comparisons import cell_text, simulated_table, table_text
+from planner.studies.comparisons import build_simulated_table, format_cell, format_tables
 from planner.studies.rows import write_rows
 from planner.studies.settings import StudySettings
 from solvers.registry import SOLVERS
@@ -72,22 +72,22 @@ def test_inapplicable_methods_are_not_reported_as_out_of_memory(rows: list[Compa
         for row in own:
             assert (row.status, row.reason) == ("limit", Reason.INAPPLICABLE)
             assert "does not apply" in row.message
-            assert cell_text(row) == "does not apply"
-    assert table_text(rows).count("| does not apply |") == 3
-    assert "does not apply: the method does not support this model" in table_text(rows)
+            assert format_cell(row) == "does not apply"
+    assert format_tables(rows).count("| does not apply |") == 3
+    assert "does not apply: the method does not support this model" in format_tables(rows)
 
 
 def test_methods_above_the_budget_are_out_of_memory(tmp_path: Path) -> None:
     found = compare(make_training_chain(8), ["90%", "30%"], ["keep-everything", "chen-sqrt", "dtr"], tmp_path)
-    cells = {row.key[1:]: cell_text(row) for row in found}
+    cells = {row.key[1:]: format_cell(row) for row in found}
     assert cells["keep-everything", "90%"] == cells["keep-everything", "30%"] == cells["dtr", "30%"] == "OOM"
 
 
 def test_a_row_that_is_not_there_was_not_tried(rows: list[ComparisonRow]) -> None:
     some = [row for row in rows if (row.method, row.budget) != ("dtr", "60%")]
-    header, *lines = simulated_table(some)
+    header, *lines = build_simulated_table(some)
     assert [line[header.index("dtr")] == "not tried" for line in lines] == [False, True, False]
-    assert why_none([]) == "not tried"
+    assert explain_none([]) == "not tried"
 
 
 def test_every_heuristic_is_of_a_kind(row: ComparisonRow) -> None:
@@ -95,10 +95,10 @@ def test_every_heuristic_is_of_a_kind(row: ComparisonRow) -> None:
     assert {name for kind in HEURISTICS.values() for name in kind} == {
         name for name, entry in SOLVERS.items() if entry.module in evicting
     }
-    assert kind_of(replace(row, run_by="simulator", method="msps")) == "dtr"
-    assert kind_of(replace(row, run_by="simulator", method="megengine-static")) == "megengine"
-    assert kind_of(replace(row, run_by="torch", method="sac-every-second level 2")) == "sac"
-    assert kind_of(replace(row, run_by="torch", method="memory-budget 0.50 inductor")) == "memory-budget inductor"
+    assert get_kind(replace(row, run_by="simulator", method="msps")) == "dtr"
+    assert get_kind(replace(row, run_by="simulator", method="megengine-static")) == "megengine"
+    assert get_kind(replace(row, run_by="torch", method="sac-every-second level 2")) == "sac"
+    assert get_kind(replace(row, run_by="torch", method="memory-budget 0.50 inductor")) == "memory-budget inductor"
 
 
 def test_the_best_heuristic_is_the_fastest_that_fits(rows: list[ComparisonRow]) -> None:
@@ -106,7 +106,7 @@ def test_the_best_heuristic_is_the_fastest_that_fits(rows: list[ComparisonRow]) 
     budgets = sorted({row.budget_bytes or 0 for row in rows})
     times = []
     for budget in budgets:
-        best = best_schedule(kind, budget)
+        best = find_best_schedule(kind, budget)
         here = [row.time_s for row in kind if row.budget_bytes == budget and row.time_s is not None]
         if best is None:
             assert not here
@@ -121,8 +121,8 @@ def test_the_best_heuristic_is_the_fastest_that_fits(rows: list[ComparisonRow]) 
 def test_a_schedule_for_less_memory_serves_where_its_own_kind_fails_with_more(row: ComparisonRow) -> None:
     small = replace(row, method="lru", budget="50%", budget_bytes=50, time_s=2.0, peak_bytes=50)
     large = replace(row, method="lru", budget="70%", budget_bytes=70, time_s=None, peak_bytes=None, reason="thrashing")
-    assert best_schedule([small, large], 70) is small
-    assert best_schedule([small, large], 40) is None
+    assert find_best_schedule([small, large], 70) is small
+    assert find_best_schedule([small, large], 40) is None
 
 
 def test_the_summary_names_the_best_heuristics(rows: list[ComparisonRow], tmp_path: Path) -> None:
@@ -133,14 +133,14 @@ def test_the_summary_names_the_best_heuristics(rows: list[ComparisonRow], tmp_pa
     assert cells["checkpoint-blocks"] == cells["sac"] == "does not apply"
     for kind in HEURISTICS:
         own = [row for row in rows if row.method in HEURISTICS[kind]]
-        best = best_schedule(own, next(row.budget_bytes or 0 for row in rows if row.budget == "70%"))
+        best = find_best_schedule(own, next(row.budget_bytes or 0 for row in rows if row.budget == "70%"))
         assert best is not None
-        assert cells[f"{kind} (best)"].strip("*") == f"{cell_text(best)} ({best.method})"
+        assert cells[f"{kind} (best)"].strip("*") == f"{format_cell(best)} ({best.method})"
 
 
 def test_overheads_equal_in_print_are_all_marked_best(row: ComparisonRow) -> None:
     base = replace(row, base_s=1.0, budget_bytes=10, peak_bytes=10, bound_s=1.0)
-    table = simulated_table(
+    table = build_simulated_table(
         [
             replace(base, method="windows", time_s=1.10001),
             replace(base, method="dtr", time_s=1.10004),
@@ -157,8 +157,8 @@ def test_dominated_methods_of_a_kind_are_left_out(row: ComparisonRow) -> None:
     wrong = step(row, "sac matmul", 1.0, 10, "wrong")
     other = step(row, "checkpoint-blocks", 1.4, 90)
     failed = step(row, "checkpoint-blocks level 2", None, None)
-    assert undominated([a, b, beaten, wrong, other, failed]) == [a, b, wrong, other]
-    assert undominated([a, replace(a, method="sac level 2")]) == [a]
+    assert find_undominated([a, b, beaten, wrong, other, failed]) == [a, b, wrong, other]
+    assert find_undominated([a, replace(a, method="sac level 2")]) == [a]
 
 
 def test_pytorchs_own_methods_are_tuned_for_each_budget(row: ComparisonRow) -> None:
@@ -177,8 +177,8 @@ def test_pytorchs_own_methods_are_tuned_for_each_budget(row: ComparisonRow) -> N
         step(row, "sac-attention", None, None, reason="inapplicable"),
         step(row, "auto-sac", None, None),
     ]
-    assert best_measured(found[5:7], 70) is found[6]
-    header, seventy, fifty = tuned_table(found)
+    assert find_best_measured(found[5:7], 70) is found[6]
+    header, seventy, fifty = build_tuned_table(found)
     assert header == ("budget", "optimal schedule", "checkpoint-blocks", "sac", "memory-budget aot_eager", "auto-sac")
     assert seventy[1:] == (
         "**1.20x**, 60 B",
@@ -188,10 +188,10 @@ def test_pytorchs_own_methods_are_tuned_for_each_budget(row: ComparisonRow) -> N
         "does not run",
     )
     # Saving nothing is checkpointing.
-    assert tuned_table([found[0], found[4], found[5]])[1][2:] == (
+    assert build_tuned_table([found[0], found[4], found[5]])[1][2:] == (
         "1.30x, 65 B (depth 1)",
         "1.30x, 65 B (checkpoint-blocks depth 1)",
     )
     assert fifty[1:] == ("infeasible", "OOM", "OOM", "wrong", "does not run")
-    inapplicable = tuned_table([found[0], found[8]])[1]
+    inapplicable = build_tuned_table([found[0], found[8]])[1]
     assert inapplicable[2] == "does not apply"

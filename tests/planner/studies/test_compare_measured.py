@@ -16,23 +16,23 @@ from planner.measure.tracing import trace
 from planner.settings.plan import PlanSettings
 from planner.studies.baselines import (
     Method,
-    auto_sac,
-    baseline_methods,
-    checkpoint_blocks,
-    eager,
-    memory_budget,
-    of_policies,
-    sac,
+    build_auto_sac,
+    build_checkpoint_blocks,
+    build_eager,
+    build_memory_budget,
+    build_sac,
+    list_baseline_methods,
+    select_policies,
 )
 from planner.studies.best import HEURISTICS
-from planner.studies.compare_measured import compare_measured, profiled
+from planner.studies.compare_measured import compare_measured, load_or_profile
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy
 from planner.studies.comparisons import (
-    iso_memory_note,
-    iso_memory_pairs,
-    iso_memory_table,
-    measured_text,
-    table_text,
+    build_iso_memory_table,
+    describe_iso_memory,
+    format_measured,
+    format_tables,
+    list_iso_memory_pairs,
     write_report,
 )
 from planner.studies.rows import read_rows, write_rows
@@ -44,7 +44,7 @@ from tests.support.budgets import between
 SPEC = "zoo:mlp,batch=512,layers=6,width=16,classes=4"
 METHODS = ("windows", "keep-everything", "dtr")
 SETTINGS = StudySettings(model="six layers", repeats=1, time_limit_s=60.0)
-STOCK = (eager(), checkpoint_blocks(), memory_budget(0.25), auto_sac())
+STOCK = (build_eager(), build_checkpoint_blocks(), build_memory_budget(0.25), build_auto_sac())
 
 
 def mlp() -> Workload:
@@ -64,7 +64,7 @@ def measure(
     built = mlp()
     return compare_measured(
         built,
-        profiled(built, folder, PlanSettings(name="six layers")),
+        load_or_profile(built, folder, PlanSettings(name="six layers")),
         [tight()],
         METHODS,
         stock,
@@ -122,8 +122,12 @@ def test_each_baseline_meets_the_optimum_at_its_own_peak(rows: dict[tuple[str, s
 def test_only_undominated_methods_are_paired_with_the_optimum(tmp_path: Path) -> None:
     """Of the heuristics of DTR the fastest, of PyTorch's methods those that no other of their kind beats."""
     built = mlp()
-    stock = (checkpoint_blocks(), replace(checkpoint_blocks(), name="checkpoint-blocks level 9"), sac(SacRule.ATTENTION))
-    captured = profiled(built, tmp_path, PlanSettings(name="six layers"))
+    stock = (
+        build_checkpoint_blocks(),
+        replace(build_checkpoint_blocks(), name="checkpoint-blocks level 9"),
+        build_sac(SacRule.ATTENTION),
+    )
+    captured = load_or_profile(built, tmp_path, PlanSettings(name="six layers"))
     heuristics = ("windows", "dtr", "lru", "largest")
     found = compare_measured(
         built, captured, [tight()], heuristics, stock, tmp_path, SETTINGS, on_activity=str, should_stop=lambda: False
@@ -140,18 +144,18 @@ def test_only_undominated_methods_are_paired_with_the_optimum(tmp_path: Path) ->
     assert met & {"checkpoint-blocks", "checkpoint-blocks level 9"}
     failed = rows[RunBy.TORCH, "sac-attention", ""]
     assert (failed.status, failed.reason) == ("error", Reason.INAPPLICABLE)
-    assert "| sac-attention | does not apply: sac-attention saves nothing" in table_text(found)
-    assert "## PyTorch's own, tuned for each budget" in table_text(found)
+    assert "| sac-attention | does not apply: sac-attention saves nothing" in format_tables(found)
+    assert "## PyTorch's own, tuned for each budget" in format_tables(found)
 
 
 def test_wrong_gradients_are_shown_and_never_best(rows: dict[tuple[str, str, str], ComparisonRow]) -> None:
     wrong = rows[RunBy.TORCH, "memory-budget 0.25 aot_eager", ""]
     assert wrong.exactness == "wrong"
-    assert measured_text(wrong) == "wrong"
+    assert format_measured(wrong) == "wrong"
     fast = replace(wrong, measured_ratio=1e-9, run_by=RunBy.EXECUTOR, method="wrong", budget=str(tight()), budget_bytes=10**9)
-    text = table_text([*rows.values(), fast])
+    text = format_tables([*rows.values(), fast])
     assert "**wrong**" not in text
-    cells = {line[0]: line for line in iso_memory_table(iso_memory_pairs(list(rows.values())))}
+    cells = {line[0]: line for line in build_iso_memory_table(list_iso_memory_pairs(list(rows.values())))}
     assert cells[wrong.method][1] == "wrong"
     assert "**" in cells[wrong.method][5]
 
@@ -159,11 +163,11 @@ def test_wrong_gradients_are_shown_and_never_best(rows: dict[tuple[str, str, str
 def test_where_the_optimum_is_slower_is_said(rows: dict[tuple[str, str, str], ComparisonRow]) -> None:
     found = list(rows.values())
     slow = [replace(row, measured_ratio=9.0 if row.method == OPTIMUM else 1.0) for row in found]
-    said = iso_memory_note(iso_memory_pairs(slow))
+    said = describe_iso_memory(list_iso_memory_pairs(slow))
     assert "checkpoint-blocks (" in said and "eager (" in said
     assert "memory-budget" not in said  # faster, but wrong
     fast = [replace(row, measured_ratio=0.1 if row.method == OPTIMUM else 1.0) for row in found]
-    assert iso_memory_note(iso_memory_pairs(fast)) == "Nowhere was the optimal schedule slower."
+    assert describe_iso_memory(list_iso_memory_pairs(fast)) == "Nowhere was the optimal schedule slower."
 
 
 def test_rows_that_are_known_are_not_measured_again(rows: dict[tuple[str, str, str], ComparisonRow], folder: Path) -> None:
@@ -193,13 +197,13 @@ def test_a_stopped_comparison_keeps_nothing_half_done(tmp_path: Path) -> None:
 def test_times_of_another_graph_are_refused(folder: Path, rows: dict[tuple[str, str, str], ComparisonRow]) -> None:
     other = workload.load(workload.parse_spec(SPEC.replace("batch=512", "batch=500")))
     with pytest.raises(MismatchError, match="another graph"):
-        profiled(other, folder, PlanSettings())
+        load_or_profile(other, folder, PlanSettings())
 
 
 def test_tables_and_figures_are_made_of_the_csv(
     rows: dict[tuple[str, str, str], ComparisonRow], folder: Path, tmp_path: Path
 ) -> None:
-    text = table_text(list(rows.values()))
+    text = format_tables(list(rows.values()))
     assert "## Measured" in text and "## At equal peak" in text
     assert "| auto-sac | does not run: Auto-SAC is not available" in text
     write_rows(tmp_path / "rows.csv", ComparisonRow, list(rows.values()))
@@ -253,9 +257,9 @@ def test_only_models_that_run_are_measured(
 
 
 def test_with_methods_named_only_pytorchs_own_of_these_names_run() -> None:
-    methods = baseline_methods(nn.Sequential(nn.Linear(2, 2)))
-    names = [method.name for method in of_policies(methods, ("windows", "sac", "memory-budget"))]
+    methods = list_baseline_methods(nn.Sequential(nn.Linear(2, 2)))
+    names = [method.name for method in select_policies(methods, ("windows", "sac", "memory-budget"))]
     assert names[:2] == ["eager", "sac"]
     assert names[-1] == "auto-sac"
     assert {name.split()[0] for name in names} == {"eager", "sac", "memory-budget", "auto-sac"}
-    assert [method.name for method in of_policies(methods, ("windows", "dtr"))] == ["eager"]
+    assert [method.name for method in select_policies(methods, ("windows", "dtr"))] == ["eager"]

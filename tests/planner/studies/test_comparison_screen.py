@@ -9,15 +9,15 @@ import pytest
 
 from graphs.io.formats import write_graph
 from graphs.synthetic.small import make_training_chain
-from planner.studies.compare import compare, methods_named
+from planner.studies.compare import compare, parse_methods
 from planner.studies.comparison_rows import ComparisonRow
-from planner.studies.comparison_screen import METHODS, screen_text
+from planner.studies.comparison_screen import METHODS, format_screen
 from planner.studies.settings import StudySettings
 from solvers.registry import SOLVERS
 from tests.support.cli import call
 
 BUDGETS = ("100%", "90%", "80%", "70%", "60%", "50%")
-NAMES = ("windows", *(name for name in methods_named("all") if name != "windows" and not SOLVERS[name].large_programs))
+NAMES = ("windows", *(name for name in parse_methods("all") if name != "windows" and not SOLVERS[name].large_programs))
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[ComparisonRow]:
 
 
 def lines(rows: Sequence[ComparisonRow], **settings: int) -> list[list[str]]:
-    return [line.split("  ") for line in screen_text(rows, **settings).splitlines()]
+    return [line.split("  ") for line in format_screen(rows, **settings).splitlines()]
 
 
 def test_the_best_methods_fit_a_terminal(rows: list[ComparisonRow]) -> None:
-    text = screen_text(rows)
+    text = format_screen(rows)
     assert max(map(len, text.splitlines())) <= 100
     assert len(text.splitlines()) == METHODS + 4
     assert f"{METHODS} of {len(NAMES)} methods and 4 of 6 budgets; table.md has all" in text

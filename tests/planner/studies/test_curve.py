@@ -24,9 +24,9 @@ from planner.memory.reserved import counted_bytes, eager_bytes, reserved_at
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import option_settings
 from planner.settings.other_devices import DEVICES_KEY, encode_devices
-from planner.studies.curve import Curve, curve
-from planner.studies.curve_table import curve_data
-from planner.studies.frontier import Frontier, Turn, Turns, evenly, outside_in
+from planner.studies.curve import Curve, solve_curve
+from planner.studies.curve_table import build_curve_data
+from planner.studies.frontier import Frontier, Turn, Turns, divide_evenly, order_outside_in
 from planner.studies.settings import StudySettings
 from solvers.clock import WorkClock
 from solvers.order.reorder import keep_program_order
@@ -54,7 +54,7 @@ def judged(graph: Graph, found: Curve) -> None:
 
 def test_a_curve_of_known_optima_runs_from_the_least_budget_to_the_peak() -> None:
     graph = chain_of_six()
-    found = curve(graph, 5)
+    found = solve_curve(graph, 5)
     judged(graph, found)
     assert found.complete
     assert found.least is not None and found.least.exact
@@ -91,7 +91,7 @@ def on_a_gpu() -> Graph:
 @pytest.mark.parametrize("memory", list(CountedMemory))
 def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: CountedMemory) -> None:
     graph = on_a_gpu()
-    found = curve(graph, ["100%", "80%"], StudySettings(memory=memory, time_limit_s=5.0))
+    found = solve_curve(graph, ["100%", "80%"], StudySettings(memory=memory, time_limit_s=5.0))
     assert [row.budget_bytes for row in found.rows] == [eager_bytes(graph, memory) * share // 100 for share in (80, 100)]
     assert [row.budget_share for row in found.rows] == pytest.approx([0.8, 1.0])
     for point in found.points:
@@ -105,16 +105,16 @@ def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: Counted
 
 
 def test_counted_memory_defaults_by_device() -> None:
-    here, there = curve(chain_of_six(), ["100%"]), curve(on_a_gpu(), ["100%"])
+    here, there = solve_curve(chain_of_six(), ["100%"]), solve_curve(on_a_gpu(), ["100%"])
     assert (here.memory, there.memory) == (CountedMemory.ALLOCATED, CountedMemory.RESERVED)
     assert "reserved" not in str(here) and "budgets count" not in str(here)
     with pytest.raises(UsageError, match="a model on the CPU"):
-        curve(chain_of_six(), ["100%"], StudySettings(memory=CountedMemory.RESERVED))
+        solve_curve(chain_of_six(), ["100%"], StudySettings(memory=CountedMemory.RESERVED))
 
 
 def test_the_grid_reaches_from_the_least_to_eager_pytorch_in_reserved_memory() -> None:
     graph = on_a_gpu()
-    found = curve(graph, 3, StudySettings(time_limit_s=2.0))
+    found = solve_curve(graph, 3, StudySettings(time_limit_s=2.0))
     assert found.least is not None and found.least.proved_bytes <= found.least.found_bytes == found.points[0].budget_bytes
     assert counted_bytes(graph, found.least.schedule, CountedMemory.RESERVED) == found.least.found_bytes
     assert found.points[-1].budget_bytes == eager_bytes(graph, CountedMemory.RESERVED) == 7 * 12 * 2**20
@@ -124,7 +124,7 @@ def test_the_grid_reaches_from_the_least_to_eager_pytorch_in_reserved_memory() -
 @pytest.mark.slow
 def test_curve_of_two_processes_equals_that_of_one() -> None:
     graph = chain_of_six()
-    here, there = curve(graph, 5), curve(graph, 5, StudySettings(jobs=2))
+    here, there = solve_curve(graph, 5), solve_curve(graph, 5, StudySettings(jobs=2))
     judged(graph, there)
     assert [(p.budget_bytes, p.status) for p in there.points] == [(p.budget_bytes, p.status) for p in here.points]
     for one, other in zip(here.points, there.points, strict=True):
@@ -138,7 +138,7 @@ def test_curves_of_random_graphs_keep_their_promises(seed: int, ops: int) -> Non
     peak_bytes = simulate(graph, keep_everything(graph)).peak_bytes
     judged(
         graph,
-        curve(
+        solve_curve(
             graph, sorted({max(1, peak_bytes * share // 100) for share in (50, 70, 80, 90, 100)}), StudySettings(time_limit_s=5.0)
         ),
     )
@@ -148,7 +148,7 @@ def test_curves_of_random_graphs_keep_their_promises(seed: int, ops: int) -> Non
 def test_with_options_there_is_the_curve_without_beside() -> None:
     graph = draw_training_step(5, 30)
     options = option_settings(["offload"], link=10e9, host_budget=10**12)
-    found = curve(graph, 3, StudySettings(options=options, tolerance=0.02, time_limit_s=1.5))
+    found = solve_curve(graph, 3, StudySettings(options=options, tolerance=0.02, time_limit_s=1.5))
     assert found.options == ("offload",) and found.without is not None and found.without.without is None
     judged(options.apply(graph), found)
     judged(graph, found.without)
@@ -159,13 +159,13 @@ def test_with_options_there_is_the_curve_without_beside() -> None:
         assert without.budget_bytes == point.budget_bytes
         assert without.time_s is None or (point.time_s is not None and point.time_s <= without.time_s)
     assert found.points[1].time_s is not None and found.without.points[1].time_s is not None
-    assert curve_data(found)["without_options"] == curve_data(found.without)
+    assert build_curve_data(found)["without_options"] == build_curve_data(found.without)
     assert [row.options for row in found.all_rows] == [""] * 3 + ["offload"] * 3
     text = str(found)
     assert text.startswith("recomputing only\n") and "\nwith offload\n" in text
     assert text.count("least feasible budget") == 2
     with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
-        curve(graph, 3, StudySettings(options=options), solver="dtr")
+        solve_curve(graph, 3, StudySettings(options=options), solver="dtr")
 
 
 def test_curve_supports_schedules_faster_than_the_program() -> None:
@@ -173,7 +173,7 @@ def test_curve_supports_schedules_faster_than_the_program() -> None:
     faster = OtherDevice("cpu:1", tuple(op.time_s / 4 for op in chain.ops), 8.0)
     graph = replace(chain, provenance={**chain.provenance, DEVICES_KEY: encode_devices([faster])})
     options = option_settings(["placement"])
-    found = curve(graph, ["80%", "100%"], StudySettings(options=options, time_limit_s=1.0))
+    found = solve_curve(graph, ["80%", "100%"], StudySettings(options=options, time_limit_s=1.0))
     judged(options.apply(graph), found)
     assert found.points[1].time_s is not None and found.points[1].time_s < graph.time_s
     assert found.without is not None and found.without.points[1].time_s == graph.time_s
@@ -201,7 +201,7 @@ def test_results_at_one_budget_settle_other_budgets(monkeypatch: pytest.MonkeyPa
         return Result(graph, budget_bytes, Status.LIMIT, None, 12.5, "scripted", 1.0, message="no time")
 
     asked = scripted(monkeypatch, answers)
-    found = curve(make_training_chain(6), ["2B", 3, 4, 6, "100%"], solver="scripted")
+    found = solve_curve(make_training_chain(6), ["2B", 3, 4, 6, "100%"], solver="scripted")
     # Keeping everything settles the peak of 7 before anything is solved; that 4 is too small settles 3.
     assert asked == [2, 4, 6]
     assert found.complete
@@ -213,7 +213,7 @@ def test_results_at_one_budget_settle_other_budgets(monkeypatch: pytest.MonkeyPa
 
 def test_a_schedule_for_less_serves_more(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = make_training_chain(6)
-    five = curve(graph, [5]).points[0]
+    five = solve_curve(graph, [5]).points[0]
 
     def answers(graph: Graph, budget_bytes: int) -> Result:
         if budget_bytes == 5:
@@ -221,7 +221,7 @@ def test_a_schedule_for_less_serves_more(monkeypatch: pytest.MonkeyPatch) -> Non
         return Result(graph, budget_bytes, Status.LIMIT, None, 13.0, "scripted", 1.0, message="no time")
 
     scripted(monkeypatch, answers)
-    found = curve(graph, [5, 6], solver="scripted")
+    found = solve_curve(graph, [5, 6], solver="scripted")
     judged(graph, found)
     assert [point.time_s for point in found.points] == [five.time_s, five.time_s]
     assert [point.bound_s for point in found.points] == [13.0, 13.0]
@@ -231,13 +231,13 @@ def test_a_solver_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
     graph = make_training_chain(6)
     scripted(monkeypatch, lambda g, b: Result(g, b, Status.ERROR, None, None, "scripted", 1.0, message="out of luck"))
     with pytest.raises(PlannerError, match="the solver scripted failed: out of luck"):
-        curve(graph, [5], solver="scripted")
+        solve_curve(graph, [5], solver="scripted")
 
 
 def test_stopped_curve_keeps_known_points(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = make_training_chain(6)
     asked = scripted(monkeypatch, lambda g, b: Result(g, b, Status.LIMIT, None, 12.0, "scripted", 1.0, message="no time"))
-    found = curve(graph, [4, 5, 6, 7], solver="scripted", should_stop=lambda: bool(asked))
+    found = solve_curve(graph, [4, 5, 6, 7], solver="scripted", should_stop=lambda: bool(asked))
     assert len(asked) == 1
     assert not found.complete
     assert found.points[-1].status is Status.OPTIMAL
@@ -245,13 +245,13 @@ def test_stopped_curve_keeps_known_points(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_budgets_are_spread_evenly_and_solved_from_the_ends() -> None:
-    assert evenly(3, 9, 4) == (3, 5, 7, 9)
-    assert evenly(3, 9, 1) == (3,)
-    assert evenly(5, 5, 10) == (5,)
-    assert evenly(5, 7, 10) == (5, 6, 7)
+    assert divide_evenly(3, 9, 4) == (3, 5, 7, 9)
+    assert divide_evenly(3, 9, 1) == (3,)
+    assert divide_evenly(5, 5, 10) == (5,)
+    assert divide_evenly(5, 7, 10) == (5, 6, 7)
     for count in range(12):
-        assert sorted(outside_in(count)) == list(range(count))
-    assert list(outside_in(5)) == [4, 0, 2, 3, 1]
+        assert sorted(order_outside_in(count)) == list(range(count))
+    assert list(order_outside_in(5)) == [4, 0, 2, 3, 1]
 
 
 def turns(budgets: tuple[int, ...], limit: float) -> tuple[Turns, WorkClock]:
@@ -299,19 +299,19 @@ def test_without_a_limit_for_all_every_budget_has_one_turn() -> None:
 
 def test_budgets_with_a_gap_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = make_training_chain(6)
-    five = curve(graph, [5]).points[0]
+    five = solve_curve(graph, [5]).points[0]
     scripted(monkeypatch, lambda g, b: Result(g, b, Status.FEASIBLE, five.schedule, 12.0, "scripted", 1.0))
     said: list[str] = []
-    text = str(curve(graph, [5, 7], solver="scripted", on_activity=said.append))
+    text = str(solve_curve(graph, [5, 7], solver="scripted", on_activity=said.append))
     assert "not proved optimal: 5 B\n" in text and "--total-time-limit" in text
     assert any(line.startswith("solving 5 B, for up to 60 s") for line in said)
-    assert "not proved" not in str(curve(graph, [5, 7]))
+    assert "not proved" not in str(solve_curve(graph, [5, 7]))
 
 
 @pytest.mark.parametrize(("budgets", "error"), [([], BudgetError), (0, BudgetError), (["8"], BudgetError), ([0], BudgetError)])
 def test_invalid_budgets_raise(budgets: Any, error: type[PlannerError]) -> None:
     with pytest.raises(error, match="budget"):
-        curve(make_training_chain(4), budgets)
+        solve_curve(make_training_chain(4), budgets)
 
 
 def test_the_option_is_a_number_or_a_list() -> None:

@@ -13,34 +13,46 @@ from graphs.errors import PlannerError
 from planner.studies.experiment import Study
 from planner.studies.rows import (
     Made,
-    column,
-    columns_of,
-    frame,
-    key,
-    key_columns,
-    listed,
-    missing_keys,
+    build_frame,
+    declare_column,
+    declare_key,
+    declare_value,
+    find_missing_keys,
+    list_columns,
+    list_key_columns,
+    order_by,
     read_rows,
     summarize,
-    value,
 )
-from planner.studies.tables import ALL, Column, as_markdown, bullets, by, lines, made_with, markdown, of_frame, said, side_by_side
+from planner.studies.tables import (
+    ALL,
+    Column,
+    build_lines,
+    describe_provenance,
+    format_bullets,
+    format_markdown,
+    format_values,
+    group_by,
+    group_side_by_side,
+    iterate_rows,
+    join_markdown,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base(Made):
     """What rows share."""
 
-    seconds: float = column("that it took", summary="median")
+    seconds: float = declare_column("that it took", summary="median")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(Base):
     """A part of a case."""
 
-    case: str = key("its name")
-    part: int = key(summary="max")
-    peak_bytes: int | None = value()
+    case: str = declare_key("its name")
+    part: int = declare_key(summary="max")
+    peak_bytes: int | None = declare_value()
 
 
 def row(case: str, part: int, *, seconds: float = 1.0, peak_bytes: int | None = None) -> Row:
@@ -65,14 +77,14 @@ class Runs:
 
 
 def page(rows: Sequence[Row]) -> str:
-    return markdown(rows, ("case", "part"))
+    return format_markdown(rows, ("case", "part"))
 
 
 NAMES = ("b", "a")
 
 
 def carried_out(runs: Runs, folder: Path, *words: str, **changed: object) -> tuple[int, Study[str, Row]]:
-    study = replace(Study(Row, runs, order=listed(case=NAMES), pages={"table.md": page}), **changed)  # type: ignore[arg-type]
+    study = replace(Study(Row, runs, order=order_by(case=NAMES), pages={"table.md": page}), **changed)  # type: ignore[arg-type]
     arguments = build_parser("It runs.", Row, models=NAMES, out="results").parse_args(["--out", str(folder), *words])
     return carry_out(study, arguments, {(name,): name for name in arguments.models}), study
 
@@ -147,12 +159,12 @@ def test_help_explains_the_columns_and_names_are_checked(capsys: pytest.CaptureF
 
 
 def test_keys_come_first_and_provenance_last() -> None:
-    assert columns_of(Row) == ("case", "part", "seconds", "peak_bytes", "machine", "commit", "torch")
-    assert key_columns(Row) == ("case", "part")
+    assert list_columns(Row) == ("case", "part", "seconds", "peak_bytes", "machine", "commit", "torch")
+    assert list_key_columns(Row) == ("case", "part")
 
 
 def test_kept_rows_are_found_replaced_and_dropped(tmp_path: Path) -> None:
-    kept = Study(Row, Runs()).kept(tmp_path)
+    kept = Study(Row, Runs()).read_kept(tmp_path)
     kept.add(row("a", 0), row("b", 0), row("a", 1))
     kept.add(row("a", 0, seconds=2.0))
     assert ("a", 0) in kept and ("c", 0) not in kept
@@ -163,9 +175,9 @@ def test_kept_rows_are_found_replaced_and_dropped(tmp_path: Path) -> None:
 
 def test_runs_are_summed_up_as_their_columns_say() -> None:
     rows = [row("a", part, seconds=seconds, peak_bytes=part) for part, seconds in enumerate((1.0, 5.0, 2.0))]
-    (found,) = of_frame(summarize(frame([*rows]), Row, ["case"]))
+    (found,) = iterate_rows(summarize(build_frame([*rows]), Row, ["case"]))
     assert (found.case, found.part, found.seconds, found.peak_bytes) == ("a", 2, 2.0, 0)
-    (unknown,) = of_frame(frame([row("a", 0)]))
+    (unknown,) = iterate_rows(build_frame([row("a", 0)]))
     assert unknown.peak_bytes is None
 
 
@@ -175,13 +187,13 @@ def test_cells_are_written_by_their_units() -> None:
         Column("peak", "peak_bytes", missing="-"),
         Column("took", "seconds", "{:.2f}"),
     )
-    assert lines([row("a", 0, seconds=1.25, peak_bytes=2000), row("b", 0)], columns) == [
+    assert build_lines([row("a", 0, seconds=1.25, peak_bytes=2000), row("b", 0)], columns) == [
         ("case", "peak", "took"),
         ("a", "2.00 kB", "1.25"),
         ("b", "-", "1.00"),
     ]
-    assert markdown([row("a", 0)], ("case", columns[1])) == as_markdown([("case", "peak"), ("a", "-")])
-    assert bullets(["x", "y"]) == "- x\n- y\n"
+    assert format_markdown([row("a", 0)], ("case", columns[1])) == join_markdown([("case", "peak"), ("a", "-")])
+    assert format_bullets(["x", "y"]) == "- x\n- y\n"
 
 
 def test_rows_side_by_side_are_one_line() -> None:
@@ -191,9 +203,9 @@ def test_rows_side_by_side_are_one_line() -> None:
         *(Column(str(part), "seconds", "{:g}", at=part) for part in (0, 1)),
         Column("sum", lambda found: sum(row.seconds for row in found.values()), "{:g}", at=ALL),
     )
-    assert lines(side_by_side(rows, "part", "case"), columns)[1:] == [("a", "1", "3", "4"), ("b", "", "4", "4")]
-    assert list(by(rows, "case", "part")) == [("a", 0), ("a", 1), ("b", 1)]
-    assert list(by(rows, "case")) == ["a", "b"] and said(rows, "case") == "a and b"
+    assert build_lines(group_side_by_side(rows, "part", "case"), columns)[1:] == [("a", "1", "3", "4"), ("b", "", "4", "4")]
+    assert list(group_by(rows, "case", "part")) == [("a", 0), ("a", 1), ("b", 1)]
+    assert list(group_by(rows, "case")) == ["a", "b"] and format_values(rows, "case") == "a and b"
 
 
 def test_benchmark_passes_its_settings_to_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +224,9 @@ def test_benchmark_passes_its_settings_to_each_case(tmp_path: Path, monkeypatch:
 
 def test_keys_without_rows_are_missing() -> None:
     known = [row("a", 0), row("a", 2)]
-    assert missing_keys([("a", 0), ("a", 1), ("b", 2)], known, "case", "part") == [("a", 1), ("b", 2)]
+    assert find_missing_keys([("a", 0), ("a", 1), ("b", 2)], known, "case", "part") == [("a", 1), ("b", 2)]
 
 
 def test_environments_of_rows_are_listed_once() -> None:
     rows = [row("a", 0), replace(row("a", 1), torch="u")]
-    assert made_with(rows, "case") == "m; torch t and u, case a; commit c.\n"
+    assert describe_provenance(rows, "case") == "m; torch t and u, case a; commit c.\n"

@@ -20,10 +20,10 @@ from graphs.synthetic.small import make_training_chain
 from planner.measure.machine import machine
 from planner.studies import cluster
 from planner.studies.compare import compare
-from planner.studies.curve import curve
+from planner.studies.curve import solve_curve
 from planner.studies.jobs import run
 from planner.studies.settings import StudySettings
-from planner.studies.workers import never
+from planner.studies.workers import return_false
 from tests.support.cli import call, refused
 
 PATIENCE_S = 30.0
@@ -65,7 +65,7 @@ def graph() -> Graph:
 
 
 def test_tasks_are_done_one_by_one_here() -> None:
-    done = run(square, tasks(4), never)
+    done = run(square, tasks(4), return_false)
     assert next(done) == 0
     assert list(done) == [1, 4, 9]
 
@@ -89,8 +89,8 @@ def test_an_interrupt_while_processes_start_is_only_delayed(monkeypatch: pytest.
 
 
 def test_tasks_are_done_on_a_cluster(address: str) -> None:
-    assert sorted(run(square, tasks(7), never, cluster=address)) == [n * n for n in range(7)]
-    assert list(run(square, tasks(0), never, cluster=address)) == []
+    assert sorted(run(square, tasks(7), return_false, cluster=address)) == [n * n for n in range(7)]
+    assert list(run(square, tasks(0), return_false, cluster=address)) == []
 
 
 def test_stop_request_reaches_running_cluster_tasks(address: str) -> None:
@@ -110,16 +110,16 @@ def test_abandoned_cluster_tasks_are_stopped(address: str, monkeypatch: pytest.M
     monkeypatch.setattr("planner.studies.jobs.wait", give_up)
     began = time.monotonic()
     with pytest.raises(ValueError, match="enough"):
-        next(run(until_told, tasks(2), never, cluster=address))
+        next(run(until_told, tasks(2), return_false, cluster=address))
     monkeypatch.undo()
-    assert list(run(square, tasks(1), never, cluster=address)) == [0]  # the threads of the cluster are free again
+    assert list(run(square, tasks(1), return_false, cluster=address)) == [0]  # the threads of the cluster are free again
     assert time.monotonic() - began < PATIENCE_S
 
 
 def test_a_task_that_fails_ends_the_others(address: str) -> None:
     for where in (None, address):
         with pytest.raises(PlannerError, match="no such thing"):
-            list(run(partial(fail, PlannerError("no such thing")), tasks(2), never, cluster=where))
+            list(run(partial(fail, PlannerError("no such thing")), tasks(2), return_false, cluster=where))
 
 
 def test_lost_cluster_tasks_raise_one_error(address: str) -> None:
@@ -129,9 +129,9 @@ def test_lost_cluster_tasks_raise_one_error(address: str) -> None:
     with pytest.raises(
         PlannerError, match=rf"the cluster at {address} has no workers, or lost .*KilledWorker.*leave out --cluster"
     ):
-        list(run(partial(fail, lost), tasks(1), never, cluster=address))
+        list(run(partial(fail, lost), tasks(1), return_false, cluster=address))
     with pytest.raises(PlannerError, match=r"No module named 'solvers'.*install this version of remat-planner there"):
-        list(run(partial(fail, ImportError("No module named 'solvers'")), tasks(1), never, cluster=address))
+        list(run(partial(fail, ImportError("No module named 'solvers'")), tasks(1), return_false, cluster=address))
 
 
 def test_a_cluster_without_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_a_cluster_without_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -
         distributed.LocalCluster(n_workers=0, processes=False, protocol="tcp", dashboard_address=":0") as empty,
         pytest.raises(PlannerError, match="has no workers"),
     ):
-        list(run(square, tasks(1), never, cluster=empty.scheduler_address))
+        list(run(square, tasks(1), return_false, cluster=empty.scheduler_address))
     watch = cluster._WorkerWatch(dict)
     watch()
     watch._seen -= 1
@@ -162,7 +162,7 @@ def test_a_cluster_that_is_not_there_is_refused(graph: Graph, tmp_path: Path, ca
 def test_without_dask_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(PlannerError, match=r"pip install 'remat-planner\[cluster\]'"):
-        list(run(square, tasks(1), never, cluster="tcp://127.0.0.1:1"))
+        list(run(square, tasks(1), return_false, cluster="tcp://127.0.0.1:1"))
 
 
 def test_words_that_exclude_each_other_are_refused(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +174,7 @@ def test_words_that_exclude_each_other_are_refused(graph: Graph, tmp_path: Path,
 
 
 def test_studies_are_the_same_on_a_cluster(address: str, graph: Graph, tmp_path: Path) -> None:
-    here, there = curve(graph, 3), curve(graph, 3, StudySettings(cluster=address))
+    here, there = solve_curve(graph, 3), solve_curve(graph, 3, StudySettings(cluster=address))
     assert [(p.budget_bytes, p.status, p.time_s) for p in there.points] == [
         (p.budget_bytes, p.status, p.time_s) for p in here.points
     ]

@@ -22,8 +22,8 @@ from planner.memory.reserved import counted_bytes, reserved_at
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import RECOMPUTATION, option_settings
 from planner.settings.plan import PlanSettings
-from planner.studies.max_batch import largest, max_batch
-from planner.studies.sizes import METHODS, LargestSize, Wanted, samples_for
+from planner.studies.max_batch import find_largest, find_max_batch
+from planner.studies.sizes import METHODS, LargestSize, Wanted, list_samples
 from planner.studies.workload_sizes import SizedModel
 from planner.studies.workload_tracing import Tracing
 from solvers.registry import SOLVERS, Entry, get_solver
@@ -69,7 +69,7 @@ def brute_force(graph_of: Callable[[int], Graph], solver: str, wanted: Wanted, u
 @pytest.mark.parametrize("budget", [3_000, 9_000])
 def test_max_batch_equals_brute_force(budget: int, max_overhead: float | None, limit: int) -> None:
     wanted = Wanted(budget, max_overhead, limit)
-    answers = by_method(max_batch(chain, wanted))
+    answers = by_method(find_max_batch(chain, wanted))
     for method, solver in METHODS:
         answer = answers[method]
         expected = brute_force(chain, solver, wanted, min(limit, 25))
@@ -90,11 +90,11 @@ def test_max_batch_of_a_traced_model_equals_brute_force() -> None:
     batches = SizedModel(
         parse_spec("zoo:mlp,layers=3,width=32,classes=8"), "batch", Tracing(PlanSettings(roofline="h200")), way_out=""
     )
-    kept = cached(batches.graph)
+    kept = cached(batches.trace_graph)
     graph = kept(8)
     peak_bytes = simulate(graph, keep_everything(graph)).peak_bytes
     wanted = Wanted(peak_bytes, 0.3, limit=14, memory=CountedMemory.ALLOCATED)
-    answers = by_method(max_batch(kept, wanted))
+    answers = by_method(find_max_batch(kept, wanted))
     for method, solver in METHODS:
         assert (answers[method].size or 0) == brute_force(kept, solver, wanted, 14), method
     assert answers["keep everything"].size in range(8, 14)
@@ -110,8 +110,8 @@ def large(batch: int) -> Graph:
 def test_max_batch_on_cuda_fits_reserved_memory() -> None:
     budget = 200 * 2**20
     wanted = Wanted(budget, limit=40)
-    reserved = by_method(max_batch(large, wanted))
-    allocated = by_method(max_batch(large, replace(wanted, memory=CountedMemory.ALLOCATED)))
+    reserved = by_method(find_max_batch(large, wanted))
+    allocated = by_method(find_max_batch(large, replace(wanted, memory=CountedMemory.ALLOCATED)))
     for method, _ in METHODS:
         answer = reserved[method]
         assert answer.size is not None and answer.result is not None and answer.result.schedule is not None
@@ -131,7 +131,7 @@ def test_workspaces_of_libraries_alone_may_exceed_a_budget() -> None:
         return replace(graph, ops=tuple(replace(op, target="aten.mm.default") for op in graph.ops))
 
     with pytest.raises(InfeasibleError, match="workspaces of libraries"):
-        max_batch(with_products, Wanted(60 * 2**20, limit=10))
+        find_max_batch(with_products, Wanted(60 * 2**20, limit=10))
 
 
 def cached(graph_of: Callable[[int], Graph]) -> Callable[[int], Graph]:
@@ -155,7 +155,7 @@ def test_the_largest_number_is_found_from_anywhere(first: int, limit: int, low: 
         asked.append(n)
         return n <= answer
 
-    assert largest(fits, first=first, limit=limit, low=low) == max(low, min(answer, limit))
+    assert find_largest(fits, first=first, limit=limit, low=low) == max(low, min(answer, limit))
 
 
 def test_few_graphs_are_traced() -> None:
@@ -165,13 +165,13 @@ def test_few_graphs_are_traced() -> None:
         traced.append(batch)
         return chain(batch)
 
-    answers = by_method(max_batch(graph_of, Wanted(1_000_000, limit=10_000)))
+    answers = by_method(find_max_batch(graph_of, Wanted(1_000_000, limit=10_000)))
     assert answers["keep everything"].size is not None and answers["keep everything"].size > 500
     assert len(traced) == len(set(traced)) <= 8
 
 
 def test_with_guesses_only_the_sizes_next_to_them_are_traced() -> None:
-    expected = by_method(max_batch(chain, Wanted(9_000, limit=30)))
+    expected = by_method(find_max_batch(chain, Wanted(9_000, limit=30)))
     traced: list[int] = []
 
     def graph_of(batch: int) -> Graph:
@@ -179,16 +179,16 @@ def test_with_guesses_only_the_sizes_next_to_them_are_traced() -> None:
         return chain(batch)
 
     guesses = {method: answer.size or 1 for method, answer in expected.items()}
-    answers = by_method(max_batch(graph_of, Wanted(9_000, limit=30, guesses=guesses)))
+    answers = by_method(find_max_batch(graph_of, Wanted(9_000, limit=30, guesses=guesses)))
     assert {method: answer.size for method, answer in answers.items()} == guesses
     assert set(traced) <= {size + more for size in guesses.values() for more in (0, 1)}
 
 
 def test_a_budget_too_small_for_one_is_refused() -> None:
     with pytest.raises(InfeasibleError, match=r"not even a batch of 1: budget 1\.10 kB is below"):
-        max_batch(chain, Wanted(1100))
+        find_max_batch(chain, Wanted(1100))
     with pytest.raises(InfeasibleError, match=r"overhead of at most 1.00%: raise the budget or the allowed overhead"):
-        max_batch(chain, Wanted(1500, 0.01))
+        find_max_batch(chain, Wanted(1500, 0.01))
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, solve: Callable[..., Result]) -> None:
@@ -204,11 +204,11 @@ def test_undecided_batch_sizes_are_reported(monkeypatch: pytest.MonkeyPatch) -> 
         return Result(graph, request.budget_bytes, Status.LIMIT, None, graph.time_s, "windows", 1.0, message="out of time")
 
     scripted(monkeypatch, solve)
-    answer = by_method(max_batch(chain, Wanted(4_000, 0.01, limit=10)))["optimal"]
+    answer = by_method(find_max_batch(chain, Wanted(4_000, 0.01, limit=10)))["optimal"]
     # What keeping everything fits, the optimal schedule does.
     assert (answer.size, answer.undecided) == (4, 5)
     with pytest.raises(LimitError, match="not even a batch of 1: out of time"):
-        max_batch(chain, Wanted(1350))
+        find_max_batch(chain, Wanted(1350))
 
 
 def test_a_solve_ends_once_the_question_is_answered() -> None:
@@ -227,11 +227,11 @@ def test_a_solve_ends_once_the_question_is_answered() -> None:
 
 def test_stopped_search_returns_its_best_answers() -> None:
     asked: list[str] = []
-    answers = max_batch(chain, Wanted(4_000, limit=10), on_activity=asked.append, should_stop=lambda: len(asked) > 6)
+    answers = find_max_batch(chain, Wanted(4_000, limit=10), on_activity=asked.append, should_stop=lambda: len(asked) > 6)
     assert answers[0].size is not None
     assert not answers[-1].complete
     with pytest.raises(LimitError, match="stopped before any batch"):
-        max_batch(chain, Wanted(4_000), should_stop=lambda: True)
+        find_max_batch(chain, Wanted(4_000), should_stop=lambda: True)
 
 
 def test_beyond_the_memory_of_the_device_lines_do() -> None:
@@ -241,7 +241,7 @@ def test_beyond_the_memory_of_the_device_lines_do() -> None:
         return chain(batch)
 
     budget = Wanted(30_000, limit=100)
-    exact, lines = by_method(max_batch(chain, budget)), by_method(max_batch(graph_of, budget))
+    exact, lines = by_method(find_max_batch(chain, budget)), by_method(find_max_batch(graph_of, budget))
     for method, _ in METHODS:
         assert lines[method].size == exact[method].size
         assert lines[method].extrapolated == ((exact[method].size or 0) > 16)
@@ -250,7 +250,7 @@ def test_beyond_the_memory_of_the_device_lines_do() -> None:
         raise MemoryError
 
     with pytest.raises(LimitError, match="ran out of memory: use --roofline"):
-        max_batch(nothing, budget)
+        find_max_batch(nothing, budget)
 
 
 def test_a_line_through_two_graphs_gives_the_third() -> None:
@@ -270,10 +270,10 @@ def test_offload_fits_more_and_both_judges_agree() -> None:
     options = option_settings(["offload"], link=1e6, host_budget=10**6)
     for budget, overhead in ((3_000, None), (9_000, None), (9_000, 0.3)):
         wanted = Wanted(budget, overhead, limit=40, options=options)
-        *without, offloading = max_batch(chain, wanted)
+        *without, offloading = find_max_batch(chain, wanted)
         assert (
             by_method(tuple(without))["optimal"].size
-            == by_method(max_batch(chain, replace(wanted, options=RECOMPUTATION)))["optimal"].size
+            == by_method(find_max_batch(chain, replace(wanted, options=RECOMPUTATION)))["optimal"].size
         )
         assert (offloading.method, offloading.undecided) == ("with offload", None)
         assert offloading.size is not None and offloading.size >= (without[-1].size or 0)
@@ -286,10 +286,10 @@ def test_offload_fits_more_and_both_judges_agree() -> None:
 
 def test_sizes_are_multiples_of_the_unit() -> None:
     wanted = Wanted(9_000, limit=10, varies="seq", unit=4)
-    units = by_method(max_batch(chain, replace(wanted, unit=1, varies="batch")))
-    for method, answer in by_method(max_batch(chain, wanted)).items():
+    units = by_method(find_max_batch(chain, replace(wanted, unit=1, varies="batch")))
+    for method, answer in by_method(find_max_batch(chain, wanted)).items():
         assert answer.size == 4 * (units[method].size or 0)
     with pytest.raises(InfeasibleError, match=r"not even seq=4: budget 1\.10 kB"):
-        max_batch(chain, replace(wanted, budget_bytes=1100))
-    assert samples_for("batch", 1) == samples_for("batch", 100) == (8, 16)
-    assert samples_for("seq", 1) == (16, 8, 4) and samples_for("seq", 64) == (64, 32, 16)
+        find_max_batch(chain, replace(wanted, budget_bytes=1100))
+    assert list_samples("batch", 1) == list_samples("batch", 100) == (8, 16)
+    assert list_samples("seq", 1) == (16, 8, 4) and list_samples("seq", 64) == (64, 32, 16)

@@ -13,17 +13,17 @@ from planner.capture.workload.models import Workload
 from planner.measure.steps import Step, StepOutcome
 from planner.studies.baselines import (
     Method,
-    auto_sac,
-    baseline_methods,
-    checkpoint_blocks,
-    eager,
-    memory_budget,
-    sac,
-    torch_compile,
-    unnamed_lists,
+    build_auto_sac,
+    build_checkpoint_blocks,
+    build_eager,
+    build_memory_budget,
+    build_sac,
+    build_torch_compile,
+    list_baseline_methods,
+    list_unnamed,
 )
-from planner.studies.blocks import block_choices, block_levels, blocks, blocks_at, checkpointable
-from planner.studies.measured import Benchmark, Exactness, Measured, relative_error
+from planner.studies.blocks import block_choices, block_levels, find_blocks, find_blocks_at, select_checkpointable
+from planner.studies.measured import Benchmark, Exactness, Measured, compute_relative_error
 from solvers.baselines.sac import SacRule, SaveList
 
 SPEC = "zoo:gpt2,layers=3,width=32,heads=2,vocab=50,batch=4,seq=32"
@@ -40,7 +40,9 @@ def measure(built: Workload, *methods: Method) -> list[Measured]:
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Measured]:
-    found = measure(gpt2(), eager(), checkpoint_blocks(), sac(), sac(SacRule.EVERY_SECOND), auto_sac())
+    found = measure(
+        gpt2(), build_eager(), build_checkpoint_blocks(), build_sac(), build_sac(SacRule.EVERY_SECOND), build_auto_sac()
+    )
     return {row.method: row for row in found}
 
 
@@ -65,7 +67,7 @@ def test_a_method_that_fails_has_its_reason(rows: dict[str, Measured]) -> None:
 
 
 def test_the_memory_budget_is_exact_without_random_ops() -> None:
-    row = measure(gpt2(",dropout=0"), memory_budget(0.5))[0]
+    row = measure(gpt2(",dropout=0"), build_memory_budget(0.5))[0]
     assert row.error is None
     assert row.exactness in {Exactness.IDENTICAL, Exactness.ROUNDED}
 
@@ -74,10 +76,10 @@ def test_the_memory_budget_is_exact_without_random_ops() -> None:
 def test_the_memory_budget_goes_wrong_with_dropout() -> None:
     """A bug of torch 2.11 to 2.13: below 1, dropout is drawn anew where it is recomputed, and gradients are of another mask.
 
-    When this fails, a release of PyTorch has mended it: say from which on in README.md and in ``memory_budget``,
+    When this fails, a release of PyTorch has mended it: say from which on in README.md and in ``build_memory_budget``,
     measure results/compare/cpu/gpt2-dropout again, and turn this test round.
     """
-    whole, half = measure(gpt2(), memory_budget(1.0), memory_budget(0.5))
+    whole, half = measure(gpt2(), build_memory_budget(1.0), build_memory_budget(0.5))
     assert whole.exactness is not Exactness.WRONG
     assert half.error is None
     assert half.exactness is Exactness.WRONG
@@ -93,9 +95,9 @@ def test_model_and_random_state_are_as_before() -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
     benchmark = Benchmark(built)
-    for method in (eager(), checkpoint_blocks()):
+    for method in (build_eager(), build_checkpoint_blocks()):
         benchmark.enter(method)
-    times = benchmark.times(["eager", "checkpoint-blocks"], repeats=1)
+    times = benchmark.measure_times(["eager", "checkpoint-blocks"], repeats=1)
     assert {name: len(values) for name, values in times.items()} == {"eager": 1, "checkpoint-blocks": 1}
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -105,7 +107,7 @@ def test_model_and_random_state_are_as_before() -> None:
 
 def test_wrong_gradients_are_reported() -> None:
     def prepare(model: nn.Module, loss_fn: object) -> object:
-        step = eager().prepare(model, loss_fn)  # type: ignore[arg-type]
+        step = build_eager().prepare(model, loss_fn)  # type: ignore[arg-type]
         return lambda *batch: 1.01 * step(*batch)[0]
 
     row = measure(gpt2(), Method("wrong", prepare))[0]  # type: ignore[arg-type]
@@ -116,7 +118,7 @@ def test_wrong_gradients_are_reported() -> None:
 
 def test_compare_with_changes_the_reference_method() -> None:
     def doubled(model: nn.Module, loss_fn: object) -> object:
-        step = eager().prepare(model, loss_fn)  # type: ignore[arg-type]
+        step = build_eager().prepare(model, loss_fn)  # type: ignore[arg-type]
         return lambda *batch: 2 * step(*batch)[0]
 
     benchmark = Benchmark(gpt2())
@@ -124,19 +126,19 @@ def test_compare_with_changes_the_reference_method() -> None:
     assert benchmark.enter(twice).exactness is Exactness.WRONG
     benchmark.compare_with("twice")
     assert benchmark.enter(again).exactness is Exactness.IDENTICAL
-    assert benchmark.enter(eager()).exactness is Exactness.WRONG
+    assert benchmark.enter(build_eager()).exactness is Exactness.WRONG
 
 
 @pytest.mark.slow
 def test_inductor_draws_numbers_of_its_own_or_those_of_eager() -> None:
     benchmark = Benchmark(gpt2())
-    default = benchmark.enter(torch_compile())
+    default = benchmark.enter(build_torch_compile())
     assert default.error is None
     assert default.exactness is Exactness.WRONG  # another mask, the same distribution
-    assert benchmark.enter(memory_budget(1.0, "inductor")).exactness is Exactness.ROUNDED
+    assert benchmark.enter(build_memory_budget(1.0, "inductor")).exactness is Exactness.ROUNDED
     benchmark.compare_with("torch.compile")
-    assert benchmark.enter(memory_budget(0.5, "inductor", eager_random=False)).exactness is not None
-    assert benchmark.enter(memory_budget(1.0, "inductor", eager_random=False)).exactness is Exactness.IDENTICAL
+    assert benchmark.enter(build_memory_budget(0.5, "inductor", eager_random=False)).exactness is not None
+    assert benchmark.enter(build_memory_budget(1.0, "inductor", eager_random=False)).exactness is Exactness.IDENTICAL
 
 
 class Steep(nn.Module):
@@ -157,7 +159,7 @@ def test_differences_from_rounding_are_not_wrong() -> None:
             def run(*batch: object) -> object:
                 model.error = error
                 try:
-                    return eager().prepare(model, None)(*batch)
+                    return build_eager().prepare(model, None)(*batch)
                 finally:
                     model.error = 0.0
 
@@ -173,24 +175,26 @@ def test_differences_from_rounding_are_not_wrong() -> None:
 def test_blocks_are_numbered_modules() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     assert block_levels(model) == 2
-    assert blocks(model, 1) == [model[0], model[1]]
-    assert blocks(model, 2) == [model[0], model[1][0], model[1][1]]
+    assert find_blocks(model, 1) == [model[0], model[1]]
+    assert find_blocks(model, 2) == [model[0], model[1][0], model[1][1]]
     with pytest.raises(ModelError, match="Linear has no blocks"):
-        blocks(nn.Linear(2, 2), 1)
+        find_blocks(nn.Linear(2, 2), 1)
 
 
 def test_a_list_that_saves_nothing_is_an_error() -> None:
     # With dropout, attention is written out in other ops on the CPU.
-    for row in measure(gpt2(), sac(save_list=SaveList("nothing", frozenset({"aten.nothing"}))), sac(SacRule.ATTENTION)):
+    for row in measure(
+        gpt2(), build_sac(save_list=SaveList("nothing", frozenset({"aten.nothing"}))), build_sac(SacRule.ATTENTION)
+    ):
         assert "saves nothing" in (row.error or "")
 
 
 def test_blocks_some_steps_below_the_model() -> None:
     model = workload.load(workload.parse_spec("zoo:unet,batch=1,size=32,channels=4")).model
-    assert blocks_at(model, 1) == [model.stem, *model.down, *model.up]
+    assert find_blocks_at(model, 1) == [model.stem, *model.down, *model.up]
     assert {"depth": 1} in block_choices(model)
     with pytest.raises(ModelError, match="UNet has no blocks: no module 2 levels below"):
-        blocks_at(model, 2)
+        find_blocks_at(model, 2)
 
 
 def test_choices_whose_blocks_differ_in_single_layers_only_are_one() -> None:
@@ -201,7 +205,7 @@ def test_choices_whose_blocks_differ_in_single_layers_only_are_one() -> None:
 
 def test_an_activation_in_place_is_no_block_by_itself() -> None:
     layers = [nn.ReLU(inplace=True), nn.ReLU(), nn.Sequential(nn.ReLU(inplace=True))]
-    assert checkpointable(list(layers)) == layers[1:]
+    assert select_checkpointable(list(layers)) == layers[1:]
 
 
 @pytest.mark.slow
@@ -209,7 +213,7 @@ def test_a_unet_is_checkpointed_by_its_blocks() -> None:
     """PyTorch's own method on blocks of stem, down and up, whose activations are in place, and with lists of SAC."""
     built = workload.load(workload.parse_spec("zoo:unet,batch=4,size=64,channels=8"))
     targets = ["aten.convolution.default"] * 3
-    methods = baseline_methods(built.model, budgets={}, targets=targets)
+    methods = list_baseline_methods(built.model, budgets={}, targets=targets)
     found = {row.method: row for row in measure(built, *methods)}
     assert [name for name, row in found.items() if row.error is not None] == ["sac-attention", "auto-sac"]
     assert (found["sac-attention"].applies, found["auto-sac"].applies) == (False, True)
@@ -251,33 +255,33 @@ def test_every_so_many_blocks_are_checkpointed_as_by_transformers(every: int) ->
         return run
 
     built = Workload(model, None, {"input_ids": tokens, "labels": tokens})
-    plain, ours, theirs = measure(built, eager(), checkpoint_blocks(every=every), Method("transformers", prepare))
+    plain, ours, theirs = measure(built, build_eager(), build_checkpoint_blocks(every=every), Method("transformers", prepare))
     assert ours.peak_bytes == theirs.peak_bytes < plain.peak_bytes
     assert ours.exactness is theirs.exactness is Exactness.IDENTICAL
 
 
 def test_lists_that_have_a_name_are_not_tried_twice() -> None:
-    names = [known.name for known in unnamed_lists(["aten.addmm.default", "aten.addmm.default", "aten.convolution.default"])]
+    names = [known.name for known in list_unnamed(["aten.addmm.default", "aten.addmm.default", "aten.convolution.default"])]
     assert names == ["convolution", "matmul", "every second matmul"]
-    assert unnamed_lists(["aten.convolution.default"]) == unnamed_lists([]) == []
+    assert list_unnamed(["aten.convolution.default"]) == list_unnamed([]) == []
 
 
 def test_a_model_without_blocks_is_one_the_method_does_not_apply_to() -> None:
     built = Workload(Steep(), None, (torch.ones(64),))
-    (row,) = measure(built, checkpoint_blocks())
+    (row,) = measure(built, build_checkpoint_blocks())
     assert not row.applies
     assert "Steep has no blocks" in (row.error or "")
 
 
 def test_all_methods_have_names_of_their_own() -> None:
-    names = [method.name for method in baseline_methods(gpt2()[0], targets=["aten.mm.default", "aten.convolution.default"])]
+    names = [method.name for method in list_baseline_methods(gpt2()[0], targets=["aten.mm.default", "aten.convolution.default"])]
     assert len(set(names)) == len(names)
     assert {"eager", "checkpoint-blocks", "sac", "memory-budget 0.50 inductor", "auto-sac"} <= set(names)
 
 
 def test_relative_error_handles_missing_and_nan_values() -> None:
     a = StepOutcome({"x": torch.tensor([3.0, 4.0]), "y": None})
-    assert relative_error(a, a, ["x", "y"]) == 0.0
-    assert relative_error(a, StepOutcome({"x": torch.tensor([3.0, 4.5]), "y": None}), ["x", "y"]) == pytest.approx(0.1)
-    assert math.isinf(relative_error(a, StepOutcome({"x": None, "y": None}), ["x"]))
-    assert math.isnan(relative_error(a, StepOutcome({"x": torch.tensor([3.0, math.nan]), "y": None}), ["x"]))
+    assert compute_relative_error(a, a, ["x", "y"]) == 0.0
+    assert compute_relative_error(a, StepOutcome({"x": torch.tensor([3.0, 4.5]), "y": None}), ["x", "y"]) == pytest.approx(0.1)
+    assert math.isinf(compute_relative_error(a, StepOutcome({"x": None, "y": None}), ["x"]))
+    assert math.isnan(compute_relative_error(a, StepOutcome({"x": torch.tensor([3.0, math.nan]), "y": None}), ["x"]))

@@ -11,9 +11,9 @@ from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure.steps import loss_of
 from planner.runtime.transfers.channels import HostChannels
-from planner.studies.baselines import checkpoint_blocks, eager, sac
+from planner.studies.baselines import build_checkpoint_blocks, build_eager, build_sac
 from planner.studies.measured import Benchmark, Exactness
-from planner.studies.offloading import offload_activations, offload_checkpoints, offloading_methods, save_on_cpu
+from planner.studies.offloading import list_offloading_methods, offload_activations, offload_checkpoints, save_on_cpu
 from solvers.baselines.sac import SacRule
 from tests.support.models.steps import make
 
@@ -22,7 +22,7 @@ from tests.support.models.steps import make
 def test_offloading_methods_are_exact_and_move_memory_to_the_host(name: str) -> None:
     channels = HostChannels(torch.device("cpu"))
     benchmark = Benchmark(make(name), host=channels.memory)
-    plain, saved, stashed = map(benchmark.enter, (eager(), save_on_cpu(channels), offload_activations(channels)))
+    plain, saved, stashed = map(benchmark.enter, (build_eager(), save_on_cpu(channels), offload_activations(channels)))
     for row in (plain, saved, stashed):
         assert row.error is None and row.exactness is Exactness.IDENTICAL and row.differences == ()
     assert plain.host_bytes == 0
@@ -52,7 +52,10 @@ class Counting(torch_save_on_cpu):
 def test_checkpoints_on_the_host_are_exact_and_hold_less_on_the_device() -> None:
     channels = HostChannels(torch.device("cpu"))
     benchmark = Benchmark(build("gpt2", layers=4, width=64, heads=4, vocab=500, batch=8, seq=128), host=channels.memory)
-    found = {method.name: benchmark.enter(method) for method in (checkpoint_blocks(), sac(), *offloading_methods(channels))}
+    found = {
+        method.name: benchmark.enter(method)
+        for method in (build_checkpoint_blocks(), build_sac(), *list_offloading_methods(channels))
+    }
     for row in found.values():
         assert row.error is None and row.exactness is Exactness.IDENTICAL
     peaks = {name: row.peak_bytes or 0 for name, row in found.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.studies.processes import ProcessError, stream
+from planner.studies.processes import ProcessError, iterate_results
 
 
 def counting(until: int, sleep_s: float = 0.0) -> Iterator[tuple[int, int]]:
@@ -29,7 +29,7 @@ def variable(name: str) -> Iterator[str | None]:
 
 
 def test_stream_yields_values_from_another_process() -> None:
-    numbers, processes = zip(*stream(counting, 3), strict=True)
+    numbers, processes = zip(*iterate_results(counting, 3), strict=True)
     assert numbers == (0, 1, 2)
     assert len(set(processes)) == 1 and os.getpid() not in processes
 
@@ -37,19 +37,19 @@ def test_stream_yields_values_from_another_process() -> None:
 def test_failed_process_raises_after_its_yielded_values() -> None:
     made: list[int] = []
     with pytest.raises(ProcessError, match="exit code 1: ValueError: no such thing"):
-        made.extend(number for number in stream(failing))
+        made.extend(number for number in iterate_results(failing))
     assert made == [1]
     with pytest.raises(ProcessError, match="exit code 1: TypeError"):
-        list(stream(divmod, 1))
+        list(iterate_results(divmod, 1))
 
 
 def test_a_process_that_does_not_end_is_ended() -> None:
     with pytest.raises(ProcessError, match="not ended after 1 s"):
-        list(stream(counting, 2, 60.0, limit_s=1.0))
+        list(iterate_results(counting, 2, 60.0, limit_s=1.0))
 
 
 def test_variables_are_those_of_the_process() -> None:
-    assert list(stream(variable, "FOR_THE_CHILD", variables={"FOR_THE_CHILD": "yes"})) == ["yes"]
+    assert list(iterate_results(variable, "FOR_THE_CHILD", variables={"FOR_THE_CHILD": "yes"})) == ["yes"]
     assert "FOR_THE_CHILD" not in os.environ
 
 

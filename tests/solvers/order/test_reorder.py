@@ -21,8 +21,8 @@ from planner.cli.main import main
 from planner.measure.steps import outcome
 from planner.plans.summary import summarize
 from planner.runtime.executor import Executor
-from planner.studies.curve import curve
-from planner.studies.max_batch import Wanted, max_batch
+from planner.studies.curve import solve_curve
+from planner.studies.max_batch import Wanted, find_max_batch
 from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
 from solvers.order.reorder import Reordering, find_order, permute
@@ -205,7 +205,7 @@ def test_baselines_use_program_order_unless_reorder_is_given() -> None:
 
 def test_a_curve_is_of_the_reordered_graph_and_its_schedules_of_the_original() -> None:
     graph = weight_gradients()
-    better, program = curve(graph, 4), curve(graph, 4, reorder=False)
+    better, program = solve_curve(graph, 4), solve_curve(graph, 4, reorder=False)
     assert (better.reordered, program.reordered) == (True, False)
     assert better.least is not None and program.least is not None
     assert better.least.found_bytes < program.least.found_bytes
@@ -221,9 +221,9 @@ def test_the_largest_batch_is_that_of_the_reordered_graph() -> None:
         return replace(graph, tensors=tuple(replace(t, size_bytes=t.size_bytes * batch) for t in graph.tensors))
 
     wanted = Wanted(budget_bytes=80_000, limit=20, max_overhead=0.0)
-    answers = {answer.method: answer.size for answer in max_batch(graph_of, wanted)}
+    answers = {answer.method: answer.size for answer in find_max_batch(graph_of, wanted)}
     assert (answers["keep everything"], answers["optimal"]) == (1, 2)
-    answers = {answer.method: answer.size for answer in max_batch(graph_of, replace(wanted, reorder=False))}
+    answers = {answer.method: answer.size for answer in find_max_batch(graph_of, replace(wanted, reorder=False))}
     assert answers["optimal"] == 1
 
 

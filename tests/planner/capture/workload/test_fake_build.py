@@ -43,7 +43,7 @@ def write(folder: Path, text: str) -> str:
 
 
 def traced(model: str, roofline: str = "h200") -> Graph:
-    return Tracing(PlanSettings(roofline=roofline)).graph(parse_spec(model))
+    return Tracing(PlanSettings(roofline=roofline)).trace_graph(parse_spec(model))
 
 
 @pytest.mark.parametrize(

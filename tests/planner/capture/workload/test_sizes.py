@@ -27,7 +27,7 @@ def source(tmp_path: Path) -> Path:
 def test_an_option_that_there_is_not_is_told_with_the_way_out(spec: str, option: str, source: Path) -> None:
     sizes = SizedModel(parse_spec(spec.format(source=source)), option, Tracing(PlanSettings(roofline="cpu")), way_out=WAY_OUT)
     with pytest.raises(UsageError, match=rf"has no option '{option}': its options are .*{WAY_OUT}") as refused:
-        sizes.graph(8)
+        sizes.trace_graph(8)
     assert isinstance(refused.value.__cause__, UnknownOptionError)
     assert refused.value.__cause__.option == option
 
@@ -36,5 +36,5 @@ def test_an_option_that_there_is_not_is_told_with_the_way_out(spec: str, option:
 def test_unrelated_option_error_is_raised_without_advice(spec: str, option: str, source: Path) -> None:
     sizes = SizedModel(parse_spec(spec.format(source=source)), option, Tracing(PlanSettings(roofline="cpu")), way_out=WAY_OUT)
     with pytest.raises(PlannerError, match="has no option") as refused:
-        sizes.graph(8)
+        sizes.trace_graph(8)
     assert WAY_OUT not in str(refused.value)

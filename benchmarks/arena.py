@@ -24,7 +24,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
 from planner.cli import argument_types
-from planner.measure.steps import Isolated, Step, outcome
+from planner.measure.steps import Isolated, Step, measure_outcome
 from planner.plans.plan import Plan
 from planner.runtime.allocator import memory_rise
 from planner.runtime.arena import SharedSlab
@@ -108,7 +108,7 @@ def measure_plan(name: str, budget: str, library: str, plan: Plan, repeats: int)
     }
     isolated = {each: Isolated(step, model, batch) for each, step in steps.items()}
     isolated[_ARENA].run()  # recorded
-    outcomes = {each: outcome(steps[each], model, batch, seed=0) for each in (_EAGER, _ARENA)}
+    outcomes = {each: measure_outcome(steps[each], model, batch, seed=0) for each in (_EAGER, _ARENA)}
     counted_bytes = measure_given_bytes(isolated[_ARENA].run)
     times_s, faults = _run_in_turns(isolated, repeats)
     assert arena.size_bytes is not None
@@ -122,7 +122,7 @@ def measure_plan(name: str, budget: str, library: str, plan: Plan, repeats: int)
         arena_bytes=arena.size_bytes,
         outside_bytes=arena.outside_bytes,
         counted_bytes=counted_bytes,
-        identical=not outcomes[_EAGER].differences(outcomes[_ARENA]),
+        identical=not outcomes[_EAGER].list_differences(outcomes[_ARENA]),
         eager_s=median(times_s[_EAGER]),
         plan_ratio=ratios[_PLAN],
         arena_ratio=ratios[_ARENA],

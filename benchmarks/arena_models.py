@@ -21,7 +21,7 @@ from benchmarks.try_models import RAN, REPEATS, find_failures, list_not_run, mak
 from graphs.units import format_bytes
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
-from planner.measure.steps import ratio_in_turns
+from planner.measure.steps import compute_ratio
 from planner.plans.summary import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value
@@ -91,7 +91,7 @@ def compare_plans(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: 
     batch = workload.batch
     reference = Runner(workload, build_whole_step(workload)).train(batch)
     eager = Runner(workload := build_fresh(), build_whole_step(workload))
-    rows = {EAGER: replace(row, different=len(reference.differences(eager.train(batch))))}
+    rows = {EAGER: replace(row, different=len(reference.list_differences(eager.train(batch))))}
     runners = {EAGER: eager}
     graph = tracing.trace(*build_fresh(), passes=1)
     least = find_least_bytes(graph, _LEAST_LIMIT_S)
@@ -104,10 +104,10 @@ def compare_plans(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: 
             how = {"tolerance": _TOLERANCE, "time_limit_s": _SOLVE_LIMIT_S, "compare_eager": False, "arena": way == IN_ARENA}
             step = planner.compile(*workload, budget=budget_bytes, wait=0, **how)
             runner = Runner(workload, step)
-            different = len(reference.differences(runner.train(batch)))
+            different = len(reference.list_differences(runner.train(batch)))
             step.wait()
             runner.restore(untrained)
-            different += len(reference.differences(runner.train(batch)))
+            different += len(reference.list_differences(runner.train(batch)))
             counted = runner.measure_peak_bytes(batch) - runner.count_static_bytes(batch)
             plan = step.plan
             rows[way] = replace(row, different=different, counted_bytes=counted, static_bytes=runner.count_static_bytes(batch))
@@ -118,7 +118,7 @@ def compare_plans(make: Callable[[], Workload], row: ArenaModelRow, *, repeats: 
     yield from rows.values()
     times = take_turns(runners, batch, repeats=repeats)
     for way, own in times.items():
-        ratios = {other: ratio_in_turns(own, times[other])[0] for other in times}
+        ratios = {other: compute_ratio(own, times[other])[0] for other in times}
         yield replace(rows[way], time_s=median(own), ratio=ratios[EAGER], planned_ratio=ratios.get(PLANNED))
 
 

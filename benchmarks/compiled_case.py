@@ -18,7 +18,7 @@ from planner.capture.options.in_place import IN_PLACE
 from planner.capture.options.traced import with_traced
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
-from planner.measure.steps import ratio_in_turns
+from planner.measure.steps import compute_ratio
 from planner.settings.plan import PlanSettings
 from planner.studies.baselines import Method, build_memory_budget, build_torch_compile
 from planner.studies.measured import Benchmark, Measured
@@ -213,7 +213,7 @@ class _Comparison:
         """Return the least budget at which a schedule of any graph of `method` is found in some seconds."""
         if method not in self._least:
             captures = self._models[method].captures.values()
-            timed = (tracing.profiled(captured, self._workload, PlanSettings(passes=1)) for captured in captures)
+            timed = (tracing.profile_capture(captured, self._workload, PlanSettings(passes=1)) for captured in captures)
             graphs = [(captured if method == ATEN else with_traced(captured, (IN_PLACE.name,))).graph for captured in timed]
             self._least[method] = min(find_least_bytes(graph, _LEAST_S) for graph in graphs)
         return self._least[method]
@@ -225,7 +225,7 @@ def _make_method(name: str, step: PlannedStep) -> Method:
 
 def _add_times(row: CompiledRow, own: Sequence[float], times: Mapping[str, Sequence[float]]) -> CompiledRow:
     """Return `row` with its `own` times, and their ratios to the reference's and its peer's."""
-    ratio, peer_ratio = (ratio_in_turns(own, times[other])[0] if other else None for other in (REFERENCE, row.peer))
+    ratio, peer_ratio = (compute_ratio(own, times[other])[0] if other else None for other in (REFERENCE, row.peer))
     return replace(row, time_s=median(own), ratio=ratio, peer_ratio=peer_ratio, repeats=len(own))
 
 

@@ -34,7 +34,7 @@ from planner.capture.workload.models import Workload, build
 from planner.cli import argument_types
 from planner.measure import steps as measure
 from planner.measure import tracing
-from planner.measure.pool_memory import measured_peak
+from planner.measure.pool_memory import measure_peak
 from planner.plans.attributes import attributes
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import OptionSettings
@@ -165,7 +165,7 @@ def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     program = remove_options(captured.graph)
     offered = with_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
     keeping = replace(captured, graph=program), keep_everything(program)
-    wanted = measure.outcome(build_executor(*keeping, workload), workload.model, workload.batch, seed=seed)
+    wanted = measure.measure_outcome(build_executor(*keeping, workload), workload.model, workload.batch, seed=seed)
     ways = {EXACT: keeping, OTHER_WEIGHTS: keeping} | {
         bits: (replace(captured, graph=offered), compress_all(offered, bits)) for bits in BITS
     }
@@ -176,14 +176,14 @@ def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     for bits, (capture, schedule) in ways.items():
         own = workload._replace(model=copy.deepcopy(workload.model))
         step = build_executor(capture, schedule, own)
-        peak_bytes = measured_peak(capture, step, TrainingStep(own.model, own.loss_fn), own.batch).peak_bytes
-        found = measure.outcome(step, own.model, own.batch, seed=seed)
+        peak_bytes = measure_peak(capture, step, TrainingStep(own.model, own.loss_fn), own.batch).peak_bytes
+        found = measure.measure_outcome(step, own.model, own.batch, seed=seed)
         begun[bits] = Curve(
             loop=Loop(own.model, step, recipe, other_start if bits == OTHER_WEIGHTS else start, seed=seed),
             predicted_peak_bytes=simulate(capture.graph, schedule).peak_bytes,
             peak_bytes=peak_bytes,
             predicted_error=math.sqrt(capture.graph.used(VARIANCE, schedule.computed)),
-            error=wanted.gradient_error(found),
+            error=wanted.compute_gradient_error(found),
         )
     return begun
 

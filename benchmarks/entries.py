@@ -188,7 +188,7 @@ def _run_plainly(build: Callable[[], Workload]) -> Runner:
 
 
 def _judge(row: EntryRow, reference: StepOutcome, outcome: StepOutcome) -> EntryRow:
-    differences = reference.differences(outcome)
+    differences = reference.list_differences(outcome)
     return replace(row, different=len(differences), first_difference=differences[0] if differences else None)
 
 

@@ -23,7 +23,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
 from planner.cli import argument_types
-from planner.measure.steps import Step, loss_of, ratio_in_turns, turn_times
+from planner.measure.steps import Step, compute_ratio, get_loss, turn_times
 from planner.runtime.executor import Executor
 from planner.studies.baselines import copy_code
 from planner.studies.experiment import Study
@@ -69,7 +69,7 @@ def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterato
         if can_run(lite, batch):
             steps["lite"] = lite
         times = turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
-    ratios = {step: ratio_in_turns(times[step], times["eager"])[0] for step in steps}
+    ratios = {step: compute_ratio(times[step], times["eager"])[0] for step in steps}
     yield ExecutorRow(
         model=name,
         ops=len(captured.graph.ops),
@@ -95,7 +95,7 @@ def check_seconds(executor: Executor, batch: Batch) -> float:
 def can_run(step: Step, batch: Batch) -> bool:
     """Return True if PyTorch's own mode completes a step; on ResNet it expects other strides and fails (torch 2.13)."""
     try:
-        loss_of(call(step, batch)).backward()
+        get_loss(call(step, batch)).backward()
     except AssertionError as error:
         print(f"lite fails: {str(error).splitlines()[0]}")
         return False

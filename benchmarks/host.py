@@ -30,8 +30,8 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
 from planner.cli import argument_types
-from planner.measure.steps import Step, loss_of, ratio_in_turns
-from planner.measure.tracing import profiled
+from planner.measure.steps import Step, compute_ratio, get_loss
+from planner.measure.tracing import profile_capture
 from planner.native.library import use_python_passes, wait_for_library
 from planner.plans.solving import solve
 from planner.runtime.code import Backward, Forward, Returned
@@ -140,13 +140,13 @@ def measure(name: str, known: Sequence[HostRow], *, repeats: int) -> Iterator[Ho
     wait_for_library()
     torch.manual_seed(0)
     workload = MODELS[name]()
-    captured = profiled(capture(*workload), workload, PlanSettings(passes=3))
+    captured = profile_capture(capture(*workload), workload, PlanSettings(passes=3))
     eager = TrainingStep(workload.model, workload.loss_fn)
     steps: dict[str, Step] = {"eager": eager}
     for way, make in _list_other_ways(workload, eager).items():
         try:
             step = make()
-            loss_of(call(step, workload.batch)).backward()
+            get_loss(call(step, workload.batch)).backward()
         except Exception as error:  # noqa: BLE001  # a row says that it fails
             print(f"{way} fails on {name}: {str(error).splitlines()[0]}")
         else:
@@ -161,10 +161,10 @@ def measure(name: str, known: Sequence[HostRow], *, repeats: int) -> Iterator[Ho
             way=way,
             ops=len(captured.graph.ops),
             eager_s=median(eager_times.both),
-            ratio=None if found is None else ratio_in_turns(found.both, eager_times.both)[0],
-            forward_ratio=None if found is None else ratio_in_turns(found.forward, eager_times.forward)[0],
-            backward_ratio=None if found is None else ratio_in_turns(found.backward, eager_times.backward)[0],
-            around_ratio=ratio_in_turns(found.around, eager_times.both)[0] if found is not None and found.around else None,
+            ratio=None if found is None else compute_ratio(found.both, eager_times.both)[0],
+            forward_ratio=None if found is None else compute_ratio(found.forward, eager_times.forward)[0],
+            backward_ratio=None if found is None else compute_ratio(found.backward, eager_times.backward)[0],
+            around_ratio=compute_ratio(found.around, eager_times.both)[0] if found is not None and found.around else None,
             repeats=repeats,
             **collect_provenance(),
         )
@@ -190,7 +190,7 @@ def _make_planned_steps(captured: Capture, workload: Workload) -> Iterator[tuple
         yield f"planned at {share:.0%}", Executor(captured, plan.schedule, workload.model, workload.loss_fn)
     with use_python_passes():
         step = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
-        loss_of(call(step, workload.batch)).backward()
+        get_loss(call(step, workload.batch)).backward()
         yield IN_PYTHON, step
 
 
@@ -206,7 +206,7 @@ def _take_turns(steps: Mapping[str, Step], workload: Workload, repeats: int) -> 
                     step.observe(passes[way])
                 before = passes[way].seconds if way in passes else 0.0
                 start = time.perf_counter()
-                loss = loss_of(call(step, workload.batch))
+                loss = get_loss(call(step, workload.batch))
                 middle = time.perf_counter()
                 loss.backward()
                 end = time.perf_counter()

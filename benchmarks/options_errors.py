@@ -18,8 +18,8 @@ from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure import steps as measure
 from planner.measure import tracing
-from planner.measure.pool_memory import measured_peak
-from planner.measure.steps import StepOutcome, ratio_in_turns
+from planner.measure.pool_memory import measure_peak
+from planner.measure.steps import StepOutcome, compute_ratio
 from planner.plans.eager import Difference
 from planner.plans.summary import summarize
 from planner.runtime.executor import Executor
@@ -138,12 +138,12 @@ class _Step:
             row,
             differing=sum(not graph.ops[op].exact for op in result.schedule.computed),
             predicted_peak_bytes=result.peak_bytes,
-            measured_peak_bytes=measured_peak(self.captured, planned, TrainingStep(model, loss_fn), batch).peak_bytes,
+            measured_peak_bytes=measure_peak(self.captured, planned, TrainingStep(model, loss_fn), batch).peak_bytes,
             loss_error=compute_relative_error(self.exact, found, ["loss"]),
             gradient_error=compute_relative_error(self.exact, found, gradients),
-            largest_error=max(_find_largest(self.exact.difference(name, found)) for name in gradients),
+            largest_error=max(_find_largest(self.exact.compute_difference(name, found)) for name in gradients),
             predicted_ratio=result.time_s / graph.time_s,
-            measured_ratio=ratio_in_turns(times["with"], times["without"])[0],
+            measured_ratio=compute_ratio(times["with"], times["without"])[0],
         )
 
 
@@ -170,7 +170,7 @@ def measure_errors(case: tuple[str, str, Callable[[], Clock]], known: Sequence[E
 
 
 def _run_step(step: Executor, workload: Workload) -> StepOutcome:
-    return measure.outcome(step, workload.model, workload.batch, seed=_SEED)
+    return measure.measure_outcome(step, workload.model, workload.batch, seed=_SEED)
 
 
 def _find_largest(difference: Difference) -> float:

@@ -31,9 +31,9 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
 from planner.measure import tracing
-from planner.measure.pool_memory import measured_peak, other_peaks_measured
+from planner.measure.pool_memory import measure_other_peaks, measure_peak
 from planner.measure.roofline import model_times
-from planner.measure.steps import median_times
+from planner.measure.steps import measure_median_times
 from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
 from planner.runtime.executor import Executor
@@ -178,12 +178,12 @@ def measure_schedule(step: Workload, pair: Pair, graph: Graph, schedule: Schedul
     placed = Executor(replace(pair.captured, graph=graph), schedule, model, loss_fn)
     keeping = Executor(pair.captured, keep_everything(pair.main), model, loss_fn)
     whole = TrainingStep(model, loss_fn)
-    times = median_times({"placed": placed, "kept": keeping}, batch, parameters=list(model.parameters()), repeats=REPEATS)
-    (other_bytes,) = other_peaks_measured(pair.captured, placed, whole, batch).values()
+    times = measure_median_times({"placed": placed, "kept": keeping}, batch, parameters=list(model.parameters()), repeats=REPEATS)
+    (other_bytes,) = measure_other_peaks(pair.captured, placed, whole, batch).values()
     return {
         "executed_s": times["placed"],
         "kept_s": times["kept"],
-        "executed_peak_bytes": measured_peak(pair.captured, placed, whole, batch).peak_bytes,
+        "executed_peak_bytes": measure_peak(pair.captured, placed, whole, batch).peak_bytes,
         "executed_other_bytes": other_bytes,
     }
 

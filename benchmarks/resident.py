@@ -17,7 +17,7 @@ from benchmarks.command import limit_threads, make_main
 from benchmarks.process_memory import read_status_bytes, reset_highest_rss
 from graphs.units import format_bytes
 from planner.capture.workload.models import build
-from planner.measure.steps import loss_of
+from planner.measure.steps import get_loss
 from planner.memory.release import release_unused
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, iterate_results
@@ -74,7 +74,7 @@ def measure_process(name: str, budget: str, way: str) -> Iterator[ResidentRow]:
     release_unused(torch.device("cpu"))
     reset_highest_rss()
     for _ in range(_STEPS):
-        loss_of(step(*batch)).backward()
+        get_loss(step(*batch)).backward()
         model.zero_grad()
     highest_bytes = read_status_bytes("VmHWM")
     del step

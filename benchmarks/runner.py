@@ -11,7 +11,7 @@ from benchmarks.training_loop import generate_batches
 from planner.capture.signature import Batch, call, leaves
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
-from planner.measure.steps import Step, StepOutcome, loss_of, measure_memory, turn_times
+from planner.measure.steps import Step, StepOutcome, get_loss, measure_memory, turn_times
 
 SEED = 0
 STEPS = 3
@@ -38,7 +38,7 @@ class Runner:
         left: dict[str, torch.Tensor | None] = {}
         for i, batch in enumerate(generate_batches(like, STEPS, seed=SEED)):
             optimizer.zero_grad()
-            loss = loss_of(call(self._forward, batch))
+            loss = get_loss(call(self._forward, batch))
             loss.backward()
             left[f"loss of step {i}"] = loss.detach().clone()
             for name, parameter in whole.named_parameters():
@@ -65,7 +65,7 @@ class Runner:
         self._clear()
         with LiveStorages(self._list_static(batch)) as storages:
             returned = call(self._forward, batch)  # held, as a training loop holds it
-            loss_of(returned).backward()
+            get_loss(returned).backward()
         return storages.peak_bytes
 
     def measure_peak_bytes(self, batch: Batch) -> int:

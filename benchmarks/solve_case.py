@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.process_memory import read_status_bytes
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
-from planner.measure.machine import commit, machine
+from planner.measure.machine import commit, describe_machine
 from planner.plans.attributes import attributes
 from planner.studies.rows import declare_column, declare_key, declare_text, declare_value
 from solvers.clock import WallClock
@@ -82,7 +82,7 @@ def solve_case(case: SolverRow, file: Path) -> Iterator[SolverRow]:
         writing_s=measure_writing_seconds(graph, case.budget_bytes) if case.solver == "checkmate" else None,
         resident_mb=resident_mb,
         commit=commit(),
-        machine=machine(),
+        machine=describe_machine(),
         versions=", ".join(f"{name} {number}" for name, number in versions.items()),
     )
 

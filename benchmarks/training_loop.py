@@ -13,7 +13,7 @@ from torch import nn
 from planner.capture.lowering.statics import StaticTensors, allocated_bytes
 from planner.capture.signature import Batch, call
 from planner.capture.workload.models import Workload
-from planner.measure.steps import Step, loss_of, measure_memory, synchronize
+from planner.measure.steps import Step, get_loss, measure_memory, wait_for_device
 from planner.torch_private.core import pytree
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -95,14 +95,14 @@ class Loop:
     def time_step(self, batch: Batch) -> tuple[float, float, float]:
         """Take a step: its loss, and the seconds of its forward and backward pass, and of all of it."""
         with self._keep_own_random_state():
-            synchronize(self._device)
+            wait_for_device(self._device)
             began = time.perf_counter()
             loss = self._forward(batch)
             loss.backward()
-            synchronize(self._device)
+            wait_for_device(self._device)
             passed = time.perf_counter()
             self._update()
-            synchronize(self._device)
+            wait_for_device(self._device)
             ended = time.perf_counter()
         return loss.item(), passed - began, ended - began
 
@@ -115,7 +115,7 @@ class Loop:
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         with self._recipe.enter_precision(self._device):
-            return loss_of(call(self._step, batch))
+            return get_loss(call(self._step, batch))
 
     def _update(self) -> None:
         if self._recipe.clip is not None:

@@ -26,7 +26,7 @@ from planner.capture.workload.models import Workload
 from planner.cli import argument_types
 from planner.measure import tracing
 from planner.measure.machine import ROOT
-from planner.measure.steps import ratio_in_turns
+from planner.measure.steps import compute_ratio
 from planner.plans.summary import summarize
 from planner.studies import baselines
 from planner.studies.blocks import block_levels
@@ -171,7 +171,7 @@ class Trial:
         try:
             runner = make()
             outcome = runner.train(self._batch)
-            differences = self._reference.differences(outcome)
+            differences = self._reference.list_differences(outcome)
             row = replace(
                 row,
                 status=RAN,
@@ -189,9 +189,9 @@ class Trial:
     def _time_rows(self) -> Iterator[TriedRow]:
         times = take_turns(self._runners, self._batch, repeats=self._repeats)
         for way in times:
-            row = replace(self._rows[way], time_s=median(times[way]), ratio=ratio_in_turns(times[way], times[EAGER])[0])
+            row = replace(self._rows[way], time_s=median(times[way]), ratio=compute_ratio(times[way], times[EAGER])[0])
             if way == AT_ITS_PEAK:
-                row = replace(row, ratio_of_checkpointing=ratio_in_turns(times[way], times[CHECKPOINTING])[0])
+                row = replace(row, ratio_of_checkpointing=compute_ratio(times[way], times[CHECKPOINTING])[0])
             yield self._add_known(way, row)
 
     def _add_known(self, way: str, row: TriedRow) -> TriedRow:

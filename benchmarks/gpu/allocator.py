@@ -22,7 +22,7 @@ from graphs.errors import typed_line
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure.steps import loss_of
+from planner.measure.steps import get_loss
 from planner.torch_private.core import clear_cublas_workspaces
 from planner.torch_private.cuda import recorded_memory, set_allocator_settings
 
@@ -55,7 +55,7 @@ def record(name: str, share: str) -> list[dict[str, Any]]:
         if share:
             step = planner.compile(*workload, budget=share, memory="allocated", time_limit_s=5, wait=5, swap="never")
         for _ in range(_STEPS):
-            loss_of(call(step, workload.batch)).backward()
+            get_loss(call(step, workload.batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
         torch.cuda.synchronize()

@@ -24,7 +24,7 @@ from graphs.errors import typed_line
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
-from planner.measure.steps import loss_of
+from planner.measure.steps import get_loss
 from planner.torch_private.core import clear_cublas_workspaces
 
 _STEPS = 4
@@ -68,7 +68,7 @@ def train(name: str, way: str, budget_bytes: int | None) -> Trained:
     losses = []
     with planner.rematerialize(budget_bytes) if way == "rematerialize" else nullcontext():
         for _ in range(_STEPS):
-            loss = loss_of(call(step, workload.batch))
+            loss = get_loss(call(step, workload.batch))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

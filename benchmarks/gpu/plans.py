@@ -22,7 +22,7 @@ from graphs.units import format_bytes, format_seconds
 from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure.steps import loss_of, median_times, outcome
+from planner.measure.steps import get_loss, measure_median_times, measure_outcome
 from planner.plans.attributes import attributes
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
@@ -85,10 +85,10 @@ def measure_eager(row: PlanRow, workload: Workload) -> PlanRow:
     """Return `row` with the measurements of eager PyTorch, including a check that its bits repeat."""
     step = TrainingStep(workload.model, workload.loss_fn)
     row = replace(row, **measure_memory(step, workload))
-    times = median_times({"": step}, workload.batch, parameters=list(workload.model.parameters()), repeats=_REPEATS)
-    first, second = (outcome(step, workload.model, workload.batch, seed=0) for _ in range(2))
-    same = not first.differences(second)
-    return replace(row, step_s=times[""], bits=same, eager_error=None if same else first.gradient_error(second))
+    times = measure_median_times({"": step}, workload.batch, parameters=list(workload.model.parameters()), repeats=_REPEATS)
+    first, second = (measure_outcome(step, workload.model, workload.batch, seed=0) for _ in range(2))
+    same = not first.list_differences(second)
+    return replace(row, step_s=times[""], bits=same, eager_error=None if same else first.compute_gradient_error(second))
 
 
 def measure_plan(row: PlanRow, workload: Workload) -> PlanRow:
@@ -114,7 +114,7 @@ def measure_plan(row: PlanRow, workload: Workload) -> PlanRow:
 def measure_memory(step: Callable[..., Any], workload: Workload) -> dict[str, int]:
     """Return the peaks of some steps of training, by the names of the columns."""
     device = next(workload.model.parameters()).device
-    loss_of(call(step, workload.batch)).backward()  # libraries allocate their workspaces, before what is measured
+    get_loss(call(step, workload.batch)).backward()  # libraries allocate their workspaces, before what is measured
     workload.model.zero_grad()
     torch.cuda.synchronize(device)
     allocated_bytes = torch.cuda.memory_allocated(device)
@@ -125,7 +125,7 @@ def measure_memory(step: Callable[..., Any], workload: Workload) -> dict[str, in
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(_STEPS):
-        loss_of(call(step, workload.batch)).backward()
+        get_loss(call(step, workload.batch)).backward()
         workload.model.zero_grad()
     torch.cuda.synchronize(device)
     stats, counted = torch.cuda.memory_stats(device), ("allocated_bytes", "requested_bytes", "reserved_bytes")

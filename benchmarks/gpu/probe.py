@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from graphs.allocators.caching import CachingAllocator
 from graphs.errors import typed_line
 from graphs.units import format_bytes
-from planner.measure.kernel_settings import format_settings, kernel_settings
+from planner.measure.kernel_settings import collect_kernel_settings, format_settings
 from planner.runtime.libraries import warm_up_libraries
 
 _PACKAGES = ("numpy", "scipy", "pandas", "pulp", "highspy", "msgspec", "psutil", "rich", "jinja2")
@@ -52,7 +52,7 @@ def probe_device() -> Lines:
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     config = next((f"{name}={os.environ[name]}" for name in names if name in os.environ), "no settings of its own")
     yield "allocator", f"{torch.cuda.get_allocator_backend()}, {config}"
-    yield "settings", format_settings(kernel_settings(torch.device("cuda")))
+    yield "settings", format_settings(collect_kernel_settings(torch.device("cuda")))
 
 
 def probe_attention() -> Lines:

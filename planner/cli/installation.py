@@ -15,7 +15,7 @@ from graphs.ir import Graph
 from graphs.units import format_bytes, format_seconds
 from planner.capture.workload.workload import ModelSpec
 from planner.measure.link_rates import link_alone
-from planner.measure.machine import machine
+from planner.measure.machine import describe_machine
 from planner.measure.tracing import trace
 from planner.memory.free_memory import free_bytes
 from planner.native.library import describe_library
@@ -93,7 +93,7 @@ def _find_on_path(name: str) -> Path | None:
 
 def _iterate_devices() -> Iterator[Fact]:
     cpu = torch.device("cpu")
-    yield Fact("device", "cpu", f"{machine()}, {torch.get_num_threads()} threads for PyTorch")
+    yield Fact("device", "cpu", f"{describe_machine()}, {torch.get_num_threads()} threads for PyTorch")
     yield Fact("device", "cpu memory", f"{format_bytes(free_bytes(cpu))} free for this process")
     built = torch.version.cuda
     if not torch.cuda.is_available():

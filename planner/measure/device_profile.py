@@ -19,9 +19,9 @@ from planner.capture.program.builder import PassBuilder
 from planner.capture.program.moved import moved
 from planner.capture.program.program import Ref
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
-from planner.measure.profile import MeasuredOp, distinct_ops, isolated
-from planner.measure.steps import synchronize
-from planner.measure.timing import timed, typical
+from planner.measure.profile import MeasuredOp, find_distinct_ops, isolate_ops
+from planner.measure.steps import wait_for_device
+from planner.measure.timing import compute_typical, time_call
 from planner.runtime.allocator import Mark, cpu_allocations, segment_peaks
 from planner.runtime.devices import place_of
 from planner.runtime.transfers.channels import open_channel
@@ -35,7 +35,7 @@ _COPIES, _SMALL_COPIES = 5, 32
 _CUDA_BLOCK_BYTES = 512
 
 
-def other_devices(
+def profile_other_devices(
     capture: Capture, static: Sequence[torch.Tensor], names: Sequence[str], *, passes: int
 ) -> tuple[OtherDevice, ...]:
     """Return the devices called `names`, with the time and workspace of each op that can run there.
@@ -55,7 +55,7 @@ def other_devices(
         raise GraphError(f"other devices are {', '.join(names)}: name each once (threads of a CPU tell them apart: cpu:1, cpu:2)")
     if any(calls.launches for calls in capture.program.calls):
         check_compatible((*needing(Need.DEVICES), Feature.INDUCTOR))
-    return tuple(_Profile(capture, static, parse_device(name)).device(passes) for name in names)
+    return tuple(_Profile(capture, static, parse_device(name)).measure_device(passes) for name in names)
 
 
 class _Profile:
@@ -68,26 +68,26 @@ class _Profile:
         self._worker = Worker(named.name, f"ops on {named.name}", DeviceError, named.threads)
         self._block_bytes = _CUDA_BLOCK_BYTES if self._place.type == "cuda" else 1
         self._graph = capture.graph
-        self._calls = self._functions()
+        self._calls = self._build_functions()
 
-    def device(self, passes: int) -> OtherDevice:
+    def measure_device(self, passes: int) -> OtherDevice:
         """Measure the ops and the link."""
         times: dict[int, float] = {}
         exact: list[int] = []
         able: list[tuple[MeasuredOp, tuple[int, ...]]] = []
-        ops = distinct_ops(self._capture, self._static, self._calls)
-        with isolated(self._here), preserve_generator_states(self._capture.program):
+        ops = find_distinct_ops(self._capture, self._static, self._calls)
+        with isolate_ops(self._here), preserve_generator_states(self._capture.program):
             for measured, equal in ops:
                 tensors = measured.tensors()
                 inputs = [tensors[t] for t in measured.call.op.inputs]
                 outputs = measured.run(*(tensors[t] for t in measured.call.reads))
-                if (is_exact := self._compared(measured.call.op.id, inputs, outputs)) is None:
+                if (is_exact := self._compare(measured.call.op.id, inputs, outputs)) is None:
                     continue
                 times |= dict.fromkeys(equal, self._time_s(measured.call.op.id, inputs, passes))
                 exact += equal if is_exact else ()
                 able.append((measured, equal))
                 del tensors, inputs, outputs
-            workspaces = self._workspaces(able)
+            workspaces = self._measure_workspaces(able)
             rate, latency_s = self._link()
         return OtherDevice(
             name=self._named.name,
@@ -101,7 +101,7 @@ class _Profile:
             block_bytes=self._block_bytes,
         )
 
-    def _functions(self) -> dict[int, Callable[..., tuple[Any, ...]]]:
+    def _build_functions(self) -> dict[int, Callable[..., tuple[Any, ...]]]:
         """Return for each op that can be called on the device a function from its inputs to its outputs."""
         program, functions = self._capture.program, dict[int, Callable[..., tuple[Any, ...]]]()
         stay = find_fixed(self._graph)
@@ -114,11 +114,11 @@ class _Profile:
                 functions[op.id] = builder.finish(tuple(map(Ref, op.outputs)), f"op {op.name} on {self._named.name}").run
         return functions
 
-    def _compared(self, op: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor | None]) -> bool | None:
+    def _compare(self, op: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor | None]) -> bool | None:
         """Return True if the op has the same bits on the device; None if it cannot run there."""
         try:
-            made = self._there(lambda: self._calls[op](*self._copies(op, inputs)))
-            room = [self._bytes_there(self._graph.tensors[t].size_bytes) for t in self._graph.ops[op].outputs]
+            made = self._run_there(lambda: self._calls[op](*self._copy_to_device(op, inputs)))
+            room = [self._round_up_bytes(self._graph.tensors[t].size_bytes) for t in self._graph.ops[op].outputs]
             if not all(self._is_like(a, b, most) for a, b, most in zip(made, outputs, room, strict=True)):
                 return None
         except (RuntimeError, CopyError, ValueError, TypeError):  # the errors of kernels that are missing or refuse
@@ -133,16 +133,18 @@ class _Profile:
 
     def _time_s(self, op: int, inputs: Sequence[torch.Tensor], passes: int) -> float:
         call = self._calls[op]
-        times: list[float] = [self._there(lambda: timed(call, self._copies(op, inputs), self._place)[0]) for _ in range(passes)]
-        return typical(times, self._place)
+        times: list[float] = [
+            self._run_there(lambda: time_call(call, self._copy_to_device(op, inputs), self._place)[0]) for _ in range(passes)
+        ]
+        return compute_typical(times, self._place)
 
-    def _workspaces(self, ops: Sequence[tuple[MeasuredOp, tuple[int, ...]]]) -> dict[int, int]:
+    def _measure_workspaces(self, ops: Sequence[tuple[MeasuredOp, tuple[int, ...]]]) -> dict[int, int]:
         """Return the workspace bytes of each op on the device, measured in the device's thread."""
 
         def run(mark: Mark) -> None:
             for measured, _ in ops:
                 op, tensors = measured.call.op, measured.tensors()
-                given = self._copies(op.id, [tensors[t] for t in op.inputs])
+                given = self._copy_to_device(op.id, [tensors[t] for t in op.inputs])
                 mark()
                 made = self._calls[op.id](*given)
                 mark()
@@ -150,21 +152,21 @@ class _Profile:
 
         if self._place.type == "cpu":
             cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
-        rises = self._there(lambda: segment_peaks(run, self._place))[1::2]
+        rises = self._run_there(lambda: segment_peaks(run, self._place))[1::2]
         found: dict[int, int] = {}
         for (measured, equal), rise in zip(ops, rises, strict=True):
-            made = sum(self._bytes_there(self._graph.tensors[t].size_bytes) for t in measured.call.op.outputs)
+            made = sum(self._round_up_bytes(self._graph.tensors[t].size_bytes) for t in measured.call.op.outputs)
             found |= dict.fromkeys(equal, max(0, rise - made))
         return found
 
     def _link(self) -> tuple[float, float]:
         """Return bytes per second in the slower direction, and the latency of a copy in seconds, with the thread handover."""
-        large = max(min(self._copies_s(_LARGE_BYTES, _COPIES, away=away)) for away in (True, False))
-        small = median(self._copies_s(_SMALL_BYTES, _SMALL_COPIES, away=True))
+        large = max(min(self._time_copies(_LARGE_BYTES, _COPIES, away=away)) for away in (True, False))
+        small = median(self._time_copies(_SMALL_BYTES, _SMALL_COPIES, away=True))
         rate = _LARGE_BYTES / large
         return rate, max(0.0, small - _SMALL_BYTES / rate)
 
-    def _copies_s(self, size_bytes: int, count: int, *, away: bool) -> list[float]:
+    def _time_copies(self, size_bytes: int, count: int, *, away: bool) -> list[float]:
         """Return the seconds of `count` copies one after the other, to the device or back."""
         source, target = (self._here, self._place) if away else (self._place, self._here)
         channel = open_channel(f"{source}_to_{target}", source, target, DeviceMemory(target))
@@ -172,7 +174,7 @@ class _Profile:
         found = []
         for _ in range(count):
             for device in (source, target):
-                synchronize(device)
+                wait_for_device(device)
             start = time.perf_counter()
             transfer = channel.transfer()
             transfer.send(sent)
@@ -180,18 +182,18 @@ class _Profile:
             transfer.arrived(made)
             transfer.finish()
             for device in (source, target):
-                synchronize(device)
+                wait_for_device(device)
             found.append(time.perf_counter() - start)
         return found
 
-    def _copies(self, op: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        sizes = (self._bytes_there(self._graph.tensors[t].size_bytes) for t in self._graph.ops[op].inputs)
+    def _copy_to_device(self, op: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        sizes = (self._round_up_bytes(self._graph.tensors[t].size_bytes) for t in self._graph.ops[op].inputs)
         return [copied(tensor, size_bytes, self._place) for tensor, size_bytes in zip(inputs, sizes, strict=True)]
 
-    def _bytes_there(self, size_bytes: int) -> int:
+    def _round_up_bytes(self, size_bytes: int) -> int:
         return -(-size_bytes // self._block_bytes) * self._block_bytes
 
-    def _there(self, run: Callable[[], Any]) -> Any:
+    def _run_there(self, run: Callable[[], Any]) -> Any:
         """Return the result of `run`, called in the thread of the device."""
         call = ThreadedCall(run)
         self._worker.issue(call)

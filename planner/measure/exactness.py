@@ -14,16 +14,16 @@ from planner.capture.replay import RealStep
 
 def needs_comparison(capture: Capture) -> bool:
     """Return True if an optional op of `capture` may be bitwise equal to the program."""
-    return any(_comparable(capture, op) is not None for op in capture.graph.ops)
+    return any(_get_comparable(capture, op) is not None for op in capture.graph.ops)
 
 
-def _comparable(capture: Capture, op: Op) -> Comparable | None:
+def _get_comparable(capture: Capture, op: Op) -> Comparable | None:
     """Return the function of `op` if its outputs are to be compared with the program's, since they may be equal; else None."""
     composed = capture.program.calls[op.id].composed
     return composed if isinstance(composed, Comparable) and not op.exact else None
 
 
-def with_exactness(capture: Capture, real: RealStep | None) -> Capture:
+def mark_exact_ops(capture: Capture, real: RealStep | None) -> Capture:
     """Return `capture` with optional ops marked as exact if their outputs are bitwise equal to the program's.
 
     Args:
@@ -32,18 +32,18 @@ def with_exactness(capture: Capture, real: RealStep | None) -> Capture:
     """
     if not needs_comparison(capture):
         return capture
-    equal = {} if real is None else _equal_outputs(real)
+    equal = {} if real is None else _compare_outputs(real)
 
-    def compared(op: Op) -> Op:
-        if (composed := _comparable(capture, op)) is None:
+    def mark_op(op: Op) -> Op:
+        if (composed := _get_comparable(capture, op)) is None:
             return op
         rounded = composed.rounds(equal.get(op.id, (False,) * len(op.outputs)))
         return replace(op, differs=differing(capture, op.outputs, rounded))
 
-    return replace(capture, graph=replace(capture.graph, ops=tuple(map(compared, capture.graph.ops))))
+    return replace(capture, graph=replace(capture.graph, ops=tuple(map(mark_op, capture.graph.ops))))
 
 
-def _equal_outputs(real: RealStep) -> dict[int, tuple[bool, ...]]:
+def _compare_outputs(real: RealStep) -> dict[int, tuple[bool, ...]]:
     """Return for each optional op that may be exact whether each of its outputs equals the program's."""
     calls = real.capture.program.calls
     found: dict[int, tuple[bool, ...]] = {}
@@ -52,7 +52,7 @@ def _equal_outputs(real: RealStep) -> dict[int, tuple[bool, ...]]:
         found[op] = tuple(torch.equal(m, w) for m, w in zip(made, wanted, strict=True))
 
     def look(op: Op) -> Call | None:
-        if _comparable(real.capture, op) is None:
+        if _get_comparable(real.capture, op) is None:
             return None
         return Call(compare, (op.id, calls[op.id].call, list(map(Ref, op.outputs))))
 

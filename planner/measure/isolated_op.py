@@ -46,7 +46,7 @@ class IsolatedOp:
         read = dict.fromkeys(t for statement in calls.statements for t in read_by(statement.value))
         reads = tuple(t for t in read if t in available)
         identity = _Identity(program)
-        found = tuple(identity.of_statement(s.value, s.outputs) for s in calls.statements)
+        found = tuple(identity.identify_statement(s.value, s.outputs) for s in calls.statements)
         return cls(op, reads, calls, (found, *map(identity.number, op.outputs)), identity.is_shared)
 
     def load(self, program: Program) -> OpFunction:
@@ -73,24 +73,24 @@ class _Identity:
         """Return the number of a tensor, in order of appearance."""
         return self._numbers.setdefault(tensor, len(self._numbers))
 
-    def of_statement(self, value: Call | None, outputs: tuple[tuple[int, tuple[int, ...]], ...]) -> Hashable:
+    def identify_statement(self, value: Call | None, outputs: tuple[tuple[int, tuple[int, ...]], ...]) -> Hashable:
         """Return the identity of a statement."""
-        return self._of(value), tuple((self.number(tensor), path) for tensor, path in outputs)
+        return self._identify(value), tuple((self.number(tensor), path) for tensor, path in outputs)
 
-    def _of(self, value: Argument) -> Hashable:
+    def _identify(self, value: Argument) -> Hashable:
         match value:
             case Ref(tensor=tensor):
                 return "tensor", self.number(tensor), tensor in self._aligned
             case Call(target=target, args=args, kwargs=kwargs):
-                named = tuple((name, self._of(arg)) for name, arg in kwargs.items())
-                return "call", self._of(target), tuple(map(self._of, args)), named
+                named = tuple((name, self._identify(arg)) for name, arg in kwargs.items())
+                return "call", self._identify(target), tuple(map(self._identify, args)), named
             case Shared(call=call):
-                return "shared", self._of(call)
+                return "shared", self._identify(call)
             case list() | tuple():
-                return type(value).__name__, tuple(map(self._of, value))
-        return self._of_constant(value)
+                return type(value).__name__, tuple(map(self._identify, value))
+        return self._identify_constant(value)
 
-    def _of_constant(self, value: Any) -> Hashable:
+    def _identify_constant(self, value: Any) -> Hashable:
         if value is None or isinstance(value, bool | int | float | complex | str):
             return type(value).__name__, repr(value)
         if isinstance(value, OpOverload) and value.namespace in KNOWN_NAMESPACES:  # another one may be defined in its place

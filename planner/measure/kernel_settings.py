@@ -13,13 +13,13 @@ _ENVIRONMENT = {
 }
 
 
-def kernel_settings(device: torch.device) -> dict[str, str]:
+def collect_kernel_settings(device: torch.device) -> dict[str, str]:
     """Return the settings for kernels on `device`, by their names in PyTorch or in the environment.
 
     The precision of products is read from the interface of each library (``fp32_precision``), which
     ``torch.set_float32_matmul_precision`` and ``allow_tf32`` set as well.
     """
-    settings = _cuda_settings() if device.type == "cuda" else _cpu_settings()
+    settings = _collect_cuda_settings() if device.type == "cuda" else _collect_cpu_settings()
     settings["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
     settings |= {name: os.environ[name] for name in _ENVIRONMENT.get(device.type, ()) if name in os.environ}
     return {name: str(value) for name, value in settings.items()}
@@ -30,42 +30,42 @@ def format_settings(settings: dict[str, str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def _cpu_settings() -> dict[str, object]:
+def _collect_cpu_settings() -> dict[str, object]:
     mkldnn: Any = torch.backends.mkldnn
     return {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": mkldnn.enabled,
-        "mkldnn.matmul": _precision(mkldnn.matmul),
-        "mkldnn.conv": _precision(mkldnn.conv),
-        "mkldnn.rnn": _precision(mkldnn.rnn),
+        "mkldnn.matmul": _get_precision(mkldnn.matmul),
+        "mkldnn.conv": _get_precision(mkldnn.conv),
+        "mkldnn.rnn": _get_precision(mkldnn.rnn),
     }
 
 
-def _cuda_settings() -> dict[str, object]:
+def _collect_cuda_settings() -> dict[str, object]:
     cuda, cudnn = torch.backends.cuda, cast("Any", torch.backends.cudnn)
     products = cuda.matmul
     return {
-        "matmul": _precision(products),
+        "matmul": _get_precision(products),
         "matmul.allow_fp16_accumulation": products.allow_fp16_accumulation,
         "matmul.allow_fp16_reduced_precision_reduction": products.allow_fp16_reduced_precision_reduction,
         "matmul.allow_bf16_reduced_precision_reduction": products.allow_bf16_reduced_precision_reduction,
         "blas": cuda.preferred_blas_library(),
         "cudnn": cudnn.enabled and cudnn.version(),
-        "cudnn.conv": _precision(cudnn.conv),
-        "cudnn.rnn": _precision(cudnn.rnn),
+        "cudnn.conv": _get_precision(cudnn.conv),
+        "cudnn.rnn": _get_precision(cudnn.rnn),
         "cudnn.deterministic": cudnn.deterministic,
         "cudnn.benchmark": cudnn.benchmark,
-        "attention": "+".join(name for name, enabled in _attention().items() if enabled),
+        "attention": "+".join(name for name, enabled in _get_attention().items() if enabled),
         "CUDA": torch.version.cuda,
     }
 
 
-def _precision(of: Any) -> str:
+def _get_precision(of: Any) -> str:
     """Return the precision of float32 products; IEEE 754 if none was set."""
     return str(of.fp32_precision).replace("none", "ieee")
 
 
-def _attention() -> dict[str, bool]:
+def _get_attention() -> dict[str, bool]:
     cuda = torch.backends.cuda
     return {
         "flash": cuda.flash_sdp_enabled(),

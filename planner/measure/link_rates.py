@@ -7,7 +7,7 @@ from statistics import mean, median
 import torch
 
 from planner.capture.lowering.lower import Capture
-from planner.measure.profile import distinct_ops, isolated
+from planner.measure.profile import find_distinct_ops, isolate_ops
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostTensor
 from planner.runtime.transfers.transfers import Transfer
@@ -34,7 +34,7 @@ def link_during_step(capture: Capture, static: Sequence[torch.Tensor], step_s: f
     """
     device = static[0].device
     channels = HostChannels(device, timed=True)
-    ops = distinct_ops(capture, static)
+    ops = find_distinct_ops(capture, static)
 
     def compute() -> Iterator[None]:
         for measured, equal in ops:
@@ -44,11 +44,11 @@ def link_during_step(capture: Capture, static: Sequence[torch.Tensor], step_s: f
                 yield
 
     large, small = (_Copies(channels, device, size_bytes) for size_bytes in (LARGE_BYTES, SMALL_BYTES))
-    with isolated(device):
+    with isolate_ops(device):
         large.seconds(2, out=True, back=True)  # first touch of the memory
         each_s = mean(large.seconds(_LEAST_COPIES, out=True, back=False)[0])
         count = int(min(max(_LEAST_COPIES, min(step_s, _LONGEST_S) / each_s), _MOST_COPIES))
-        alone, beside = (_rates(large, count, computing) for computing in (None, compute))
+        alone, beside = (_compute_rates(large, count, computing) for computing in (None, compute))
         # The median of many: an interrupted copy takes milliseconds.
         out_s, in_s = (median(small.seconds(_SMALL_COPIES, out=out, back=not out, compute=compute)[0]) for out in (True, False))
     latency_s = max(0.0, out_s - SMALL_BYTES / beside.out_bytes_per_s, in_s - SMALL_BYTES / beside.in_bytes_per_s)
@@ -58,14 +58,14 @@ def link_during_step(capture: Capture, static: Sequence[torch.Tensor], step_s: f
 def link_alone(device: torch.device) -> LinkRates:
     """Return the rates of the link between the host and `device` while nothing is computed."""
     large = _Copies(HostChannels(device, timed=True), device, LARGE_BYTES)
-    with isolated(device):
-        large.seconds(2, out=True, back=True)  # first touch of the memory
-        return _rates(large, _LEAST_COPIES, None)
+    with isolate_ops(device):
+        large.time_copies(2, out=True, back=True)  # first touch of the memory
+        return _compute_rates(large, _LEAST_COPIES, None)
 
 
-def _rates(large: "_Copies", count: int, compute: Compute | None) -> LinkRates:
+def _compute_rates(large: "_Copies", count: int, compute: Compute | None) -> LinkRates:
     out, back, both = (
-        LARGE_BYTES / max(map(mean, large.seconds(count, out=to_host, back=to_device, compute=compute)))
+        LARGE_BYTES / max(map(mean, large.time_copies(count, out=to_host, back=to_device, compute=compute)))
         for to_host, to_device in ((True, False), (False, True), (True, True))
     )
     return LinkRates(out, back, both)
@@ -76,15 +76,15 @@ class _Copies:
 
     def __init__(self, channels: HostChannels, device: torch.device, size_bytes: int) -> None:
         self._channels = channels
-        self._sides = {out: self._both_sides(device, size_bytes) for out in (True, False)}
+        self._sides = {out: self._allocate_both_sides(device, size_bytes) for out in (True, False)}
 
-    def _both_sides(self, device: torch.device, size_bytes: int) -> tuple[torch.Tensor, HostTensor]:
+    def _allocate_both_sides(self, device: torch.device, size_bytes: int) -> tuple[torch.Tensor, HostTensor]:
         tensor = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
         host, copy = self._channels.out(tensor)
         copy.finish()
         return tensor, host
 
-    def seconds(self, count: int, *, out: bool, back: bool, compute: Compute | None = None) -> list[list[float]]:
+    def time_copies(self, count: int, *, out: bool, back: bool, compute: Compute | None = None) -> list[list[float]]:
         """Return the seconds of each of `count` consecutive copies: out, back, or both at once; a list for each direction.
 
         Args:

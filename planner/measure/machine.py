@@ -9,7 +9,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Return the processor's name and its number of cores."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from planner.measure.timing import typical
+from planner.measure.timing import compute_typical
 from planner.memory.reserved import uses_libraries
 from planner.runtime.allocator import MemoryRise, memory_rise
 from planner.runtime.code import Backward, Forward, Returned
@@ -30,15 +30,15 @@ class OpTimer:
         self._executor, self._device, self._left = executor, executor.device, steps
         self._passes: list[list[tuple[int, _Mark]]] = []
         self._most_passes = 4 * steps  # some forward passes have no backward pass
-        executor.observe(self, self._tick)
+        executor.observe(self, self._record_time)
 
-    def times_s(self) -> dict[int, float]:
+    def compute_times_s(self) -> dict[int, float]:
         """Return the typical seconds of each op."""
         found: dict[int, list[float]] = {}
         for marks in self._passes:
             for (_, before), (op, after) in pairwise(marks):
-                found.setdefault(op, []).append(_seconds(before, after))
-        return {op: typical(seconds, self._device) for op, seconds in found.items()}
+                found.setdefault(op, []).append(_compute_seconds(before, after))
+        return {op: compute_typical(seconds, self._device) for op, seconds in found.items()}
 
     def stop(self) -> None:
         """Time no more steps."""
@@ -64,9 +64,9 @@ class OpTimer:
             self.stop()
             self.done = True
         self._passes.append([])
-        self._tick(-1)
+        self._record_time(-1)
 
-    def _tick(self, op: int) -> None:
+    def _record_time(self, op: int) -> None:
         if self._device.type == "cuda":
             mark: _Mark = torch.cuda.Event(enable_timing=True)
             mark.record(torch.cuda.current_stream(self._device))  # type: ignore[union-attr]  # of the model's device
@@ -75,7 +75,7 @@ class OpTimer:
         self._passes[-1].append((op, mark))
 
 
-def _seconds(before: _Mark, after: _Mark) -> float:
+def _compute_seconds(before: _Mark, after: _Mark) -> float:
     if isinstance(before, float) or isinstance(after, float):
         assert isinstance(before, float) and isinstance(after, float)
         return after - before
@@ -123,10 +123,10 @@ class PeakWatch:
             return run(static, saved)
         returned: list[tuple[Any, ...]] = []
         rise = memory_rise(lambda: returned.append(run(static, saved)), self._device)
-        self.peak_bytes = self._peak_of(self._forward_rise, rise)
+        self.peak_bytes = self._compute_peak(self._forward_rise, rise)
         return returned[0]
 
-    def _peak_of(self, forward: MemoryRise, backward: MemoryRise) -> int:
+    def _compute_peak(self, forward: MemoryRise, backward: MemoryRise) -> int:
         """Return the peak of a step by the rises of its passes, or by the arena that it runs in."""
         arena = self._executor.arena
         taken_bytes = None if arena is None else arena.step_bytes

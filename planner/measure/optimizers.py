@@ -28,7 +28,7 @@ from planner.torch_private.core import FakeTensorMode, StorageWeakRef, TorchDisp
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def memory_of(optimizer: str | MeasuredOptimizer | torch.optim.Optimizer, step: TrainingStep) -> str | MeasuredOptimizer:
+def find_memory(optimizer: str | MeasuredOptimizer | torch.optim.Optimizer, step: TrainingStep) -> str | MeasuredOptimizer:
     """Return the memory of the optimizer of a training step: measured, unless it was before, or known by a name.
 
     Raises:
@@ -66,20 +66,20 @@ def measure_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.
             "of the model that is planned"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        return MeasuredOptimizer(name, _history_sizes(optimizer), ())
+        return MeasuredOptimizer(name, _list_history_sizes(optimizer), ())
     devices = {p.device.type for p in held}
-    known = {p: found for p in held if (found := _state_of(optimizer, p))}
+    known = {p: found for p in held if (found := _list_state(optimizer, p))}
     trained = [p for p in held if p.requires_grad]
     try:
-        state, temporaries = _fake_steps(optimizer, trained, devices)
+        state, temporaries = _run_fake_steps(optimizer, trained, devices)
     except PlannerError:
         if not known.keys() >= set(trained):
             raise
         state, temporaries = {}, ()  # what it holds for a moment stays unknown
-    return MeasuredOptimizer(name, _sizes(list((state | known).values()), devices), temporaries)
+    return MeasuredOptimizer(name, _list_sizes(list((state | known).values()), devices), temporaries)
 
 
-def _history_sizes(optimizer: torch.optim.LBFGS) -> tuple[int, ...]:
+def _list_history_sizes(optimizer: torch.optim.LBFGS) -> tuple[int, ...]:
     """Return the sizes of L-BFGS's state when its history is full: steps and differences of gradients, and two numbers of each.
 
     It grows from step to step, so that two steps do not show it.
@@ -91,7 +91,7 @@ def _history_sizes(optimizer: torch.optim.LBFGS) -> tuple[int, ...]:
     return (*(numbers * item_bytes,) * (2 * entries), *(item_bytes,) * (2 * entries), *direction_and_gradient, scale)
 
 
-def _fake_steps(
+def _run_fake_steps(
     optimizer: torch.optim.Optimizer, trained: Sequence[nn.Parameter], devices: set[str]
 ) -> tuple[dict[nn.Parameter, object], tuple[int, ...]]:
     """Return the fake state of `optimizer` for each of `trained`, and the sizes of its temporaries on `devices`.
@@ -107,13 +107,13 @@ def _fake_steps(
             like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
             fakes[id(p)] = nn.Parameter(like)
             fakes[id(p)].grad = torch.zeros_like(fakes[id(p)])
-        fake = _fake_optimizer(optimizer, fakes)
+        fake = _build_fake_optimizer(optimizer, fakes)
         step = partial(_step_of(type(fake)), fake)
         try:
             with torch.compiler.set_stance("force_eager"):
                 with _Values():  # type: ignore[no-untyped-call]
                     step()
-                before = [_state_of(fake, p) for p in fakes.values()]
+                before = [_list_state(fake, p) for p in fakes.values()]
                 with _Temporaries([*fakes.values()], before, devices) as temporaries:
                     step()
         except Exception as error:
@@ -123,7 +123,7 @@ def _fake_steps(
                 "planning, so that its state is there, or name an optimizer that keeps as many copies of the parameters, "
                 f"optimizer= one of {', '.join(f'{name!r} ({known.copies})' for name, known in OPTIMIZERS.items())}"
             ) from error
-        return {p: _state_of(fake, fakes[id(p)]) for p in trained}, temporaries.most
+        return {p: _list_state(fake, fakes[id(p)]) for p in trained}, temporaries.most
 
 
 def _step_of(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
@@ -136,14 +136,14 @@ def _step_of(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return lambda optimizer: step(optimizer, lambda: torch.zeros(()))
 
 
-def _state_of(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> list[object]:
+def _list_state(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> list[object]:
     """Return what `optimizer`, and each optimizer that it wraps, keeps for a parameter."""
     found = [state] if (state := optimizer.state.get(p)) else []
     wrapped = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
-    return [*found, *(state for inner in wrapped for state in _state_of(inner, p))]
+    return [*found, *(state for inner in wrapped for state in _list_state(inner, p))]
 
 
-def _fake_optimizer(optimizer: torch.optim.Optimizer, fakes: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
+def _build_fake_optimizer(optimizer: torch.optim.Optimizer, fakes: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer like `optimizer` without state or hooks, with `fakes` in place of its parameters.
 
     It is not made by its class, whose arguments are unknown. Containers are copied, since a step writes to them.
@@ -151,7 +151,7 @@ def _fake_optimizer(optimizer: torch.optim.Optimizer, fakes: Mapping[int, nn.Par
     fake = object.__new__(type(optimizer))
     methods = {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}  # step, as schedulers wrap it
     attributes = {name: value for name, value in vars(optimizer).items() if name not in {*methods, *_HOOKS, "state"}}
-    vars(fake).update(_copied(attributes, fakes), state=defaultdict(dict), **{hooks: OrderedDict() for hooks in _HOOKS})
+    vars(fake).update(_copy_value(attributes, fakes), state=defaultdict(dict), **{hooks: OrderedDict() for hooks in _HOOKS})
     for group, own in zip(fake.param_groups, optimizer.param_groups, strict=True):
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = all(p.is_cuda for p in own["params"])  # as torch.optim chooses for real tensors
@@ -161,17 +161,17 @@ def _fake_optimizer(optimizer: torch.optim.Optimizer, fakes: Mapping[int, nn.Par
     return fake
 
 
-def _copied(value: Any, fakes: Mapping[int, nn.Parameter]) -> Any:
+def _copy_value(value: Any, fakes: Mapping[int, nn.Parameter]) -> Any:
     """Return `value` with copies of the containers and optimizers in it, and with `fakes` in place of parameters."""
     if isinstance(value, torch.optim.Optimizer):
-        return _fake_optimizer(value, fakes)
+        return _build_fake_optimizer(value, fakes)
     if isinstance(value, dict):
         copied = copy.copy(value)
         copied.clear()
-        copied.update({_copied(key, fakes): _copied(item, fakes) for key, item in value.items()})
+        copied.update({_copy_value(key, fakes): _copy_value(item, fakes) for key, item in value.items()})
         return copied
     if type(value) in (list, tuple, set):
-        return type(value)(_copied(item, fakes) for item in value)
+        return type(value)(_copy_value(item, fakes) for item in value)
     return fakes.get(id(value), value)
 
 
@@ -212,7 +212,7 @@ class _Temporaries(_Values):
     def __init__(self, parameters: Sequence[nn.Parameter], state: object, devices: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         before = [*parameters, *(p.grad for p in parameters), state]
-        storages = [tensor.untyped_storage() for tensor in _tensors(before)]
+        storages = [tensor.untyped_storage() for tensor in _iterate_tensors(before)]
         self._devices, self._before = devices, {storage._cdata: storage for storage in storages}  # none is replaced by another
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most: tuple[int, ...] = ()
@@ -221,7 +221,7 @@ class _Temporaries(_Values):
         """Run an op and look at its results."""
         results = super().__torch_dispatch__(func, types, args, kwargs)
         self._alive = {key: (held, size) for key, (held, size) in self._alive.items() if not held.expired()}
-        for tensor in _tensors(results):
+        for tensor in _iterate_tensors(results):
             storage = tensor.untyped_storage()
             if tensor.device.type in self._devices and storage._cdata not in self._before:
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -230,15 +230,15 @@ class _Temporaries(_Values):
         return results
 
 
-def _sizes(state: object, devices: set[str]) -> tuple[int, ...]:
+def _list_sizes(state: object, devices: set[str]) -> tuple[int, ...]:
     """Return the sizes of the memory of the tensors in `state` on `devices`, each memory once."""
-    storages = [tensor.untyped_storage() for tensor in _tensors(state) if tensor.device.type in devices]
+    storages = [tensor.untyped_storage() for tensor in _iterate_tensors(state) if tensor.device.type in devices]
     return tuple({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def _iterate_tensors(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested containers, and those that tensors of subclasses consist of."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             parts = names_of_parts(leaf)
-            yield from _tensors([getattr(leaf, name) for name in parts]) if parts else [leaf]
+            yield from _iterate_tensors([getattr(leaf, name) for name in parts]) if parts else [leaf]

@@ -17,7 +17,7 @@ from planner.runtime.allocator import Allocation, cpu_allocations, memory_rise
 from planner.runtime.executor import Executor
 
 
-def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: Batch) -> MemoryUse:
+def measure_peak(captured: Capture, executor: Step, step: TrainingStep, batch: Batch) -> MemoryUse:
     """Return the memory of one run of `executor` with real tensors; the captured `step` and `batch` are restored.
 
     For a step in an arena the run is recorded, and the peak is that of the following steps.
@@ -34,7 +34,7 @@ def measured_peak(captured: Capture, executor: Step, step: TrainingStep, batch: 
     return replace(memory, peak_bytes=captured.graph.static_bytes + arena.step_bytes)
 
 
-def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch) -> dict[str, int]:
+def measure_other_peaks(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch) -> dict[str, int]:
     """Return the peak bytes in a step of each pool except the main device's, by name; empty if there are no others.
 
     The host memory counts itself. Any other pool is measured in its own run: allocations are seen in the device's thread, by one
@@ -50,12 +50,12 @@ def other_peaks_measured(captured: Capture, executor: Executor, step: TrainingSt
     with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
         for pool in devices.pools[1:]:
             place = devices.places[pool.name]
-            measure = _cuda_peak if place.type == "cuda" else _cpu_peak
+            measure = _measure_cuda_peak if place.type == "cuda" else _measure_cpu_peak
             found[pool.name] = measure(executor, pool.name, place, lambda: run_both(isolated, batch))
     return found if devices.host is None else {**found, HOST: devices.host.peak_bytes}
 
 
-def _cpu_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
+def _measure_cpu_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
     del place
     events: list[Allocation] = []
     with executor.devices.watched(pool, lambda part: events.extend(cpu_allocations(lambda _: part()))):
@@ -63,7 +63,7 @@ def _cpu_peak(executor: Executor, pool: str, place: torch.device, run: Callable[
     return max(accumulate((event.size_bytes or 0 for event in events), initial=0))
 
 
-def _cuda_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
+def _measure_cuda_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
     del executor, pool
     run()  # libraries allocate their workspaces for the device's thread
     return memory_rise(run, place).peak_bytes

@@ -24,13 +24,13 @@ from planner.capture.lowering.statics import allocated_bytes, dtype_name
 from planner.capture.options.added import value_of
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.measure.isolated_op import IsolatedOp, OpFunction
-from planner.measure.kernel_settings import SETTINGS, format_settings, kernel_settings
-from planner.measure.roofline import modelled_composed, modelled_node
-from planner.measure.sizes import ALLOCATED, with_sizes
+from planner.measure.kernel_settings import SETTINGS, collect_kernel_settings, format_settings
+from planner.measure.roofline import model_composed, model_node
+from planner.measure.sizes import ALLOCATED, replace_ops_and_tensors
 from planner.measure.synthetic_inputs import TensorSpec
-from planner.measure.timing import timed, typical
+from planner.measure.timing import compute_typical, time_call
 from planner.measure.unrepeatable_ops import (
-    checksums,
+    compute_checksums,
     has_undeclared_draws,
     is_custom,
     mark_executed_once,
@@ -87,10 +87,10 @@ class MeasuredOp:
     repeats: bool = True
     requests: tuple[MemoryRequest, ...] = ()
 
-    def tensors(self) -> dict[int, torch.Tensor]:
+    def build_tensors(self) -> dict[int, torch.Tensor]:
         """Return the inputs by id: new tensors, and the real ones, with copies of those that the op overwrites."""
 
-        def tensor(t: int, value: torch.Tensor | TensorSpec | ComputedInput) -> torch.Tensor:
+        def build_tensor(t: int, value: torch.Tensor | TensorSpec | ComputedInput) -> torch.Tensor:
             match value:
                 case TensorSpec():
                     return value.make(self.call.op.target)
@@ -98,11 +98,11 @@ class MeasuredOp:
                     return value.compute()
             return value.clone() if t in self.call.op.mutates else value
 
-        return {t: tensor(t, value) for t, value in self.inputs.items()}
+        return {t: build_tensor(t, value) for t, value in self.inputs.items()}
 
-    def arguments(self) -> list[torch.Tensor]:
+    def build_arguments(self) -> list[torch.Tensor]:
         """Return the arguments of `run`."""
-        tensors = self.tensors()
+        tensors = self.build_tensors()
         return [tensors[t] for t in self.call.reads]
 
 
@@ -120,7 +120,7 @@ class ComputedInput:
 
     def compute(self) -> torch.Tensor:
         """Return the tensor; nothing else that the producer made is kept."""
-        made = self.producer.run(*self.producer.arguments())[self.place]
+        made = self.producer.run(*self.producer.build_arguments())[self.place]
         assert made is not None
         return made
 
@@ -148,38 +148,38 @@ def profile(
         PlannerError: an op can be neither executed nor modelled.
     """
     device = static[0].device
-    with isolated(device), preserve_generator_states(capture.program):
+    with isolate_ops(device), preserve_generator_states(capture.program):
         profiler = _Profiler(capture, static, device, passes, model, on_op)
         profiler.measure()
     once = [op for op in capture.graph.program if (cost := profiler.costs.get(op.id)) is not None and not cost.repeats]
     warn_of_unrepeatable_ops(once)
     _warn_of_modelled_ops(profiler.failed)
-    return mark_executed_once(_with_costs(capture, profiler.costs, device, passes), {op.id for op in once})
+    return mark_executed_once(_set_costs(capture, profiler.costs, device, passes), {op.id for op in once})
 
 
-def distinct_ops(
+def find_distinct_ops(
     capture: Capture, static: Sequence[torch.Tensor], among: Collection[int] | None = None
 ) -> list[tuple[MeasuredOp, tuple[int, ...]]]:
     """Return the first of each group of equal ops with the ids of the group, in program order.
 
-    Used to measure other things than the cost of single ops: execute them inside ``isolated``.
+    Used to measure other things than the cost of single ops: execute them inside ``isolate_ops``.
 
     Args:
         among: ids of the ops to consider; None for all.
     """
     device = static[0].device
-    with isolated(device), preserve_generator_states(capture.program):
+    with isolate_ops(device), preserve_generator_states(capture.program):
         profiler = _Profiler(capture, static, device, 1, None, None)
         profiler.measure()
     equal: dict[_Key, list[int]] = {}
     for op, key in sorted(profiler.keys.items(), key=lambda item: item[0]):
         if among is None or op in among:
             equal.setdefault(key, []).append(op)
-    return [(profiler.measured_op(capture.graph.ops[ops[0]]), tuple(ops)) for ops in equal.values()]
+    return [(profiler.build_measured_op(capture.graph.ops[ops[0]]), tuple(ops)) for ops in equal.values()]
 
 
 @contextmanager
-def isolated(device: torch.device) -> Iterator[None]:
+def isolate_ops(device: torch.device) -> Iterator[None]:
     """Execute ops inside without recording, casting or tracing them; the random state is restored at the end."""
     with (
         disable_current_modes(),
@@ -214,11 +214,11 @@ class _Profiler:
     def __post_init__(self) -> None:
         sources = self.capture.program.sources
         self._layouts: dict[int, torch.Tensor | TensorSpec | None] = {
-            source.tensor: TensorSpec.smallest(value) if isinstance(value, FakeTensor) else value
+            source.tensor: TensorSpec.make_smallest(value) if isinstance(value, FakeTensor) else value
             for source, value in zip(sources, self.static, strict=True)
         }
         self._local_costs: dict[_Key, OpCost] = {}  # of calls that mean something else in other captures
-        self._settings = (torch.get_num_threads(), *kernel_settings(self.device).values())
+        self._settings = (torch.get_num_threads(), *collect_kernel_settings(self.device).values())
 
     def measure(self) -> None:
         """Measure each distinct op without a cost, once the layouts of its inputs are known."""
@@ -245,7 +245,7 @@ class _Profiler:
             calls = waiting
         self._measure_workspaces(list(new.values()))
         for key, measured in new.items():
-            output_bytes = sum(_asked_bytes(spec, self.device) for spec in measured.outputs)
+            output_bytes = sum(_count_asked_bytes(spec, self.device) for spec in measured.outputs)
             workspace = allocated_bytes(max(0, measured.rise_bytes - output_bytes), self.device)
             cost = OpCost(measured.time_s, workspace, measured.outputs, measured.repeats, measured.requests)
             costs = _COSTS if measured.call.is_shared else self._local_costs
@@ -257,26 +257,26 @@ class _Profiler:
         if self.on_op is not None:
             self.on_op(round(fraction * len(self.capture.graph.ops)), len(self.capture.graph.ops))
 
-    def measured_op(self, op: Op) -> MeasuredOp:
+    def build_measured_op(self, op: Op) -> MeasuredOp:
         """Return `op` as a function, with inputs of measured layouts."""
         call = IsolatedOp.of(self.capture, op)
         assert call is not None
-        return self._executable(call)
+        return self._build_executable(call)
 
-    def _executable(self, call: IsolatedOp, computed: Mapping[int, ComputedInput] = MappingProxyType({})) -> MeasuredOp:
+    def _build_executable(self, call: IsolatedOp, computed: Mapping[int, ComputedInput] = MappingProxyType({})) -> MeasuredOp:
         inputs: dict[int, torch.Tensor | TensorSpec | ComputedInput] = dict(computed)  # first, while there is no other input
         for t in (*call.reads, *call.op.inputs):
             if (value := self._layouts[t]) is not None:
                 inputs.setdefault(t, value)
         return MeasuredOp(call, call.load(self.capture.program), inputs)
 
-    def _computed_integers(self, call: IsolatedOp) -> dict[int, ComputedInput]:
+    def _find_computed_integers(self, call: IsolatedOp) -> dict[int, ComputedInput]:
         """Return the synthetic integers among the inputs as what their producers compute: 0 may be no valid index."""
         found = {}
         for t in dict.fromkeys((*call.reads, *call.op.inputs)):
             spec, producers = self._layouts[t], self.capture.graph.tensors[t].producers
             if isinstance(spec, TensorSpec) and spec.dtype in _INTEGERS and producers:
-                producer = self.measured_op(self.capture.graph.ops[producers[0]])
+                producer = self.build_measured_op(self.capture.graph.ops[producers[0]])
                 found[t] = ComputedInput(producer, producer.call.op.outputs.index(t))
         return found
 
@@ -294,20 +294,20 @@ class _Profiler:
             self._layouts.setdefault(t, spec)
 
     def _execute_or_model(self, key: _Key, call: IsolatedOp, new: dict[_Key, MeasuredOp]) -> tuple[TensorSpec | None, ...]:
-        measured = self._executable(call)
-        error = self._error_of(measured)
-        if error is not None and (integers := self._computed_integers(call)):
+        measured = self._build_executable(call)
+        error = self._find_error(measured)
+        if error is not None and (integers := self._find_computed_integers(call)):
             error = None  # its traceback has the arguments
-            measured = self._executable(call, integers)
-            error = self._error_of(measured)
+            measured = self._build_executable(call, integers)
+            error = self._find_error(measured)
         if error is not None:
-            modelled = self._modelled(call, error)
+            modelled = self._model_cost(call, error)
             self._local_costs[key] = modelled
             return modelled.outputs
         new[key] = measured
         return measured.outputs
 
-    def _error_of(self, measured: MeasuredOp) -> Exception | None:
+    def _find_error(self, measured: MeasuredOp) -> Exception | None:
         """Execute and time the op, and return the error that it raises."""
         try:
             self._run_and_time(measured)
@@ -317,22 +317,22 @@ class _Profiler:
 
     def _run_and_time(self, measured: MeasuredOp) -> None:
         """Execute the op once for the layouts of its outputs, then for its time; long ones again in ``_measure_workspaces``."""
-        arguments = measured.arguments()
+        arguments = measured.build_arguments()
         times: list[float] = []
         states = RandomStates(gpus_of(self.device))
-        first_s, made = timed(measured.run, arguments, self.device)
+        first_s, made = time_call(measured.run, arguments, self.device)
         measured.outputs = tuple(TensorSpec.of(value) if isinstance(value, torch.Tensor) else None for value in made)
         measured.repeats = not has_undeclared_draws(measured.call.op, states, self.device)
-        sums = checksums(made) if measured.repeats and is_custom(self.capture, measured.call.op) else None
+        sums = compute_checksums(made) if measured.repeats and is_custom(self.capture, measured.call.op) else None
         del made
         if sums is not None:
             states.restore()
             del arguments
-            arguments = measured.arguments()
-            measured.repeats = sums == checksums(measured.run(*arguments))
+            arguments = measured.build_arguments()
+            measured.repeats = sums == compute_checksums(measured.run(*arguments))
         while first_s < _LONG_S and len(times) < self.passes and sum(times) < _LONG_S:
-            times.append(timed(measured.run, arguments, self.device)[0])
-        measured.time_s = typical(times or [first_s], self.device)
+            times.append(time_call(measured.run, arguments, self.device)[0])
+        measured.time_s = compute_typical(times or [first_s], self.device)
 
     def _measure_workspaces(self, ops: Sequence[MeasuredOp]) -> None:
         """Measure the rise of memory while each of `ops` runs, outputs included."""
@@ -344,7 +344,7 @@ class _Profiler:
                 self._report((1 + done / len(ops)) / 2)
                 arguments = measured.arguments()
                 mark()
-                seconds, made = timed(measured.run, arguments, self.device)
+                seconds, made = time_call(measured.run, arguments, self.device)
                 mark()
                 measured.time_s = min(measured.time_s, seconds)
                 del made, arguments
@@ -357,9 +357,9 @@ class _Profiler:
             if self.device.type == "cuda":
                 measured.requests = cuda_requests(partial(measured.run, *measured.arguments()), self.device)
 
-    def _modelled(self, call: IsolatedOp, error: Exception) -> OpCost:
+    def _model_cost(self, call: IsolatedOp, error: Exception) -> OpCost:
         """Return a modelled cost for an op that failed."""
-        model = self.model or self._device_model(call, error)
+        model = self.model or self._get_device_model(call, error)
         op, node = call.op, self.capture.nodes[call.op.id]
         calls = self.capture.program.calls[op.id]
         composed, fakes = calls.composed, calls.fakes or ()
@@ -367,14 +367,14 @@ class _Profiler:
             raise PlannerError(f"op {op.name} cannot be measured alone: {first_line(error)}") from error
         self.failed.append((op, error))
         if composed is not None:
-            time_s, workspace = modelled_composed(composed, fakes, model)
-            return OpCost(time_s, workspace, tuple(map(TensorSpec.smallest, composed(*fakes))))
+            time_s, workspace = model_composed(composed, fakes, model)
+            return OpCost(time_s, workspace, tuple(map(TensorSpec.make_smallest, composed(*fakes))))
         assert node is not None
-        time_s, workspace = modelled_node(node, model)
-        outputs = tuple(TensorSpec.smallest(value_of(node, path)) for _, path in calls.outputs)
+        time_s, workspace = model_node(node, model)
+        outputs = tuple(TensorSpec.make_smallest(value_of(node, path)) for _, path in calls.outputs)
         return OpCost(time_s, workspace, outputs, repeats=not is_custom(self.capture, op))
 
-    def _device_model(self, call: IsolatedOp, error: Exception) -> DeviceSpec:
+    def _get_device_model(self, call: IsolatedOp, error: Exception) -> DeviceSpec:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         found = get_device("cpu") if self.device.type == "cpu" else find_device(name)
         if found is None:
@@ -401,7 +401,7 @@ def _warn_of_modelled_ops(failed: Sequence[tuple[Op, Exception]]) -> None:
     warn_caller(f"{said} {verb} not in the plan; leave a margin")
 
 
-def _with_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.device, passes: int) -> Capture:
+def _set_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.device, passes: int) -> Capture:
     graph = capture.graph
     tensors, ops = list(graph.tensors), list[Op]()
     for op in graph.ops:
@@ -415,13 +415,13 @@ def _with_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.dev
         ops.append(replace(op, time_s=cost.time_s, workspace_bytes=workspace_bytes, requests=cost.requests))
         for t, spec in zip(op.outputs, cost.outputs, strict=True):
             if graph.tensors[t].producers[0] == op.id:
-                tensors[t] = _as_allocated(tensors[t], spec, device)
+                tensors[t] = _set_allocated_size(tensors[t], spec, device)
     provenance = {
         **graph.provenance,
         "times": "measured",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
-        SETTINGS: format_settings(kernel_settings(device)),
+        SETTINGS: format_settings(collect_kernel_settings(device)),
         "passes": passes,
         "torch": torch.__version__,
     }
@@ -431,21 +431,21 @@ def _with_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.dev
     differing = [[t.id, t.size_bytes] for t in changed]
     if differing:
         provenance[ALLOCATED] = [*provenance.get(ALLOCATED, ()), *differing]  # type: ignore[misc]
-    return with_sizes(replace(capture, graph=replace(graph, provenance=provenance)), ops, tensors)
+    return replace_ops_and_tensors(replace(capture, graph=replace(graph, provenance=provenance)), ops, tensors)
 
 
-def _as_allocated(tensor: Tensor, spec: TensorSpec | None, device: torch.device) -> Tensor:
+def _set_allocated_size(tensor: Tensor, spec: TensorSpec | None, device: torch.device) -> Tensor:
     if spec is None:
         return replace(tensor, size_bytes=0)
-    tensor = replace(tensor, size_bytes=_bytes_of(spec, device))
+    tensor = replace(tensor, size_bytes=_count_bytes(spec, device))
     if tensor.dtype:
         return tensor
     return replace(tensor, shape=spec.shape, dtype=dtype_name(spec.dtype))  # a buffer without a description in Inductor's code
 
 
-def _bytes_of(spec: TensorSpec | None, device: torch.device) -> int:
-    return allocated_bytes(_asked_bytes(spec, device), device)
+def _count_bytes(spec: TensorSpec | None, device: torch.device) -> int:
+    return allocated_bytes(_count_asked_bytes(spec, device), device)
 
 
-def _asked_bytes(spec: TensorSpec | None, device: torch.device) -> int:
+def _count_asked_bytes(spec: TensorSpec | None, device: torch.device) -> int:
     return 0 if spec is None or spec.device.type != device.type else spec.elements * spec.dtype.itemsize

@@ -28,32 +28,32 @@ def model_times(capture: Capture, device: DeviceSpec) -> Graph:
             if isinstance(composed, Repeated):
                 part, count, key = composed.part, composed.count, composed.alike
             if key not in known:
-                known[key] = modelled_composed(*part, device)
+                known[key] = model_composed(*part, device)
             time_s, bytes_ = known[key]
             ops.append(replace(op, time_s=count * time_s, workspace_bytes=bytes_))
             continue
         if node is None:
             ops.append(op)  # saving the generator's state runs no kernel
             continue
-        time_s, bytes_ = modelled_node(node, device)
+        time_s, bytes_ = model_node(node, device)
         ops.append(replace(op, time_s=time_s, workspace_bytes=bytes_))
     provenance = {**capture.graph.provenance, "times": "modelled", "device": device.name, "torch": torch.__version__}
     graph = Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance)
     return measured_uses(replace(capture, graph=graph), None)
 
 
-def modelled_node(node: fx.Node, device: DeviceSpec) -> tuple[float, int]:
+def model_node(node: fx.Node, device: DeviceSpec) -> tuple[float, int]:
     """Return the seconds and the workspace of the call of `node`, on its fake values."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     call = (node.target, args, kwargs, node.meta["val"], device)
     return op_time_s(*call), workspace_bytes(*call)
 
 
-def modelled_composed(composed: Composed, fakes: tuple[Any, ...], device: DeviceSpec) -> tuple[float, int]:
+def model_composed(composed: Composed, fakes: tuple[Any, ...], device: DeviceSpec) -> tuple[float, int]:
     """Return the seconds of all calls of `composed` on `fakes`, and their peak memory in bytes besides its inputs and outputs."""
     with torch.no_grad(), _ModelledCalls(device) as seen:
         made = composed(*fakes)
-    return seen.time_s, max(0, seen.peak_bytes - sum(seen.size_bytes(value) for value in made))
+    return seen.time_s, max(0, seen.peak_bytes - sum(seen.count_bytes(value) for value in made))
 
 
 class _ModelledCalls(TorchDispatchMode):
@@ -71,7 +71,7 @@ class _ModelledCalls(TorchDispatchMode):
         self._planned = torch.device("cpu" if device.name == "cpu" else "cuda")
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def size_bytes(self, value: torch.Tensor) -> int:
+    def count_bytes(self, value: torch.Tensor) -> int:
         """Return the allocated bytes of the storage of `value`."""
         return allocated_bytes(value.untyped_storage().nbytes(), self._planned)
 
@@ -87,7 +87,7 @@ class _ModelledCalls(TorchDispatchMode):
         for value in made:
             storage = value.untyped_storage()
             if storage._cdata not in read:
-                self._made[storage._cdata] = StorageWeakRef(storage), self.size_bytes(value)
+                self._made[storage._cdata] = StorageWeakRef(storage), self.count_bytes(value)
         self._made = {key: (ref, size) for key, (ref, size) in self._made.items() if not ref.expired()}
         allocated = sum(size for _, size in self._made.values())
         self.peak_bytes = max(self.peak_bytes, allocated + workspace_bytes(func, args, named, result, self._device))

@@ -23,8 +23,8 @@ from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload.models import Workload
 from planner.measure import steps as measure
-from planner.measure.pool_memory import measured_peak, other_peaks_measured
-from planner.measure.tracing import as_recorded, capture_step
+from planner.measure.pool_memory import measure_other_peaks, measure_peak
+from planner.measure.tracing import capture_step, restore_recorded
 from planner.plans.eager import within_own_error
 from planner.plans.keeping_everything import why_it_does_not_fit
 from planner.plans.plan import Plan
@@ -174,7 +174,7 @@ def run(
 
 def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: int, arena: bool | None) -> RunReport:
     model, loss_fn, batch = workload
-    captured = _captured(plan, workload, stages)
+    captured = _capture_again(plan, workload, stages)
     check_sizes(captured.graph, plan)
     offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
     captured = replace(captured, graph=remove_options(captured.graph).out_of_place())
@@ -192,14 +192,14 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     named = ", ".join(steps)
     with stages.stage(Stage.CHECK, f"running {named}") as stage:
         with reporting("measuring the peak of the plan"):
-            memory = measured_peak(captured, planned, eager, batch)
+            memory = measure_peak(captured, planned, eager, batch)
         for done, (name, step) in enumerate(() if not_compared else steps.items()):
             with reporting(f"running {name}"):
-                outcomes[name] = measure.outcome(step, model, batch, seed=seed, written=written)
+                outcomes[name] = measure.measure_outcome(step, model, batch, seed=seed, written=written)
             stage.advance(done + 2, len(steps) + 1)
-        if not not_compared and outcomes[_EAGER].differences(outcomes[_PLANNED]) and not plan.differs:
+        if not not_compared and outcomes[_EAGER].list_differences(outcomes[_PLANNED]) and not plan.differs:
             with reporting(f"running {_EAGER} again"):
-                outcomes[_EAGER_AGAIN] = measure.outcome(eager, model, batch, seed=seed, written=written)
+                outcomes[_EAGER_AGAIN] = measure.measure_outcome(eager, model, batch, seed=seed, written=written)
     with (
         stages.stage(Stage.COMPARE, f"timing {named}"),
         reporting("timing the plan"),
@@ -207,7 +207,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     ):
         isolated = {name: measure.Isolated(step, model, batch) for name, step in steps.items()}
         times = measure.turn_times(isolated, batch, parameters=list(model.parameters()), repeats=repeats)
-    peaks = other_peaks_measured(captured, planned, eager, batch)
+    peaks = measure_other_peaks(captured, planned, eager, batch)
     report = RunReport(
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
@@ -230,10 +230,10 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
         predicted_gradient_error=plan.gradient_error,
         not_compared=not_compared,
     )
-    return report if not_compared else _compared(report, outcomes, times)
+    return report if not_compared else _add_comparison(report, outcomes, times)
 
 
-def _captured(plan: Plan, workload: Workload, stages: Stages) -> Capture:
+def _capture_again(plan: Plan, workload: Workload, stages: Stages) -> Capture:
     """Return the step as it was when `plan` was made."""
     provenance = plan.graph.provenance
     with stages.stage(Stage.CAPTURE):
@@ -243,31 +243,33 @@ def _captured(plan: Plan, workload: Workload, stages: Stages) -> Capture:
             name=str(provenance.get("model", "")),
         )
         captured = capture_step(workload, settings)
-    return as_recorded(captured, provenance, recorded_options(plan.settings))
+    return restore_recorded(captured, provenance, recorded_options(plan.settings))
 
 
-def _compared(report: RunReport, outcomes: Mapping[str, measure.StepOutcome], times: Mapping[str, Sequence[float]]) -> RunReport:
+def _add_comparison(
+    report: RunReport, outcomes: Mapping[str, measure.StepOutcome], times: Mapping[str, Sequence[float]]
+) -> RunReport:
     """Return `report` with the results of the comparison."""
     result, kept, eager, much = outcomes[_PLANNED], outcomes[_KEEPING], outcomes[_EAGER], bool(report.differs)
     again = outcomes.get(_EAGER_AGAIN, eager)
-    eager_error = eager.gradient_error(again) if eager.differences(again) else None
-    error = kept.gradient_error(result) if report.predicted_gradient_error is not None else None
-    over_eager, spread = measure.ratio_in_turns(times[_PLANNED], times[_EAGER])
+    eager_error = eager.compute_gradient_error(again) if eager.list_differences(again) else None
+    error = kept.compute_gradient_error(result) if report.predicted_gradient_error is not None else None
+    over_eager, spread = measure.compute_ratio(times[_PLANNED], times[_EAGER])
     return replace(
         report,
-        measured_ratio=measure.ratio_in_turns(times[_PLANNED], times[_KEEPING])[0],
-        eager_ratio=measure.ratio_in_turns(times[_EAGER], times[_KEEPING])[0],
+        measured_ratio=measure.compute_ratio(times[_PLANNED], times[_KEEPING])[0],
+        eager_ratio=measure.compute_ratio(times[_EAGER], times[_KEEPING])[0],
         overhead=over_eager - 1,
         spread=spread,
-        identical=not kept.differences(result),
-        differences=_differences(kept, result, much=much),
-        eager_differences=_differences(eager, result, much=much),
-        measured_gradient_error=error if eager_error is None else eager.gradient_error(result),
+        identical=not kept.list_differences(result),
+        differences=_list_differences(kept, result, much=much),
+        eager_differences=_list_differences(eager, result, much=much),
+        measured_gradient_error=error if eager_error is None else eager.compute_gradient_error(result),
         eager_error=eager_error,
     )
 
 
-def _differences(wanted: measure.StepOutcome, found: measure.StepOutcome, *, much: bool) -> tuple[str, ...]:
+def _list_differences(wanted: measure.StepOutcome, found: measure.StepOutcome, *, much: bool) -> tuple[str, ...]:
     """Return the results that are not bit-identical; with `much`, also by how much they differ."""
-    names = wanted.differences(found)
-    return tuple(str(wanted.difference(name, found)) for name in names) if much else names
+    names = wanted.list_differences(found)
+    return tuple(str(wanted.compute_difference(name, found)) for name in names) if much else names

@@ -19,7 +19,7 @@ _POINTS = (2, 3)  # per varying size: for linear amounts, and for those quadrati
 _LEAST = 2  # frameworks treat a size of 1 specially
 
 
-def sample_sizes(size: int) -> tuple[int, ...]:
+def list_sample_sizes(size: int) -> tuple[int, ...]:
     """Return three sizes to capture at, descending: `size`, and two smaller ones, which take less memory.
 
     Raises:
@@ -62,9 +62,9 @@ class GraphFit:
             if not has_same_ops(first, graph):
                 raise GraphError(f"the step has different ops at sizes {sizes} and at {next(iter(self.graphs))}")
 
-    def graph(self, sizes: Sizes) -> Graph:
+    def build_graph(self, sizes: Sizes) -> Graph:
         """Return the graph at `sizes`. Bytes are integers; nothing is negative. Shapes are those of the first graph."""
-        at = self._powers([sizes])[0]
+        at = self._compute_powers([sizes])[0]
         first = next(iter(self.graphs.values()))
         tensor_bytes = np.rint(at @ self._tensors).astype(np.int64)
         workspaces, times = np.ceil(self._workspaces @ [*at, 1.0]).astype(np.int64), self._times @ at
@@ -76,7 +76,7 @@ class GraphFit:
         made = {"fitted_at_sizes": [list(known) for known in self.graphs], "fitted_to_sizes": list(sizes)}
         return Graph(ops, tensors, first.kept, {**first.provenance, **made})
 
-    def _powers(self, sizes: Sequence[Sizes]) -> Floats:
+    def _compute_powers(self, sizes: Sequence[Sizes]) -> Floats:
         """Return the products of powers for each of `sizes`, relative to the first sizes: numbers near 1 lose no bytes."""
         relative = np.asarray(sizes, dtype=np.float64) / np.asarray(next(iter(self.graphs)))
         exponents = list(product(range(self._points), repeat=relative.shape[1]))
@@ -90,7 +90,7 @@ class GraphFit:
     @cached_property
     def _captured_powers(self) -> Floats:
         """The products of powers at the captured sizes."""
-        return self._powers(list(self.graphs))
+        return self._compute_powers(list(self.graphs))
 
     @cached_property
     def _tensors(self) -> Floats:
@@ -123,9 +123,9 @@ class GraphFit:
 
 def has_same_ops(one: Graph, other: Graph) -> bool:
     """Return True if two graphs differ only in sizes, times, names and overwriting."""
-    return _structure(one) == _structure(other)
+    return _get_structure(one) == _get_structure(other)
 
 
-def _structure(graph: Graph) -> object:
+def _get_structure(graph: Graph) -> object:
     ops = [(op.target, op.inputs, op.outputs, op.mutates, op.phase, op.recomputable, op.random, op.replaces) for op in graph.ops]
     return ops, [(t.producers, t.kind) for t in graph.tensors], graph.kept

@@ -14,33 +14,33 @@ from planner.capture.lowering.statics import allocated_bytes
 ALLOCATED = "allocated_bytes"
 
 
-def with_dense_sizes(capture: Capture) -> Capture:
+def set_dense_sizes(capture: Capture) -> Capture:
     """Return `capture` with the size of each tensor computed from its shape.
 
     The storages of fake tensors give no sizes: they are larger the first time that an op is captured in a process than later.
     """
     device = torch.device(str(capture.graph.provenance["device"]))
 
-    def dense(tensor: Tensor) -> Tensor:
+    def set_dense_size(tensor: Tensor) -> Tensor:
         if tensor.static or not tensor.dtype or tensor.size_bytes == 0:
             return tensor
         elements: int = math.prod(tensor.shape)
         return replace(tensor, size_bytes=allocated_bytes(elements * getattr(torch, tensor.dtype).itemsize, device))
 
-    return with_sizes(capture, capture.graph.ops, tuple(map(dense, capture.graph.tensors)))
+    return replace_ops_and_tensors(capture, capture.graph.ops, tuple(map(set_dense_size, capture.graph.tensors)))
 
 
-def with_recorded_sizes(capture: Capture, provenance: Mapping[str, object]) -> Capture:
+def set_recorded_sizes(capture: Capture, provenance: Mapping[str, object]) -> Capture:
     """Return `capture` with the allocated sizes that a profile of the same step recorded in `provenance`."""
     recorded = provenance.get(ALLOCATED, ())
     assert isinstance(recorded, list | tuple)
     sizes, count = dict(recorded), len(capture.graph.tensors)
     sizes = {t: size_bytes for t, size_bytes in sizes.items() if t < count}
     tensors = [replace(t, size_bytes=sizes.get(t.id, t.size_bytes)) for t in capture.graph.tensors]
-    return with_sizes(capture, capture.graph.ops, tensors)
+    return replace_ops_and_tensors(capture, capture.graph.ops, tensors)
 
 
-def with_sizes(capture: Capture, ops: Sequence[Op], tensors: Sequence[Tensor]) -> Capture:
+def replace_ops_and_tensors(capture: Capture, ops: Sequence[Op], tensors: Sequence[Tensor]) -> Capture:
     """Return `capture` with these ops and tensors; outputs overwrite only inputs of their own size."""
     sizes = [t.size_bytes for t in tensors]
     ops = [replace(op, overwrites=tuple(p for p in op.overwrites if sizes[p[0]] == sizes[p[1]])) for op in ops]

@@ -13,7 +13,7 @@ from torch import nn
 
 from planner.capture.frontend.preserved_state import UndoWrites, has_same_values, preserve_training_state
 from planner.capture.signature import Batch, arguments, call, detach_batch, leaves
-from planner.measure.machine import machine
+from planner.measure.machine import describe_machine
 from planner.plans.eager import Difference
 from planner.runtime.allocator import memory_rise
 from planner.runtime.arena_allocator import idle_pages_stay
@@ -59,7 +59,7 @@ def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, 
     return MemoryUse(static_bytes + rise.peak_bytes, reserved_bytes, timeline, library_bytes)
 
 
-def median_times(
+def measure_median_times(
     steps: "Mapping[str, Step] | Mapping[str, Isolated]", batch: Batch, *, parameters: Sequence[nn.Parameter], repeats: int
 ) -> dict[str, float]:
     """Return the median seconds of each step; see ``turn_times``."""
@@ -88,16 +88,16 @@ def turn_times(
             for name, step in steps.items():
                 for tensor in (*parameters, *inputs):
                     tensor.grad = None
-                synchronize(device)
+                wait_for_device(device)
                 start = time.perf_counter()
                 run_both(step, batch)
-                synchronize(device)
+                wait_for_device(device)
                 if turn >= 0:
                     times[name].append(time.perf_counter() - start)
     return times
 
 
-def ratio_in_turns(planned_s: Sequence[float], plain_s: Sequence[float]) -> tuple[float, float]:
+def compute_ratio(planned_s: Sequence[float], plain_s: Sequence[float]) -> tuple[float, float]:
     """Return the median ratio of two steps that took turns, and its spread: half of the interquartile range.
 
     Ratios are taken per turn, since other processes disturb both steps of a turn alike.
@@ -113,11 +113,11 @@ class StepOutcome:
 
     values: Mapping[str, torch.Tensor | None]
 
-    def differences(self, other: "StepOutcome") -> tuple[str, ...]:
+    def list_differences(self, other: "StepOutcome") -> tuple[str, ...]:
         """Return the names of results that are not bit-identical."""
-        return tuple(name for name, value in self.values.items() if not _equal(value, other.values.get(name)))
+        return tuple(name for name, value in self.values.items() if not _are_equal(value, other.values.get(name)))
 
-    def gradient_error(self, other: "StepOutcome") -> float:
+    def compute_gradient_error(self, other: "StepOutcome") -> float:
         """Return the norm of the difference of all gradients from those of `other`, relative to the norm of these gradients."""
         squared = [0.0, 0.0]
         for name, wanted in self.values.items():
@@ -128,7 +128,7 @@ class StepOutcome:
                     squared[i] += float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2
         return sqrt(squared[0] / squared[1]) if squared[1] else 0.0
 
-    def difference(self, name: str, other: "StepOutcome") -> Difference:
+    def compute_difference(self, name: str, other: "StepOutcome") -> Difference:
         """Return the difference of `other` from this outcome in the result `name`, without sizes if it cannot be measured."""
         wanted, given = self.values[name], other.values.get(name)
         name = name.replace(" model.", " ", 1)  # as in the user's code
@@ -143,7 +143,7 @@ class StepOutcome:
         return Difference(name, max_abs, max_abs / largest if largest and isfinite(largest) else None)
 
 
-def outcome(
+def measure_outcome(
     step: Step,
     model: nn.Module,
     batch: Batch,
@@ -163,7 +163,7 @@ def outcome(
         if seed is not None:
             torch.manual_seed(seed)
         returned, gradients = Isolated(step, model, batch).run()
-        loss = loss_of(returned)
+        loss = get_loss(returned)
         others = (leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor) and leaf is not loss)
         values: dict[str, torch.Tensor | None] = {"loss": _copy(loss)}
         values |= {f"result {i}": _copy(other) for i, other in enumerate(others, 1)}
@@ -199,9 +199,9 @@ class Isolated:
         # New containers: a step may pop items from them.
         args, kwargs = pytree.tree_map(lambda leaf: leaf, (self._args, self._kwargs))
         returned = self._step(*args, **kwargs)
-        loss = loss_of(returned)
+        loss = get_loss(returned)
         if self._ends is None:
-            reached, nested = _ends(loss)
+            reached, nested = _find_ends(loss)
             if nested:  # a nested pass ends at parameters that the outer graph does not reach
                 reached = list({id(tensor): tensor for tensor in (*reached, *self._known.values())}.values())
             self._ends = reached, nested
@@ -229,13 +229,13 @@ def run_both(step: "Step | Isolated", batch: Batch) -> object:
     if isinstance(step, Isolated):
         return step.run()
     returned = call(step, batch)
-    loss = loss_of(returned)
+    loss = get_loss(returned)
     with torch.autocast(loss.device.type, enabled=False):
         loss.backward()
     return returned
 
 
-def _ends(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
+def _find_ends(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
     """Return the tensors where the backward pass ends, and True if it runs nested backward passes.
 
     Reentrant checkpoints (``use_reentrant=True``) do; they do not support ``autograd.grad``.
@@ -255,7 +255,7 @@ def _ends(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
     return list(reached.values()), nested
 
 
-def loss_of(returned: Any) -> torch.Tensor:
+def get_loss(returned: Any) -> torch.Tensor:
     """Return the loss from the result of a step."""
     loss: torch.Tensor
     match returned:
@@ -268,18 +268,18 @@ def loss_of(returned: Any) -> torch.Tensor:
     return loss
 
 
-def synchronize(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Wait for the work launched on `device`; CUDA calls return before their work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def device_name(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """Return the name of the measured device: the GPU and its machine, or the machine and its number of threads."""
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}; {machine()}"
+        return f"{torch.cuda.get_device_name(device)}; {describe_machine()}"
     threads = torch.get_num_threads()
-    return f"{machine()}, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{describe_machine()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
@@ -287,5 +287,5 @@ def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
     return None if value is None else value.detach().to("cpu", copy=True)
 
 
-def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+def _are_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b if a is None or b is None else has_same_values(a, b)

@@ -37,7 +37,7 @@ class TensorSpec:
     device: torch.device
 
     @classmethod
-    def smallest(cls, value: torch.Tensor) -> Self:
+    def make_smallest(cls, value: torch.Tensor) -> Self:
         """Return the layout of `value` in the smallest storage that holds it."""
         shape, stride = tuple(value.shape), value.stride()
         extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -60,7 +60,7 @@ class TensorSpec:
             flat = torch.full((self.elements,), int(target in _FROM_ONE), dtype=self.dtype, device=self.device)
             return flat.as_strided(self.shape, self.stride, self.offset)
         flat = torch.empty(self.elements, dtype=self.dtype, device=self.device)
-        block = torch.from_numpy(_random_block())
+        block = torch.from_numpy(_build_random_block())
         done = min(self.elements, _BLOCK_ELEMENTS)
         flat[:done].copy_(block[:done])
         while done < self.elements:
@@ -71,7 +71,7 @@ class TensorSpec:
 
 
 @cache
-def _random_block() -> NDArray[np.float32]:
+def _build_random_block() -> NDArray[np.float32]:
     """Return the numbers in memory of NumPy's: a tensor that stays would count for the budgets of later steps on the CPU."""
     generator = torch.Generator().manual_seed(0)
     numbers: NDArray[np.float32] = torch.empty(_BLOCK_ELEMENTS).uniform_(0.25, 0.75, generator=generator).numpy()

@@ -10,7 +10,7 @@ import torch
 T = TypeVar("T")
 
 
-def timed(run: Callable[..., T], arguments: Sequence[torch.Tensor], device: torch.device) -> tuple[float, T]:
+def time_call(run: Callable[..., T], arguments: Sequence[torch.Tensor], device: torch.device) -> tuple[float, T]:
     """Return the seconds of one execution on `device`, and its results."""
     if device.type == "cuda":
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -25,6 +25,6 @@ def timed(run: Callable[..., T], arguments: Sequence[torch.Tensor], device: torc
     return time.perf_counter() - start, made
 
 
-def typical(times_s: Sequence[float], device: torch.device) -> float:
+def compute_typical(times_s: Sequence[float], device: torch.device) -> float:
     """Return the typical one of several times: the minimum on the CPU, where interruptions only add, and the median on CUDA."""
     return median(times_s) if device.type == "cuda" else min(times_s)

@@ -18,13 +18,13 @@ from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture, capture_kernels
 from planner.capture.workload.models import Workload
-from planner.measure.device_profile import other_devices as measured_devices
-from planner.measure.exactness import needs_comparison, with_exactness
+from planner.measure.device_profile import profile_other_devices as measured_devices
+from planner.measure.exactness import mark_exact_ops, needs_comparison
 from planner.measure.link_rates import link_during_step
-from planner.measure.optimizers import memory_of
+from planner.measure.optimizers import find_memory
 from planner.measure.profile import profile
 from planner.measure.roofline import model_times
-from planner.measure.sizes import with_dense_sizes, with_recorded_sizes
+from planner.measure.sizes import set_dense_sizes, set_recorded_sizes
 from planner.measure.unrepeatable_ops import mark_custom_ops, mark_recorded_ops
 from planner.memory.free_memory import free_bytes
 from planner.memory.release import release_unused
@@ -93,7 +93,7 @@ def trace(
     check_traced(options)
     step = TrainingStep(model, loss_fn)
     initialize_lazy_layers(step, batch)  # before their optimizer is measured
-    given |= {"optimizer": memory_of(optimizer, step), "options": OptionSettings(tuple(options))}
+    given |= {"optimizer": find_memory(optimizer, step), "options": OptionSettings(tuple(options))}
     return trace_workload(Workload(model, loss_fn, batch), PlanSettings.of(**given), on_progress)
 
 
@@ -105,12 +105,12 @@ def trace_workload(workload: Workload, settings: PlanSettings, on_progress: OnPr
             captured = capture_profiled(workload, settings, stages)
         else:
             with stages.stage(Stage.CAPTURE):
-                captured = _modelled(workload, settings, get_device(settings.roofline))
+                captured = _capture_with_model(workload, settings, get_device(settings.roofline))
         stages.finish()
     return captured.graph
 
 
-def _modelled(workload: Workload, settings: PlanSettings, device: DeviceSpec) -> Capture:
+def _capture_with_model(workload: Workload, settings: PlanSettings, device: DeviceSpec) -> Capture:
     """Return the step with times modelled by a roofline."""
     captured = capture(
         *workload,
@@ -129,7 +129,7 @@ def capture_profiled(workload: Workload, settings: PlanSettings, stages: Stages 
     with stages.stage(Stage.CAPTURE):
         captured = capture_step(workload, settings)
     with stages.stage(Stage.MEASURE) as stage:
-        return profiled(captured, workload, settings, on_op=stage.advance)
+        return profile_capture(captured, workload, settings, on_op=stage.advance)
 
 
 def capture_step(workload: Workload, settings: PlanSettings, *, variant: "CompileVariant | None" = None) -> Capture:
@@ -146,12 +146,12 @@ def capture_step(workload: Workload, settings: PlanSettings, *, variant: "Compil
     else:
         numbers = settings.numbers if settings.reads_numbers else None
         step = capture(*workload, optimizer=optimizer, accumulate=accumulate, name=name, numbers=numbers)
-        captured = with_dense_sizes(step)
+        captured = set_dense_sizes(step)
     prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
     return captured
 
 
-def profiled(
+def profile_capture(
     captured: Capture,
     workload: Workload,
     settings: PlanSettings,
@@ -178,7 +178,7 @@ def profiled(
     if settings.traced_options:
         offered = with_traced(captured, settings.traced_options)
         captured = profile(offered, static, passes=passes) if len(offered.graph.ops) > len(captured.graph.ops) else offered
-        captured = _compared(captured, step, workload.batch)
+        captured = _compare_options(captured, step, workload.batch)
     recorded: dict[str, object] = {}
     if settings.measure_link:
         recorded[MEASURED_LINK] = link_during_step(captured, static, captured.graph.time_s).recorded
@@ -189,23 +189,23 @@ def profiled(
     return without_useless_ops(replace(captured, graph=graph))
 
 
-def _compared(captured: Capture, step: TrainingStep, batch: Batch) -> Capture:
+def _compare_options(captured: Capture, step: TrainingStep, batch: Batch) -> Capture:
     """Return `captured` with the exactness of its optional ops, found by executing the whole step if that fits."""
     if not (needs_comparison(captured) or needs_measuring(captured)):
         return captured
     executed = RealStep(captured, step, batch)
     real = executed if needed_bytes(captured.graph) <= free_bytes(executed.device) else None
-    captured = with_exactness(captured, real)
+    captured = mark_exact_ops(captured, real)
     return replace(captured, graph=measured_uses(captured, real))
 
 
-def as_recorded(captured: Capture, provenance: Mapping[str, object], options: Sequence[str]) -> Capture:
+def restore_recorded(captured: Capture, provenance: Mapping[str, object], options: Sequence[str]) -> Capture:
     """Return `captured` as the step that a plan with this provenance was made for: nothing is executed.
 
     Args:
         captured: the capture of the step, from ``capture_step``.
         options: options of the plan.
     """
-    captured = mark_recorded_ops(with_recorded_sizes(captured, provenance), provenance)
+    captured = mark_recorded_ops(set_recorded_sizes(captured, provenance), provenance)
     prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
-    return offered_as(with_recorded_sizes(with_traced(captured, options), provenance), provenance)
+    return offered_as(set_recorded_sizes(with_traced(captured, options), provenance), provenance)

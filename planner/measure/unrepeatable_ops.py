@@ -34,7 +34,7 @@ def has_undeclared_draws(op: Op, states: RandomStates, device: torch.device) -> 
     return bool(states.changed() - ({device.type} if op.random else set()))
 
 
-def checksums(made: Sequence[torch.Tensor | None]) -> list[int]:
+def compute_checksums(made: Sequence[torch.Tensor | None]) -> list[int]:
     """Return the checksums of the outputs of an op."""
     return [int(checksum(value)) for value in made if value is not None]
 

@@ -16,7 +16,7 @@ from graphs.short_tracebacks import shorten_traceback
 from planner.capture.options import OPTIONS, needs, traced_options
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn
-from planner.measure.steps import device_name
+from planner.measure.steps import describe_device
 from planner.measure.tracing import trace
 from planner.memory.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.memory.reserved import memory_on
@@ -185,4 +185,4 @@ def _find_device(model: nn.Module, batch: Batch, roofline: str | None) -> tuple[
     gradients = [p.grad for p in parameters if p.grad is not None]
     device = next((tensor.device for tensor in (*parameters, *inputs)), torch.device("cpu"))
     available_bytes = auto_budget_bytes(device, (*parameters, *model.buffers(), *gradients), inputs)
-    return device.type, device_name(device), available_bytes
+    return device.type, describe_device(device), available_bytes

@@ -11,7 +11,7 @@ from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.ir import Graph
 from graphs.options import remove_options
 from graphs.schedule import Schedule
-from planner.measure.machine import commit, machine
+from planner.measure.machine import commit, describe_machine
 from planner.memory.reserved import eager_bytes, memory_of, reserved_at
 from planner.plans.attributes import attributes
 from planner.plans.summary import summarize
@@ -123,7 +123,7 @@ class SolveRow:
             base_s=self.graph.time_s,
             **attributes(self, "base_peak_bytes", "commit"),
             **attributes(self.settings, "tolerance", "time_limit_s", "seed"),
-            machine=self.machine or machine(),
+            machine=self.machine or describe_machine(),
             versions=self._format_versions({}),
         )
 

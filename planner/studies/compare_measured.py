@@ -17,7 +17,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options.traced import with_graph
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
-from planner.measure.steps import device_name, ratio_in_turns
+from planner.measure.steps import compute_ratio, describe_device
 from planner.plans.attributes import attributes
 from planner.plans.summary import check_same_graph, summarize
 from planner.runtime.executor import Executor
@@ -56,7 +56,7 @@ def load_or_profile(workload: Workload, folder: Path, settings: PlanSettings) ->
         return captured
     known = read_graph(path)
     captured = tracing.capture_step(workload, settings)
-    captured = tracing.as_recorded(captured, known.provenance, ())
+    captured = tracing.restore_recorded(captured, known.provenance, ())
     check_same_graph(summarize(known), summarize(captured.graph))
     return replace(captured, graph=known)
 
@@ -96,7 +96,7 @@ def compare_measured(  # noqa: PLR0913  # what is compared, where it is kept, wh
         BudgetError, OutputError, PlannerError: as in ``planner.studies.compare``.
     """
     offered = with_graph(captured, settings.options.apply(captured.graph))
-    name = device_name(next(workload.model.parameters()).device)
+    name = describe_device(next(workload.model.parameters()).device)
     judge = judge_of(offered.graph, settings, CountedMemory.ALLOCATED, name)  # as the peaks that are measured
     tasks = list_tasks(judge, budgets, methods, RunBy.EXECUTOR)
     kept = open_rows(folder, offered.graph, judge.recorded)
@@ -230,5 +230,5 @@ def _add_measured(row: ComparisonRow, measured: Measured) -> ComparisonRow:
 
 def _add_times(row: ComparisonRow, times: Sequence[float], eager_times: Sequence[float]) -> ComparisonRow:
     """Return the row with its times."""
-    ratio, _ = ratio_in_turns(times, eager_times)
+    ratio, _ = compute_ratio(times, eager_times)
     return replace(row, measured_s=median(times), eager_s=median(eager_times), measured_ratio=ratio, repeats=len(times))

@@ -215,7 +215,7 @@ class _SizeSearch:
                         f"measuring {self.wanted.name_size(units)} ran out of memory: use --roofline to model a device instead"
                     ) from None
                 self.extrapolated.add(units)
-                self._graphs[units] = line.graph((units,))
+                self._graphs[units] = line.build_graph((units,))
         return self._graphs[units]
 
     def capture(self, units: int) -> Graph:

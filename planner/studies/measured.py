@@ -79,7 +79,7 @@ class Benchmark:
         self._steps: dict[str, Step] = {}
         self._device = next(workload.model.parameters()).device
         step = TrainingStep(workload.model, workload.loss_fn)
-        self._reference = measure.outcome(step, workload.model, workload.batch, seed=seed)
+        self._reference = measure.measure_outcome(step, workload.model, workload.batch, seed=seed)
         self._allowed = self._measure_rounding(step)
         self._static_bytes = extra_bytes + sum(t.size_bytes for t in StaticTensors(step, workload.batch, self._device).tensors)
 
@@ -99,7 +99,7 @@ class Benchmark:
     def compare_with(self, name: str) -> None:
         """Compare methods entered from here on with the results of the method `name`, in place of eager PyTorch's."""
         model, _, batch = self._workload
-        self._reference = measure.outcome(self._steps[name], model, batch, seed=self._seed)
+        self._reference = measure.measure_outcome(self._steps[name], model, batch, seed=self._seed)
 
     def measure_times(self, names: Sequence[str], *, repeats: int) -> dict[str, list[float]]:
         """Return the seconds of forward and backward passes of the named methods, in turns; see ``measure.turn_times``."""
@@ -114,7 +114,7 @@ class Benchmark:
         reference = self._reference
         if self._host is not None:
             self._host.peak_bytes = self._host.used_bytes
-        found = measure.outcome(step, model, batch, seed=self._seed)  # compilation happens here
+        found = measure.measure_outcome(step, model, batch, seed=self._seed)  # compilation happens here
         with preserve_training_state(model, batch):
             isolated = measure.Isolated(step, model, batch)
             memory = measure.measure_memory(isolated, batch, static_bytes=self._static_bytes, device=self._device)
@@ -127,7 +127,7 @@ class Benchmark:
             exactness=errors.judge_exactness(self._allowed),
             loss_error=errors.loss,
             gradient_error=errors.gradients,
-            differences=reference.differences(found),
+            differences=reference.list_differences(found),
         )
 
     def _measure_rounding(self, step: Step) -> "_Errors":
@@ -144,7 +144,7 @@ class Benchmark:
                     noise = torch.randn(value.shape, dtype=value.dtype, device=value.device, generator=generator)
                     parameter.copy_(value * (1 + eps * noise))
             try:
-                errors = _Errors.compare(self._reference, measure.outcome(step, model, batch, seed=self._seed))
+                errors = _Errors.compare(self._reference, measure.measure_outcome(step, model, batch, seed=self._seed))
             finally:
                 with torch.no_grad():
                     for parameter, value in zip(parameters, before, strict=True):
@@ -164,7 +164,7 @@ class _Errors:
     @classmethod
     def compare(cls, reference: StepOutcome, found: StepOutcome) -> "_Errors":
         gradients = [name for name in reference.values if name.startswith("gradient of ")]
-        same = not {"loss", *gradients}.intersection(reference.differences(found))
+        same = not {"loss", *gradients}.intersection(reference.list_differences(found))
         return cls(compute_relative_error(reference, found, ["loss"]), compute_relative_error(reference, found, gradients), same)
 
     def judge_exactness(self, allowed: "_Errors") -> Exactness:

@@ -78,9 +78,9 @@ def collect_provenance(device: "torch.device | None" = None, packages: Iterable[
     """Return the device (None: the CPU), the commit, and the versions of torch and of `packages` as columns of a row."""
     import torch
 
-    from planner.measure.steps import device_name
+    from planner.measure.steps import describe_device
 
-    common = {"machine": device_name(device or torch.device("cpu")), "commit": commit(), "torch": torch.__version__}
+    common = {"machine": describe_device(device or torch.device("cpu")), "commit": commit(), "torch": torch.__version__}
     return common | {package: _get_version(package) for package in packages}
 
 

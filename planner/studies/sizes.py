@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphs.ir import Graph
-from planner.measure.scaling import sample_sizes
+from planner.measure.scaling import list_sample_sizes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import RECOMPUTATION, OptionSettings
 from solvers.result import Result
@@ -128,4 +128,4 @@ class SizedMethod:
 
 def list_samples(varies: str, first: int) -> tuple[int, ...]:
     """Return ``Wanted.samples`` for a search from `first`: costs are linear in a batch, and may be quadratic in other sizes."""
-    return BATCHES if varies == BATCH else sample_sizes(max(first, max(BATCHES)))
+    return BATCHES if varies == BATCH else list_sample_sizes(max(first, max(BATCHES)))

@@ -14,7 +14,7 @@ from benchmarks.training_loop import Recipe, generate_batches
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure import tracing
-from planner.measure.steps import loss_of
+from planner.measure.steps import get_loss
 from planner.plans.solving import solve
 from planner.studies.rows import read_rows
 from planner.train.compile.step import PlannedStep
@@ -65,7 +65,7 @@ def noticed(spoil: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.M
     def plan(workload: Workload, recipe: Recipe, device: torch.device, budget_bytes: int) -> PlannedStep:
         eager = TrainingStep(workload.model, workload.loss_fn)
         found = solve(tracing.trace(*workload, passes=1), "100%", solver="keep-everything")
-        return PlannedStep(replace(found, budget_bytes=budget_bytes), lambda *batch: spoil(loss_of(eager(*batch))), None)
+        return PlannedStep(replace(found, budget_bytes=budget_bytes), lambda *batch: spoil(get_loss(eager(*batch))), None)
 
     monkeypatch.setattr(training, "plan", plan)
     monkeypatch.setattr(training, "find_least", lambda *_: 0)

@@ -33,7 +33,7 @@ from benchmarks.try_models import (
     try_one,
 )
 from planner.capture.workload.models import Workload
-from planner.measure.steps import loss_of
+from planner.measure.steps import get_loss
 from tests.support.models.residual_blocks import blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
@@ -152,6 +152,6 @@ def test_models_that_are_in_the_csv_are_not_tried_again(monkeypatch: pytest.Monk
 def test_every_handwritten_model_has_a_loss(make: Callable[[], Workload]) -> None:
     torch.manual_seed(0)
     workload = make()
-    loss = loss_of(build_whole_step(workload)(*workload.batch))
+    loss = get_loss(build_whole_step(workload)(*workload.batch))
     loss.backward()
     assert loss.isfinite() and any(p.grad is not None for p in workload.model.parameters())

@@ -20,7 +20,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure import running, tracing
 from planner.measure import steps as measure
-from planner.measure.pool_memory import measured_peak
+from planner.measure.pool_memory import measure_peak
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan
@@ -45,7 +45,7 @@ def captured(workload: Workload) -> Capture:
 
 
 def outcome(executor: Executor, workload: Workload) -> measure.StepOutcome:
-    return measure.outcome(executor, workload.model, workload.batch, seed=3)
+    return measure.measure_outcome(executor, workload.model, workload.batch, seed=3)
 
 
 @pytest.mark.parametrize("form", ["2", "4", "8", "float8"])
@@ -57,12 +57,12 @@ def test_loss_and_random_state_are_exact_and_gradients_as_predicted(workload: Wo
     program = remove_options(captured.graph)
     keeping = Executor(replace(captured, graph=program), keep_everything(program), model, loss_fn)
     wanted, found = outcome(keeping, workload), outcome(planned, workload)
-    different = wanted.differences(found)
+    different = wanted.list_differences(found)
     assert different and all(name.startswith("gradient of ") for name in different)
     predicted = math.sqrt(graph.used(VARIANCE, schedule.computed))
-    assert predicted / FACTOR < wanted.gradient_error(found) < predicted * FACTOR
-    assert not found.differences(outcome(planned, workload))  # each time the same
-    peak = measured_peak(captured, planned, TrainingStep(model, loss_fn), workload.batch).peak_bytes
+    assert predicted / FACTOR < wanted.compute_gradient_error(found) < predicted * FACTOR
+    assert not found.list_differences(outcome(planned, workload))  # each time the same
+    peak = measure_peak(captured, planned, TrainingStep(model, loss_fn), workload.batch).peak_bytes
     # To the byte, but for the gradient of the loss, which autograd lets go when it has been read.
     assert simulate(graph, schedule).peak_bytes - peak in (0, wanted.values["loss"].nbytes)
 

@@ -60,7 +60,7 @@ def test_exact_plan_runs_on_a_recaptured_step(graph: Graph, workload: Workload) 
 
 
 def test_calls_go_with_the_ops_that_are_left(graph: Graph, workload: Workload) -> None:
-    captured = tracing.as_recorded(tracing.capture_step(workload, PlanSettings()), graph.provenance, ["chunks"])
+    captured = tracing.restore_recorded(tracing.capture_step(workload, PlanSettings()), graph.provenance, ["chunks"])
     names = [op.name for op in graph.ops if op.optional and op.exact]
     held = with_graph(captured, with_recorded(captured.graph, {"options": ["chunks"], "exact": names}))
     before = dict(zip((op.name for op in captured.graph.ops), captured.program.calls, strict=True))

@@ -13,7 +13,7 @@ import planner  # noqa: E402
 from graphs.errors import TraceError  # noqa: E402
 from planner.capture.step import TrainingStep  # noqa: E402
 from planner.capture.trace import capture  # noqa: E402
-from planner.measure.steps import outcome  # noqa: E402
+from planner.measure.steps import measure_outcome  # noqa: E402
 from planner.runtime.executor import Executor  # noqa: E402
 from planner.torch_private.capture import FOLLOWS_COPIES  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
@@ -99,8 +99,8 @@ def test_a_random_schedule_is_exact(make: Callable[[], Case]) -> None:
     captured = capture(model, None, batch)
     schedule = random_schedule(captured.graph, 1)
     assert len(schedule.computed) > len(captured.graph.ops)
-    planned = outcome(Executor(captured, schedule, model, None), model, batch, seed=1)
-    assert outcome(TrainingStep(model, None), model, batch, seed=1).differences(planned) == ()
+    planned = measure_outcome(Executor(captured, schedule, model, None), model, batch, seed=1)
+    assert measure_outcome(TrainingStep(model, None), model, batch, seed=1).list_differences(planned) == ()
 
 
 @pytest.mark.skipif(FOLLOWS_COPIES, reason="from torch 2.13 on Dynamo follows copy.deepcopy")
@@ -136,5 +136,5 @@ def test_a_compiled_model_is_exact(make: Callable[[], Case]) -> None:
     model.train()
     model.loss_type = "ForCausalLM"  # else GPT-2 logs that it has none, which breaks its graph
     compiled = torch.compile(model, backend="planner", dynamic=False, options={"budget": HALF_WAY, "tolerance": 0.05})
-    planned = outcome(lambda **given: compiled(**given).loss, model, batch, seed=1)
-    assert outcome(TrainingStep(model, None), model, batch, seed=1).differences(planned) == ()
+    planned = measure_outcome(lambda **given: compiled(**given).loss, model, batch, seed=1)
+    assert measure_outcome(TrainingStep(model, None), model, batch, seed=1).list_differences(planned) == ()

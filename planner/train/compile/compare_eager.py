@@ -17,8 +17,8 @@ from planner.capture.program.program import Call, Ref
 from planner.capture.replay import RealStep, written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
-from planner.measure.pool_memory import measured_peak
-from planner.measure.steps import Isolated, Step, StepOutcome, outcome, ratio_in_turns, turn_times
+from planner.measure.pool_memory import measure_peak
+from planner.measure.steps import Isolated, Step, StepOutcome, compute_ratio, measure_outcome, turn_times
 from planner.memory.release import release_unused
 from planner.plans.eager import DifferingOp, EagerComparison
 from planner.plans.keeping_everything import why_it_does_not_fit
@@ -68,12 +68,12 @@ def compare_with_eager(
         return EagerComparison(failure=failure, reference=reference_name)
     undone, written = UndoWrites(), written_tensors(captured, step, batch)  # autograd does not see writes of Inductor's kernels
     try:
-        plain = outcome(reference, step, batch, written=written, undone=undone)
+        plain = measure_outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
         return EagerComparison(failure=_failure(error, device), reference=reference_name)
     written += undone.written
-    found = outcome(planned, step, batch, written=written)
-    names = plain.differences(found)
+    found = measure_outcome(planned, step, batch, written=written)
+    names = plain.list_differences(found)
     if known is not None and known.identical and known.planned_time_s and not names:
         return known
     own_error = _own_error(plain, reference, step, batch, written) if names and not allowed else None
@@ -81,16 +81,16 @@ def compare_with_eager(
     with preserve_training_state(step, batch, written=written):
         steps = {"plain": Isolated(reference, step, batch), "planned": Isolated(planned, step, batch)}
         time_s, ratio, spread = _compared_times(steps, step, batch)
-        peak_bytes = measured_peak(captured, reference, step, batch).peak_bytes
+        peak_bytes = measure_peak(captured, reference, step, batch).peak_bytes
     return EagerComparison(
-        differences=tuple(plain.difference(name, found) for name in names),
+        differences=tuple(plain.compute_difference(name, found) for name in names),
         first_op=_first_differing_op(captured, step, batch) if unexplained and captured.whole is None else None,
         peak_bytes=peak_bytes,
         time_s=time_s,
         planned_time_s=time_s * ratio,
         spread=spread,
         reference=reference_name,
-        gradient_error=plain.gradient_error(found) if lossy or own_error is not None else None,
+        gradient_error=plain.compute_gradient_error(found) if lossy or own_error is not None else None,
         eager_error=own_error,
     )
 
@@ -106,8 +106,8 @@ def _own_error(
     plain: StepOutcome, reference: Step, step: TrainingStep, batch: Batch, written: Sequence[torch.Tensor]
 ) -> float | None:
     """Return the gradient error of a second run of eager PyTorch; None if it has the bits of the first."""
-    again = outcome(reference, step, batch, written=written, undone=UndoWrites())
-    return plain.gradient_error(again) if plain.differences(again) else None
+    again = measure_outcome(reference, step, batch, written=written, undone=UndoWrites())
+    return plain.compute_gradient_error(again) if plain.list_differences(again) else None
 
 
 def warn_of_differences(plan: Plan) -> None:
@@ -147,7 +147,7 @@ def _compared_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Ba
     found = turn_times(steps, batch, parameters=parameters, repeats=1, warm_up=False)
     if (turns := min(_MOST_TURNS, int(_TURNS_S / sum(map(sum, found.values()))))) > 0:
         found = turn_times(steps, batch, parameters=parameters, repeats=turns, warm_up=False)
-    return median(found["plain"]), *ratio_in_turns(found["planned"], found["plain"])
+    return median(found["plain"]), *compute_ratio(found["planned"], found["plain"])
 
 
 def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> DifferingOp | None:

@@ -18,8 +18,8 @@ from planner.capture.replay import RealStep
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload.models import Workload
-from planner.measure.pool_memory import measured_peak
-from planner.measure.tracing import as_recorded, profiled
+from planner.measure.pool_memory import measure_peak
+from planner.measure.tracing import profile_capture, restore_recorded
 from planner.memory.release import large_blocks_returned, release_unused
 from planner.memory.reserved import memory_of
 from planner.plans.keeping_everything import why_it_does_not_fit
@@ -100,7 +100,7 @@ class Compiler:
     def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
         """Return the step on `batch` with the sizes and kernels that `plan` was made for; `captured` is from ``capture``."""
         del batch
-        return as_recorded(captured, plan.graph.provenance, self.settings.traced_options)
+        return restore_recorded(captured, plan.graph.provenance, self.settings.traced_options)
 
     def make(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
@@ -126,7 +126,7 @@ class Compiler:
         self.slab.drop()  # of a step of other sizes
         with self.stages.stage(Stage.MEASURE) as stage:
             workload = Workload(self.wrapper.module, self.loss_fn, batch)
-            return profiled(captured, workload, self.settings, on_op=stage.advance)
+            return profile_capture(captured, workload, self.settings, on_op=stage.advance)
 
     def solve(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the step of a profiled capture, solved until the measured peak is within the budget.
@@ -385,7 +385,7 @@ class Compiler:
             executor = self._made_executor(captured, plan)
             step = TrainingStep(self.wrapper.module, self.loss_fn)
             if self.recorder is None:
-                return executor, measured_peak(captured, executor, step, batch).peak_bytes
+                return executor, measure_peak(captured, executor, step, batch).peak_bytes
             recorder = self.recorder()
             record(captured, executor, step, batch, recorder)
             if library_users:  # which recording has left without workspaces

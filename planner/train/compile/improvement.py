@@ -313,7 +313,7 @@ class Improvement:
             return
         self._timer = None
         ops = self._executor.graph.ops
-        times_s = {ops[op].name: seconds for op, seconds in timer.times_s().items()}
+        times_s = {ops[op].name: seconds for op, seconds in timer.compute_times_s().items()}
         self._captured = replace(self._captured, graph=with_times(self._captured.graph, times_s))
         self._end_solve()
         self._judge()

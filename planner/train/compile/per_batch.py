@@ -14,7 +14,7 @@ from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
 from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn, TrainingStep
-from planner.measure.optimizers import memory_of
+from planner.measure.optimizers import find_memory
 from planner.progress import OnProgress
 from planner.settings.budget import Budget, Bytes, Share
 from planner.settings.plan import PlanSettings, Wait
@@ -142,7 +142,7 @@ class BatchPlans:
             )
         options = {"accumulate": accumulate, "optimizer": optimizer, **self._options}
         trained, step = key[0][-1], TrainingStep(self._wrapper.module, loss_fn)
-        options["optimizer"] = self._memory.use(trained, lambda: memory_of(options["optimizer"], step))
+        options["optimizer"] = self._memory.use(trained, lambda: find_memory(options["optimizer"], step))
         budget: Any = with_auto_resolved(self._budget, self._wrapper, batch, optimizer)
         make = partial(compile, self._wrapper, loss_fn, batch, budget=budget)
         if any(kind == key[0] for kind, _ in self._uses):

@@ -11,8 +11,8 @@ from graphs.options.option import Feature
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn
-from planner.measure.kernel_settings import kernel_settings
-from planner.measure.steps import device_name
+from planner.measure.kernel_settings import collect_kernel_settings
+from planner.measure.steps import describe_device
 from planner.plans.cache import PlanCache, warn_unusable
 from planner.plans.line import plan_line
 from planner.plans.plan_check import check_sizes
@@ -184,7 +184,7 @@ def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:
     return {
         "graph": captured.graph.fingerprint,
         "static_bytes": captured.graph.static_bytes,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device_name(device),
-        "settings": kernel_settings(device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else describe_device(device),
+        "settings": collect_kernel_settings(device),
         "torch": torch.__version__,
     }

@@ -13,8 +13,8 @@ from planner.capture.rewrites import batch_norms
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.measure.steps import outcome
-from planner.measure.tracing import profiled
+from planner.measure.steps import measure_outcome
+from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from planner.torch_private.core import DispatchKey, python_kernels, scoped_library
@@ -75,10 +75,10 @@ def test_eager_kernel_is_captured(norm: nn.Module, training: bool, targets: tupl
     assert called == set(targets)
     if targets[1] == "aten.cudnn_batch_norm_backward.default":
         return  # no such kernel on the CPU
-    captured = profiled(captured, Workload(model, F.cross_entropy, batch), PlanSettings())
+    captured = profile_capture(captured, Workload(model, F.cross_entropy, batch), PlanSettings())
     planned = Executor(captured, random_schedule(captured.graph, seed), model, F.cross_entropy)
-    expected = outcome(TrainingStep(model, F.cross_entropy), model, batch)
-    assert expected.differences(outcome(planned, model, batch)) == ()
+    expected = measure_outcome(TrainingStep(model, F.cross_entropy), model, batch)
+    assert expected.list_differences(measure_outcome(planned, model, batch)) == ()
 
 
 def test_torch_compile_recomputes_without_running_statistics(chosen_on_cuda: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:

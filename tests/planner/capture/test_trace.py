@@ -14,8 +14,8 @@ from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.measure.steps import loss_of, outcome
-from planner.measure.tracing import profiled
+from planner.measure.steps import get_loss, measure_outcome
+from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule
@@ -49,8 +49,8 @@ def test_copies_before_in_place_writes_are_dropped() -> None:
     assert ops_called(captured.graph, "aten.clone.default") == []
     planned = Executor(captured, random_schedule(captured.graph, 3), workload.model, workload.loss_fn)
     eager = TrainingStep(workload.model, workload.loss_fn)
-    wanted = outcome(eager, workload.model, workload.batch, seed=1)
-    assert wanted.differences(outcome(planned, workload.model, workload.batch, seed=1)) == ()
+    wanted = measure_outcome(eager, workload.model, workload.batch, seed=1)
+    assert wanted.list_differences(measure_outcome(planned, workload.model, workload.batch, seed=1)) == ()
 
 
 def test_returned_copies_and_copies_of_overwritten_values_stay() -> None:
@@ -129,7 +129,7 @@ def test_optimizer_state_and_old_gradients_are_static(name: str) -> None:
     state_bytes = 0
     if OPTIMIZERS[name] is not None:
         optimizer = OPTIMIZERS[name](workload.model.parameters(), lr=1e-3)
-        loss_of(TrainingStep(*workload[:2])(*workload.batch)).backward()
+        get_loss(TrainingStep(*workload[:2])(*workload.batch)).backward()
         optimizer.step()
         state = [value for values in optimizer.state.values() for value in values.values()]
         state_bytes = sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
@@ -142,7 +142,7 @@ def test_fingerprint_depends_on_structure_and_sizes() -> None:
     workload = make("tied")
     captured = capture_of("tied")
     again = capture(*make("tied"), optimizer="adamw")
-    timed = profiled(captured, workload, PlanSettings(passes=1)).graph
+    timed = profile_capture(captured, workload, PlanSettings(passes=1)).graph
     assert captured.graph.fingerprint == again.graph.fingerprint == timed.fingerprint
     assert captured.graph.fingerprint != capture_of("frozen").graph.fingerprint
 
@@ -156,7 +156,7 @@ def test_profiling_does_not_change_the_model(name: str) -> None:
     captured = capture_of(name)
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
     state = torch.get_rng_state()
-    graph = profiled(captured, workload, PlanSettings(passes=2)).graph
+    graph = profile_capture(captured, workload, PlanSettings(passes=2)).graph
     assert all(torch.equal(before[key], value) for key, value in workload.model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in workload.model.parameters())

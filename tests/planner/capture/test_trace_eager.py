@@ -14,7 +14,7 @@ from graphs.schedule import keep_everything
 from planner.capture.rewrites.layouts import copy_with_strides
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.measure.steps import measure_memory, outcome
+from planner.measure.steps import measure_memory, measure_outcome
 from planner.runtime.executor import Executor
 from tests.support.models.eager_ops import Function, captured_as_eager, weighted
 
@@ -81,10 +81,16 @@ def test_prod_gradient_is_bitwise_equal_to_eager(zeros: int, kwargs: dict[str, A
     captured = capture(model, None, ())
     assert [op.target for op in captured.graph.ops].count("planner.prod_backward.default") == 1
     step = Executor(captured, keep_everything(captured.graph), model, None)
-    assert outcome(TrainingStep(model, None), model, (), seed=3).differences(outcome(step, model, (), seed=3)) == ()
+    assert (
+        measure_outcome(TrainingStep(model, None), model, (), seed=3).list_differences(measure_outcome(step, model, (), seed=3))
+        == ()
+    )
     with torch.no_grad():
         model.value[2] = 0  # the same plan, zeros elsewhere
-    assert outcome(TrainingStep(model, None), model, (), seed=3).differences(outcome(step, model, (), seed=3)) == ()
+    assert (
+        measure_outcome(TrainingStep(model, None), model, (), seed=3).list_differences(measure_outcome(step, model, (), seed=3))
+        == ()
+    )
 
 
 class Segmentation(nn.Module):
@@ -167,7 +173,7 @@ def test_data_read_only_in_eager_is_no_condition() -> None:
     assert captured.conditions is None  # another mask can follow
     mask[3] = False
     eager, step = TrainingStep(model, None), Executor(captured, keep_everything(captured.graph), model, None)
-    assert outcome(eager, model, (mask,), seed=3).differences(outcome(step, model, (mask,), seed=3)) == ()
+    assert measure_outcome(eager, model, (mask,), seed=3).list_differences(measure_outcome(step, model, (mask,), seed=3)) == ()
 
 
 @pytest.mark.parametrize("fill", ["bernoulli_", "uniform_", "exponential_", "normal_", "log_normal_", "cauchy_"])

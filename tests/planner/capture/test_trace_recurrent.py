@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from graphs.errors import TraceError
 from graphs.schedule import keep_everything
 from planner.capture.trace import capture
-from planner.measure.steps import loss_of
+from planner.measure.steps import get_loss
 from planner.runtime.executor import Executor
 from tests.support.models.eager_ops import Last, captured_as_eager
 
@@ -55,7 +55,7 @@ def test_lstm_gives_the_same_graph_every_time() -> None:
     assert first.graph.fingerprint == second.graph.fingerprint
     for captured in (first, second):
         model.zero_grad()
-        loss_of(Executor(captured, keep_everything(captured.graph), model, None)(*batch)).backward()
+        get_loss(Executor(captured, keep_everything(captured.graph), model, None)(*batch)).backward()
         assert model.inner.bias_ih_l0.grad.data_ptr() != model.inner.bias_hh_l0.grad.data_ptr()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from planner.measure.kernel_settings import kernel_settings
+from planner.measure.kernel_settings import collect_kernel_settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -36,19 +36,19 @@ def test_each_setting_is_recorded(
     change: Callable[[pytest.MonkeyPatch], None], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     precision = torch.get_float32_matmul_precision()
-    before = kernel_settings(device)
+    before = collect_kernel_settings(device)
     try:
         change(monkeypatch)
-        assert kernel_settings(device) != before
+        assert collect_kernel_settings(device) != before
     finally:
         monkeypatch.undo()
         torch.set_float32_matmul_precision(precision)
 
 
 def test_deterministic_algorithms_are_recorded() -> None:
-    before = kernel_settings(CPU)
+    before = collect_kernel_settings(CPU)
     torch.use_deterministic_algorithms(True)
     try:
-        assert kernel_settings(CPU) != before
+        assert collect_kernel_settings(CPU) != before
     finally:
         torch.use_deterministic_algorithms(False)

@@ -18,7 +18,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.measure.pool_memory import measured_peak
+from planner.measure.pool_memory import measure_peak
 from planner.native import library
 from planner.native.library import use_python_passes, wait_for_library
 from planner.native.passes import NativePass
@@ -65,7 +65,7 @@ def test_bits_and_peaks_are_those_of_the_passes_in_python(name: str) -> None:
         outcomes, peaks = [], []
         for executor, workload in executors(name, seed):
             step = TrainingStep(workload.model, workload.loss_fn)
-            peaks.append(measured_peak(capture_of(name), executor, step, workload.batch).peak_bytes)
+            peaks.append(measure_peak(capture_of(name), executor, step, workload.batch).peak_bytes)
             outcomes.append([outcome(executor, workload) for _ in range(2)])
         assert_equal(*outcomes)
         assert peaks[0] == peaks[1]

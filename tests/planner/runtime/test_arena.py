@@ -21,7 +21,7 @@ from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
-from planner.measure.steps import Isolated, outcome
+from planner.measure.steps import Isolated, measure_outcome
 from planner.memory.arena_rules import ALIGNMENT, LEAST_BYTES
 from planner.runtime import arena_allocator, slab_addresses
 from planner.runtime.arena import SharedSlab
@@ -91,9 +91,9 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 )
 def test_bits_are_those_of_eager_pytorch(name: str, seed: int | None) -> None:
     executor, workload = in_arena(name, seed)
-    eager = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
+    eager = measure_outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
     for _ in range(2):
-        assert not eager.differences(outcome(executor, workload.model, workload.batch, seed=3))
+        assert not eager.list_differences(measure_outcome(executor, workload.model, workload.batch, seed=3))
         assert missed(executor) == Missed()
 
 
@@ -177,7 +177,7 @@ class Unseeing:
 
 def test_a_step_after_one_that_failed() -> None:
     executor, workload = in_arena("unet")
-    eager = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
+    eager = measure_outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
     calls = iter(range(100))
 
     def fail(op: int) -> None:
@@ -190,7 +190,7 @@ def test_a_step_after_one_that_failed() -> None:
         executor(*workload.batch)
     executor.stop_observing(observer)
     gc.collect()
-    assert not eager.differences(outcome(executor, workload.model, workload.batch, seed=3))
+    assert not eager.list_differences(measure_outcome(executor, workload.model, workload.batch, seed=3))
     assert missed(executor) == Missed()
 
 
@@ -381,7 +381,7 @@ def test_pages_and_requests_beside_them_are_within_the_budget(
 
 def test_backward_continues_in_the_slab_of_its_forward_pass() -> None:
     executor, workload = in_arena("unet")
-    eager = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
+    eager = measure_outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
 
     def replaced_between(*batch: object) -> object:
         returned = executor(*batch)
@@ -389,7 +389,7 @@ def test_backward_continues_in_the_slab_of_its_forward_pass() -> None:
         executor.arena.shared.drop()
         return returned
 
-    assert not eager.differences(outcome(replaced_between, workload.model, workload.batch, seed=3))
+    assert not eager.list_differences(measure_outcome(replaced_between, workload.model, workload.batch, seed=3))
     assert missed(executor) == Missed()
 
 
@@ -484,7 +484,7 @@ def test_the_first_step_of_an_optimizer_takes_pages_of_the_slab() -> None:
 
 def test_evaluation_between_steps_reuses_pages_of_the_slab() -> None:
     executor, workload = in_arena("vit")
-    eager = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
+    eager = measure_outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=3)
     for _ in range(2):
         executor(*workload.batch).backward()
         workload.model.zero_grad()
@@ -492,7 +492,7 @@ def test_evaluation_between_steps_reuses_pages_of_the_slab() -> None:
         with torch.no_grad():
             taken = peak_bytes(lambda: workload.model(workload.batch[0]))
         assert resident_bytes(slab_of(executor)) <= slab_of(executor).size_bytes - taken < before
-        assert not eager.differences(outcome(executor, workload.model, workload.batch, seed=3))
+        assert not eager.list_differences(measure_outcome(executor, workload.model, workload.batch, seed=3))
         workload.model.zero_grad()
     assert missed(executor) == Missed()
 

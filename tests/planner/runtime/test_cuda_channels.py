@@ -11,8 +11,8 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.measure.pool_memory import measured_peak
-from planner.measure.tracing import profiled
+from planner.measure.pool_memory import measure_peak
+from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.cuda_channels import StreamChannel, StreamTransfer
@@ -66,11 +66,11 @@ def test_steps_that_copy_have_the_bits_of_eager_pytorch_in_any_order(name: str, 
 def test_copies_stay_within_their_budget(order: Order) -> None:
     with cuda_device(order=order):
         workload = on_device(make("mutated"))
-        captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
+        captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
         offered = offering(captured)
         schedule = with_random_copies(offered.graph, keep_everything(captured.graph), 2)
         step = Executor(offered, schedule, workload.model, workload.loss_fn)
-        measured = measured_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch)
+        measured = measure_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch)
         assert_is_peak(measured.peak_bytes, simulate(offered.graph, schedule).peak_bytes, offered.graph)
 
 
@@ -165,14 +165,14 @@ def test_offloaded_steps_on_a_gpu_are_exact(name: str) -> None:
     workload = make(name)
     workload.model.cuda()
     workload = type(workload)(workload.model, workload.loss_fn, tuple(value.cuda() for value in workload.batch))
-    captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
+    captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
     offered = offering(captured)
     eager = train(workload, None)
     for seed in range(3):
         schedule = with_random_copies(offered.graph, keep_everything(captured.graph), seed)
         step = Executor(offered, schedule, workload.model, workload.loss_fn)
         predicted = simulate(offered.graph, schedule)
-        measured = measured_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch).peak_bytes
+        measured = measure_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch).peak_bytes
         assert_is_peak(measured, predicted.peak_bytes, offered.graph)
         assert step.devices.host is not None and step.devices.host.peak_bytes == predicted.pool_peaks_bytes[1]
         assert_same(eager, train(workload, (offered, schedule)))

@@ -17,7 +17,7 @@ from graphs.units import format_bytes
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
-from planner.measure.tracing import profiled
+from planner.measure.tracing import profile_capture
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.runtime.cuda.cuda_graph import CudaGraphs
@@ -88,7 +88,7 @@ def test_cuda_graph_pool_holds_the_predicted_bytes(name: str, seed: int | None) 
     device = next(workload.model.parameters()).device
     warm_up_libraries(device)
     step = TrainingStep(workload.model, workload.loss_fn)
-    captured = profiled(recordable(capture(*workload)), workload, PlanSettings(passes=1))
+    captured = profile_capture(recordable(capture(*workload)), workload, PlanSettings(passes=1))
     schedule = random_schedule(captured.graph, seed) if seed else keep_everything(captured.graph)
     recorder = CudaGraphs(device)
     executor = Executor(captured, schedule, workload.model, workload.loss_fn)
@@ -115,7 +115,7 @@ def solved(workload: Workload, budget: str | int, recorder: Callable[[], CudaGra
 
 def budget_with_pool(workload: Workload) -> int:
     """Half way from the least to the peak of keeping everything, and what a pool takes besides its tensors."""
-    captured = profiled(recordable(capture(*workload, optimizer="adamw")), workload, PlanSettings(passes=1))
+    captured = profile_capture(recordable(capture(*workload, optimizer="adamw")), workload, PlanSettings(passes=1))
     device = next(workload.model.parameters()).device
     held_bytes = pool_bytes(captured.graph, keep_everything(captured.graph), workspaces(device))
     return captured.graph.static_bytes + held_bytes

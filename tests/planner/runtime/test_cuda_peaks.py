@@ -14,9 +14,9 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.measure.observation import PeakWatch
-from planner.measure.pool_memory import measured_peak
-from planner.measure.steps import loss_of
-from planner.measure.tracing import profiled
+from planner.measure.pool_memory import measure_peak
+from planner.measure.steps import get_loss
+from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
 from planner.settings.plan import PlanSettings
@@ -38,7 +38,7 @@ CUDA = torch.device("cuda:0")
 def step_on_cuda(name: str, seed: int | None = None) -> tuple[Executor, TrainingStep, tuple[torch.Tensor, ...]]:
     """A step whose ops are measured in none of its threads yet, but for the forward pass."""
     workload = on_device(make(name))
-    captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
+    captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
     schedule = keep_everything(captured.graph) if seed is None else random_schedule(captured.graph, seed)
     return Executor(captured, schedule, workload.model, workload.loss_fn), captured, workload
 
@@ -52,7 +52,7 @@ def test_the_first_backward_pass_of_a_process_is_measured_without_its_workspaces
     with cuda_device() as cuda:
         step, captured, workload = step_on_cuda("tied", seed)
         forget_workspaces(cuda)
-        measured = measured_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch)
+        measured = measure_peak(captured, step, TrainingStep(workload.model, workload.loss_fn), workload.batch)
         assert_is_peak(measured.peak_bytes, simulate(captured.graph, step.schedule).peak_bytes, captured.graph)
         assert measured.library_bytes == LIBRARY_BYTES  # of the caller's thread, and of autograd's
         assert measured.reserved_bytes >= measured.peak_bytes + measured.library_bytes
@@ -63,7 +63,7 @@ def test_the_first_step_that_is_watched_is_measured_without_its_workspaces() -> 
         step, captured, workload = step_on_cuda("mutated")
         forget_workspaces(cuda)
         watch = PeakWatch(step)
-        loss_of(step(*workload.batch)).backward()
+        get_loss(step(*workload.batch)).backward()
         assert watch.done and watch.peak_bytes is not None
         assert_is_peak(watch.peak_bytes, simulate(captured.graph, step.schedule).peak_bytes, captured.graph)
 

@@ -7,8 +7,8 @@ from graphs.options.passes import order_by_passes
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.measure.pool_memory import measured_peak, other_peaks_measured
-from planner.measure.tracing import profiled
+from planner.measure.pool_memory import measure_other_peaks, measure_peak
+from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from tests.support.cuda_device import Order, cuda_device, on_device
@@ -36,7 +36,7 @@ CUDA = torch.device("cuda:0")
 def test_ops_on_several_devices_have_the_bits_of_one(names: tuple[str, ...], order: Order) -> None:
     with cuda_device(devices=2, order=order, seed=len(names)):
         workload = on_device(make("mutated"))
-        captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
+        captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
         offered = on_pools(captured, names, main=CUDA)
         for seed in range(3):
             schedule = placed_at_random(offered.graph, seed)
@@ -47,7 +47,7 @@ def test_ops_on_several_devices_have_the_bits_of_one(names: tuple[str, ...], ord
 def test_tensors_may_come_from_the_host_and_be_sent_on(order: Order) -> None:
     with cuda_device(devices=2, order=order, seed=4):
         workload = on_device(make("tied"))
-        captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
+        captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
         offered = on_pools(captured, ("cuda:1",), "offload", main=CUDA)
         for seed in range(4):
             schedule = order_by_passes(offered.graph, any_schedule(offered.graph, seed))
@@ -58,11 +58,11 @@ def test_tensors_may_come_from_the_host_and_be_sent_on(order: Order) -> None:
 def test_each_memory_holds_the_predicted_bytes(names: tuple[str, ...]) -> None:
     with cuda_device(devices=2):
         workload = on_device(make("tied"))
-        captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
+        captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
         offered = on_pools(captured, names, main=CUDA)
         schedule = placed_at_random(offered.graph, 2)
         step = Executor(offered, schedule, workload.model, workload.loss_fn)
         eager = TrainingStep(workload.model, workload.loss_fn)
         main, other = simulate(offered.graph, schedule).pool_peaks_bytes
-        assert other_peaks_measured(captured, step, eager, workload.batch) == {names[0]: other}
-        assert measured_peak(captured, step, eager, workload.batch).peak_bytes <= main
+        assert measure_other_peaks(captured, step, eager, workload.batch) == {names[0]: other}
+        assert measure_peak(captured, step, eager, workload.batch).peak_bytes <= main

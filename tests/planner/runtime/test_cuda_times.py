@@ -7,10 +7,10 @@ from graphs.schedule import keep_everything
 from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.measure.device_profile import other_devices
+from planner.measure.device_profile import profile_other_devices
 from planner.measure.observation import OpTimer
-from planner.measure.steps import loss_of
-from planner.measure.tracing import profiled
+from planner.measure.steps import get_loss
+from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from tests.support.cuda_device import cuda_device, on_device
@@ -24,21 +24,21 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 def test_ops_are_timed_on_the_device_of_the_model(place: str, current: int) -> None:
     with cuda_device(devices=2), torch.cuda.device(current):
         workload = on_device(make("tied"), place)
-        captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
+        captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
         assert all(op.time_s > 1e-6 for op in captured.graph.ops if op.outputs)
         step = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
         timer = OpTimer(step, steps=1)
-        loss_of(step(*workload.batch)).backward()
+        get_loss(step(*workload.batch)).backward()
         assert timer.done
-        assert timer.times_s() == pytest.approx({op.id: op.time_s for op in captured.graph.ops})
+        assert timer.compute_times_s() == pytest.approx({op.id: op.time_s for op in captured.graph.ops})
 
 
 def test_allocation_rounding_does_not_exclude_ops_from_other_devices() -> None:
     with cuda_device():
         workload = make("tied")
-        captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
+        captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
         static = real_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
-        (other,) = other_devices(captured, static, ["cuda:0"], passes=1)
+        (other,) = profile_other_devices(captured, static, ["cuda:0"], passes=1)
         small = [op for op in captured.graph.program if any(captured.graph.tensors[t].size_bytes % 512 for t in op.outputs)]
         assert small and any(other.times_s[op.id] is not None for op in small)
 
@@ -47,9 +47,9 @@ def test_allocation_rounding_does_not_exclude_ops_from_other_devices() -> None:
 def test_other_device_is_timed_on_that_device(current: int) -> None:
     with cuda_device(devices=2), torch.cuda.device(current):
         workload = on_device(make("tied"), "cuda:0")
-        captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
+        captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
         static = real_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
-        (other,) = other_devices(captured, static, ["cuda:1"], passes=1)
+        (other,) = profile_other_devices(captured, static, ["cuda:1"], passes=1)
         able = {op.id: op.time_s for op, time_s in zip(captured.graph.program, other.times_s, strict=True) if time_s is not None}
         assert len(able) > len(captured.graph.ops) // 2
         assert {op: other.times_s[op] for op in able} == pytest.approx(able)

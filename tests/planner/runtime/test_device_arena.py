@@ -11,8 +11,8 @@ from graphs.allocators.caching import DEFAULT_POOL
 from graphs.allocators.steering import is_placed, steer
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.measure.steps import loss_of
-from planner.measure.tracing import profiled
+from planner.measure.steps import get_loss
+from planner.measure.tracing import profile_capture
 from planner.memory.reserved import requests_of
 from planner.runtime.cuda.device_arena import DeviceArena, SharedPool
 from planner.runtime.executor import Executor
@@ -49,7 +49,7 @@ def workload() -> Workload:
 
 def in_arena(workload: Workload, seed: int, shared: SharedPool | None = None) -> tuple[Executor, DeviceArena]:
     """A step by a random schedule."""
-    captured = profiled(capture(*workload), workload, PlanSettings(passes=1))
+    captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
     executor = Executor(captured, random_schedule(captured.graph, seed), workload.model, workload.loss_fn)
     executor.use_arena(SharedPool(executor.device) if shared is None else shared)
     assert isinstance(executor.arena, DeviceArena)
@@ -79,7 +79,7 @@ def test_a_step_on_another_device_than_the_current_one_is_in_its_arena() -> None
         step = on_device(workload(), "cuda:1")
         executor, arena = in_arena(step, 0)
         assert torch.cuda.current_device() == 0
-        loss_of(executor(*step.batch)).backward()
+        get_loss(executor(*step.batch)).backward()
         pool = arena.shared.pool
         assert pool is not None and torch.cuda.current_device() == 0
         large = [segment for segment in cuda.memories[1].allocator if segment.pool == pool.id and not segment.small]
@@ -91,13 +91,13 @@ def test_a_step_beside_tensors_of_another_one_takes_the_usual_pool() -> None:
     with cuda_device() as cuda, lines_of("planner.runtime.cuda.device_arena") as lines:
         step = on_device(workload())
         executor, arena = in_arena(step, 0)
-        first, second = (loss_of(executor(*step.batch)) for _ in range(2))
+        first, second = (get_loss(executor(*step.batch)) for _ in range(2))
         second.backward()
         first.backward()
         assert arena.missed == 1 and ["outside of its arena" in line for line in lines] == [True]
         for parameter in step.model.parameters():
             parameter.grad = None
-        loss_of(executor(*step.batch)).backward()
+        get_loss(executor(*step.batch)).backward()
         assert arena.missed == 1
         assert large_segments(cuda, arena) == [arena.size_bytes]
 
@@ -107,11 +107,11 @@ def test_a_retained_graph_and_a_graph_that_is_dropped_leave_nothing_held() -> No
     with cuda_device() as cuda:
         step = on_device(workload())
         executor, arena = in_arena(step, 1)
-        loss = loss_of(executor(*step.batch))
+        loss = get_loss(executor(*step.batch))
         loss.backward(retain_graph=True)
         loss.backward()
         del loss
-        loss_of(executor(*step.batch))
+        get_loss(executor(*step.batch))
         assert not cuda.memories[0].raw
         for parameter in step.model.parameters():
             parameter.grad = None
@@ -150,7 +150,7 @@ def test_plan_leaves_memory_beyond_its_own_slab_unused(more: int, monkeypatch: p
 
         monkeypatch.setattr(DeviceArena, "make_holes", noting)
         executor.use_arena(arena.shared)
-        loss_of(executor(*step.batch)).backward()
+        get_loss(executor(*step.batch)).backward()
         assert large_segments(cuda, larger_arena) == [larger.slab_bytes]
         assert max(ends) <= arena.size_bytes
 
@@ -171,7 +171,7 @@ def test_a_step_that_fails_leaves_nothing_held(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(DeviceArena, "make_holes", failing)
         executor.use_arena(arena.shared)
         with pytest.raises(RuntimeError, match="failed"):
-            loss_of(executor(*step.batch)).backward()
+            get_loss(executor(*step.batch)).backward()
         assert not cuda.memories[0].raw
         monkeypatch.undo()
         assert_as_eager(step, executor)
@@ -222,7 +222,7 @@ def test_a_step_that_has_left_its_addresses_gives_its_pool_back_without_an_ordin
         step = on_device(workload())
         executor, arena = in_arena(step, 0)
         arena, unexpected = asking_once(executor, arena, monkeypatch)
-        loss = loss_of(executor(*step.batch))
+        loss = get_loss(executor(*step.batch))
         unexpected.clear()
         if retained:
             loss.backward(retain_graph=True)
@@ -296,7 +296,7 @@ def test_the_slab_is_given_back_for_a_plan_without_an_arena() -> None:
         assert [plan.arena_bytes is not None for plan in plans] == [True, False]
         for plan in plans:
             executor = improvement.adopt(plan).executor
-            loss_of(executor(*step.batch)).backward()
+            get_loss(executor(*step.batch)).backward()
             step.model.zero_grad()
             in_pools = [segment for segment in cuda.memories[0].allocator if segment.pool != DEFAULT_POOL]
             assert bool(in_pools) == (plan.arena_bytes is not None)

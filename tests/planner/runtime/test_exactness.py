@@ -4,7 +4,7 @@ import pytest
 
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from planner.measure.tracing import profiled
+from planner.measure.tracing import profile_capture
 from planner.settings.plan import PlanSettings
 from tests.support.budgets import on_the_way
 from tests.support.models.outcomes import assert_same, train
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 )
 def test_every_schedule_trains_as_eager_does(name: str) -> None:
     workload = make(name)
-    captured = profiled(capture_of(name), workload, PlanSettings(passes=1))
+    captured = profile_capture(capture_of(name), workload, PlanSettings(passes=1))
     graph = captured.graph
     eager = train(workload, None)
     assert_same(eager, train(workload, (captured, keep_everything(graph))))

@@ -17,7 +17,7 @@ from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
 from planner.measure import running, tracing
-from planner.measure.steps import outcome
+from planner.measure.steps import measure_outcome
 from planner.measure.tracing import capture_profiled
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import OptionSettings, option_settings
@@ -96,7 +96,7 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
     capture, workload = captured(name)
     model, loss_fn, batch = workload
     step = TrainingStep(model, loss_fn)
-    eager = outcome(step, model, batch, seed=0, written=written_tensors(capture, step, batch))
+    eager = measure_outcome(step, model, batch, seed=0, written=written_tensors(capture, step, batch))
     graph = capture.graph
     assert any(op.overwrites for op in graph.ops)
     schedules = [keep_everything(graph), *(random_schedule(graph, seed) for seed in range(2))]
@@ -104,7 +104,7 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
     over = 0
     for schedule in schedules:
         found, peak_bytes = executed(capture, schedule, workload)
-        assert not eager.differences(found)
+        assert not eager.list_differences(found)
         assert peak_bytes == simulate(graph, schedule).peak_bytes
         over += len(re.findall(r"out=t|\w_\w+\(t", Executor(capture, schedule, model, loss_fn).code.source))
     assert over > 0

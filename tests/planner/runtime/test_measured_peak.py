@@ -3,9 +3,9 @@
 import pytest
 
 from planner.capture.step import TrainingStep
-from planner.measure.pool_memory import measured_peak
+from planner.measure.pool_memory import measure_peak
 from planner.measure.running import run
-from planner.measure.tracing import profiled
+from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 from tests.support.budgets import on_the_way
@@ -17,12 +17,12 @@ QUICK = ("gpt2_sdpa", "tied", "frozen", "mutated", "shared_gradient")
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])
 def test_measured_peak_is_within_the_budget_and_as_predicted(name: str) -> None:
     workload = make(name)
-    captured = profiled(capture_of(name), workload, PlanSettings(passes=1))
+    captured = profile_capture(capture_of(name), workload, PlanSettings(passes=1))
     step = TrainingStep(workload.model, workload.loss_fn)
     for budget in on_the_way(captured.graph, 1.0, 0.6, 0.3, 0.1):
         plan = solve_for(0.0, captured.graph, budget)
         executor = Executor(captured, plan.schedule, workload.model, workload.loss_fn)
-        measured = measured_peak(captured, executor, step, workload.batch).peak_bytes
+        measured = measure_peak(captured, executor, step, workload.batch).peak_bytes
         assert measured <= budget
         assert abs(measured - plan.peak_bytes) <= 0.01 * plan.peak_bytes
     report = run(plan, *workload, repeats=1)

@@ -16,8 +16,8 @@ from graphs.options.offload import remove_offload
 from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
-from planner.measure.pool_memory import measured_peak
-from planner.measure.tracing import profiled
+from planner.measure.pool_memory import measure_peak
+from planner.measure.tracing import profile_capture
 from planner.plans.solving import solve
 from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
@@ -37,7 +37,7 @@ QUICK = ("gpt2_sdpa", "mutated")
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STEPS])
 def test_plans_with_copies_train_as_eager_does_within_their_bytes(name: str) -> None:
     workload = make(name)
-    captured = profiled(capture_of(name), workload, PlanSettings(passes=1))
+    captured = profile_capture(capture_of(name), workload, PlanSettings(passes=1))
     offered = offering(captured)
     eager = train(workload, None)
     tangent_bytes = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
@@ -54,7 +54,7 @@ def test_plans_with_copies_train_as_eager_does_within_their_bytes(name: str) -> 
     for schedule in schedules:
         predicted = simulate(offered.graph, schedule)
         executor = Executor(offered, schedule, workload.model, workload.loss_fn)
-        measured = measured_peak(captured, executor, step, workload.batch).peak_bytes
+        measured = measure_peak(captured, executor, step, workload.batch).peak_bytes
         # The gradient of the loss is counted throughout, and comes with the backward pass.
         assert predicted.peak_bytes - tangent_bytes <= measured <= predicted.peak_bytes
         assert executor.devices.host is not None

@@ -15,7 +15,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import with_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure.pool_memory import measured_peak
+from planner.measure.pool_memory import measure_peak
 from planner.measure.tracing import capture_profiled
 from planner.plans.solving import solve
 from planner.runtime.executor import Executor
@@ -42,7 +42,7 @@ def assert_exact(capture: Capture, workload: Workload, schedule: Schedule) -> No
     assert_same(train(workload, None), train(workload, (capture, schedule)))
     model, loss_fn, batch = workload
     executor = Executor(capture, schedule, model, loss_fn)
-    measured = measured_peak(capture, executor, TrainingStep(model, loss_fn), batch)
+    measured = measure_peak(capture, executor, TrainingStep(model, loss_fn), batch)
     assert measured.peak_bytes == simulate(capture.graph, schedule).peak_bytes
 
 

@@ -15,7 +15,7 @@ from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from planner.capture.program.program import Call, call_of
 from planner.capture.step import TrainingStep
-from planner.measure.pool_memory import measured_peak, other_peaks_measured
+from planner.measure.pool_memory import measure_other_peaks, measure_peak
 from planner.runtime import devices
 from planner.runtime.executor import Executor
 from planner.runtime.transfers import transfers, workers
@@ -51,10 +51,10 @@ def test_they_train_as_eager_does_within_the_bytes_of_each_pool(name: str) -> No
         assert_same(eager, train(workload, (offered, schedule)))
         executor = Executor(offered, schedule, workload.model, workload.loss_fn)
         gc.collect()
-        measured = measured_peak(captured, executor, step, workload.batch).peak_bytes
+        measured = measure_peak(captured, executor, step, workload.batch).peak_bytes
         # The gradient of the loss is counted throughout, and comes with the backward pass.
         assert predicted.peak_bytes - tangent_bytes <= measured <= predicted.peak_bytes
-        others = other_peaks_measured(captured, executor, step, workload.batch)
+        others = measure_other_peaks(captured, executor, step, workload.batch)
         assert others == dict(zip(names, predicted.pool_peaks_bytes[1:], strict=True))
         placed += sum(bool(offered.graph.ops[op].replaces) for op in schedule.computed)
     assert placed > 10

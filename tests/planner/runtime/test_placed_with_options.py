@@ -24,8 +24,8 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.replay import written_tensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
-from planner.measure.pool_memory import measured_peak, other_peaks_measured
-from planner.measure.steps import outcome
+from planner.measure.pool_memory import measure_other_peaks, measure_peak
+from planner.measure.steps import measure_outcome
 from planner.runtime.executor import Executor
 from tests.support.graphs.random_choices import any_schedule
 from tests.support.models.outcomes import assert_alike_in_threads, assert_same, late_copies, train
@@ -63,10 +63,10 @@ def assert_within_its_bytes(executor: Executor, workload: Workload, captured: Ca
     predicted = simulate(executor.graph, executor.schedule)
     tangent_bytes = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
     gc.collect()
-    measured = measured_peak(captured, executor, step, workload.batch).peak_bytes
+    measured = measure_peak(captured, executor, step, workload.batch).peak_bytes
     # The gradient of the loss is counted throughout, and comes with the backward pass.
     assert predicted.peak_bytes - tangent_bytes <= measured <= predicted.peak_bytes
-    others = other_peaks_measured(captured, executor, step, workload.batch)
+    others = measure_other_peaks(captured, executor, step, workload.batch)
     memory = executor.devices.host
     assert memory is not None
     assert (*others.values(),) == predicted.pool_peaks_bytes[1:]
@@ -99,14 +99,14 @@ def test_inexact_placed_steps_stay_within_the_predicted_error() -> None:
     offered = with_everything("gpt2_written", exact=False)
     eager = TrainingStep(workload.model, workload.loss_fn)
     written = written_tensors(captured, eager, workload.batch)
-    reference = outcome(eager, workload.model, workload.batch, seed=0, written=written)
+    reference = measure_outcome(eager, workload.model, workload.batch, seed=0, written=written)
     for seed in range(2):
         schedule = order_by_passes(offered.graph, any_schedule(offered.graph, seed))
         executor = Executor(offered, schedule, workload.model, workload.loss_fn)
         assert_within_its_bytes(executor, workload, captured)
-        found = outcome(executor, workload.model, workload.batch, seed=0, written=written)
+        found = measure_outcome(executor, workload.model, workload.batch, seed=0, written=written)
         predicted = predict_gradient_error(offered.graph, schedule.computed)
-        assert predicted is not None and predicted > 0 and reference.gradient_error(found) < 3 * predicted
+        assert predicted is not None and predicted > 0 and reference.compute_gradient_error(found) < 3 * predicted
         loss, wanted = found.values["loss"], reference.values["loss"]
         assert loss is not None and wanted is not None and torch.allclose(loss, wanted)
 

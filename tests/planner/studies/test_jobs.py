@@ -17,7 +17,7 @@ from graphs.errors import PlannerError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from graphs.synthetic.small import make_training_chain
-from planner.measure.machine import machine
+from planner.measure.machine import describe_machine
 from planner.studies import cluster
 from planner.studies.compare import compare
 from planner.studies.curve import solve_curve
@@ -180,4 +180,4 @@ def test_studies_are_the_same_on_a_cluster(address: str, graph: Graph, tmp_path:
     ]
     rows = compare(graph, ["80%"], ["keep-everything", "chen-sqrt"], tmp_path, StudySettings(cluster=address))
     assert {(row.method, row.status) for row in rows} == {("keep-everything", "limit"), ("chen-sqrt", "feasible")}
-    assert {row.machine for row in rows} == {machine()}
+    assert {row.machine for row in rows} == {describe_machine()}

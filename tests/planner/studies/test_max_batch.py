@@ -256,7 +256,7 @@ def test_beyond_the_memory_of_the_device_lines_do() -> None:
 def test_a_line_through_two_graphs_gives_the_third() -> None:
     line = GraphFit({(2,): chain(2), (4,): chain(4)})
     for batch in (1, 2, 3, 4, 50):
-        graph = line.graph((batch,))
+        graph = line.build_graph((batch,))
         assert graph.tensors == chain(batch).tensors
         assert [op.time_s for op in graph.ops] == pytest.approx([op.time_s for op in chain(batch).ops])
         assert has_same_ops(graph, chain(batch))

@@ -9,7 +9,7 @@ from torch.autograd.graph import save_on_cpu as torch_save_on_cpu
 
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure.steps import loss_of
+from planner.measure.steps import get_loss
 from planner.runtime.transfers.channels import HostChannels
 from planner.studies.baselines import build_checkpoint_blocks, build_eager, build_sac
 from planner.studies.measured import Benchmark, Exactness
@@ -108,7 +108,7 @@ def test_a_stash_of_five_stays_and_small_tensors_and_parameters_do_too() -> None
     copies: list[int] = []
     back = channels.back
     channels.back = lambda host: copies.append(len(host.bytes.room)) or back(host)  # type: ignore[assignment,func-returns-value]
-    loss = loss_of(offload_activations(channels).prepare(workload.model, workload.loss_fn)(*workload.batch))
+    loss = get_loss(offload_activations(channels).prepare(workload.model, workload.loss_fn)(*workload.batch))
     assert channels.memory.used_bytes == 9 * 4000  # the input, which the product saves, and eight exponentials
     loss.backward()
     # The first node takes its tensor from the stash; the second finds it gone.

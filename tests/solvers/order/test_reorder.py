@@ -18,7 +18,7 @@ from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.small import make_chain, make_training_chain
 from planner.cli.main import main
-from planner.measure.steps import outcome
+from planner.measure.steps import measure_outcome
 from planner.plans.summary import summarize
 from planner.runtime.executor import Executor
 from planner.studies.curve import solve_curve
@@ -254,12 +254,12 @@ def test_a_step_in_another_order_is_the_same_to_the_last_bit(name: str) -> None:
     captured = capture_of(name)
     found = find_order(captured.graph)
     assert found.changed
-    eager = outcome(
+    eager = measure_outcome(
         lambda *batch: workload.loss_fn(workload.model(*batch[:-1]), batch[-1]), workload.model, workload.batch, seed=3
     )
     for schedule in schedules(found):
         step = Executor(captured, schedule, workload.model, workload.loss_fn)
-        assert eager.differences(outcome(step, workload.model, workload.batch, seed=3)) == ()
+        assert eager.list_differences(measure_outcome(step, workload.model, workload.batch, seed=3)) == ()
 
 
 def test_stand_ins_stay_before_the_readers_of_their_outputs() -> None:

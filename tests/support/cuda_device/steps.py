@@ -12,7 +12,7 @@ from torch import nn
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.measure.steps import loss_of
+from planner.measure.steps import get_loss
 from planner.plans.solving import solve
 from planner.runtime.cuda.cuda_graph import CudaGraphs
 from planner.runtime.cuda.graphed_step import record, recordable
@@ -70,7 +70,7 @@ def train(
     for i in range(4):
         for j in range(batches):
             batch = [value.roll(i + 3 * j, 0) for value in workload.batch]
-            loss = loss_of(run(*batch))
+            loss = get_loss(run(*batch))
             (loss / batches).backward()
             left[f"loss {i} {j}"] = loss.detach()  # no copy: nobody may write to it
         if clip is not None:
@@ -110,7 +110,7 @@ def trained(workload: Workload, step: Callable[..., Any], batches: int = 2) -> d
     left: dict[str, torch.Tensor] = {}
     torch.manual_seed(2)
     for i in range(batches):
-        loss = loss_of(step(*workload.batch))
+        loss = get_loss(step(*workload.batch))
         loss.backward()
         left[f"loss {i}"] = loss.detach().cpu()
         left |= {f"gradient {i} of {name}": p.grad.cpu() for name, p in parameters.items() if p.grad is not None}

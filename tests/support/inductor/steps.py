@@ -20,7 +20,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options.in_place import IN_PLACE
 from planner.capture.signature import call
 from planner.capture.workload.models import Workload, build
-from planner.measure.steps import loss_of
+from planner.measure.steps import get_loss
 from planner.settings.budget import Bytes
 from planner.settings.plan import PlanSettings
 from planner.train.compile.inductor_compiler import InductorCompiler
@@ -214,7 +214,7 @@ def train(case: Case, run: Callable[..., Any], workload: Workload) -> dict[str, 
             others = returned.values() if isinstance(returned, dict) else returned if isinstance(returned, tuple) else [returned]
             left |= {f"result {i} {j} {k}": value.detach().clone() for k, value in enumerate(others)}
             left[f"random state {i} {j}"] = torch.get_rng_state()
-            losses.append(loss_of(returned))
+            losses.append(get_loss(returned))
             if not case.crossed:
                 losses.pop().backward()
         for loss in losses:

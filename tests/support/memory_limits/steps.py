@@ -66,7 +66,7 @@ def limited(more_bytes: int) -> Iterator[None]:
 
 
 def profiled(model: nn.Module, given: Batch) -> Capture:
-    return tracing.profiled(capture(model, F.mse_loss, given), Workload(model, F.mse_loss, given), PlanSettings(passes=1))
+    return tracing.profile_capture(capture(model, F.mse_loss, given), Workload(model, F.mse_loss, given), PlanSettings(passes=1))
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.measure.steps import outcome
+from planner.measure.steps import measure_outcome
 from planner.runtime.executor import Executor
 from tests.support.models.steps import random_schedule
 
@@ -85,12 +85,12 @@ def captured_as_eager(model: nn.Module, loss_fn: Any, batch: Batch) -> tuple[Cap
     """What is captured, and the ops of eager PyTorch and of the capture; loss and gradients are compared."""
     captured = capture(model, loss_fn, batch)
     eager, step = TrainingStep(model, loss_fn), Executor(captured, keep_everything(captured.graph), model, loss_fn)
-    wanted = outcome(eager, model, batch, seed=3)
-    assert wanted.differences(outcome(step, model, batch, seed=3)) == ()
+    wanted = measure_outcome(eager, model, batch, seed=3)
+    assert wanted.list_differences(measure_outcome(step, model, batch, seed=3)) == ()
     recomputing = Executor(captured, random_schedule(captured.graph, 1), model, loss_fn)
-    assert wanted.differences(outcome(recomputing, model, batch, seed=3)) == ()
+    assert wanted.list_differences(measure_outcome(recomputing, model, batch, seed=3)) == ()
     with Run() as first:
-        outcome(eager, model, batch, seed=3)
+        measure_outcome(eager, model, batch, seed=3)
     with Run() as second:
-        outcome(step, model, batch, seed=3)
+        measure_outcome(step, model, batch, seed=3)
     return captured, first.ops, second.ops

@@ -13,7 +13,7 @@ from planner.capture.options.traced import with_traced
 from planner.capture.replay import RealStep, real_static
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure.exactness import with_exactness
+from planner.measure.exactness import mark_exact_ops
 from planner.measure.profile import profile
 from planner.measure.tracing import capture_step
 from planner.settings.plan import PlanSettings
@@ -90,7 +90,7 @@ def with_all_ways(name: str) -> tuple[Capture, Workload]:
     captured = with_traced(capture_step(workload, PlanSettings()), ["kernels"])
     step = TrainingStep(workload.model, workload.loss_fn)
     captured = profile(captured, real_static(captured, step, workload.batch), passes=1)
-    return with_exactness(captured, RealStep(captured, step, workload.batch)), workload
+    return mark_exact_ops(captured, RealStep(captured, step, workload.batch)), workload
 
 
 def ways_of(graph: Graph) -> list[str]:

@@ -20,8 +20,8 @@ from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.measure.pool_memory import measured_peak
-from planner.measure.steps import StepOutcome, loss_of, outcome
+from planner.measure.pool_memory import measure_peak
+from planner.measure.steps import StepOutcome, get_loss, measure_outcome
 from planner.runtime.allocator import memory_rise
 from planner.runtime.executor import Executor
 from tests.support.models.steps import random_schedule
@@ -43,7 +43,7 @@ def train(workload: Workload, schedule: tuple[Capture, Schedule] | None) -> dict
     left = {}
     for i in range(3):
         optimizer.zero_grad()
-        loss = loss_of(run(*workload.batch))
+        loss = get_loss(run(*workload.batch))
         loss.backward()
         left[f"loss {i}"] = loss.detach()
         left |= {f"gradient {i} of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -67,7 +67,9 @@ def check_three_steps(model: nn.Module, batch: Batch, loss_fn: Any = None) -> Ex
     """Three steps of a plan equal eager PyTorch's to the last bit, as parameters change."""
     planned, eager = executor(model, batch, loss_fn), TrainingStep(model, loss_fn)
     for seed in range(3):
-        found = outcome(eager, model, batch, seed=seed).differences(outcome(planned, model, batch, seed=seed))
+        found = measure_outcome(eager, model, batch, seed=seed).list_differences(
+            measure_outcome(planned, model, batch, seed=seed)
+        )
         # wav2vec2 makes its input's view a leaf (requires_grad = True), whose gradient nobody can read.
         assert [name for name in found if "outside the model" not in name] == []
         with torch.no_grad():
@@ -81,8 +83,8 @@ def executed(capture: Capture, schedule: Schedule, workload: Workload) -> tuple[
     model, loss_fn, batch = workload
     step = TrainingStep(model, loss_fn)
     executor = Executor(capture, schedule, model, loss_fn)
-    found = outcome(executor, model, batch, seed=0, written=written_tensors(capture, step, batch))
-    return found, measured_peak(capture, executor, step, batch).peak_bytes
+    found = measure_outcome(executor, model, batch, seed=0, written=written_tensors(capture, step, batch))
+    return found, measure_peak(capture, executor, step, batch).peak_bytes
 
 
 def may_differ(capture: Capture, op: Op) -> set[str]:

@@ -161,7 +161,7 @@ def test_unnamed_options_are_dropped_from_the_graph() -> None:
 def test_recaptured_step_has_the_same_optional_ops() -> None:
     workload = image_step(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3)))
     measured = tracing.trace(*workload, passes=1, options=["kernels"])
-    again = tracing.as_recorded(tracing.capture_step(workload, PlanSettings()), measured.provenance, ["kernels"])
+    again = tracing.restore_recorded(tracing.capture_step(workload, PlanSettings()), measured.provenance, ["kernels"])
     assert again.graph.fingerprint == measured.fingerprint
 
     def called(op: Op) -> tuple[object, ...]:

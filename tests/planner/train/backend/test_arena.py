@@ -10,7 +10,7 @@ from torch import nn
 
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
-from planner.measure.steps import Step, outcome
+from planner.measure.steps import Step, measure_outcome
 from planner.runtime.arena import Arena
 from planner.runtime.arena_allocator import Missed
 from planner.train.backend.planned_graph import PlannedGraph
@@ -63,8 +63,8 @@ def test_trains_as_without_an_arena(name: str, kernels: str, graphs: list[Planne
     for seed in range(4):
         twin.zero_grad()
         workload.model.zero_grad()
-        wanted = outcome(eager, workload.model, workload.batch, seed=seed)
-        assert not wanted.differences(outcome(step, twin, workload.batch, seed=seed))
+        wanted = measure_outcome(eager, workload.model, workload.batch, seed=seed)
+        assert not wanted.list_differences(measure_outcome(step, twin, workload.batch, seed=seed))
     (graph,) = graphs
     arena = arena_of(graph)
     assert arena.missed.unmatched_bytes == 0
@@ -159,8 +159,8 @@ def test_several_graphs_lie_beside_each_other(kernels: str, budget_bytes: int, g
     for seed in range(10):
         twin.zero_grad()
         workload.model.zero_grad()
-        wanted = outcome(eager, workload.model, workload.batch, seed=seed)
-        assert not wanted.differences(outcome(step, twin, workload.batch, seed=seed))
+        wanted = measure_outcome(eager, workload.model, workload.batch, seed=seed)
+        assert not wanted.list_differences(measure_outcome(step, twin, workload.batch, seed=seed))
     assert len(graphs) == 3
     (arena,) = {arena_of(graph) for graph in graphs}
     assert arena.missed == Missed()

@@ -13,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from graphs.errors import InfeasibleError, PlannerError, UsageError
 from planner.capture.step import TrainingStep
-from planner.measure.steps import measure_memory, outcome
+from planner.measure.steps import measure_memory, measure_outcome
 from tests.support.budgets import HALF_WAY
 from tests.support.models.steps import make, norm_twice
 
@@ -45,8 +45,8 @@ def test_a_compiled_model_trains_as_eager_does(name: str) -> None:
         return workload.loss_fn(model(*batch[:-1]), batch[-1])
 
     eager = TrainingStep(workload.model, workload.loss_fn)
-    wanted = outcome(eager, workload.model, workload.batch, seed=1)
-    assert wanted.differences(outcome(step, twin, workload.batch, seed=1)) == ()
+    wanted = measure_outcome(eager, workload.model, workload.batch, seed=1)
+    assert wanted.list_differences(measure_outcome(step, twin, workload.batch, seed=1)) == ()
     peaks = []
     for run, of in ((eager, workload.model), (step, twin)):
         of.zero_grad()
@@ -115,9 +115,9 @@ def test_a_norm_that_is_used_twice_is_recomputed() -> None:
     workload = norm_twice()
     twin = copy.deepcopy(workload.model)
     model = compiled(twin, budget=HALF_WAY)
-    wanted = outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=1)
-    found = outcome(lambda x, y: workload.loss_fn(model(x), y), twin, workload.batch, seed=1)
-    assert wanted.differences(found) == ()
+    wanted = measure_outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, workload.batch, seed=1)
+    found = measure_outcome(lambda x, y: workload.loss_fn(model(x), y), twin, workload.batch, seed=1)
+    assert wanted.list_differences(found) == ()
 
 
 class Halves(nn.Module):

@@ -12,7 +12,7 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure.steps import StepOutcome, outcome
+from planner.measure.steps import StepOutcome, measure_outcome
 from planner.train.backend.planned_graph import PlannedGraph
 from tests.support.models.backend import measured_bytes
 from tests.support.models.other_kernels import ops_by, schedule_by, ways_of
@@ -37,7 +37,7 @@ def in_turn(
         assert any(graph.ops[op].optional for op in schedule.computed)
         planned.schedule = schedule
         twin.load_state_dict(model.state_dict())
-        found.append((outcome(eager, model, batch, seed=1), outcome(step, twin, batch, seed=1)))
+        found.append((measure_outcome(eager, model, batch, seed=1), measure_outcome(step, twin, batch, seed=1)))
         assert measured_bytes(twin, batch, lambda: step(*batch)[0].backward()) <= simulate(graph, schedule).peak_bytes
     return found
 
@@ -49,7 +49,7 @@ def test_kept_tensors_are_packed_exactly(graphs: list[PlannedGraph]) -> None:
         return [packing(graph, does(graph, kind)) for kind in kinds]
 
     for wanted, found in in_turn(mixed(), "pack", schedules, graphs):
-        assert wanted.differences(found) == ()
+        assert wanted.list_differences(found) == ()
 
 
 def test_ops_are_computed_by_other_kernels(graphs: list[PlannedGraph]) -> None:
@@ -60,6 +60,6 @@ def test_ops_are_computed_by_other_kernels(graphs: list[PlannedGraph]) -> None:
         return [schedule_by(graph, ops_by(graph, way)) for way in ways_of(graph)]
 
     for wanted, found in in_turn(workload, "kernels", schedules, graphs):
-        for name in wanted.differences(found):
+        for name in wanted.list_differences(found):
             relative = wanted.difference(name, found).relative
             assert relative is not None and relative < 2e-6, name

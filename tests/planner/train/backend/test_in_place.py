@@ -13,7 +13,7 @@ from graphs.ir import Phase
 from graphs.schedule import keep_everything, schedule_of
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
-from planner.measure.steps import outcome
+from planner.measure.steps import measure_outcome
 from planner.train.backend.planned_graph import PlannedGraph
 from tests.support.models.backend import Thirds, measured_bytes
 from tests.support.models.steps import make, random_schedule
@@ -40,7 +40,7 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str, graphs: l
     saved_bytes = 0
     for schedule in (keep_everything(graph), *(random_schedule(graph, seed) for seed in range(2))):
         planned.schedule = schedule
-        assert outcome(eager, model, batch, seed=1).differences(outcome(step, twin, batch, seed=1)) == ()
+        assert measure_outcome(eager, model, batch, seed=1).list_differences(measure_outcome(step, twin, batch, seed=1)) == ()
         peak_bytes = simulate(graph, schedule).peak_bytes
         assert measured_bytes(twin, batch, lambda: step(*batch)[0].backward()) <= peak_bytes
         eager(*batch)[0].backward()

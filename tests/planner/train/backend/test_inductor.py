@@ -16,7 +16,7 @@ from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.workload.models import Workload
-from planner.measure.steps import StepOutcome, measure_memory, outcome
+from planner.measure.steps import StepOutcome, measure_memory, measure_outcome
 from planner.plans import search
 from planner.plans.plan import Plan
 from planner.settings.budget import Budget
@@ -79,7 +79,7 @@ def run(
         return workload.loss_fn(compiled(*batch[:-1]), batch[-1])
 
     for seed in range(steps):
-        found = outcome(step, model, workload.batch, seed=seed)
+        found = measure_outcome(step, model, workload.batch, seed=seed)
     return found, measure_memory(step, workload.batch, static_bytes=0, device=torch.device("cpu")).peak_bytes
 
 
@@ -90,9 +90,9 @@ def test_computing_again_leaves_the_bits_of_torch_compile(
     workload = mlp(norm, dropout)
     wanted, _ = run(workload, None)
     found, whole = run(workload, "100%")
-    assert not wanted.differences(found)
+    assert not wanted.list_differences(found)
     found, tight = run(workload, between(solved[0][0]))
-    assert not wanted.differences(found)
+    assert not wanted.list_differences(found)
     plan = solved[1][1]
     assert len(plan.schedule.computed) > plan.graph.ops
     assert tight < whole
@@ -104,12 +104,12 @@ def test_outputs_written_over_inputs_leave_the_bits_of_torch_compile(solved: lis
     workload = mlp()
     wanted, _ = run(workload, None)
     found, _ = run(workload, "100%", choices=["in-place"])
-    assert not wanted.differences(found)
+    assert not wanted.list_differences(found)
     graph = solved[0][0]
     schedule = keep_everything(graph)
     assert sum(simulate(graph, schedule).memory_bytes) < sum(simulate(graph.out_of_place(), schedule).memory_bytes)
     found, tight = run(workload, between(graph), choices=["in-place"])
-    assert not wanted.differences(found)
+    assert not wanted.list_differences(found)
     assert tight <= solved[1][1].budget_bytes + 2 * workload.batch[0].nbytes
 
 
@@ -117,7 +117,7 @@ def test_in_place_and_offload_together_leave_the_bits_of_torch_compile(solved: l
     workload = mlp()
     wanted, _ = run(workload, None)
     found, peak_bytes = run(workload, "75%", choices=["in-place", "offload"], link="1000GB/s", host_budget="1MB")
-    assert not wanted.differences(found)
+    assert not wanted.list_differences(found)
     ((graph, plan),) = solved
     assert plan.copied > 0
     written_over, apart = (simulate(how, plan.schedule).memory_bytes for how in (graph, graph.out_of_place()))
@@ -130,8 +130,8 @@ def test_recomputed_dropout_is_exact_with_fallback_random(solved: list[tuple[Gra
     workload = mlp(dropout=0.3)
     with inductor_config.patch(fallback_random=True):
         wanted, _ = run(workload, None)
-        assert not wanted.differences(run(workload, "100%")[0])
-        assert not wanted.differences(run(workload, between(solved[0][0]))[0])
+        assert not wanted.list_differences(run(workload, "100%")[0])
+        assert not wanted.list_differences(run(workload, between(solved[0][0]))[0])
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_several_graphs_share_the_budget() -> None:
     workload = Workload(Broken(), F.mse_loss, (torch.randn(512, 32), torch.randn(512, 32)))
     wanted, _ = run(workload, None, steps=3)
     found, _ = run(workload, "70%", steps=3)
-    assert not wanted.differences(found)
+    assert not wanted.list_differences(found)
 
 
 def test_evaluation_is_compiled_without_a_plan() -> None:

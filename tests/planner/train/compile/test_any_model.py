@@ -13,7 +13,7 @@ from graphs.errors import MismatchError, TraceError
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.measure.steps import loss_of, outcome
+from planner.measure.steps import get_loss, measure_outcome
 from planner.runtime.executor import Executor
 from tests.support.models.steps import random_schedule
 
@@ -86,10 +86,10 @@ def test_a_batch_by_name_trains_as_eager_does(loss_fn: Any, more: dict[str, obje
     step = executor(model, loss_fn, batch)
     targets = {name: batch[name] for name in ("target", "weight") if name in batch}
     inputs = {name: value for name, value in batch.items() if name not in targets}
-    loss_of(call(step, batch)).backward()
+    get_loss(call(step, batch)).backward()
     planned = [p.grad for p in model.parameters()]
     model.zero_grad()
-    loss_of(loss_fn(model(**inputs), **targets)).backward()
+    get_loss(loss_fn(model(**inputs), **targets)).backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(planned, model.parameters(), strict=True))
 
 
@@ -114,8 +114,8 @@ def test_a_model_may_make_its_own_loss(kind: Any) -> None:
     torch.manual_seed(0)
     model, batch = Returns(kind), {"x": torch.randn(5, 16), "labels": torch.randint(3, (5,))}
     step = executor(model, None, batch)
-    planned, eager = outcome(step, model, batch, seed=3), outcome(TrainingStep(model, None), model, batch, seed=3)
-    assert eager.differences(planned) == ()
+    planned, eager = measure_outcome(step, model, batch, seed=3), measure_outcome(TrainingStep(model, None), model, batch, seed=3)
+    assert eager.list_differences(planned) == ()
 
 
 def test_of_an_object_only_the_loss_is_kept() -> None:

@@ -16,7 +16,7 @@ from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure.running import run
-from planner.measure.steps import outcome
+from planner.measure.steps import measure_outcome
 from planner.plans.plan import read_plan
 from planner.runtime import arena_allocator
 from planner.runtime.arena_allocator import Slab
@@ -132,9 +132,9 @@ def test_plans_for_several_sizes_share_a_slab(how: dict[str, bool]) -> None:
     for length in (48, 33, 52, 48, 33, 52):
         batch = tokens(4, length)
         workload.model.zero_grad()
-        eager = outcome(TrainingStep(*workload[:2]), workload.model, batch, seed=1)
+        eager = measure_outcome(TrainingStep(*workload[:2]), workload.model, batch, seed=1)
         workload.model.zero_grad()
-        assert not eager.differences(outcome(step, workload.model, batch, seed=1))
+        assert not eager.list_differences(measure_outcome(step, workload.model, batch, seed=1))
         plan = step.plan
         assert plan.outside_arena_bytes is not None
         assert taken_bytes(step, workload, batch) <= plan.outside_arena_bytes + TANGENT_BYTES

@@ -154,14 +154,14 @@ def test_where_eager_does_not_repeat_its_bits_errors_are_compared(offset: float,
     ],
 )
 def test_eager_that_fails_does_not_stop_the_plan(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = compare_eager.outcome
+    run = compare_eager.measure_outcome
 
     def fails(step: object, *args: object, **options: object) -> object:
         if isinstance(step, TrainingStep):
             raise error
         return run(step, *args, **options)
 
-    monkeypatch.setattr(compare_eager, "outcome", fails)
+    monkeypatch.setattr(compare_eager, "measure_outcome", fails)
     workload = plain()
     step = compiled(workload)
     assert step.plan.eager == EagerComparison(failure=said)
@@ -184,7 +184,7 @@ def test_a_kept_plan_is_compared_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert compiled(plain(), cache=tmp_path, compare_eager=False).plan.eager is None
     assert len(list(tmp_path.iterdir())) == 1
     found_names = iter((("loss",), ()))  # beside the plan, and beside another run of eager PyTorch
-    monkeypatch.setattr(compare_eager.StepOutcome, "differences", lambda *_: next(found_names))
+    monkeypatch.setattr(compare_eager.StepOutcome, "list_differences", lambda *_: next(found_names))
     write_plan(first.plan, path)
     with pytest.warns(EagerWarning, match="differs from eager in loss"):
         assert not compiled(plain(), cache=tmp_path).plan.eager.identical

@@ -10,7 +10,7 @@ import planner
 from graphs.errors import InfeasibleError, PlannerError
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure.steps import measure_memory, outcome
+from planner.measure.steps import measure_memory, measure_outcome
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.budgets import HALF_WAY
 
@@ -47,8 +47,11 @@ def planned(workload: Workload, first: Tokens, **options: int) -> DynamicStep:
 def check(step: DynamicStep, workload: Workload, batch: Tokens) -> None:
     """As eager to the last bit, and within the budget the first time and after."""
     workload.model.zero_grad()
-    found = outcome(step, workload.model, batch, seed=1)
-    assert outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, batch, seed=1).differences(found) == ()
+    found = measure_outcome(step, workload.model, batch, seed=1)
+    assert (
+        measure_outcome(TrainingStep(workload.model, workload.loss_fn), workload.model, batch, seed=1).list_differences(found)
+        == ()
+    )
     assert step.plans[-1] == step.plan
     assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
     tangent = 4
@@ -101,8 +104,8 @@ def test_ops_may_change_with_the_size() -> None:
     step = planner.compile(model, None, (torch.randn(16, 8),), budget="1MB", dynamic=True, passes=1)
     for rows in (12, 24):
         batch = (torch.randn(rows, 8),)
-        found = outcome(step, model, batch, seed=1)
-        assert outcome(TrainingStep(model, None), model, batch, seed=1).differences(found) == ()
+        found = measure_outcome(step, model, batch, seed=1)
+        assert measure_outcome(TrainingStep(model, None), model, batch, seed=1).list_differences(found) == ()
 
 
 def test_plans_of_all_sizes_are_kept_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +118,7 @@ def test_plans_of_all_sizes_are_kept_in_a_folder(tmp_path: Path, monkeypatch: py
         return made
 
     first = step()
-    monkeypatch.setattr("planner.train.compile.compiler.profiled", None)  # nothing is measured again
+    monkeypatch.setattr("planner.train.compile.compiler.profile_capture", None)  # nothing is measured again
     assert [plan.schedule for plan in step().plans] == [plan.schedule for plan in first.plans]
 
 

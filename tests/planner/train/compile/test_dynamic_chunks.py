@@ -7,7 +7,7 @@ import planner
 from graphs.options import remove_options
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
-from planner.measure.steps import outcome
+from planner.measure.steps import measure_outcome
 from planner.train.compile.dynamic import DynamicStep
 from solvers.bounds import bound_least_budget
 from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with
@@ -36,13 +36,13 @@ def test_a_loss_head_is_in_chunks_at_each_size(*, exact: bool) -> None:
     assert isinstance(step, DynamicStep)
     for rows in (56, 72) if not exact else (56,):
         given = batch(rows)
-        found = outcome(step, model, given, seed=1)
-        wanted = outcome(TrainingStep(model, loss_fn), model, given, seed=1)
+        found = measure_outcome(step, model, given, seed=1)
+        wanted = measure_outcome(TrainingStep(model, loss_fn), model, given, seed=1)
         assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
         if exact:
-            assert (wanted.differences(found), step.plan.differs, step.plan.settings["exact"]) == ((), (), [])
+            assert (wanted.list_differences(found), step.plan.differs, step.plan.settings["exact"]) == ((), (), [])
             continue
         assert step.plan.differs[0].startswith("rounding: nll_loss_forward[0]")
-        for name in wanted.differences(found):
-            relative = wanted.difference(name, found).relative
+        for name in wanted.list_differences(found):
+            relative = wanted.compute_difference(name, found).relative
             assert relative is not None and relative < 2e-6, name

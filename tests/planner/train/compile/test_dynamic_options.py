@@ -9,7 +9,7 @@ import planner
 from graphs.options.selection import get_option_name
 from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
-from planner.measure.steps import outcome
+from planner.measure.steps import measure_outcome
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.budgets import between
 
@@ -34,12 +34,12 @@ def test_an_option_goes_with_each_size(option: str) -> None:
     assert isinstance(step, DynamicStep)
     for count in (28, 25):
         batch = images(count)
-        found = outcome(step, model, batch, seed=1)
-        wanted = outcome(TrainingStep(model, F.cross_entropy), model, batch, seed=1)
+        found = measure_outcome(step, model, batch, seed=1)
+        wanted = measure_outcome(TrainingStep(model, F.cross_entropy), model, batch, seed=1)
         assert step.plan.settings["options"] == [option]
         assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= budget
-        for name in wanted.differences(found):
-            relative = wanted.difference(name, found).relative
+        for name in wanted.list_differences(found):
+            relative = wanted.compute_difference(name, found).relative
             assert step.plan.differs and relative is not None and relative < 2e-6, name
         graph, schedule = step.measured, step.plan.schedule
         assert graph is not None

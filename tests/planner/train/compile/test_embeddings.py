@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphs.errors import TraceError
-from planner.measure.steps import outcome
+from planner.measure.steps import measure_outcome
 from tests.support.models.planned import BATCH, assert_no_trace, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of what a planned step does not change
@@ -55,7 +55,7 @@ def test_a_frozen_embedding_with_max_norm_trains_as_eager_does() -> None:
     batch = (torch.randint(20, (8, 5)), BATCH[1])
     assert_no_trace(model, lambda: plan(model, batch))
     step, before = plan(model, batch), model.embedding.weight.clone()
-    found = outcome(step, model, batch, seed=1, written=[model.embedding.weight])
+    found = measure_outcome(step, model, batch, seed=1, written=[model.embedding.weight])
     planned = step(*batch).detach()
     after = model.embedding.weight.clone()
     with torch.no_grad():

@@ -16,7 +16,7 @@ from graphs.ir import Graph
 from graphs.simulate import simulate
 from graphs.synthetic.small import make_chain
 from planner.measure.observation import OpTimer, PeakWatch
-from planner.measure.steps import outcome
+from planner.measure.steps import measure_outcome
 from planner.plans import background
 from planner.plans.background import BackgroundSolve, Ended, SolveJob, solve_here
 from planner.plans.plan import Plan, read_plan
@@ -111,19 +111,19 @@ def planned(model: nn.Module, batch: Batch, **options: object) -> planner.Planne
 
 
 def assert_trains_as_eager(step: planner.PlannedStep, model: nn.Module, batch: Batch, seed: int) -> None:
-    wanted = outcome(lambda x, y: F.mse_loss(model(x), y), model, batch, seed=seed)
-    assert wanted.differences(outcome(step, model, batch, seed=seed)) == ()
+    wanted = measure_outcome(lambda x, y: F.mse_loss(model(x), y), model, batch, seed=seed)
+    assert wanted.list_differences(measure_outcome(step, model, batch, seed=seed)) == ()
 
 
 def above_by(excess_bytes: int, budget_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the next peak be measured as one above the budget."""
-    peak_of = PeakWatch._peak_of
+    peak_of = PeakWatch._compute_peak
 
     def measured(*_: object) -> int:
-        monkeypatch.setattr(PeakWatch, "_peak_of", peak_of)
+        monkeypatch.setattr(PeakWatch, "_compute_peak", peak_of)
         return budget_bytes + excess_bytes
 
-    monkeypatch.setattr(PeakWatch, "_peak_of", measured)
+    monkeypatch.setattr(PeakWatch, "_compute_peak", measured)
 
 
 def test_a_better_plan_takes_the_place_of_the_first(at_once: type[Solved], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def times_in_steps(monkeypatch: pytest.MonkeyPatch, *factors: float) -> None:
         executor = timer._executor
         return {op.id: op.time_s * factors[op.id % len(factors)] for op in executor.graph.ops}
 
-    monkeypatch.setattr(OpTimer, "times_s", times_s)
+    monkeypatch.setattr(OpTimer, "compute_times_s", times_s)
 
 
 def proof(plan: Plan) -> tuple[object, ...]:
@@ -408,7 +408,7 @@ def eager_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("eager_does_not_fit")
 def test_where_eager_does_not_fit_the_first_step_measures_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "measured_peak", None)  # no step is run before
+    monkeypatch.setattr(compiler, "measure_peak", None)  # no step is run before
     monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", math.inf)  # nor is another plan looked for
     model, batch = model_and_batch()
     step = planned(model, batch)

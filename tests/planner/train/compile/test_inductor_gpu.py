@@ -8,7 +8,7 @@ import torch
 import planner
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure.steps import outcome
+from planner.measure.steps import measure_outcome
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler", "deterministic")]
@@ -57,5 +57,5 @@ def check_bits_and_budget(workload: Workload, budget: int | str, *, cuda_graph: 
     assert step.plan.measured_peak_bytes is not None
     assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
     for seed in range(3):
-        wanted = outcome(compiled, reference, workload.batch, seed=seed)
-        assert not wanted.differences(outcome(step, workload.model, workload.batch, seed=seed))
+        wanted = measure_outcome(compiled, reference, workload.batch, seed=seed)
+        assert not wanted.list_differences(measure_outcome(step, workload.model, workload.batch, seed=seed))

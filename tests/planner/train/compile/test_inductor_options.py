@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 
 import planner
 from graphs.errors import InfeasibleError, PlannerError, TraceError
-from planner.measure.steps import outcome
+from planner.measure.steps import measure_outcome
 from planner.plans.summary import summarize
 from planner.settings.budget import Share
 from planner.train.compile import inductor_compiler
@@ -46,7 +46,7 @@ def compiled(model: nn.Module, batch: Any, *, budget: str | int = "100%", **opti
 
 def assert_as_torch_compile(step: planner.PlannedStep, model: nn.Module, batch: Batch) -> None:
     plain = by_torch_compile(lambda x, y: F.mse_loss(model(x), y))
-    assert outcome(plain, model, batch, seed=1).differences(outcome(step, model, batch, seed=1)) == ()
+    assert measure_outcome(plain, model, batch, seed=1).list_differences(measure_outcome(step, model, batch, seed=1)) == ()
 
 
 @pytest.mark.slow
@@ -145,10 +145,10 @@ def test_each_data_dependent_branch_is_compiled_when_first_taken() -> None:
     masked[:3] = False
     for given, again in ((mask, False), (masked, True), (mask, False)):
         with pytest.warns(UserWarning, match="gives False for this batch, but gave True") if again else nullcontext():
-            found = outcome(step, model, (x, given), seed=1)
+            found = measure_outcome(step, model, (x, given), seed=1)
         torch._dynamo.reset()
         plain = torch.compile(model, dynamic=False)  # which breaks the graph at the branch
-        assert outcome(plain, model, (x, given), seed=1).differences(found) == ()
+        assert measure_outcome(plain, model, (x, given), seed=1).list_differences(found) == ()
 
 
 class Branches(nn.Linear):

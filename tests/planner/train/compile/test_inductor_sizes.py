@@ -15,7 +15,7 @@ from graphs.errors import InfeasibleError
 from planner.capture.replay import real_static
 from planner.capture.step import TrainingStep
 from planner.measure.profile import profile
-from planner.measure.steps import outcome
+from planner.measure.steps import measure_outcome
 from planner.settings.link import MEASURED_LINK
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.inductor.steps import CASES, Case, compiled, mlp, prepare
@@ -77,7 +77,7 @@ def test_each_size_is_compiled_and_planned_for_itself() -> None:
             assert whole_bytes > budget_bytes > most + plan.graph.static_bytes - 3 * given[0].nbytes
         assert MEASURED_LINK in plan.graph.provenance
         plain = compiled(lambda x, y: F.mse_loss(model(x), y))
-        assert outcome(plain, model, given, seed=1).differences(outcome(step, model, given, seed=1)) == ()
+        assert measure_outcome(plain, model, given, seed=1).list_differences(measure_outcome(step, model, given, seed=1)) == ()
     assert [plan.graph.provenance["inputs"][0] for plan in step.plans] == ["float32[12, 16]", "float32[288, 16]"]
     with pytest.raises(InfeasibleError, match=r"^for a batch of \[4096, 16\], \[4096, 16\]: budget .* is below"):
         step(*batch(4096))

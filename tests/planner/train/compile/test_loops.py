@@ -22,7 +22,7 @@ from planner.capture.options.traced import with_traced
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
-from planner.measure.steps import loss_of
+from planner.measure.steps import get_loss
 from planner.runtime.executor import Executor
 from tests.support.budgets import HALF_WAY
 from tests.support.models.steps import make, random_schedule
@@ -72,7 +72,7 @@ def train(
     for i in range(3):
         for _ in range(batches):
             with context():
-                loss = loss_of(run(*workload.batch))
+                loss = get_loss(run(*workload.batch))
             scaler.scale(loss / batches).backward()
             left[f"loss {i}"] = loss.detach()
         if clip is not None:
@@ -270,7 +270,7 @@ def test_backward_comes_again_where_the_graph_is_retained(plan: Callable[[], tup
 
     def gradients(run: Callable[..., Any]) -> list[torch.Tensor]:
         torch.manual_seed(1)
-        loss = loss_of(run(*batch))
+        loss = get_loss(run(*batch))
         first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         loss.backward(retain_graph=True)
         loss.backward(torch.tensor(0.5))

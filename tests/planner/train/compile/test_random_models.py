@@ -37,7 +37,7 @@ def check(recipe: Recipe, share: float) -> None:
     least = bracket_least_budget(captured.graph, clock=WorkClock(0.5)).found_bytes
     budget = int(least + share * (peak - least))
     planned = Runner(workload, compiler.solve(captured, workload.batch, Bytes(budget)))
-    differences = expected.differences(planned.train(plain.batch))
+    differences = expected.list_differences(planned.train(plain.batch))
     assert not differences, differences
     storages, allocated = planned.measure_storages_bytes(plain.batch), planned.measure_peak_bytes(plain.batch)
     assert max(storages, allocated) <= budget, (storages, allocated, budget, least, peak)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import planner
 from graphs.errors import MismatchError
 from planner.capture.step import TrainingStep
-from planner.measure.steps import measure_memory, outcome
+from planner.measure.steps import measure_memory, measure_outcome
 from planner.train.compile.compiler import Compiler
 from planner.train.compile.dynamic import DynamicStep
 from tests.support.budgets import HALF_WAY
@@ -37,8 +37,8 @@ def rows(n: int) -> tuple[torch.Tensor, torch.Tensor]:
 def check(step: Callable[..., Any], model: nn.Module, loss_fn: Callable[..., Any] | None, batch: Any) -> None:
     """As eager PyTorch to the last bit, and within the budget."""
     model.zero_grad()
-    found = outcome(step, model, batch, seed=1)
-    assert outcome(TrainingStep(model, loss_fn), model, batch, seed=1).differences(found) == ()
+    found = measure_outcome(step, model, batch, seed=1)
+    assert measure_outcome(TrainingStep(model, loss_fn), model, batch, seed=1).list_differences(found) == ()
     plan = step.plans[-1]
     model.zero_grad()
     again = measure_memory(step, batch, static_bytes=plan.graph.static_bytes - 4, device=torch.device("cpu"))
@@ -133,13 +133,13 @@ def test_masks_dicts_and_numbers_that_depend_on_the_rows(*, dynamic: bool) -> No
     step = planner.compile(model, None, masked(12), budget=HALF_WAY, dynamic=dynamic, **QUICK)
     for n in (12, 5, 1, 5):
         batch = masked(n)
-        found = outcome(step, model, batch, seed=1)
-        assert outcome(TrainingStep(model, None), model, batch, seed=1).differences(found) == ()
+        found = measure_outcome(step, model, batch, seed=1)
+        assert measure_outcome(TrainingStep(model, None), model, batch, seed=1).list_differences(found) == ()
     batch = masked(12)
     batch["extra"]["items"] = 7
     with pytest.warns(UserWarning, match=r"captured again: input 'extra'\['items'\] is 7, but the step was planned for 108"):
-        found = outcome(step, model, batch, seed=1)
-    assert outcome(TrainingStep(model, None), model, batch, seed=1).differences(found) == ()
+        found = measure_outcome(step, model, batch, seed=1)
+    assert measure_outcome(TrainingStep(model, None), model, batch, seed=1).list_differences(found) == ()
 
 
 def test_gradients_accumulate_over_whole_and_smaller_batches() -> None:

@@ -155,8 +155,8 @@ def fsdp2_sync(model: nn.Module, last: bool) -> None:
 
 def check_ddp(rank: int) -> None:
     batch, profiles = batch_of(rank), []
-    profiled = compiler.profiled
-    compiler.profiled = lambda *args, **kwargs: profiles.append(rank) or profiled(*args, **kwargs)
+    profiled = compiler.profile_capture
+    compiler.profile_capture = lambda *args, **kwargs: profiles.append(rank) or profiled(*args, **kwargs)
 
     eager, planned = pair(DistributedDataParallel)
     seen: list[Progress] = []

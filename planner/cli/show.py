@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.files import check_writable
     from graphs.io.formats import read_graph
     from planner.plans.plan import read_plan
-    from planner.plans.plan_check import planned_graph
+    from planner.plans.plan_check import apply_plan_options
     from planner.show.facts.timeline import Timeline
     from planner.show.report.page import write_pages
     from planner.studies.curve import read_curve
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     for path in wanted:
         check_writable(path, *(source for source in (arguments.plan, graph_path, arguments.curve) if source is not None))
     graph = read_graph(graph_path)
-    timeline = Timeline(planned_graph(graph, plan), plan)
+    timeline = Timeline(apply_plan_options(graph, plan), plan)
     write_pages(timeline, arguments.output, arguments.trace, curve)
     print_result(
         arguments,
@@ -69,9 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _find_graph(plan: "Plan", plan_path: str) -> Path:
     """Return the file of the graph that `plan` was solved for."""
-    from planner.plans.plan_check import graph_path
+    from planner.plans.plan_check import find_graph_path
 
-    path = graph_path(plan, plan_path)
+    path = find_graph_path(plan, plan_path)
     if path is None:
         raise UsageError(f"{plan_path} does not say where its graph is: name what it was solved for (--graph model.json)")
     if not path.is_file():

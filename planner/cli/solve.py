@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     from graphs.io.formats import read_graph
     from planner.cli.interrupt import StopOnInterrupt
     from planner.plans.document import write_plan
-    from planner.plans.plan_files import naming
+    from planner.plans.plan_files import name_graph
     from planner.plans.solving import solve
     from planner.progress import LineView
     from planner.show.report.describe import plan_data, plan_text
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
             on_progress=progress,
             should_stop=interrupt,
         )
-    write_plan(naming(plan, output, arguments.graph), output)
+    write_plan(name_graph(plan, output, arguments.graph), output)
     print_result(
         arguments,
         lambda: {"output": output, **plan_data(plan)},

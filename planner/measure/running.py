@@ -25,8 +25,8 @@ from planner.capture.workload.models import Workload
 from planner.measure import steps as measure
 from planner.measure.pool_memory import measure_other_peaks, measure_peak
 from planner.measure.tracing import capture_step, restore_recorded
-from planner.plans.eager import within_own_error
-from planner.plans.keeping_everything import why_it_does_not_fit
+from planner.plans.eager import is_within_own_error
+from planner.plans.keeping_everything import explain_not_fitting
 from planner.plans.plan import Plan
 from planner.plans.plan_check import check_sizes
 from planner.progress import OnProgress, Stage, Stages, views_of
@@ -121,7 +121,7 @@ class RunReport:
         if self.identical is None:
             return None
         same = self.identical and not self.eager_differences
-        return same or within_own_error(self.measured_gradient_error, self.eager_error)
+        return same or is_within_own_error(self.measured_gradient_error, self.eager_error)
 
 
 @shorten_traceback
@@ -183,7 +183,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     if is_made_for_arena if arena is None else arena:
         planned.use_arena(shared_slab(planned.device))
     eager = TrainingStep(model, loss_fn)
-    not_compared = why_it_does_not_fit(captured.graph, next(model.parameters()).device)
+    not_compared = explain_not_fitting(captured.graph, next(model.parameters()).device)
     steps: dict[str, measure.Step] = {_PLANNED: planned}
     outcomes: dict[str, measure.StepOutcome] = {}
     written = written_tensors(captured, eager, batch)
@@ -212,7 +212,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
         budget_bytes=plan.budget_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         measured_peak_bytes=memory.peak_bytes,
-        needed_bytes=plan.needed_bytes(memory.peak_bytes),
+        needed_bytes=plan.compute_needed_bytes(memory.peak_bytes),
         predicted_reserved_bytes=plan.reserved_bytes,
         reserved_bytes=memory.reserved_bytes,
         library_bytes=memory.library_bytes,

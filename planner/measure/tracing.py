@@ -29,7 +29,7 @@ from planner.measure.unrepeatable_ops import mark_custom_ops, mark_recorded_ops
 from planner.memory.free_memory import free_bytes
 from planner.memory.release import release_unused
 from planner.memory.reserved import uses_libraries
-from planner.plans.keeping_everything import needed_bytes, prepare_for_tight_memory
+from planner.plans.keeping_everything import count_keep_everything_bytes, prepare_for_tight_memory
 from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.runtime.libraries import warm_up_libraries
 from planner.settings.devices import DeviceSpec, get_device
@@ -194,7 +194,7 @@ def _compare_options(captured: Capture, step: TrainingStep, batch: Batch) -> Cap
     if not (needs_comparison(captured) or needs_measuring(captured)):
         return captured
     executed = RealStep(captured, step, batch)
-    real = executed if needed_bytes(captured.graph) <= free_bytes(executed.device) else None
+    real = executed if count_keep_everything_bytes(captured.graph) <= free_bytes(executed.device) else None
     captured = mark_exact_ops(captured, real)
     return replace(captured, graph=measured_uses(captured, real))
 

@@ -39,7 +39,7 @@ class PlanCache:
             raise OutputError(f"plans cannot be stored in {self._folder}: {error.strerror or error}") from error
         check_writable(self._folder / "plan.json")
 
-    def path(self, made_for: Mapping[str, object]) -> Path:
+    def get_path(self, made_for: Mapping[str, object]) -> Path:
         """Return the file of the plan for `made_for`: graph, budget, device, options, and all else that a plan depends on."""
         text = json.dumps({**made_for, "remat-planner": version("remat-planner")}, sort_keys=True)
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
@@ -77,7 +77,7 @@ def _check_is_file(path: Path) -> None:
 
 def _check_budget(plan: Plan, budget: Budget) -> None:
     """Raise if the budget, or the measured peak, in the file does not match the requested budget."""
-    if plan.measured_peak_bytes is not None and plan.needed_bytes(plan.measured_peak_bytes) > plan.budget_bytes:
+    if plan.measured_peak_bytes is not None and plan.compute_needed_bytes(plan.measured_peak_bytes) > plan.budget_bytes:
         raise BudgetError(
             f"its measured peak here is {format_bytes(plan.measured_peak_bytes)}, over its budget of "
             f"{format_bytes(plan.budget_bytes)}"

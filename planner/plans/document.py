@@ -137,8 +137,8 @@ def plan_to_dict(plan: PlanRecord) -> dict[str, object]:
         "differs": plan.differs or UNSET,
         "ended": plan.ended or UNSET,
         "reserved": UNSET if plan.reserved is None else build_struct(plan.reserved, _ReservedDocument),
-        "eager": UNSET if plan.eager is None else _eager_of(plan.eager),
-        "steps": tuple(map(_pair_of, plan.schedule.steps)),
+        "eager": UNSET if plan.eager is None else _encode_eager(plan.eager),
+        "steps": tuple(map(_encode_step, plan.schedule.steps)),
     }
     same = {name: getattr(plan, name) for name in _PlanDocument.__struct_fields__ if name not in given}
     return list_fields(_PlanDocument(**same, **given))
@@ -172,7 +172,7 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
         "pool_peaks_bytes": read.pool_peaks_bytes or {},
         "differs": read.differs or (),
         "reserved": None if read.reserved is UNSET else Reserved(**list_arguments(read.reserved)),
-        "eager": None if read.eager is UNSET else _comparison_of(read.eager),
+        "eager": None if read.eager is UNSET else _decode_comparison(read.eager),
     }
     plan = PlanRecord(**given)
     _check_status(read.status, plan, source)
@@ -207,20 +207,20 @@ def write_plan(plan: PlanRecord, path: str | os.PathLike[str]) -> None:
     write_text(path, format_json(plan_to_dict(plan)))
 
 
-def _eager_of(comparison: EagerComparison) -> _EagerDocument:
+def _encode_eager(comparison: EagerComparison) -> _EagerDocument:
     eager = build_struct(comparison, _EagerDocument)
     eager.differences = tuple(build_struct(difference, _DifferenceDocument) for difference in comparison.differences)
     eager.first_op = None if comparison.first_op is None else build_struct(comparison.first_op, _DifferingOpDocument)
     return eager
 
 
-def _comparison_of(eager: _EagerDocument) -> EagerComparison:
+def _decode_comparison(eager: _EagerDocument) -> EagerComparison:
     differences = tuple(Difference(**list_arguments(difference)) for difference in eager.differences)
     first_op = None if eager.first_op is None else DifferingOp(**list_arguments(eager.first_op))
     return EagerComparison(**list_arguments(eager) | {"differences": differences, "first_op": first_op})
 
 
-def _pair_of(step: Step) -> tuple[_StepKind, int]:
+def _encode_step(step: Step) -> tuple[_StepKind, int]:
     match step:
         case Compute(op):
             return _StepKind.COMPUTE, int(op)

@@ -8,12 +8,12 @@ _NAMED = 3
 _TIMES_OWN_ERROR = 3.0  # the errors of two pairs of runs differ by chance
 
 
-def slower_than(other: str, overhead: float) -> str:
+def describe_slower(other: str, overhead: float) -> str:
     """Return a relative difference of times in words: ``4.1% slower than eager``, ``2.0% faster than eager``."""
     return f"{100 * abs(overhead):.1f}% {'faster' if overhead < 0 else 'slower'} than {other}"
 
 
-def within_own_error(error: float | None, own_error: float | None) -> bool:
+def is_within_own_error(error: float | None, own_error: float | None) -> bool:
     """Return True if gradients differ by about as much as between two runs of eager PyTorch.
 
     Args:
@@ -105,7 +105,7 @@ class EagerComparison:
         if self.overhead is None:
             return ""
         spread = f"±{100 * self.spread:.1f}%" if self.spread else "one step of each"
-        return f"{slower_than(self.reference, self.overhead)}, {spread}"
+        return f"{describe_slower(self.reference, self.overhead)}, {spread}"
 
     def __str__(self) -> str:
         if self.failure:
@@ -124,7 +124,7 @@ class EagerComparison:
     @property
     def within_own_error(self) -> bool:
         """True if the differences are about as large as between two runs of eager PyTorch."""
-        return within_own_error(self.gradient_error, self.eager_error)
+        return is_within_own_error(self.gradient_error, self.eager_error)
 
     def _describe_errors(self) -> str:
         if self.eager_error is None:

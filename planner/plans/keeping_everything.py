@@ -12,7 +12,7 @@ from planner.plans.summary import summarize
 _MOST_HEAP = 2
 
 
-def needed_bytes(graph: Graph) -> int:
+def count_keep_everything_bytes(graph: Graph) -> int:
     """Return the bytes that keeping everything needs besides the static tensors."""
     summary = summarize(graph)
     return summary.keep_everything_peak_bytes - summary.static_bytes
@@ -24,11 +24,11 @@ def prepare_for_tight_memory(graph: Graph, device: torch.device) -> None:
     To be called as soon as sizes are known, since the heap does not shrink. With Inductor's kernels they are known from the
     profile only.
     """
-    if device.type == "cpu" and _MOST_HEAP * needed_bytes(graph) > free_bytes(device):
+    if device.type == "cpu" and _MOST_HEAP * count_keep_everything_bytes(graph) > free_bytes(device):
         return_large_blocks()
 
 
-def why_it_does_not_fit(graph: Graph, device: torch.device) -> str:
+def explain_not_fitting(graph: Graph, device: torch.device) -> str:
     """Return the needed and free bytes as a reason not to run a step that keeps everything for comparison; "" if it fits."""
     summary = summarize(graph)
     # The results of both steps are compared in the host's memory.

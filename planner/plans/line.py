@@ -1,16 +1,16 @@
 """A plan as one line of text."""
 
 from graphs.units import format_bytes
-from planner.plans.eager import slower_than
+from planner.plans.eager import describe_slower
 from planner.plans.plan import Plan
 
 
 def plan_line(plan: Plan) -> str:
     """Return the memory and the overhead of a plan, in one line."""
-    return saved_line(plan.peak_bytes, plan.graph.keep_everything_peak_bytes, plan.overhead, plan.gap)
+    return describe_saved(plan.peak_bytes, plan.graph.keep_everything_peak_bytes, plan.overhead, plan.gap)
 
 
-def saved_line(peak_bytes: int, keep_everything_peak_bytes: int, overhead: float, gap: float | None) -> str:
+def describe_saved(peak_bytes: int, keep_everything_peak_bytes: int, overhead: float, gap: float | None) -> str:
     """Return the memory and the overhead of a schedule against keeping everything, in one line; `gap` is None without a bound."""
     if gap is None:
         proof = ""
@@ -19,4 +19,4 @@ def saved_line(peak_bytes: int, keep_everything_peak_bytes: int, overhead: float
     else:
         proof = f" (proved within {100 * gap:.2g}%)"
     memory = f"{format_bytes(peak_bytes)} of {format_bytes(keep_everything_peak_bytes)}"
-    return f"planned: {memory}, predicted {slower_than('keeping everything', overhead)}{proof}"
+    return f"planned: {memory}, predicted {describe_slower('keeping everything', overhead)}{proof}"

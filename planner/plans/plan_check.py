@@ -16,7 +16,7 @@ from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
 from planner.memory.reserved import arena_of, reserved_for
 from planner.plans.record import GraphSummary, PlanRecord
-from planner.plans.summary import check_same_graph, other_peaks, summarize
+from planner.plans.summary import check_same_graph, get_other_peaks, summarize
 from planner.settings.option_settings import with_recorded
 
 _ROUNDING = 1e-9  # relative tolerance of sums of seconds
@@ -30,7 +30,7 @@ def check_plan(graph: Graph, plan: PlanRecord) -> Simulation:
         MismatchError: the plan is for another graph, or for this one with other times or sizes, or was edited.
     """
     check_same_graph(plan.graph, found := summarize(graph))
-    if again := _summary_differences(plan.graph, found):
+    if again := _describe_summary_differences(plan.graph, found):
         raise MismatchError(
             f"the graph of the plan has changed ({again}): it was traced again since, or one of the files was edited; solve again"
         )
@@ -40,15 +40,17 @@ def check_plan(graph: Graph, plan: PlanRecord) -> Simulation:
         raise MismatchError(
             f"the plan's schedule does not run on its graph: {error}; one of the two files was edited; solve again"
         ) from error
-    wrong = figure_differences(plan, simulation)
+    wrong = list_figure_differences(plan, simulation)
     if plan.differs != describe_differences(graph, plan.schedule.computed):
         wrong.append(
             f"that it differs by {list(plan.differs)}, but its ops by {list(describe_differences(graph, plan.schedule.computed))}"
         )
     found_error = predict_gradient_error(graph, plan.schedule.computed)
-    if (found_error is None) != (plan.gradient_error is None) or not _same_time(found_error or 0.0, plan.gradient_error or 0.0):
+    if (found_error is None) != (plan.gradient_error is None) or not _is_same_time(
+        found_error or 0.0, plan.gradient_error or 0.0
+    ):
         wrong.append(f"a gradient error of {plan.gradient_error!r}, but its ops one of {found_error!r}")
-    if wrong := [*wrong, *_other_peaks(plan, graph, simulation), *_reserved_differences(plan, graph)]:
+    if wrong := [*wrong, *_list_other_peaks(plan, graph, simulation), *_list_reserved_differences(plan, graph)]:
         raise MismatchError(f"the plan says {'; '.join(wrong)}: its file was edited; solve again")
     return simulation
 
@@ -59,17 +61,17 @@ def check_with_its_graph(plan: PlanRecord, plan_path: str | os.PathLike[str]) ->
     Raises:
         MismatchError: the plan disagrees with its schedule.
     """
-    path = graph_path(plan, plan_path)
+    path = find_graph_path(plan, plan_path)
     if path is None or not path.is_file():
         return
     try:
-        graph = planned_graph(read_graph(path), plan)
+        graph = apply_plan_options(read_graph(path), plan)
     except MismatchError:
         raise
     except PlannerError:
         return  # it is read for this check only
     found = summarize(graph)
-    if found.fingerprint == plan.graph.fingerprint and not _summary_differences(plan.graph, found):
+    if found.fingerprint == plan.graph.fingerprint and not _describe_summary_differences(plan.graph, found):
         check_plan(graph, plan)
 
 
@@ -100,17 +102,17 @@ def check_sizes(graph: Graph, plan: PlanRecord) -> None:
         least_bytes = found_bytes + more_bytes
         if least_bytes > said_bytes:
             raise MismatchError(
-                f"the plan says {what} of {_exact(said_bytes)}, but its tensors alone take {_exact(least_bytes)}: its file was "
+                f"the plan says {what} of {_format_exact(said_bytes)}, but its tensors alone take {_format_exact(least_bytes)}: its file was "
                 "edited; solve again"
             )
     stood_for = any(offered.ops[op].replaces for op in plan.schedule.computed)  # other times than the program has
-    wrong = _other_peaks(plan, offered, found)
+    wrong = _list_other_peaks(plan, offered, found)
     wrong += [] if stood_for else _time_differences(plan, plan.recomputed + plan.copied)
     if wrong := [*wrong, *_bound_differences(plan, plan.time_s)]:
         raise MismatchError(f"the plan says {'; '.join(wrong)}: its file was edited; solve again")
 
 
-def planned_graph(graph: Graph, plan: PlanRecord) -> Graph:
+def apply_plan_options(graph: Graph, plan: PlanRecord) -> Graph:
     """Return `graph` with the options that `plan` was solved with, unless it has them already.
 
     Raises:
@@ -121,31 +123,33 @@ def planned_graph(graph: Graph, plan: PlanRecord) -> Graph:
     return graph if graph.fingerprint == plan.graph.fingerprint else with_recorded(graph, plan.settings)
 
 
-def graph_path(plan: PlanRecord, plan_path: str | os.PathLike[str]) -> Path | None:
+def find_graph_path(plan: PlanRecord, plan_path: str | os.PathLike[str]) -> Path | None:
     """Return the path of the graph of `plan`, which was read from `plan_path`; None if the plan has none."""
     return None if plan.graph_file is None else Path(plan_path).resolve().parent / plan.graph_file
 
 
-def figure_differences(plan: PlanRecord, simulation: Simulation) -> list[str]:
+def list_figure_differences(plan: PlanRecord, simulation: Simulation) -> list[str]:
     """Return the claims of `plan` that disagree with the `simulation` of its schedule."""
     found = []
     if plan.peak_bytes != simulation.peak_bytes:
-        found.append(f"a peak of {_exact(plan.peak_bytes)}, but its schedule takes {_exact(simulation.peak_bytes)}")
+        found.append(f"a peak of {_format_exact(plan.peak_bytes)}, but its schedule takes {_format_exact(simulation.peak_bytes)}")
     if simulation.peak_bytes > plan.budget_bytes:
-        found.append(f"a budget of {_exact(plan.budget_bytes)}, but its schedule takes {_exact(simulation.peak_bytes)}")
-    if not _same_time(plan.time_s, simulation.time_s):
+        found.append(
+            f"a budget of {_format_exact(plan.budget_bytes)}, but its schedule takes {_format_exact(simulation.peak_bytes)}"
+        )
+    if not _is_same_time(plan.time_s, simulation.time_s):
         found.append(f"a step time of {plan.time_s!r} s, but its schedule takes {simulation.time_s!r} s")
     return [*found, *_bound_differences(plan, simulation.time_s)]
 
 
-def _other_peaks(plan: PlanRecord, graph: Graph, simulation: Simulation) -> list[str]:
-    others = other_peaks(graph, simulation)
+def _list_other_peaks(plan: PlanRecord, graph: Graph, simulation: Simulation) -> list[str]:
+    others = get_other_peaks(graph, simulation)
     if plan.pool_peaks_bytes == others:
         return []
     return [f"peaks of {dict(plan.pool_peaks_bytes)} in other pools than the device's, but its schedule has {others}"]
 
 
-def _reserved_differences(plan: PlanRecord, graph: Graph) -> list[str]:
+def _list_reserved_differences(plan: PlanRecord, graph: Graph) -> list[str]:
     """Return the errors in the predictions of reserved memory of `plan`."""
     said = plan.reserved
     if said is None:
@@ -153,7 +157,7 @@ def _reserved_differences(plan: PlanRecord, graph: Graph) -> list[str]:
     arena = None if plan.arena_bytes is None else arena_of(graph, plan.schedule)
     found = reserved_for(graph, plan.schedule, plan.memory, said.eager_bytes, arena)
     found = replace(found, context_bytes=said.context_bytes)  # that was measured where the graph was traced
-    return [] if found == said else [f"that {_exact(said.total_bytes)} are reserved, but its schedule has {found}"]
+    return [] if found == said else [f"that {_format_exact(said.total_bytes)} are reserved, but its schedule has {found}"]
 
 
 def _time_differences(plan: PlanRecord, again: int) -> list[str]:
@@ -161,7 +165,7 @@ def _time_differences(plan: PlanRecord, again: int) -> list[str]:
     said = f"a step time of {plan.time_s!r} s, and {plan.graph.time_s!r} s without recomputation"
     if plan.time_s < plan.graph.time_s * (1 - _ROUNDING):
         return [said]
-    if not again and not _same_time(plan.time_s, plan.graph.time_s):
+    if not again and not _is_same_time(plan.time_s, plan.graph.time_s):
         return [f"{said}, but its schedule neither recomputes nor transfers anything"]
     return []
 
@@ -176,23 +180,27 @@ def _bound_differences(plan: PlanRecord, time_s: float) -> list[str]:
     return found
 
 
-def _summary_differences(planned: GraphSummary, found: GraphSummary) -> str:
+def _describe_summary_differences(planned: GraphSummary, found: GraphSummary) -> str:
     pairs = [
         ("ops", str(planned.ops), str(found.ops)),
         ("tensors", str(planned.tensors), str(found.tensors)),
-        ("static memory", _exact(planned.static_bytes), _exact(found.static_bytes)),
-        ("peak without recomputation", _exact(planned.keep_everything_peak_bytes), _exact(found.keep_everything_peak_bytes)),
+        ("static memory", _format_exact(planned.static_bytes), _format_exact(found.static_bytes)),
+        (
+            "peak without recomputation",
+            _format_exact(planned.keep_everything_peak_bytes),
+            _format_exact(found.keep_everything_peak_bytes),
+        ),
     ]
     differences = [f"{what} {there} there, {here} here" for what, there, here in pairs if there != here]
-    if not _same_time(planned.time_s, found.time_s):
+    if not _is_same_time(planned.time_s, found.time_s):
         differences.append(f"step time {planned.time_s!r} s there, {found.time_s!r} s here")
     return "; ".join(differences)
 
 
-def _same_time(one_s: float, other_s: float) -> bool:
+def _is_same_time(one_s: float, other_s: float) -> bool:
     return math.isclose(one_s, other_s, rel_tol=_ROUNDING)
 
 
-def _exact(size_bytes: int) -> str:
+def _format_exact(size_bytes: int) -> str:
     """Return a size to the byte, so that different sizes read differently."""
     return f"{format_bytes(size_bytes)} ({size_bytes:,} B)" if size_bytes >= 1000 else f"{size_bytes} B"

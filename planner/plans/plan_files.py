@@ -8,7 +8,7 @@ from graphs.errors import PlannerError
 from graphs.io.files import is_replaced
 from graphs.io.formats import read_graph, write_graph
 from planner.plans.document import read_record, write_plan
-from planner.plans.plan_check import check_plan, graph_path, planned_graph
+from planner.plans.plan_check import apply_plan_options, check_plan, find_graph_path
 from planner.plans.record import PlanRecord
 
 
@@ -18,11 +18,11 @@ def save(plan: PlanRecord, path: str | os.PathLike[str], graph: str | os.PathLik
         if plan.source is None:
             raise PlannerError("the plan does not hold its graph, so that it cannot be written: only the plan can (graph=None)")
         write_graph(plan.source, graph)
-        plan = naming(plan, path, graph)
+        plan = name_graph(plan, path, graph)
     write_plan(plan, path)
 
 
-def naming(plan: PlanRecord, path: str | os.PathLike[str], graph: str | os.PathLike[str]) -> PlanRecord:
+def name_graph(plan: PlanRecord, path: str | os.PathLike[str], graph: str | os.PathLike[str]) -> PlanRecord:
     """Return `plan`, to be written to `path`, with the file `graph` of its graph relative to the plan's folder.
 
     If the plan is written to a pipe, the path is absolute.
@@ -35,9 +35,9 @@ def naming(plan: PlanRecord, path: str | os.PathLike[str], graph: str | os.PathL
 def load(path: str | os.PathLike[str]) -> PlanRecord:
     """Return the plan in the file `path`; see ``Plan.load``."""
     plan = read_record(path)
-    where = graph_path(plan, path)
+    where = find_graph_path(plan, path)
     if where is None or not where.is_file():
         return plan
-    graph = planned_graph(read_graph(where), plan)
+    graph = apply_plan_options(read_graph(where), plan)
     check_plan(graph, plan)
     return replace(plan, source=graph)

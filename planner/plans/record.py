@@ -7,7 +7,7 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.units import format_bytes, format_ratio
 from planner.memory.predicted import Reserved
-from planner.plans.eager import EagerComparison, slower_than
+from planner.plans.eager import EagerComparison, describe_slower
 from planner.settings.counted_memory import CountedMemory
 from solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, compute_gap, decide_status
 
@@ -115,13 +115,13 @@ class PlanRecord:
         lines = (
             f"{peaks}, {measured} (keeping everything: {whole})",
             *(() if self.reserved is None else (f"{name} {value}" for name, value in self.reserved.lines())),
-            f"step time {self._step_time()}, {self.status}, gap {gap}{self._costs()}",
+            f"step time {self._step_time()}, {self.status}, gap {gap}{self._format_costs()}",
             "" if self.ended is None or self.status in SOLVED else f"solved for {self.seconds:.3g} s: {self.ending}",
             "" if self.eager is None else str(self.eager),
             f"allowed to differ by {'; '.join(self.differs)}" if self.differs else "",
             self.arena,
             self.lossy,
-            self._kernels(),
+            self._format_kernels(),
         )
         return "\n".join(line for line in lines if line)
 
@@ -159,16 +159,16 @@ class PlanRecord:
 
     def _step_time(self) -> str:
         """Return the predicted overhead over keeping everything as text, with the measured one over eager PyTorch if known."""
-        predicted = f"predicted {slower_than('keeping everything', self.overhead)}"
+        predicted = f"predicted {describe_slower('keeping everything', self.overhead)}"
         measured = "" if self.eager is None else self.eager.slowdown
         return f"measured {measured} ({predicted})" if measured else predicted
 
-    def _costs(self) -> str:
+    def _format_costs(self) -> str:
         """Return the costs that time and bound hold for as text; "" without a bound."""
         times = str(self.graph.provenance.get("times", ""))
         return "" if self.bound_s is None or not times else f" {_COSTS.get(times, f'for the costs {times}')}"
 
-    def _kernels(self) -> str:
+    def _format_kernels(self) -> str:
         """Return the variant of Inductor's kernels and the time of their compilation as text; "" for kernels of eager PyTorch."""
         found = self.graph.provenance
         if "variant" not in found:
@@ -190,7 +190,7 @@ class PlanRecord:
     @property
     def predicted_bytes(self) -> int:
         """Bytes that the plan needs of the memory that the budget counts."""
-        return self.needed_bytes(self._taken_bytes)
+        return self.compute_needed_bytes(self._taken_bytes)
 
     @property
     def _taken_bytes(self) -> int:
@@ -201,7 +201,7 @@ class PlanRecord:
             return self.peak_bytes
         return self.graph.static_bytes + self.arena_bytes + self.outside_arena_bytes
 
-    def needed_bytes(self, measured_peak_bytes: int) -> int:
+    def compute_needed_bytes(self, measured_peak_bytes: int) -> int:
         """Return the memory of the kind that the budget counts, corrected by a measured peak of allocated bytes.
 
         What is allocated beyond the prediction is reserved beyond it as well.

@@ -29,7 +29,7 @@ class StepSearch:
         """True if a plan may be replaced by one that rounds differently."""
         return self.settings.swap == "any"
 
-    def first_plan(self, graph: Graph, budget: Budget, stage: StageReport | None = None) -> Plan:
+    def find_first_plan(self, graph: Graph, budget: Budget, stage: StageReport | None = None) -> Plan:
         """Return the first plan that is good enough; the solve is reported to `stage`, if there is one.
 
         Raises:
@@ -60,7 +60,7 @@ class StepSearch:
             settings = replace(settings, work_limit=settings.time_limit_s if wait.work is None else wait.work)
         return solve_graph(graph, budget, settings, on_progress=note, should_stop=stop)
 
-    def job(self, graph: Graph, budget_bytes: int, known: Plan, *, keeps_order: bool = False) -> SolveJob:
+    def build_job(self, graph: Graph, budget_bytes: int, known: Plan, *, keeps_order: bool = False) -> SolveJob:
         """Return the background solve, which runs until its tolerance or its time limit.
 
         Args:

@@ -26,10 +26,10 @@ from planner.memory.reserved import (
     runs_in_arena,
 )
 from planner.memory.reserved_budget import either, solve_counted
-from planner.plans.attributes import attributes
+from planner.plans.attributes import get_attributes
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
-from planner.plans.summary import other_peaks, summarize
+from planner.plans.summary import get_other_peaks, summarize
 from planner.progress import OnProgress, Stage, Stages, views_of
 from planner.settings.budget import Budget, Overhead, read_budget_or_overhead
 from planner.settings.compatibility import check_compatible
@@ -160,7 +160,7 @@ def solve_graph(
     if isinstance(budget, Overhead):
         check_compatible(settings.features | {Feature.MAX_OVERHEAD})
     memory = CountedMemory.ALLOCATED if isinstance(budget, Overhead) else memory_of(graph, settings.memory)
-    arena = _arena_setting(graph, settings, memory)
+    arena = _get_arena_setting(graph, settings, memory)
     plans = _Plans(
         graph=graph,
         settings=settings,
@@ -171,13 +171,13 @@ def solve_graph(
     )
     if isinstance(budget, Overhead):
         run = get_solver(settings.solver)
-        result = _least_memory(run, graph, settings, budget.share, clock, on_progress, either(should_stop, must_stop))
+        result = _solve_least_memory(run, graph, settings, budget.share, clock, on_progress, either(should_stop, must_stop))
         return plans.plan_of(result, clock)
     budget_bytes = budget.in_bytes(plans.eager_bytes)
 
     def tell(schedule: Schedule, bound_s: float) -> None:
         assert on_plan is not None
-        on_plan(plans.interim(schedule, bound_s, budget_bytes, clock))
+        on_plan(plans.build_interim(schedule, bound_s, budget_bytes, clock))
 
     request = Request(
         graph,
@@ -205,7 +205,7 @@ def solve_graph(
     return plans.plan_of(result, clock)
 
 
-def _arena_setting(graph: Graph, settings: PlanSettings, memory: CountedMemory) -> bool | None:
+def _get_arena_setting(graph: Graph, settings: PlanSettings, memory: CountedMemory) -> bool | None:
     """Return True or False if steps of `graph` run in an arena or in none, None if that is to be decided for each schedule.
 
     Raises:
@@ -250,7 +250,7 @@ class _Plans:
             return self.summary.keep_everything_peak_bytes
         return self.eager_reserved_bytes
 
-    def interim(self, schedule: Schedule, bound_s: float, budget_bytes: int, clock: Clock) -> Plan:
+    def build_interim(self, schedule: Schedule, bound_s: float, budget_bytes: int, clock: Clock) -> Plan:
         """Return the plan of a schedule on the way."""
         settings, request = self.settings, Request(self.graph, budget_bytes, self.settings.tolerance, clock)
         found = Status.FEASIBLE, schedule, bound_s, settings.solver, clock.seconds, request.settings
@@ -278,7 +278,7 @@ class _Plans:
             )
         graph, schedule = self.graph, result.schedule
         judged = simulate(graph, schedule)  # it was mapped back from other problems
-        result = result.map_to(**attributes(judged, "peak_bytes", "time_s"))
+        result = result.map_to(**get_attributes(judged, "peak_bytes", "time_s"))
         arena_bytes, outside_bytes = map(result.settings.get, ARENA_SIZES)
         limit = {name: clock.limit for name in ("time_limit_s", "work_limit") if name in result.settings}
         plan = Plan(
@@ -286,10 +286,10 @@ class _Plans:
             schedule=schedule,
             budget_bytes=result.budget_bytes,
             memory=self.memory,
-            **attributes(result, "peak_bytes", "time_s", "bound_s", "solver", "versions", "ended"),
+            **get_attributes(result, "peak_bytes", "time_s", "bound_s", "solver", "versions", "ended"),
             seconds=clock.seconds,
             settings={**result.settings, **limit, **self.settings.options.recorded(graph)},
-            pool_peaks_bytes=other_peaks(graph, judged),
+            pool_peaks_bytes=get_other_peaks(graph, judged),
             differs=describe_differences(graph, schedule.computed),
             gradient_error=predict_gradient_error(graph, schedule.computed),
             source=graph,
@@ -305,7 +305,7 @@ class _Plans:
         return replace(plan, reserved=reserved_for(graph, schedule, self.memory, self.eager_reserved_bytes, arena))
 
 
-def _least_memory(
+def _solve_least_memory(
     run: Solver,
     graph: Graph,
     settings: PlanSettings,
@@ -340,7 +340,7 @@ def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock |
     return keep_program_order(graph)
 
 
-def eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory | None) -> int:
+def compute_eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory | None) -> int:
     """Return the bytes that plain eager PyTorch needs for a step that is planned with other kernels; shares refer to them.
 
     Args:
@@ -352,7 +352,7 @@ def eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory | None) 
     return eager_bytes(eager, memory) - eager.static_bytes + planned.static_bytes
 
 
-def judged_on(graph: Graph, plan: Plan) -> Plan:
+def judge_on(graph: Graph, plan: Plan) -> Plan:
     """Return `plan` with the time and the peak of its schedule on `graph`: the same step with other costs.
 
     The only bound known there is that all ops of the program are executed once.
@@ -368,6 +368,6 @@ def judged_on(graph: Graph, plan: Plan) -> Plan:
         time_s=found.time_s,
         bound_s=bound_s,
         reserved=reserved,
-        pool_peaks_bytes=other_peaks(graph, found),
+        pool_peaks_bytes=get_other_peaks(graph, found),
         source=graph,
     )

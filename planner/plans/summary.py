@@ -48,6 +48,6 @@ def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
     )
 
 
-def other_peaks(graph: Graph, simulation: Simulation) -> dict[str, int]:
+def get_other_peaks(graph: Graph, simulation: Simulation) -> dict[str, int]:
     """Return the peak bytes of the pools other than the device, by the `simulation` of a schedule."""
     return {pool.name: peak for pool, peak in zip(graph.pools[1:], simulation.pool_peaks_bytes[1:], strict=True)}

@@ -13,7 +13,7 @@ from graphs.options import remove_options
 from graphs.schedule import Schedule
 from planner.measure.machine import commit, describe_machine
 from planner.memory.reserved import eager_bytes, memory_of, reserved_at
-from planner.plans.attributes import attributes
+from planner.plans.attributes import get_attributes
 from planner.plans.summary import summarize
 from planner.progress.visible import visible
 from planner.settings.budget import read_budget
@@ -92,7 +92,7 @@ class SolveRow:
             return Solved(replace(row, message=_join_lines(str(error))), None)
         row = replace(
             row,
-            **attributes(result, "status", "time_s", "peak_bytes", "bound_s", "seconds"),
+            **get_attributes(result, "status", "time_s", "peak_bytes", "bound_s", "seconds"),
             reserved_bytes=reserved_at(graph, result.schedule, self.memory, task.budget_bytes),
             reason=result.reason or "",
             settings=self._format_settings(result.settings if result.schedule is not None else {}),
@@ -121,8 +121,8 @@ class SolveRow:
             status=status,
             settings=self._format_settings({}),
             base_s=self.graph.time_s,
-            **attributes(self, "base_peak_bytes", "commit"),
-            **attributes(self.settings, "tolerance", "time_limit_s", "seed"),
+            **get_attributes(self, "base_peak_bytes", "commit"),
+            **get_attributes(self.settings, "tolerance", "time_limit_s", "seed"),
             machine=self.machine or describe_machine(),
             versions=self._format_versions({}),
         )

@@ -18,7 +18,7 @@ from planner.capture.options.traced import with_graph
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
 from planner.measure.steps import compute_ratio, describe_device
-from planner.plans.attributes import attributes
+from planner.plans.attributes import get_attributes
 from planner.plans.summary import check_same_graph, summarize
 from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
@@ -224,7 +224,7 @@ def _add_measured(row: ComparisonRow, measured: Measured) -> ComparisonRow:
         row,
         measured_peak_bytes=measured.peak_bytes,
         measured_host_bytes=measured.host_bytes,
-        **attributes(measured, "reserved_bytes", "exactness", "gradient_error"),
+        **get_attributes(measured, "reserved_bytes", "exactness", "gradient_error"),
     )
 
 

@@ -13,7 +13,7 @@ from graphs.units import format_bytes
 from planner.capture.options import with_options
 from planner.memory.least_budget import LeastBudget, least_budget
 from planner.memory.reserved import eager_bytes, memory_of
-from planner.plans.attributes import attributes
+from planner.plans.attributes import get_attributes
 from planner.plans.record import GraphSummary
 from planner.plans.solving import order_for
 from planner.plans.summary import summarize
@@ -118,7 +118,7 @@ class Curve:
         """A row for each point."""
         return tuple(
             CurveRow(
-                **attributes(point, "budget_bytes", "gap", "time_s", "bound_s", "peak_bytes", "reserved_bytes", "seconds"),
+                **get_attributes(point, "budget_bytes", "gap", "time_s", "bound_s", "peak_bytes", "reserved_bytes", "seconds"),
                 memory=str(self.memory),
                 budget_share=point.budget_bytes / self.eager_bytes if self.eager_bytes else None,
                 status=str(point.status),
@@ -273,4 +273,4 @@ def _choose_better(point: Point, other: Point, tolerance: float) -> Point:
     if other.time_s is None or point.bound_s is None or (point.time_s is not None and point.time_s <= other.time_s):
         return point
     status = decide_status(other.time_s, point.bound_s, tolerance)
-    return replace(point, status=status, **attributes(other, "schedule", "peak_bytes", "time_s", "reserved_bytes"))
+    return replace(point, status=status, **get_attributes(other, "schedule", "peak_bytes", "time_s", "reserved_bytes"))

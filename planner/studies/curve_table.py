@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from graphs.units import format_bytes, format_ratio
-from planner.plans.attributes import attributes
+from planner.plans.attributes import get_attributes
 from planner.progress.visible import visible
 from planner.show.views.text import format_table
 from planner.studies.curve import Curve
@@ -73,7 +73,7 @@ def build_max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict
         "varies": wanted.varies,
         "multiple_of": wanted.unit,
         **wanted.options.as_json,
-        "methods": [attributes(answer, *_OF_METHOD) for answer in answers],
+        "methods": [get_attributes(answer, *_OF_METHOD) for answer in answers],
     }
 
 

@@ -12,7 +12,7 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.memory.least_budget import LeastBudget
 from planner.memory.reserved import counted_bytes, reserved_beside, reserved_bytes_of
-from planner.plans.attributes import attributes
+from planner.plans.attributes import get_attributes
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.workers import ignore
 from solvers.bounds import bound_least_budget
@@ -168,7 +168,7 @@ class Frontier:
         return Point(
             budget_bytes,
             status=decide_status(found.time_s, bound_s, self.tolerance),
-            **attributes(found, "schedule", "peak_bytes", "time_s"),
+            **get_attributes(found, "schedule", "peak_bytes", "time_s"),
             reserved_bytes=reserved_bytes,
             bound_s=bound_s,
             seconds=seconds,

@@ -19,7 +19,7 @@ from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan, read_plan
 from planner.plans.plan_check import check_plan
-from planner.plans.summary import other_peaks, summarize
+from planner.plans.summary import get_other_peaks, summarize
 from planner.settings.option_settings import option_settings
 from planner.settings.plan import PlanSettings
 from planner.show.facts.graph import collect_graph_facts
@@ -68,7 +68,7 @@ def random_plan(graph: Graph, budget: int, *, seed: int, options: Sequence[str] 
         solver="chance",
         seconds=0.0,
         settings=options_given.recorded(offered),
-        pool_peaks_bytes=other_peaks(offered, found),
+        pool_peaks_bytes=get_other_peaks(offered, found),
     )
 
 

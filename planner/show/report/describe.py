@@ -9,8 +9,8 @@ from graphs.options.selection import LEFT_OUT
 from graphs.pools import HOST, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.options import needs
-from planner.plans.attributes import attributes
-from planner.plans.eager import slower_than
+from planner.plans.attributes import get_attributes
+from planner.plans.eager import describe_slower
 from planner.plans.plan import Plan
 from planner.progress.visible import visible
 from planner.settings.counted_memory import CountedMemory
@@ -33,18 +33,18 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "memory": str(plan.memory),
         "predicted_peak_bytes": plan.peak_bytes,
         "reserved": None if plan.reserved is None else asdict(plan.reserved),
-        **attributes(plan, "measured_peak_bytes", "arena_bytes", "outside_arena_bytes"),
+        **get_attributes(plan, "measured_peak_bytes", "arena_bytes", "outside_arena_bytes"),
         "predicted_time_s": plan.time_s,
         "predicted_ratio": 1 + plan.overhead,
         "overhead": plan.overhead,
         "eager": None
         if plan.eager is None
         else {**asdict(plan.eager), "identical": plan.eager.identical, "overhead": plan.eager.overhead},
-        **attributes(plan, "bound_s", "gap", "solver", "seconds", "ended", "ending"),
+        **get_attributes(plan, "bound_s", "gap", "solver", "seconds", "ended", "ending"),
         "settings": dict(plan.settings),
         "versions": dict(plan.versions),
         "steps": len(plan.schedule.steps),
-        **attributes(plan, "recomputed", "copied"),
+        **get_attributes(plan, "recomputed", "copied"),
         "pool_peaks_bytes": dict(plan.pool_peaks_bytes),
         "differs": list(plan.differs),
         "gradient_error": plan.gradient_error,
@@ -131,17 +131,19 @@ def _list_plain_settings(settings: Mapping[str, object]) -> list[tuple[str, obje
 def run_data(report: "RunReport") -> dict[str, object]:
     """Return the predictions and measurements of a run as plain data, as ``planner run`` prints them; without the timeline."""
     return {
-        **attributes(report, "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "arena_bytes", "outside_arena_bytes"),
-        **attributes(report, "needed_bytes", "predicted_reserved_bytes", "reserved_bytes", "library_bytes"),
-        **attributes(report, "predicted_host_bytes", "measured_host_bytes"),
+        **get_attributes(
+            report, "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "arena_bytes", "outside_arena_bytes"
+        ),
+        **get_attributes(report, "needed_bytes", "predicted_reserved_bytes", "reserved_bytes", "library_bytes"),
+        **get_attributes(report, "predicted_host_bytes", "measured_host_bytes"),
         "predicted_pools_bytes": dict(report.predicted_pools_bytes),
         "measured_pools_bytes": dict(report.measured_pools_bytes),
-        **attributes(report, "predicted_time_s", "measured_time_s", "predicted_ratio", "measured_ratio", "eager_ratio"),
-        **attributes(report, "overhead", "spread", "identical"),
+        **get_attributes(report, "predicted_time_s", "measured_time_s", "predicted_ratio", "measured_ratio", "eager_ratio"),
+        **get_attributes(report, "overhead", "spread", "identical"),
         "differences": None if report.differences is None else list(report.differences),
         "eager_differences": None if report.eager_differences is None else list(report.eager_differences),
         "differs": list(report.differs),
-        **attributes(report, "predicted_gradient_error", "measured_gradient_error", "eager_error", "not_compared"),
+        **get_attributes(report, "predicted_gradient_error", "measured_gradient_error", "eager_error", "not_compared"),
     }
 
 
@@ -191,7 +193,7 @@ def _format_ratio(measured: float | None) -> str:
 def _describe_times(report: "RunReport") -> list[str]:
     if report.overhead is None or report.spread is None or report.eager_ratio is None:
         return [f"keeping everything and plain PyTorch: not run to compare with, {report.not_compared}"]
-    planned, keeping = (slower_than("plain PyTorch", over) for over in (report.overhead, 1 / report.eager_ratio - 1))
+    planned, keeping = (describe_slower("plain PyTorch", over) for over in (report.overhead, 1 / report.eager_ratio - 1))
     return [f"planned step: {planned}, ±{100 * report.spread:.1f}%", f"keeping everything: {keeping}"]
 
 

@@ -8,8 +8,8 @@ from markupsafe import escape
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.plans.attributes import attributes
-from planner.plans.plan_check import planned_graph
+from planner.plans.attributes import get_attributes
+from planner.plans.plan_check import apply_plan_options
 from planner.plans.record import PlanRecord
 from planner.progress.visible import visible, visible_lines
 from planner.show.facts.baselines import build_baselines
@@ -92,10 +92,10 @@ def compare(plan: PlanRecord, graph: Graph | None) -> PlanComparison:
     own = PlanComparisonRow(
         name="this plan",
         counted_bytes=plan.predicted_bytes,
-        **attributes(plan, "peak_bytes", "reserved_bytes", "time_s", "recomputed"),
+        **get_attributes(plan, "peak_bytes", "reserved_bytes", "time_s", "recomputed"),
     )
     columns = ("name", "peak_bytes", "reserved_bytes", "counted_bytes", "time_s", "recomputed")
-    others = (PlanComparisonRow(**attributes(one, *columns)) for one in build_baselines(timeline.graph, plan))
+    others = (PlanComparisonRow(**get_attributes(one, *columns)) for one in build_baselines(timeline.graph, plan))
     return PlanComparison((own, *others), plan.budget_bytes)
 
 
@@ -116,4 +116,4 @@ def _build_timeline(plan: PlanRecord, graph: Graph | None, method: str) -> Timel
             f"the plan does not hold its graph, which this needs: call plan.{method}(graph=...) with what it was solved for, or "
             "load it with Plan.load where the graph's file is beside it"
         )
-    return Timeline(planned_graph(found, plan), plan)
+    return Timeline(apply_plan_options(found, plan), plan)

@@ -32,7 +32,7 @@ from planner.capture.lowering.lower import Capture
 from planner.memory.auto_budget import auto_budget_bytes
 from planner.memory.fit import Bracket, fit
 from planner.memory.reserved import eager_bytes, kept_beside_passes, memory_of, memory_on, reserved_for_passes
-from planner.plans.line import saved_line
+from planner.plans.line import describe_saved
 from planner.plans.search import StepSearch
 from planner.plans.summary import summarize
 from planner.progress import Stage, Stages, views_of
@@ -230,7 +230,7 @@ class SharedBudget:
     def _solve(self, graph: Graph, budget_bytes: int, memory: CountedMemory = CountedMemory.ALLOCATED) -> Schedule:
         """Return a schedule of `graph` within a budget of `memory`; the graph already has the requested options."""
         settings = replace(self.settings, options=OptionSettings(self.traced), memory=memory)
-        return StepSearch(settings).first_plan(graph, Bytes(budget_bytes)).schedule
+        return StepSearch(settings).find_first_plan(graph, Bytes(budget_bytes)).schedule
 
     def _given(self, order: Sequence[PlannedGraph], whole: int, *, alone: bool) -> int:
         """Return the part of the budget for which the graphs of a step are planned: all of it if there is only one."""
@@ -269,7 +269,7 @@ class SharedBudget:
         plans = [(graph.captured.graph, graph.schedule) for graph in graphs]
         time_s, base_s = sum(simulate(*plan).time_s for plan in plans), sum(summarize(graph).time_s for graph, _ in plans)
         overhead = time_s / base_s - 1 if base_s else 0.0
-        return saved_line(peak_bytes(plans, runs), _eager_peak_bytes([graph for graph, _ in plans], runs), overhead, None)
+        return describe_saved(peak_bytes(plans, runs), _eager_peak_bytes([graph for graph, _ in plans], runs), overhead, None)
 
     def _reserved(
         self, order: Sequence[PlannedGraph], seen: Sequence[PassStorages], parts: Sequence[tuple[Graph, Schedule]]

@@ -21,7 +21,7 @@ from planner.measure.pool_memory import measure_peak
 from planner.measure.steps import Isolated, Step, StepOutcome, compute_ratio, measure_outcome, turn_times
 from planner.memory.release import release_unused
 from planner.plans.eager import DifferingOp, EagerComparison
-from planner.plans.keeping_everything import why_it_does_not_fit
+from planner.plans.keeping_everything import explain_not_fitting
 from planner.plans.plan import Plan
 from planner.runtime.allocator_failure import allocator_failure
 from planner.torch_private.core import TorchDispatchMode, pytree
@@ -64,7 +64,7 @@ def compare_with_eager(
     if captured.guards is not None:
         reference = captured.guards.uncounted(reference, step)
     device = next(step.parameters()).device
-    if failure := why_it_does_not_fit(captured.graph, device):
+    if failure := explain_not_fitting(captured.graph, device):
         return EagerComparison(failure=failure, reference=reference_name)
     undone, written = UndoWrites(), written_tensors(captured, step, batch)  # autograd does not see writes of Inductor's kernels
     try:

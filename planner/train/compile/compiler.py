@@ -22,7 +22,7 @@ from planner.measure.pool_memory import measure_peak
 from planner.measure.tracing import profile_capture, restore_recorded
 from planner.memory.release import large_blocks_returned, release_unused
 from planner.memory.reserved import memory_of
-from planner.plans.keeping_everything import why_it_does_not_fit
+from planner.plans.keeping_everything import explain_not_fitting
 from planner.plans.line import plan_line
 from planner.plans.plan import Plan
 from planner.plans.search import StepSearch
@@ -158,7 +158,7 @@ class Compiler:
             plan = with_room_for_pool(captured.graph, plan, libraries, counted, solve)
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._executor(captured, batch, plan)
-            needed_bytes = plan.needed_bytes(peak_bytes)
+            needed_bytes = plan.compute_needed_bytes(peak_bytes)
             if needed_bytes <= wanted_bytes:
                 solved_bytes = plan.budget_bytes
                 plan = with_arena(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor.arena)
@@ -204,7 +204,7 @@ class Compiler:
             settings = self.settings
             if self.recorder is not None:  # the rest of the budget is outside of the plan
                 settings = replace(settings, memory=CountedMemory.ALLOCATED)
-            return StepSearch(settings).first_plan(graph, budget, stage)
+            return StepSearch(settings).find_first_plan(graph, budget, stage)
 
     def _rehearses(self, graph: Graph) -> bool:
         """Return True if planning runs a step to measure its peak."""
@@ -212,7 +212,7 @@ class Compiler:
             return True  # a plan over the budget would stay
         if self.settings.arena and isinstance(self.slab, SharedSlab):
             return True  # its first step is recorded
-        return not why_it_does_not_fit(graph, next(self.wrapper.module.parameters()).device)
+        return not explain_not_fitting(graph, next(self.wrapper.module.parameters()).device)
 
     @property
     def _swaps(self) -> bool:
@@ -344,7 +344,7 @@ class Compiler:
                 f"{format_bytes(int(self.channels.memory.capacity_bytes))} here"
             )
         executor, peak_bytes = self._executor(captured, batch, plan)
-        if plan.needed_bytes(peak_bytes) > plan.budget_bytes:
+        if plan.compute_needed_bytes(peak_bytes) > plan.budget_bytes:
             raise BudgetError(
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )

@@ -24,7 +24,7 @@ from planner.plans.background import BackgroundSolve, SolveJob, solve_here
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
 from planner.plans.search import StepSearch
-from planner.plans.solving import judged_on
+from planner.plans.solving import judge_on
 from planner.runtime.arena import Arena
 from planner.runtime.cuda.device_arena import DeviceArena
 from planner.runtime.executor import Executor
@@ -153,7 +153,7 @@ class Improvement:
         if watch.peak_bytes is None:
             return None
         self.plan = with_arena(replace(self.plan, measured_peak_bytes=watch.peak_bytes), self._executor.arena)
-        return self.plan.needed_bytes(watch.peak_bytes) - self.plan.budget_bytes
+        return self.plan.compute_needed_bytes(watch.peak_bytes) - self.plan.budget_bytes
 
     def take_back(self, over_bytes: int) -> PlanSwap:
         """Return to the plan before the one that exceeded the budget; lower the solved budget by `over_bytes`.
@@ -177,7 +177,7 @@ class Improvement:
     def _replace_first_plan(self, needed_bytes: int) -> PlanSwap:
         """Return a plan that replaces the first one, which needed `needed_bytes`."""
         try:
-            found = self._search.first_plan(self._captured.graph, Bytes(self._solved_bytes))
+            found = self._search.find_first_plan(self._captured.graph, Bytes(self._solved_bytes))
         except BudgetError as error:
             over = over_budget(self.plan, needed_bytes, self.plan.budget_bytes)
             raise InfeasibleError(f"{over}; no plan is found that needs that much less: raise the budget") from error
@@ -284,7 +284,7 @@ class Improvement:
 
     def _judge(self) -> None:
         """Compute time and bound of the current plan at the latest costs."""
-        judged = judged_on(self._offered, self.plan)
+        judged = judge_on(self._offered, self.plan)
         same = judged.graph == self.plan.graph
         self._time_s, self._bound_s = judged.time_s, self.plan.bound_s if same else judged.bound_s
 
@@ -294,7 +294,7 @@ class Improvement:
 
     def _with_proof_of(self, found: Plan) -> Plan:
         """Return the current plan at the latest costs, for which `found` was solved, with its bound if that holds for both."""
-        now = self.plan if found.graph == self.plan.graph else judged_on(self._offered, self.plan)
+        now = self.plan if found.graph == self.plan.graph else judge_on(self._offered, self.plan)
         bounds = [self._bound_s, found.bound_s if _first_executions(found) == _first_executions(now) else None]
         known = [min(bound_s, now.time_s) for bound_s in bounds if bound_s is not None]
         settings = {**now.settings, "tolerance": found.settings.get("tolerance", OPTIMAL_GAP)}
@@ -318,7 +318,7 @@ class Improvement:
         self._end_solve()
         self._judge()
         self._is_solved = self._time_s <= self._offered.time_s
-        now = replace(judged_on(self._offered, self.plan), bound_s=self._bound_s)
+        now = replace(judge_on(self._offered, self.plan), bound_s=self._bound_s)
         if self._is_shown(now):
             self.plan = now
         if not self._is_solved and self.plan.seconds <= _HERE_S:

@@ -10,7 +10,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.plans.cache import SHARES_OF
 from planner.plans.plan import Plan
-from planner.plans.solving import eager_peak_bytes
+from planner.plans.solving import compute_eager_peak_bytes
 from planner.plans.summary import summarize
 from planner.settings.budget import Budget, Bytes, Share
 from planner.settings.option_settings import RECOMPUTATION
@@ -48,7 +48,7 @@ class InductorCompiler(Compiler):
             # Shares refer to the peak of eager PyTorch, whose kernels are measured for that.
             plain = replace(self.settings, options=RECOMPUTATION, measure_link=False)
             eager = replace(self, settings=plain).profile(self._captured(batch, None), batch)
-            whole_bytes = eager_peak_bytes(eager.graph, captured.graph, self.settings.memory)
+            whole_bytes = compute_eager_peak_bytes(eager.graph, captured.graph, self.settings.memory)
             captured = _shares_of(whole_bytes, captured)
         wanted = Bytes(budget.in_bytes(whole_bytes))
         steps: list[PlannedStep] = []

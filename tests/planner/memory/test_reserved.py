@@ -229,7 +229,7 @@ def test_budget_of_the_whole_device_counts_the_context(memory: str) -> None:
     assert plan.reserved_bytes == plan.reserved.total_bytes + context_bytes <= budget_bytes == plan.budget_bytes
     assert (plan.schedule, plan.bound_s) == (same.schedule, same.bound_s)
     assert plan.eager_bytes == same.eager_bytes + context_bytes
-    assert plan.needed_bytes(plan.peak_bytes + 5) == plan.reserved_bytes + 5
+    assert plan.compute_needed_bytes(plan.peak_bytes + 5) == plan.reserved_bytes + 5
     assert "CUDA's context 800.00 MB" in str(plan) and "not counted" in str(same)
     assert plan_from_dict(plan_to_dict(plan)).reserved == plan.reserved
     check_plan(graph, plan)

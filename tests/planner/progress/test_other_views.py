@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphs.errors import PlannerError
-from planner.plans.line import plan_line, saved_line
+from planner.plans.line import describe_saved, plan_line
 from planner.plans.plan import Plan
 from planner.plans.solving import solve
 from planner.progress import LoggingView, NotebookView, Progress, Stage, Stages
@@ -49,17 +49,17 @@ def test_schedules_are_described_by_their_overhead() -> None:
 
 
 def test_the_summary_is_one_line() -> None:
-    line = saved_line(8_000_000_000, 14_200_000_000, 0.061, 0.004)
+    line = describe_saved(8_000_000_000, 14_200_000_000, 0.061, 0.004)
     assert line == "planned: 8.00 GB of 14.20 GB, predicted 6.1% slower than keeping everything (proved within 0.4%)"
-    assert saved_line(8, 14, 0.1234, None) == "planned: 8 B of 14 B, predicted 12.3% slower than keeping everything"
-    assert saved_line(8, 14, 0.1, 0.00049).endswith("(proved within 0.049%)")
-    assert saved_line(8, 14, 0.1, 0.0).endswith("(proved optimal)")
+    assert describe_saved(8, 14, 0.1234, None) == "planned: 8 B of 14 B, predicted 12.3% slower than keeping everything"
+    assert describe_saved(8, 14, 0.1, 0.00049).endswith("(proved within 0.049%)")
+    assert describe_saved(8, 14, 0.1, 0.0).endswith("(proved optimal)")
 
 
 def test_the_summary_of_a_plan_has_its_numbers() -> None:
     plan: Plan = solve(chain(), "70%")
     assert plan.overhead > 0
-    expected = saved_line(plan.peak_bytes, plan.graph.keep_everything_peak_bytes, plan.overhead, plan.gap)
+    expected = describe_saved(plan.peak_bytes, plan.graph.keep_everything_peak_bytes, plan.overhead, plan.gap)
     assert plan_line(plan) == expected
 
 

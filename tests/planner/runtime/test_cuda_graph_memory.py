@@ -260,7 +260,7 @@ def test_budget_counts_reserved_memory_by_default() -> None:
     assert found.reserved is not None and found.measured_peak_bytes is not None
     assert len(found.schedule.computed) > found.graph.ops
     assert reserved_bytes == found.reserved.total_bytes <= found.budget_bytes == budget_bytes
-    assert found.needed_bytes(found.measured_peak_bytes) == found.reserved.total_bytes
+    assert found.compute_needed_bytes(found.measured_peak_bytes) == found.reserved.total_bytes
     assert plan_from_dict(plan_to_dict(found)) == found
 
 

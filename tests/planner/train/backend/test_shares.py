@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.plans.solving import eager_peak_bytes
+from planner.plans.solving import compute_eager_peak_bytes
 from planner.plans.summary import summarize
 from planner.settings.budget import Share
 
@@ -47,7 +47,7 @@ def test_eager_peak_includes_static_memory_of_the_planned_graph() -> None:
     eager = planner.trace(model(), nn.functional.mse_loss, batch, roofline="cpu")
     planned = planner.trace(model(), nn.functional.mse_loss, batch, roofline="cpu", optimizer="adamw")
     assert (
-        eager_peak_bytes(eager, planned, None)
+        compute_eager_peak_bytes(eager, planned, None)
         == summarize(planned).keep_everything_peak_bytes
         > summarize(eager).keep_everything_peak_bytes
     )

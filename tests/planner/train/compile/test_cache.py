@@ -163,7 +163,7 @@ def test_a_spoiled_plan_is_replaced(spoil: Any, said: str, tmp_path: Path, solve
 def test_links_and_pipes_in_the_cache_are_replaced(kind: str, tmp_path: Path) -> None:
     cache, elsewhere = PlanCache(tmp_path / "cache"), tmp_path / "elsewhere.json"
     plan = planner.solve(make_training_chain(4), "100%")
-    path = cache.path({"budget": "100%"})
+    path = cache.get_path({"budget": "100%"})
     write_plan(replace(plan, seconds=7.0), elsewhere)
     kept = elsewhere.read_text()
     if kind == "pipe":
@@ -183,7 +183,7 @@ def test_links_and_pipes_in_the_cache_are_replaced(kind: str, tmp_path: Path) ->
 
 def test_a_folder_in_the_place_of_a_plan_is_left_alone(tmp_path: Path) -> None:
     cache = PlanCache(tmp_path)
-    path = cache.path({})
+    path = cache.get_path({})
     path.mkdir()
     with pytest.warns(UserWarning, match="is planned again: it is no file"):
         assert cache.load(path, Share(100)) is None
@@ -196,7 +196,7 @@ def test_cached_plan_is_loaded_for_its_own_budget_only(tmp_path: Path) -> None:
     cache = PlanCache(tmp_path)
     graph = make_training_chain(6)
     plan = planner.solve(graph, "80%")
-    path = cache.path({})
+    path = cache.get_path({})
     cache.store(plan, path)
     for budget in ("80%", plan.budget_bytes, f"{plan.budget_bytes}B"):
         assert cache.load(path, read_budget(budget)) == plan

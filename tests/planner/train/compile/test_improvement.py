@@ -22,7 +22,7 @@ from planner.plans.background import BackgroundSolve, Ended, SolveJob, solve_her
 from planner.plans.plan import Plan, read_plan
 from planner.plans.plan_check import check_plan
 from planner.plans.search import StepSearch
-from planner.plans.solving import judged_on, solve, solve_graph
+from planner.plans.solving import judge_on, solve, solve_graph
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
 from planner.settings.budget import Budget, Bytes
@@ -102,7 +102,7 @@ def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
         found = simulate(offered, schedule)
         return replace(plan, schedule=schedule, time_s=found.time_s, peak_bytes=found.peak_bytes, bound_s=None)
 
-    monkeypatch.setattr(StepSearch, "first_plan", first_plan)
+    monkeypatch.setattr(StepSearch, "find_first_plan", first_plan)
 
 
 def planned(model: nn.Module, batch: Batch, **options: object) -> planner.PlannedStep:
@@ -284,7 +284,7 @@ def first_plan_with(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
         plan = solve_graph(graph, budget, replace(search.settings, work_limit=2.0))
         return replace(plan, **{"bound_s": graph.time_s, **changes})
 
-    monkeypatch.setattr(StepSearch, "first_plan", first_plan)
+    monkeypatch.setattr(StepSearch, "find_first_plan", first_plan)
 
 
 @pytest.mark.parametrize(("seconds", "most_s"), [(0.1, 0.5), (1.5, 1.5), (2.5, None)])
@@ -402,7 +402,7 @@ def test_ops_are_timed_where_a_plan_was_taken_back(at_once: type[Solved], monkey
 @pytest.fixture
 def eager_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (compiler, compare_eager):
-        monkeypatch.setattr(module, "why_it_does_not_fit", lambda graph, device: "it needs more")
+        monkeypatch.setattr(module, "explain_not_fitting", lambda graph, device: "it needs more")
 
 
 @pytest.mark.slow
@@ -463,7 +463,7 @@ def test_the_same_costs_give_the_same_plan_where_a_gap_is_waited_for() -> None:
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     budget = between(graph)
     settings = PlanSettings(tolerance=Tolerance.of(1e-3), time_limit_s=20.0)
-    plans = [StepSearch(replace(settings, wait=Wait.of("2%"))).first_plan(graph, Bytes(budget)) for _ in range(2)]
+    plans = [StepSearch(replace(settings, wait=Wait.of("2%"))).find_first_plan(graph, Bytes(budget)) for _ in range(2)]
     assert plans[0].schedule == plans[1].schedule
     assert plans[0].gap is not None and plans[0].gap <= 0.02
 
@@ -474,7 +474,7 @@ def test_a_step_is_ready_with_its_first_schedule() -> None:
     settings = PlanSettings(tolerance=Tolerance.of(0.0), time_limit_s=20.0, reorder=False)
     told: list[Progress] = []
     with Stages(told.append).stage(Stage.SOLVE) as stage:
-        first = StepSearch(replace(settings, wait=Wait.of(0))).first_plan(graph, Bytes(between(graph)), stage)
+        first = StepSearch(replace(settings, wait=Wait.of(0))).find_first_plan(graph, Bytes(between(graph)), stage)
     assert told[-2].best_s == first.time_s
     assert simulate(graph, first.schedule).peak_bytes <= first.budget_bytes
 
@@ -538,9 +538,9 @@ def test_a_plan_without_recomputation_stays_optimal_at_other_costs() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     corrected = with_times(graph, {op.name: 2 * op.time_s for op in graph.ops[1:]})
-    whole = judged_on(corrected, solve(graph, "100%", time_limit_s=5.0))
+    whole = judge_on(corrected, solve(graph, "100%", time_limit_s=5.0))
     assert (whole.status, whole.gap) == ("optimal", 0.0)
-    tight = judged_on(corrected, solve(graph, between(graph), time_limit_s=5.0))
+    tight = judge_on(corrected, solve(graph, between(graph), time_limit_s=5.0))
     assert tight.status == "feasible" and tight.gap is not None and tight.gap > 0
 
 

@@ -86,7 +86,7 @@ def test_smaller_batches_keep_the_budget_and_larger_ones_are_refused() -> None:
 
 def test_a_smaller_batch_need_not_wait_for_a_good_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     waits, passes = [], []
-    search, profile = planner.plans.search.StepSearch.first_plan, Compiler.profile
+    search, profile = planner.plans.search.StepSearch.find_first_plan, Compiler.profile
 
     def first_plan(self: Any, *args: Any) -> Any:
         waits.append(self.settings.wait.seconds)
@@ -96,7 +96,7 @@ def test_a_smaller_batch_need_not_wait_for_a_good_plan(monkeypatch: pytest.Monke
         passes.append(self.settings.passes)
         return profile(self, *args)
 
-    monkeypatch.setattr("planner.plans.search.StepSearch.first_plan", first_plan)
+    monkeypatch.setattr("planner.plans.search.StepSearch.find_first_plan", first_plan)
     monkeypatch.setattr(Compiler, "profile", profiled)
     for options in ({}, {"wait": "1%"}, {"swap": "never"}):
         step = planner.compile(net(), F.cross_entropy, rows(64), budget=HALF_WAY, **{**QUICK, "passes": 3}, **options)

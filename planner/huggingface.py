@@ -17,7 +17,7 @@ with explain_missing_packages():
     from transformers.trainer_utils import unwrap_peft_model
 
 from graphs.errors import PlannerError
-from planner.progress import Event, LoggingView, OnProgress, Progress, default_views
+from planner.progress import Event, LoggingView, OnProgress, Progress, list_default_views
 from planner.progress.describe import describe
 from planner.settings.budget import read_budget_or_overhead
 from planner.train.compile.per_batch import BatchPlans, check_options
@@ -165,7 +165,7 @@ class _TrainerView:
         self._log = LoggingView(logger, stages=False)
         bars = (getattr(callback, "training_bar", None) for callback in trainer.callback_handler.callbacks)
         self._bar = next((bar for bar in bars if bar is not None), None)
-        self._views = () if self._bar is not None else default_views()
+        self._views = () if self._bar is not None else list_default_views()
         self._next_s = 0.0
 
     def __call__(self, progress: Progress) -> None:

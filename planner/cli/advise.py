@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.progress import LineView
 
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
-        progress.say(f"building {arguments.model}")
+        progress.show_activity(f"building {arguments.model}")
         from planner.studies.advising import advise
 
         model, loss_fn, batch = build_tracing(arguments, options=RECOMPUTATION).load(arguments.model)

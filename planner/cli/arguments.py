@@ -17,7 +17,7 @@ from graphs.optimizers import OPTIMIZERS
 from planner.capture.options import OPTIONS, traced_options
 from planner.cli import argument_types
 from planner.plans.attributes import get_attributes
-from planner.progress.visible import visible, visible_lines
+from planner.progress.visible import escape_lines, escape_text
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import DEVICES
 from planner.settings.option_settings import LINK, OptionSettings, option_settings
@@ -303,7 +303,7 @@ def build_tracing(arguments: argparse.Namespace, **changes: Any) -> Tracing:
 
 def trace_model(model: "ModelSpec", arguments: argparse.Namespace, progress: "LineView", **changes: Any) -> "Graph":
     """Build and trace `model` with the settings of ``build_tracing``."""
-    progress.say(f"building {model}")
+    progress.show_activity(f"building {model}")
     return build_tracing(arguments, **changes).trace_graph(model, on_progress=progress)
 
 
@@ -340,10 +340,10 @@ def print_result(
     from graphs.io.files import is_stdout
 
     out = sys.stderr if any(path is not None and is_stdout(path) for path in written) else sys.stdout
-    print(json.dumps(data(*given), indent=2) if arguments.json else visible_lines(text(*given)), file=out)
+    print(json.dumps(data(*given), indent=2) if arguments.json else escape_lines(text(*given)), file=out)
 
 
 def print_error(error: object) -> None:
     """Print an error to stderr in one line."""
-    message = visible(" ".join(str(error).split("\n")))
+    message = escape_text(" ".join(str(error).split("\n")))
     print(f"planner: error: {message}", file=sys.stderr, flush=True)

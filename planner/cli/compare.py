@@ -171,14 +171,14 @@ def _simulate(
     from planner.studies.compare import compare
 
     graph, name = _get_graph(arguments, settings.options, progress)
-    progress.say(f"comparing {len(methods)} methods")
+    progress.show_activity(f"comparing {len(methods)} methods")
     return compare(
         graph,
         arguments.budgets,
         methods,
         Path(arguments.output),
         replace(settings, model=name),
-        on_row=lambda row, done, count: progress.say(f"{done} of {count} rows, last {row.method} at {row.budget}"),
+        on_row=lambda row, done, count: progress.show_activity(f"{done} of {count} rows, last {row.method} at {row.budget}"),
         should_stop=should_stop,
     )
 
@@ -193,7 +193,7 @@ def _measure(
     from planner.capture.workload.workload import parse_spec
 
     spec = parse_spec(arguments.model)
-    progress.say(f"building {spec}")
+    progress.show_activity(f"building {spec}")
     from planner.capture.options import traced_options
     from planner.runtime.transfers.channels import HostChannels
     from planner.studies.baselines import list_baseline_methods, select_policies
@@ -204,7 +204,7 @@ def _measure(
     traced = traced_options(settings.options.names)
     how = build_tracing(arguments, options=OptionSettings(traced), measure_link=settings.options.measures_link, name=str(spec))
     built = how.load(spec)
-    progress.say(f"tracing {spec}")
+    progress.show_activity(f"tracing {spec}")
     captured = load_or_profile(built, folder, how.settings)
     stock = list_baseline_methods(built.model, targets=[op.target for op in captured.graph.ops if op.phase == "forward"])
     channels = None
@@ -220,7 +220,7 @@ def _measure(
         folder,
         replace(settings, model=str(spec), repeats=arguments.repeats, seed=arguments.seed),
         channels=channels,
-        on_activity=progress.say,
+        on_activity=progress.show_activity,
         should_stop=should_stop,
     )
 

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             build_study_settings(arguments, time_limit_s=math.inf, total_time_limit_s=_TOTAL_S),
             solver=arguments.solver,
             reorder=arguments.reorder,
-            on_activity=progress.say,
+            on_activity=progress.show_activity,
             should_stop=interrupt,
         )
     if arguments.output is not None:

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_writable(arguments.output, arguments.file)
     with LineView(quiet=arguments.quiet) as progress:
-        progress.say(f"reading {arguments.file}")
+        progress.show_activity(f"reading {arguments.file}")
         graph = import_graph(arguments.file)
         write_graph(graph, arguments.output)
     print_written(graph, arguments)

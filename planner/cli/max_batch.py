@@ -130,7 +130,7 @@ def _search(
     from planner.studies.max_batch import find_max_batch
     from planner.studies.sizes import BATCH, list_samples
 
-    progress.say(f"building {arguments.model}")
+    progress.show_activity(f"building {arguments.model}")
     from planner.studies.workload_sizes import SizedModel
 
     sizes = SizedModel(
@@ -141,7 +141,7 @@ def _search(
         way_out="name another with --vary" if arguments.vary else "name the one that is the batch size with --batch-option",
     )
     wanted = replace(wanted, first=sizes.first, samples=list_samples(arguments.vary or BATCH, sizes.first))
-    return find_max_batch(sizes.trace_graph, wanted, on_activity=progress.say, should_stop=should_stop)
+    return find_max_batch(sizes.trace_graph, wanted, on_activity=progress.show_activity, should_stop=should_stop)
 
 
 def _search_modelled_then_measured(

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_with_its_graph(plan, arguments.plan)
     with LineView(quiet=arguments.quiet) as progress:
         model = arguments.model or _model_of(plan)
-        progress.say(f"building {model}")
+        progress.show_activity(f"building {model}")
         from planner.capture.workload import workload
         from planner.measure import running
 

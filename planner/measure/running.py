@@ -29,7 +29,7 @@ from planner.plans.eager import is_within_own_error
 from planner.plans.keeping_everything import explain_not_fitting
 from planner.plans.plan import Plan
 from planner.plans.plan_check import check_sizes
-from planner.progress import OnProgress, Stage, Stages, views_of
+from planner.progress import OnProgress, Stage, Stages, list_views
 from planner.runtime.cuda.device_arena import shared_slab
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import reporting
@@ -165,7 +165,7 @@ def run(
         )
     if arena:
         check_compatible({Feature.ARENA, *(name for name, _ in map(parsed, recorded_options(plan.settings)))})
-    with Stages(*views_of(on_progress), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
+    with Stages(*list_views(on_progress), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
         workload = Workload(model, loss_fn, detach_batch(batch))
         report = _run(plan, workload, stages, repeats=repeats, seed=seed, arena=arena)
         stages.finish()
@@ -190,7 +190,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     if not not_compared:
         steps |= {_KEEPING: Executor(captured, keep_everything(captured.graph), model, loss_fn), _EAGER: eager}
     named = ", ".join(steps)
-    with stages.stage(Stage.CHECK, f"running {named}") as stage:
+    with stages.run_stage(Stage.CHECK, f"running {named}") as stage:
         with reporting("measuring the peak of the plan"):
             memory = measure_peak(captured, planned, eager, batch)
         for done, (name, step) in enumerate(() if not_compared else steps.items()):
@@ -201,7 +201,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
             with reporting(f"running {_EAGER} again"):
                 outcomes[_EAGER_AGAIN] = measure.measure_outcome(eager, model, batch, seed=seed, written=written)
     with (
-        stages.stage(Stage.COMPARE, f"timing {named}"),
+        stages.run_stage(Stage.COMPARE, f"timing {named}"),
         reporting("timing the plan"),
         preserve_training_state(eager, batch, written=written),
     ):
@@ -236,7 +236,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
 def _capture_again(plan: Plan, workload: Workload, stages: Stages) -> Capture:
     """Return the step as it was when `plan` was made."""
     provenance = plan.graph.provenance
-    with stages.stage(Stage.CAPTURE):
+    with stages.run_stage(Stage.CAPTURE):
         settings = PlanSettings(
             optimizer=get_traced_optimizer(provenance),
             accumulate=bool(provenance.get("accumulate", False)),

@@ -30,7 +30,7 @@ from planner.memory.free_memory import free_bytes
 from planner.memory.release import release_unused
 from planner.memory.reserved import uses_libraries
 from planner.plans.keeping_everything import count_keep_everything_bytes, prepare_for_tight_memory
-from planner.progress import OnProgress, Stage, Stages, views_of
+from planner.progress import OnProgress, Stage, Stages, list_views
 from planner.runtime.libraries import warm_up_libraries
 from planner.settings.devices import DeviceSpec, get_device
 from planner.settings.link import MEASURED_LINK
@@ -100,11 +100,11 @@ def trace(
 def trace_workload(workload: Workload, settings: PlanSettings, on_progress: OnProgress = None) -> Graph:
     """Return the graph of a training step, as ``trace`` does."""
     workload = workload._replace(batch=detach_batch(workload.batch))
-    with Stages(*views_of(on_progress), stages=(Stage.CAPTURE, Stage.MEASURE)) as stages:
+    with Stages(*list_views(on_progress), stages=(Stage.CAPTURE, Stage.MEASURE)) as stages:
         if settings.roofline is None:
             captured = capture_profiled(workload, settings, stages)
         else:
-            with stages.stage(Stage.CAPTURE):
+            with stages.run_stage(Stage.CAPTURE):
                 captured = _capture_with_model(workload, settings, get_device(settings.roofline))
         stages.finish()
     return captured.graph
@@ -126,9 +126,9 @@ def _capture_with_model(workload: Workload, settings: PlanSettings, device: Devi
 def capture_profiled(workload: Workload, settings: PlanSettings, stages: Stages | None = None) -> Capture:
     """Return the step measured as by ``trace``, with its program; progress is reported to `stages`."""
     stages = stages or Stages()
-    with stages.stage(Stage.CAPTURE):
+    with stages.run_stage(Stage.CAPTURE):
         captured = capture_step(workload, settings)
-    with stages.stage(Stage.MEASURE) as stage:
+    with stages.run_stage(Stage.MEASURE) as stage:
         return profile_capture(captured, workload, settings, on_op=stage.advance)
 
 

@@ -39,7 +39,7 @@ class StepSearch:
         began = time.monotonic()
         seeks_budget = isinstance(budget, Overhead)
         limit_s = None if seeks_budget else self.settings.wait.seconds
-        tell = None if stage is None else stage.solving(base_s=graph.time_s, limit_s=limit_s)
+        tell = None if stage is None else stage.report_solve(base_s=graph.time_s, limit_s=limit_s)
 
         def note(progress: SolveProgress) -> None:
             nonlocal latest

@@ -30,7 +30,7 @@ from planner.plans.attributes import get_attributes
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
 from planner.plans.summary import get_other_peaks, summarize
-from planner.progress import OnProgress, Stage, Stages, views_of
+from planner.progress import OnProgress, Stage, Stages, list_views
 from planner.settings.budget import Budget, Overhead, read_budget_or_overhead
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
@@ -125,10 +125,10 @@ def solve(
         if not (function is None or callable(function)):
             raise UsageError(f"{name} is {function!r}: must be a function, or None")
     wanted = read_budget_or_overhead(budget, max_overhead)
-    with Stages(*views_of(on_progress), stages=(Stage.SOLVE,)) as stages:
-        with stages.stage(Stage.SOLVE) as stage:
+    with Stages(*list_views(on_progress), stages=(Stage.SOLVE,)) as stages:
+        with stages.run_stage(Stage.SOLVE) as stage:
             check_sums(graph)
-            tell = stage.solving(base_s=graph.time_s)
+            tell = stage.report_solve(base_s=graph.time_s)
             plan = solve_graph(graph, wanted, settings, on_progress=tell, must_stop=should_stop, on_plan=on_plan)
         stages.finish()
     return plan

@@ -1,6 +1,6 @@
 """Progress of planning, and the views that show it: ``planner.compile(..., on_progress=LineView())``."""
 
-from planner.progress.default import OnProgress, default_views, views_of
+from planner.progress.default import OnProgress, list_default_views, list_views
 from planner.progress.line import LineView
 from planner.progress.logs import LoggingView
 from planner.progress.notebook import NotebookView
@@ -16,6 +16,6 @@ __all__ = [
     "Stage",
     "Stages",
     "View",
-    "default_views",
-    "views_of",
+    "list_default_views",
+    "list_views",
 ]

@@ -13,7 +13,7 @@ from planner.progress.stages import View
 OnProgress: TypeAlias = View | Literal[False] | None
 
 
-def views_of(on_progress: OnProgress) -> tuple[View, ...]:
+def list_views(on_progress: OnProgress) -> tuple[View, ...]:
     """Return the view `on_progress`; for None those that show progress by themselves and the log; for False only the log.
 
     Raises:
@@ -26,17 +26,17 @@ def views_of(on_progress: OnProgress) -> tuple[View, ...]:
         )
     if on_progress is not None and on_progress is not False:
         return (on_progress,)
-    return (LoggingView(), *(() if on_progress is False else default_views()))
+    return (LoggingView(), *(() if on_progress is False else list_default_views()))
 
 
-def default_views() -> tuple[View, ...]:
+def list_default_views() -> tuple[View, ...]:
     """Return a bar in a notebook, a line if stderr is a terminal, and nothing elsewhere."""
-    if (ipython := _notebook()) is not None:
+    if (ipython := _find_notebook()) is not None:
         return (_view_of_cell(getattr(ipython, "execution_count", 0)),)
     return (LineView(),) if sys.stderr is not None and sys.stderr.isatty() else ()
 
 
-def _notebook() -> object | None:
+def _find_notebook() -> object | None:
     """Return the kernel's IPython, which shows outputs as HTML; None elsewhere."""
     module = sys.modules.get("IPython")
     shell: object = None if module is None else module.get_ipython()

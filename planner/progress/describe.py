@@ -8,9 +8,11 @@ def describe(progress: Progress) -> str:
     """Return the current activity in one line; schedules are shown as overhead over keeping everything."""
     parts = [progress.activity]
     if progress.stage is Stage.SOLVE and progress.base_s is not None:
-        parts.append("best so far " + ("none yet" if progress.best_s is None else _overhead(progress.best_s, progress.base_s)))
+        parts.append(
+            "best so far " + ("none yet" if progress.best_s is None else _format_overhead(progress.best_s, progress.base_s))
+        )
         if progress.bound_s is not None:
-            parts.append(f"bound {_overhead(progress.bound_s, progress.base_s)}")
+            parts.append(f"bound {_format_overhead(progress.bound_s, progress.base_s)}")
         if progress.gap is not None:
             parts.append(f"gap {format_ratio(progress.gap)}")
     elif progress.fraction is not None:
@@ -20,5 +22,5 @@ def describe(progress: Progress) -> str:
     return ", ".join(parts)
 
 
-def _overhead(time_s: float, base_s: float | None) -> str:
+def _format_overhead(time_s: float, base_s: float | None) -> str:
     return f"{100 * (time_s / base_s - 1):+z.2f}%" if base_s else f"{time_s:.4g} s"

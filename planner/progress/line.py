@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from planner.progress.describe import describe
 from planner.progress.stages import Event, Progress
-from planner.progress.visible import visible
+from planner.progress.visible import escape_text
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -55,7 +55,7 @@ class LineView:
     def __call__(self, progress: Progress) -> None:
         """Show the state of planning."""
         if progress.event not in (Event.DONE, Event.FAILED):
-            self.say(describe(progress))
+            self.show_activity(describe(progress))
             return
         if not self._stays_open:
             self.close()
@@ -63,9 +63,9 @@ class LineView:
         if progress.summary:
             self.note(progress.summary)
 
-    def say(self, activity: str) -> None:
+    def show_activity(self, activity: str) -> None:
         """Show the present activity; if stderr is not a terminal, at most every ten seconds."""
-        self._text = visible(activity)
+        self._text = escape_text(activity)
         self._open()
         seconds = self._clock() - self._start_s
         if self._live is None and seconds >= self._next_plain_s:
@@ -76,7 +76,7 @@ class LineView:
         """Write a line that stays."""
         if self._quiet:
             return
-        text = visible(text)
+        text = escape_text(text)
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, emoji=False)
         else:
@@ -107,11 +107,11 @@ class LineView:
 
             console = Console(file=self._stream)
             self._live = Live(
-                console=console, get_renderable=self._line, transient=True, refresh_per_second=5, redirect_stdout=False
+                console=console, get_renderable=self._build_line, transient=True, refresh_per_second=5, redirect_stdout=False
             )
             self._live.start(refresh=True)
 
-    def _line(self) -> "Text":
+    def _build_line(self) -> "Text":
         from rich.text import Text
 
         seconds = self._clock() - self._start_s

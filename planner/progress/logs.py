@@ -29,7 +29,7 @@ class LoggingView:
                     self._logger.info("planning: %s", progress.activity)
                 self._has_begun = True
             case Event.END if self._stages:
-                self._logger.info("%s: done in %.1f s%s", progress.stage, progress.stage_seconds, _found(progress))
+                self._logger.info("%s: done in %.1f s%s", progress.stage, progress.stage_seconds, _format_found(progress))
             case Event.FAILED if self._stages:
                 self._logger.info("%s: ended by an error after %.1f s", progress.stage, progress.stage_seconds)
             case Event.DONE if progress.summary:
@@ -38,7 +38,7 @@ class LoggingView:
             self._has_begun = False
 
 
-def _found(progress: Progress) -> str:
+def _format_found(progress: Progress) -> str:
     if progress.stage is not Stage.SOLVE or progress.gap is None:
         return ""
     return f", gap {format_ratio(progress.gap)}"

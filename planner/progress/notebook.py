@@ -41,14 +41,14 @@ class NotebookView:
             return
         self._next_s = self._clock() + _EVERY_S
         if self._handle is None:
-            self._handle = self._display(_shown(progress), raw=True, display_id=True)
+            self._handle = self._display(_render(progress), raw=True, display_id=True)
         else:
-            self._handle.update(_shown(progress), raw=True)
+            self._handle.update(_render(progress), raw=True)
         if progress.summary or progress.event is Event.FAILED:
             self._handle = None
 
 
-def _shown(progress: Progress) -> dict[str, str]:
+def _render(progress: Progress) -> dict[str, str]:
     """Return the representation of `progress` by MIME type."""
     if progress.event is Event.DONE:
         text, bar = progress.summary, ""

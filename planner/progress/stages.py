@@ -106,12 +106,12 @@ class StageReport:
         self.fraction = max(self.fraction or 0.0, min(1.0, done / max(1, count)))
         self._report(self)
 
-    def say(self, activity: str) -> None:
+    def report_activity(self, activity: str) -> None:
         """Report the present work, in words."""
         self.activity = activity
         self._report(self)
 
-    def solving(self, *, base_s: float, limit_s: float | None = None) -> Callable[[SolveProgress], None]:
+    def report_solve(self, *, base_s: float, limit_s: float | None = None) -> Callable[[SolveProgress], None]:
         """Return the function that a solve reports to.
 
         Args:
@@ -159,7 +159,7 @@ class Stages:
             self._report(Event.FAILED, *self._present)
 
     @contextmanager
-    def stage(self, stage: Stage, activity: str = "") -> Iterator[StageReport]:
+    def run_stage(self, stage: Stage, activity: str = "") -> Iterator[StageReport]:
         """Report that `stage` begins, and at the end, if there is no error, that it has ended."""
         report = StageReport(lambda report: self._report(Event.ADVANCE, stage, report), activity or stage.activity, self._clock())
         self._present = stage, report
@@ -187,7 +187,7 @@ class Stages:
             return
         now_s = self._clock()
         seconds, stage_seconds = now_s - self._began_s, now_s - report.began_s
-        left_s = 0.0 if event is Event.DONE else self._left_s(stage, report.fraction, stage_seconds)
+        left_s = 0.0 if event is Event.DONE else self._estimate_left_s(stage, report.fraction, stage_seconds)
         if left_s is not None:
             # The rest may be estimated as 0 too early; only the end reaches 1.
             share = 1.0 if event is Event.DONE else min(0.99, seconds / max(1e-9, seconds + left_s))
@@ -210,26 +210,26 @@ class Stages:
         for view in self._views:
             view(progress)
 
-    def _left_s(self, stage: Stage, fraction: float | None, stage_seconds: float) -> float | None:
+    def _estimate_left_s(self, stage: Stage, fraction: float | None, stage_seconds: float) -> float | None:
         """Return an estimate of the seconds left: of this stage from its speed, of later ones as expected."""
         known_s, known_weight = self._ended_s, self._ended_weight
         if fraction is not None and fraction >= _LEAST_FRACTION:
             rest_s = stage_seconds * (1 - fraction) / fraction
             if fraction < 1:
                 known_s, known_weight = known_s + stage_seconds + rest_s, known_weight + _WEIGHTS[stage]
-        elif (expected_s := self._expected(stage, known_s, known_weight)) is not None:
+        elif (expected_s := self._estimate_stage_s(stage, known_s, known_weight)) is not None:
             rest_s = max(0.0, expected_s - stage_seconds)
         else:
             return None
         for later in self._stages:
             if list(Stage).index(later) > list(Stage).index(stage):
-                expected_s = self._expected(later, known_s, known_weight)
+                expected_s = self._estimate_stage_s(later, known_s, known_weight)
                 if expected_s is None:
                     return None
                 rest_s += expected_s
         return rest_s
 
-    def _expected(self, stage: Stage, known_s: float, known_weight: float) -> float | None:
+    def _estimate_stage_s(self, stage: Stage, known_s: float, known_weight: float) -> float | None:
         """Return the expected seconds of a stage: as set, or in proportion to the weights of the stages measured so far."""
         if stage in self._expected_s:
             return self._expected_s[stage]

@@ -20,7 +20,7 @@ from planner.measure.steps import describe_device
 from planner.measure.tracing import trace
 from planner.memory.auto_budget import auto_budget_bytes, reserve_bytes
 from planner.memory.reserved import memory_on
-from planner.progress import OnProgress, Stage, Stages, views_of
+from planner.progress import OnProgress, Stage, Stages, list_views
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import get_device
 from planner.settings.option_settings import option_settings
@@ -159,9 +159,9 @@ def curve(
 @contextmanager
 def _report_solves(on_progress: OnProgress) -> Iterator[Callable[[str], None]]:
     """Yield the function that is called with a line about each of many solves."""
-    with Stages(*views_of(on_progress), stages=(Stage.SOLVE,)) as stages:
-        with stages.stage(Stage.SOLVE) as stage:
-            yield stage.say
+    with Stages(*list_views(on_progress), stages=(Stage.SOLVE,)) as stages:
+        with stages.run_stage(Stage.SOLVE) as stage:
+            yield stage.report_activity
         stages.finish()
 
 

@@ -15,7 +15,7 @@ from planner.measure.machine import commit, describe_machine
 from planner.memory.reserved import eager_bytes, memory_of, reserved_at
 from planner.plans.attributes import get_attributes
 from planner.plans.summary import summarize
-from planner.progress.visible import visible
+from planner.progress.visible import escape_text
 from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, find_missing, open_rows, record_memory
@@ -112,7 +112,7 @@ class SolveRow:
     def build_row(self, run_by: RunBy, method: str, budget: str, budget_bytes: int | None, *, status: str) -> ComparisonRow:
         """Return a row before anything is solved or measured."""
         return ComparisonRow(
-            model=visible(self.settings.model),
+            model=escape_text(self.settings.model),
             fingerprint=self.graph.fingerprint,
             run_by=str(run_by),
             method=method,

@@ -7,7 +7,7 @@ from textwrap import shorten
 
 from graphs.io.files import write_text
 from graphs.units import format_bytes
-from planner.progress.visible import visible
+from planner.progress.visible import escape_text
 from planner.studies.best import NOT_TRIED, WHY_NOT, build_tuned_table
 from planner.studies.comparison_plots import plot_measured, plot_memory, plot_overhead
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, bound_of, list_methods, select_simulated
@@ -68,7 +68,7 @@ def write_report(rows: Sequence[ComparisonRow], folder: Path, *, figures: bool =
 def format_tables(rows: Sequence[ComparisonRow]) -> str:
     """Return a page of tables: schedules by simulation and, if steps were run, measurements at each budget and at equal peaks."""
     first = rows[0]
-    parts = [f"# {visible(first.model) or 'A comparison'}"]
+    parts = [f"# {escape_text(first.model) or 'A comparison'}"]
     if judged := select_simulated(rows):
         base = f"which takes {judged[0].base_s:.4g} s and {format_bytes(judged[0].base_peak_bytes)}"
         on_cuda = any(row.reserved_bytes is not None for row in judged)

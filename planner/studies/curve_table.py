@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from graphs.units import format_bytes, format_ratio
 from planner.plans.attributes import get_attributes
-from planner.progress.visible import visible
+from planner.progress.visible import escape_text
 from planner.show.views.text import format_table
 from planner.studies.curve import Curve
 from planner.studies.curve_text import PERCENT, column, list_reserved_columns
@@ -37,7 +37,7 @@ def describe_max_batch(answers: Sequence[LargestSize], wanted: Wanted) -> str:
     """Return the largest size of each method as text, with notes on what was not decided."""
     columns: list[Column | str] = [
         "method",
-        Column(visible(wanted.varies), "size", "{:,}", missing="none"),
+        Column(escape_text(wanted.varies), "size", "{:,}", missing="none"),
         column("overhead", form=PERCENT),
         column("peak", "peak_bytes"),
         *list_reserved_columns(answers, wanted.memory),
@@ -49,7 +49,7 @@ def describe_max_batch(answers: Sequence[LargestSize], wanted: Wanted) -> str:
     cap = "" if wanted.max_overhead is None else f" and an overhead of at most {format_ratio(wanted.max_overhead)}"
     return "\n".join(
         (
-            f"largest {visible(wanted.varies)} within {format_bytes(wanted.budget_bytes)}{counted}{cap}",
+            f"largest {escape_text(wanted.varies)} within {format_bytes(wanted.budget_bytes)}{counted}{cap}",
             format_table(header, rows, numbers=0),
             *(f"{answer.method}: {remark}" for answer in answers for remark in _list_remarks(answer, wanted)),
         )
@@ -85,7 +85,8 @@ def _list_remarks(answer: LargestSize, wanted: Wanted) -> list[str]:
         remarks.append("the largest that was tried: raise --limit")
     if answer.undecided is not None and answer.complete:
         remarks.append(
-            f"not decided in time at {wanted.name_size(answer.undecided // wanted.unit)}, treated as too large: raise the time limit"
+            f"not decided in time at {wanted.name_size(answer.undecided // wanted.unit)}, treated as too large: "
+            "raise the time limit"
         )
     if answer.extrapolated:
         remarks.append("its sizes and times were extrapolated from smaller ones: there was not enough memory to measure them")

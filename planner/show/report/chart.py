@@ -15,7 +15,7 @@ from graphs.ir import Op
 from graphs.pools import Pool
 from graphs.schedule import Compute
 from graphs.units import format_bytes, format_seconds
-from planner.progress.visible import visible
+from planner.progress.visible import escape_text
 from planner.show.facts.addresses import StepAddresses
 from planner.show.facts.baselines import Baseline
 from planner.show.facts.columns import COLUMNS, compute_memory_columns
@@ -268,7 +268,7 @@ class _Drawing:
                 "right": [edges[stay.end_step] for stay in own],
                 "bottom": [stay.address / scale for stay in own],
                 "top": [(stay.address + stay.size_bytes) / scale for stay in own],
-                "title": [visible(stay.tensor) or "workspace" for stay in own],
+                "title": [escape_text(stay.tensor) or "workspace" for stay in own],
                 "said": [format_bytes(stay.size_bytes) for stay in own],
             }
             sources.append(ColumnDataSource(columns))
@@ -339,7 +339,7 @@ class _Drawing:
         texts: dict[str, int] = {"": 0}
 
         def build_column(values: Iterable[str]) -> "np.ndarray[Any, Any]":
-            return np.array([texts.setdefault(visible(value), len(texts)) for value in values], dtype=np.int32)
+            return np.array([texts.setdefault(escape_text(value), len(texts)) for value in values], dtype=np.int32)
 
         again = {self.lives.at_step[e.step] for e in self.timeline.executions if e.again}
         found = {
@@ -372,7 +372,7 @@ class _Drawing:
             **found,
             **bar_columns,
             "texts": list(texts),
-            "groups": [visible(name) for name in self.groups],
+            "groups": [escape_text(name) for name in self.groups],
             "static": self.timeline.graph.static_bytes / self.size_scale,
             "size_scale": self.size_scale,
             "time_unit": self.time_unit,

@@ -12,7 +12,7 @@ from planner.capture.options import needs
 from planner.plans.attributes import get_attributes
 from planner.plans.eager import describe_slower
 from planner.plans.plan import Plan
-from planner.progress.visible import visible
+from planner.progress.visible import escape_text
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.link import MEASURED_LINK, measured_link
 from planner.settings.option_settings import recorded_link, recorded_options
@@ -70,14 +70,14 @@ def plan_text(plan: Plan) -> str:
         *([("arena", plan.arena.removeprefix("arena: "))] if plan.arena else []),
         ("predicted step time", f"{time_s}, {ratio} times that of keeping everything"),
         *_describe_eager_ops(plan),
-        *((f"{visible(pool)} memory", format_bytes(peak)) for pool, peak in plan.pool_peaks_bytes.items()),
+        *((f"{escape_text(pool)} memory", format_bytes(peak)) for pool, peak in plan.pool_peaks_bytes.items()),
         *(() if (link := recorded_link(plan.settings)) is None else [("link", str(link))]),
-        *(("may differ", visible(what)) for what in plan.differs),
-        *([("lossy", visible(plan.lossy))] if plan.lossy else []),
+        *(("may differ", escape_text(what)) for what in plan.differs),
+        *([("lossy", escape_text(plan.lossy))] if plan.lossy else []),
         ("overhead", f"{100 * plan.overhead:z.2f}%, {plan.recomputed:,} ops recomputed{_format_copied(plan)}"),
         ("bound", "unknown" if plan.bound_s is None else f"{format_seconds(plan.bound_s)}: {_bound_of(plan)}"),
         ("gap", "unknown" if plan.gap is None else f"{format_ratio(plan.gap)}{_format_tolerance(plan)}"),
-        ("status", f"{plan.status}, by {visible(plan.solver)} in {plan.seconds:.2f} s{ending}"),
+        ("status", f"{plan.status}, by {escape_text(plan.solver)} in {plan.seconds:.2f} s{ending}"),
     ]
     return format_aligned(lines)
 
@@ -108,16 +108,19 @@ def _describe_eager_ops(plan: Plan) -> list[tuple[str, str]]:
     if plan.eager is None:
         return []
     measured = [("measured", plan.eager.slowdown)] if plan.eager.slowdown else []
-    return [*measured, (f"beside {plan.eager.reference}", visible(plan.eager))]
+    return [*measured, (f"beside {plan.eager.reference}", escape_text(plan.eager))]
 
 
 def plan_info_text(plan: Plan) -> str:
     """Return the text that ``planner info`` prints about a plan, its graph and its settings."""
     lines = [
         *list_provenance(plan.graph.provenance),
-        ("graph", f"{plan.graph.ops:,} ops, {plan.graph.tensors:,} tensors, fingerprint {visible(plan.graph.fingerprint)}"),
+        ("graph", f"{plan.graph.ops:,} ops, {plan.graph.tensors:,} tensors, fingerprint {escape_text(plan.graph.fingerprint)}"),
         ("steps", f"{len(plan.schedule.steps):,}"),
-        *((visible(name), visible(value)) for name, value in (*_list_plain_settings(plan.settings), *plan.versions.items())),
+        *(
+            (escape_text(name), escape_text(value))
+            for name, value in (*_list_plain_settings(plan.settings), *plan.versions.items())
+        ),
     ]
     return f"{plan_text(plan)}\n\n{format_aligned(lines)}"
 
@@ -172,7 +175,7 @@ def run_text(report: "RunReport") -> str:
             f"measured peak: {within} the budget of {format_bytes(report.budget_bytes)}{beside}",
             *_describe_arena(report),
             *_describe_times(report),
-            *(f"may differ, as the plan says: {visible(what)}" for what in report.differs),
+            *(f"may differ, as the plan says: {escape_text(what)}" for what in report.differs),
             *_describe_comparison("keeping everything", report.differences, allowed=bool(report.differs or report.is_exact)),
             *_describe_comparison("plain PyTorch", report.eager_differences, allowed=bool(report.differs or report.is_exact)),
             *_describe_repeated_eager_steps(report),
@@ -204,7 +207,7 @@ def _describe_comparison(reference: str, differences: Sequence[str] | None, *, a
         return [f"loss, gradients, buffers and random state: identical to {reference}"]
     return [
         f"{'different' if allowed else 'DIFFERENT'} from {reference}:",
-        *(f"  {visible(difference)}" for difference in differences),
+        *(f"  {escape_text(difference)}" for difference in differences),
     ]
 
 
@@ -219,7 +222,7 @@ def _describe_repeated_eager_steps(report: "RunReport") -> list[str]:
 def _bound_of(plan: Plan) -> str:
     """Return for which schedules the bound holds; solvers that search a smaller class name it in their settings."""
     narrower = plan.settings.get("schedules")
-    taken = visible(str(narrower)) if narrower else "each op first in program order"
+    taken = escape_text(str(narrower)) if narrower else "each op first in program order"
     order = " as reordered" if plan.settings.get("reordered") else ""
     return f"no schedule that fits, and takes {taken}{order}, is faster"
 
@@ -248,12 +251,12 @@ def list_provenance(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
             return f"{len(value)} optional ops that are neither faster nor smaller"
         return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
-    return [(visible(name), visible(format_value(name, value))) for name, value in provenance.items()]
+    return [(escape_text(name), escape_text(format_value(name, value))) for name, value in provenance.items()]
 
 
 def format_name(name: str) -> str:
     """Return the name of a stream or pool for people, with spaces for underscores."""
-    return visible(name).replace("_", " ")
+    return escape_text(name).replace("_", " ")
 
 
 def name_end_of_wait(wait: "IdleTime") -> str:

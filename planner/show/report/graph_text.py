@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.options import OPTIONS
-from planner.progress.visible import visible
+from planner.progress.visible import escape_text
 from planner.settings.link import format_rate
 from planner.show.facts.graph import DeviceFacts, GraphFacts, OptionFacts
 from planner.show.report.describe import build_summary_data, list_provenance
@@ -34,7 +34,7 @@ def describe_graph(facts: GraphFacts) -> str:
         *((f"  {kind}", format_bytes(size)) for kind, size in facts.static_bytes_by_kind.items()),
         ("peak", f"{format_bytes(summary.keep_everything_peak_bytes)} without recomputation{_describe_reordered(facts)}"),
         *((f"  {name}", value) for name, value in facts.eager_memory.lines()),
-        ("least budget", f"no less than {_describe_least_budget(facts)}: {visible(facts.least_budget_reason)}"),
+        ("least budget", f"no less than {_describe_least_budget(facts)}: {escape_text(facts.least_budget_reason)}"),
         ("  known", format_enough(facts.least_budget_found_bytes)),
         *_describe_reserved(facts.least_reserved_bytes, facts.least_reserved_found_bytes),
         ("with offload", f"no less than {format_bytes(facts.least_budget_offload_bytes)} {_ORDER}"),
@@ -73,10 +73,10 @@ def _describe_reserved(proved_bytes: int | None, found_bytes: int | None) -> lis
 def _describe_option(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
     """Return lines on the ops that an option offers, and on the least feasible budget with it."""
     if not facts.ops:
-        return [(f"with {visible(name)}", "it applies to no op of this step")]
+        return [(f"with {escape_text(name)}", "it applies to no op of this step")]
     exactness = f"{facts.inexact_ops:,} of them not exact" if facts.inexact_ops else "all exact"
     return [
-        (f"with {visible(name)}", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"),
+        (f"with {escape_text(name)}", f"no less than {format_bytes(facts.least_budget_bytes)} {_ORDER}"),
         ("  known", format_enough(facts.least_budget_found_bytes)),
         ("  offered", f"{facts.ops:,} {_describe_alternatives(name)}, {exactness}"),
     ]
@@ -85,7 +85,7 @@ def _describe_option(name: str, facts: OptionFacts) -> list[tuple[str, str]]:
 def _describe_alternatives(name: str) -> str:
     """Return the words for the alternatives that an option adds to a graph (``Option.offers``)."""
     known = OPTIONS.get(name.partition(":")[0])
-    return f"optional ops of an option that is not registered here, {visible(name)!r}" if known is None else known.offers
+    return f"optional ops of an option that is not registered here, {escape_text(name)!r}" if known is None else known.offers
 
 
 def _describe_least_budget(facts: GraphFacts) -> str:
@@ -116,4 +116,4 @@ def _describe_device(name: str, facts: DeviceFacts, ops: int) -> str:
     room = "" if facts.capacity_bytes is None else f", {format_bytes(facts.capacity_bytes)} of memory"
     times = f"{format_seconds(facts.time_s)} there and {format_seconds(facts.here_s)} here"
     copies = f"copies at {format_rate(facts.bytes_per_s)} and {format_seconds(facts.latency_s)} each"
-    return f"{facts.ops:,} of {ops:,} ops may run on {visible(name)}, {exactness}: {times}{room}, {copies}"
+    return f"{facts.ops:,} of {ops:,} ops may run on {escape_text(name)}, {exactness}: {times}{room}, {copies}"

@@ -15,7 +15,7 @@ from graphs.io.files import check_writable, write_text
 from graphs.pools import COMPUTE
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.eager import EagerComparison
-from planner.progress.visible import visible
+from planner.progress.visible import escape_text
 from planner.show.facts.addresses import compute_reserved_addresses
 from planner.show.facts.step import StepFacts
 from planner.show.facts.timeline import Burst, Execution, ModuleCost, PeakTensor, Timeline, get_module
@@ -79,7 +79,7 @@ def render_page(facts: StepFacts, curve: Sequence["CurveRow"] = ()) -> str:
     longest = sorted(sorted(bursts, key=lambda burst: -burst.time_s)[:_LISTED], key=lambda burst: burst.start_s)
     # Names come from files: they are escaped for HTML, and control characters are made visible.
     made = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_format_value)
-    model = visible(graph.provenance.get("model", "a model"))
+    model = escape_text(graph.provenance.get("model", "a model"))
     values = {
         "style": Markup(_read_resource("page.css")),
         "model": model,
@@ -91,7 +91,7 @@ def render_page(facts: StepFacts, curve: Sequence["CurveRow"] = ()) -> str:
         "other_streams": others,
         "proof": _format_proof(plan.gap),
         "facts": [*_list_tiles(timeline), *((name, value, "") for name, value in others.facts)],
-        "modelled_for": visible(graph.provenance.get("device", "a device")) if _is_modelled(timeline) else "",
+        "modelled_for": escape_text(graph.provenance.get("device", "a device")) if _is_modelled(timeline) else "",
         "names": [root.name for root in drawn.document.roots],
         "keys": drawn.keys,
         "pools": drawn.pools,
@@ -223,7 +223,7 @@ def _divide(time_s: float, base_s: float) -> float:
 
 
 def _format_value(value: object) -> object:
-    return value if isinstance(value, Markup) else visible(value)
+    return value if isinstance(value, Markup) else escape_text(value)
 
 
 def _read_resource(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import PlannerError, UsageError
 from graphs.io.files import check_writable, write_bytes
-from planner.progress.visible import visible
+from planner.progress.visible import escape_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,7 +88,7 @@ def add_legend(figure: "Figure", axes: "Axes", *, columns: int = 3) -> None:
 
 def set_title(axes: "Axes", title: str) -> None:
     """Set `title` as plain text: dollar signs start no formula, and long titles are cut."""
-    spaced = visible(title).removeprefix("zoo:").replace(",", ", ")
+    spaced = escape_text(title).removeprefix("zoo:").replace(",", ", ")
     lines = textwrap.wrap(spaced, _TITLE_WIDTH, max_lines=_TITLE_LINES, placeholder=" ...")
     axes.set_title("\n".join(lines), parse_math=False, usetex=False, fontsize="medium")
 

@@ -11,7 +11,7 @@ from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.plans.attributes import get_attributes
 from planner.plans.plan_check import apply_plan_options
 from planner.plans.record import PlanRecord
-from planner.progress.visible import visible, visible_lines
+from planner.progress.visible import escape_lines, escape_text
 from planner.show.facts.baselines import build_baselines
 from planner.show.facts.timeline import Timeline
 from planner.show.views.memory_plot import plot_plan
@@ -101,11 +101,11 @@ def compare(plan: PlanRecord, graph: Graph | None) -> PlanComparison:
 
 def render_plan(plan: PlanRecord, graph: Graph | None) -> str:
     """Return `plan` as HTML for a notebook: its text, and the chart of its memory if the graph is known."""
-    lines = f"<pre>{escape(visible_lines(str(plan)))}</pre>"
+    lines = f"<pre>{escape(escape_lines(str(plan)))}</pre>"
     if graph is None:
         return f"<div>{lines}</div>"
     timeline = _build_timeline(plan, graph, "plot")
-    model = visible(plan.graph.provenance.get("model", "a model"))
+    model = escape_text(plan.graph.provenance.get("model", "a model"))
     return f"<div><b>Plan for {escape(model)}</b>{draw_sketch(timeline)}{lines}</div>"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from planner.progress.visible import visible
+from planner.progress.visible import escape_text
 
 
 def format_aligned(lines: Iterable[tuple[str, str]]) -> str:
@@ -14,7 +14,7 @@ def format_aligned(lines: Iterable[tuple[str, str]]) -> str:
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int) -> str:
     """Return rows under a header as text; the first `numbers` columns are right-aligned."""
-    cells = [tuple(header), *(tuple(map(visible, row)) for row in rows)]
+    cells = [tuple(header), *(tuple(map(escape_text, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = (
         "  ".join(

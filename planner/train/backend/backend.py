@@ -99,7 +99,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         unplanned = _copy_of(joint)  # capture changes the graph
         with budget.stages() as stages:
             try:
-                with stages.stage(Stage.MEASURE) as stage:
+                with stages.run_stage(Stage.MEASURE) as stage:
                     captured = capture_joint(
                         joint,
                         device,
@@ -221,7 +221,7 @@ def _named(placeholder: fx.Node) -> str:
 
 def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], budget: SharedBudget, stages: Stages) -> None:
     """Plan `graph` with `add`, and report the plan if the step has no other graphs."""
-    with stages.stage(Stage.SOLVE):
+    with stages.run_stage(Stage.SOLVE):
         add(graph)
     stages.finish(budget.summary_of_only(graph))
 

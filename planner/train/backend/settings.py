@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from graphs.errors import PlannerError
 from graphs.options.option import Feature
-from planner.progress import OnProgress, views_of
+from planner.progress import OnProgress, list_views
 from planner.settings.budget import Budget, read_budget
 from planner.settings.compatibility import check_compatible
 from planner.settings.plan import PlanSettings
@@ -41,7 +41,7 @@ class BackendSettings:
 
     def __post_init__(self) -> None:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        views_of(self.on_progress)  # raises if it is no view
+        list_views(self.on_progress)  # raises if it is no view
         check_compatible(self.plan.features | {Feature.TORCH_COMPILE} | ({Feature.SEVERAL_PROCESSES} if several else set()))
 
 

@@ -35,7 +35,7 @@ from planner.memory.reserved import eager_bytes, kept_beside_passes, memory_of, 
 from planner.plans.line import describe_saved
 from planner.plans.search import StepSearch
 from planner.plans.summary import summarize
-from planner.progress import Stage, Stages, views_of
+from planner.progress import Stage, Stages, list_views
 from planner.runtime.arena import Arena, SharedSlab
 from planner.settings.budget import Auto, Budget, Bytes, Share
 from planner.settings.compatibility import check_compatible
@@ -112,7 +112,7 @@ class SharedBudget:
         self._before: dict[UnplannedGraph, PassStorages] = {}  # the last pass of each, before planned graphs
         self._slab = SharedSlab() if self.settings.arena else None
         is_first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
-        self._views = views_of(settings.on_progress) if is_first else ()
+        self._views = list_views(settings.on_progress) if is_first else ()
 
     def graph(self, joint: fx.GraphModule, captured: Capture, *, outputs: int) -> PlannedGraph:
         """Return the graph of a capture of `joint`, with the requested options.
@@ -345,7 +345,7 @@ class SharedBudget:
             self._planned[step] = _StepBudget(whole, whole - bytes_beside_requests(seen))
             if len(runs) > 1 or runs[0].graph.lean is not None or seen[0].followed_by:
                 with self.stages() as stages:
-                    with stages.stage(Stage.SOLVE, f"planning {len(runs)} graphs together"):
+                    with stages.run_stage(Stage.SOLVE, f"planning {len(runs)} graphs together"):
                         together = self._together(runs, self._given(step, whole, alone=False))
                         together.warn_of_first_step()
                         together.plan()

@@ -115,7 +115,7 @@ class Compiler:
         return self.solve(captured, batch, budget)
 
     def _captured(self, batch: Batch, variant: "CompileVariant | None") -> Capture:
-        with self.stages.stage(Stage.CAPTURE):
+        with self.stages.run_stage(Stage.CAPTURE):
             captured = self.wrapper.capture(self.loss_fn, batch, self.settings, variant)
         if self.settings.arena:
             captured = self.wrapper.with_slab_gradients(captured)
@@ -124,7 +124,7 @@ class Compiler:
     def profile(self, captured: Capture, batch: Batch) -> Capture:
         """Return `captured` with measured times, workspaces and sizes, and with the options that are found in it."""
         self.slab.drop()  # of a step of other sizes
-        with self.stages.stage(Stage.MEASURE) as stage:
+        with self.stages.run_stage(Stage.MEASURE) as stage:
             workload = Workload(self.wrapper.module, self.loss_fn, batch)
             return profile_capture(captured, workload, self.settings, on_op=stage.advance)
 
@@ -200,7 +200,7 @@ class Compiler:
         self.stages.expect({Stage.CHECK: _CHECK_STEPS * graph.time_s if rehearses else 0.0, Stage.COMPARE: compare_s})
         if self.settings.wait.seconds is not None:
             self.stages.expect({Stage.SOLVE: self.settings.wait.seconds})
-        with self.stages.stage(Stage.SOLVE) as stage:
+        with self.stages.run_stage(Stage.SOLVE) as stage:
             settings = self.settings
             if self.recorder is not None:  # the rest of the budget is outside of the plan
                 settings = replace(settings, memory=CountedMemory.ALLOCATED)
@@ -362,7 +362,7 @@ class Compiler:
         eager = None
         if self.compare_eager:
             step = TrainingStep(self.wrapper.module, self.loss_fn)
-            with self.stages.stage(Stage.COMPARE):
+            with self.stages.run_stage(Stage.COMPARE):
                 eager = compare_with_eager(
                     captured,
                     executor,
@@ -381,7 +381,7 @@ class Compiler:
 
     def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
         """Return the executor of `plan`, and its measured peak."""
-        with self.stages.stage(Stage.CHECK), reporting("rehearsing the plan to measure its peak"), large_blocks_returned():
+        with self.stages.run_stage(Stage.CHECK), reporting("rehearsing the plan to measure its peak"), large_blocks_returned():
             executor = self._made_executor(captured, plan)
             step = TrainingStep(self.wrapper.module, self.loss_fn)
             if self.recorder is None:

@@ -16,7 +16,7 @@ from planner.measure.steps import describe_device
 from planner.plans.cache import PlanCache, warn_unusable
 from planner.plans.line import plan_line
 from planner.plans.plan_check import check_sizes
-from planner.progress import OnProgress, Stages, views_of
+from planner.progress import OnProgress, Stages, list_views
 from planner.runtime.cuda.cuda_graph import CudaGraphs
 from planner.runtime.cuda.device_arena import shared_slab
 from planner.runtime.executor import check_no_transform
@@ -122,7 +122,7 @@ class Planning:
             channels=channels,
             slab=shared_slab(device),
             follows=settings.replan is not False and find_conflict(self._features | {Feature.REPLAN}) is None,
-            stages=Stages(*views_of(self.on_progress)) if first else Stages(),
+            stages=Stages(*list_views(self.on_progress)) if first else Stages(),
         )
 
 

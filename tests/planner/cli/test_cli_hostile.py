@@ -24,7 +24,7 @@ from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, read_plan
 from planner.plans.solving import solve
 from planner.progress import LineView
-from planner.progress.visible import visible, visible_lines
+from planner.progress.visible import escape_lines, escape_text
 from planner.show.facts.timeline import Timeline
 from planner.show.views import figures
 from planner.studies.comparison_rows import ComparisonRow
@@ -88,7 +88,7 @@ def test_terminal_control_sequences_are_escaped_in_all_output(tmp_path: Path, ca
 def test_progress_is_escaped() -> None:
     stream = io.StringIO()
     line = LineView(stream=stream)
-    line.say(f"running {NAME}")
+    line.show_activity(f"running {NAME}")
     line.note(f"at {NAME}")
     assert stream.getvalue() == f"planner: at {SHOWN}\n"
     assert line._text == f"running {SHOWN}"
@@ -100,9 +100,9 @@ def test_progress_is_escaped() -> None:
 
 def test_printable_text_is_not_escaped() -> None:
     for text in ("", "aten.mm.default", "größe 日本 [0.5]", "zoo:gpt2,layers=4"):
-        assert visible(text) == text
-    assert visible("a\nb") == r"a\nb"
-    assert visible_lines("a\nb\x1b") == "a\nb\\x1b"
+        assert escape_text(text) == text
+    assert escape_text("a\nb") == r"a\nb"
+    assert escape_lines("a\nb\x1b") == "a\nb\\x1b"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_figure_title_shows_special_characters_literally(name: str, tmp_path: Pa
     figures.set_title(axes, name)
     title = axes.get_title()
     assert not axes.title.get_parse_math()
-    assert "".join(title.split()).removesuffix("...") in "".join(visible(name).split())
+    assert "".join(title.split()).removesuffix("...") in "".join(escape_text(name).split())
     assert len(title) < 300
     for ending in ("png", "svg"):
         figures.save_figure(figure, tmp_path / f"figure.{ending}")
@@ -295,7 +295,7 @@ def test_invalid_output_name_prints_one_error(output: str, said: str, graph_file
     refused(call(capsys, "solve", graph_file, "--budget", "60%", "-o", output), 1)
     with pytest.raises(OutputError) as error:
         write_text(output, "text")
-    assert said.lower() in visible(error.value).lower()
+    assert said.lower() in escape_text(error.value).lower()
     assert sorted(str(path) for path in Path().iterdir()) == ["loop", "model.json"]
 
 

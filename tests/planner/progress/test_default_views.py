@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.progress import LineView, LoggingView, NotebookView, default_views, views_of
+from planner.progress import LineView, LoggingView, NotebookView, list_default_views, list_views
 
 X, Y = torch.randn(8, 16), torch.randn(8, 4)
 
@@ -118,27 +118,27 @@ def test_nothing_is_shown_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled()
     assert stream.getvalue() == ""
     monkeypatch.setattr(sys, "stderr", None)
-    assert [type(view) for view in views_of(None)] == [LoggingView]
+    assert [type(view) for view in list_views(None)] == [LoggingView]
 
 
 def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("IPython")
     with terminal(monkeypatch):
-        assert [type(view) for view in views_of(None)] == [LoggingView, LineView]
+        assert [type(view) for view in list_views(None)] == [LoggingView, LineView]
         monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=object()))
-        assert [type(view) for view in views_of(None)] == [LoggingView, NotebookView]
+        assert [type(view) for view in list_views(None)] == [LoggingView, NotebookView]
 
 
 def test_calls_of_a_cell_share_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("IPython")
     shell = SimpleNamespace(kernel=object(), execution_count=1)
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
-    first = default_views()
-    assert default_views() == first
+    first = list_default_views()
+    assert list_default_views() == first
     shell.execution_count = 2
-    assert default_views() != first
+    assert list_default_views() != first
 
 
 def test_a_view_takes_the_place_of_all() -> None:
     seen: list[object] = []
-    assert views_of(seen.append) == (seen.append,)
+    assert list_views(seen.append) == (seen.append,)

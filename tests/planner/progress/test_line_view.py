@@ -43,7 +43,7 @@ def test_quiet_prints_nothing() -> None:
     with LineView(quiet=True, stream=stream, clock=lambda: now_s[0]) as view:
         now_s[0] = 1000.0
         view(solving())
-        view.say("nothing")
+        view.show_activity("nothing")
         view.note("nothing")
         view(solving(event=Event.DONE, summary="nothing"))
     assert stream.getvalue() == ""

@@ -72,12 +72,12 @@ def logged() -> Iterator[list[str]]:
 def plan_reporting_to(view: Any) -> None:
     now_s = [0.0]
     with Stages(view, clock=lambda: now_s[0]) as stages:
-        with stages.stage(Stage.MEASURE) as stage:
+        with stages.run_stage(Stage.MEASURE) as stage:
             now_s[0] = 4.0
             stage.advance(1, 2)
-        with stages.stage(Stage.SOLVE) as stage:
+        with stages.run_stage(Stage.SOLVE) as stage:
             now_s[0] = 5.5
-            stage.solving(base_s=2.0)(SolveProgress(seconds=1.0, activity="x", best_s=2.2, bound_s=2.0))
+            stage.report_solve(base_s=2.0)(SolveProgress(seconds=1.0, activity="x", best_s=2.2, bound_s=2.0))
         stages.finish("planned: much")
 
 
@@ -100,7 +100,7 @@ def test_the_log_of_a_trainer_has_two_lines_for_a_plan(logged: list[str]) -> Non
 
 
 def test_log_names_the_stage_that_an_error_ended(logged: list[str]) -> None:
-    with pytest.raises(ValueError, match="x"), Stages(LoggingView(), clock=lambda: 1.0) as stages, stages.stage(Stage.CHECK):
+    with pytest.raises(ValueError, match="x"), Stages(LoggingView(), clock=lambda: 1.0) as stages, stages.run_stage(Stage.CHECK):
         raise ValueError("x")
     assert logged == [
         "check: rehearsing the plan",
@@ -149,7 +149,7 @@ def test_a_notebook_has_one_bar_that_the_summary_replaces(cell: Cell) -> None:
 
 
 def test_a_notebook_shows_names_as_text(cell: Cell) -> None:
-    with Stages(NotebookView()).stage(Stage.CAPTURE, "capturing <b>"):
+    with Stages(NotebookView()).run_stage(Stage.CAPTURE, "capturing <b>"):
         pass
     assert "capturing &lt;b&gt;" in cell.shown[0]["text/html"]
 

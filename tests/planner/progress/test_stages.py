@@ -25,7 +25,7 @@ def seen() -> list[Progress]:
 
 
 def test_stages_are_reported_from_their_begin(clock: Clock, seen: list[Progress]) -> None:
-    with Stages(seen.append, clock=clock) as stages, stages.stage(Stage.CAPTURE):
+    with Stages(seen.append, clock=clock) as stages, stages.run_stage(Stage.CAPTURE):
         (first,) = seen
         assert (first.event, first.stage, first.fraction, first.overall, first.left_s) == ("begin", "capture", None, 0.0, None)
         assert first.activity == "capturing the training step"
@@ -35,11 +35,11 @@ def test_stages_are_reported_from_their_begin(clock: Clock, seen: list[Progress]
 
 def test_time_left_is_extrapolated_from_the_speed_so_far(clock: Clock, seen: list[Progress]) -> None:
     stages = Stages(seen.append, stages=(Stage.CAPTURE, Stage.MEASURE), clock=clock)
-    with stages.stage(Stage.CAPTURE):
+    with stages.run_stage(Stage.CAPTURE):
         clock.now_s += 3
     assert seen[-1].left_s == pytest.approx(5.0)  # what measuring usually takes beside 3 s of capturing
     assert seen[-1].overall == pytest.approx(3 / 8)
-    with stages.stage(Stage.MEASURE) as stage:
+    with stages.run_stage(Stage.MEASURE) as stage:
         clock.now_s += 1
         stage.advance(0, 10)
         assert seen[-1].left_s == pytest.approx(4.0)
@@ -55,10 +55,10 @@ def test_time_left_is_extrapolated_from_the_speed_so_far(clock: Clock, seen: lis
 
 def test_expected_times_are_used_in_estimates(clock: Clock, seen: list[Progress]) -> None:
     stages = Stages(seen.append, clock=clock)
-    with stages.stage(Stage.CAPTURE):
+    with stages.run_stage(Stage.CAPTURE):
         clock.now_s += 4
     stages.expect({Stage.SOLVE: 3.0, Stage.CHECK: 10.0, Stage.COMPARE: 0.0})
-    with stages.stage(Stage.SOLVE):
+    with stages.run_stage(Stage.SOLVE):
         assert seen[-1].left_s == 13.0
         clock.now_s += 100  # longer than was expected
     assert seen[-1].left_s == 10.0
@@ -66,16 +66,16 @@ def test_expected_times_are_used_in_estimates(clock: Clock, seen: list[Progress]
 
 def test_fractions_never_fall(clock: Clock, seen: list[Progress]) -> None:
     stages = Stages(seen.append, clock=clock)
-    with stages.stage(Stage.CAPTURE):
+    with stages.run_stage(Stage.CAPTURE):
         clock.now_s += 1
-    with stages.stage(Stage.MEASURE) as stage:
+    with stages.run_stage(Stage.MEASURE) as stage:
         for done, count in ((1, 4), (3, 4), (1, 4), (0, 1), (4, 4), (5, 4), (0, 0)):
             clock.now_s += 5
             stage.advance(done, count)
     for _ in range(2):  # the plan is solved for again with a lower budget
-        with stages.stage(Stage.SOLVE):
+        with stages.run_stage(Stage.SOLVE):
             clock.now_s += 3
-        with stages.stage(Stage.CHECK):
+        with stages.run_stage(Stage.CHECK):
             clock.now_s += 2
     measured = [p.fraction for p in seen if p.stage is Stage.MEASURE and p.event is Event.ADVANCE]
     assert measured == [0.25, 0.75, 0.75, 0.75, 1.0, 1.0, 1.0]
@@ -86,8 +86,8 @@ def test_fractions_never_fall(clock: Clock, seen: list[Progress]) -> None:
 
 def test_a_solve_reports_schedules_and_its_share_of_the_time(clock: Clock, seen: list[Progress]) -> None:
     stages = Stages(seen.append, clock=clock)
-    with stages.stage(Stage.SOLVE) as stage:
-        tell = stage.solving(base_s=2.0, limit_s=4.0)
+    with stages.run_stage(Stage.SOLVE) as stage:
+        tell = stage.report_solve(base_s=2.0, limit_s=4.0)
         tell(SolveProgress(seconds=1.0, activity="", best_s=None, bound_s=None))
         tell(SolveProgress(seconds=2.0, activity="round 2", best_s=2.2, bound_s=2.0))
         tell(SolveProgress(seconds=9.0, activity="round 3", best_s=2.1, bound_s=2.0))
@@ -102,8 +102,8 @@ def test_a_solve_reports_schedules_and_its_share_of_the_time(clock: Clock, seen:
 
 
 def test_a_solve_that_ends_with_its_gap_has_no_fraction(clock: Clock, seen: list[Progress]) -> None:
-    with Stages(seen.append, clock=clock).stage(Stage.SOLVE) as stage:
-        stage.solving(base_s=2.0)(SolveProgress(seconds=1.0, activity="x", best_s=2.0, bound_s=1.0))
+    with Stages(seen.append, clock=clock).run_stage(Stage.SOLVE) as stage:
+        stage.report_solve(base_s=2.0)(SolveProgress(seconds=1.0, activity="x", best_s=2.0, bound_s=1.0))
         assert (seen[-1].fraction, seen[-1].left_s) == (None, None)
 
 
@@ -112,7 +112,7 @@ def test_an_error_is_the_last_report(clock: Clock, seen: list[Progress]) -> None
         clock.now_s += 2
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), Stages(seen.append, clock=clock) as stages, stages.stage(Stage.MEASURE):
+    with pytest.raises(KeyboardInterrupt), Stages(seen.append, clock=clock) as stages, stages.run_stage(Stage.MEASURE):
         interrupted()
     assert [p.event for p in seen] == ["begin", "failed"]
     assert (seen[-1].stage, seen[-1].stage_seconds) == ("measure", 2.0)
@@ -122,7 +122,7 @@ def test_summary_has_the_planning_time(clock: Clock, seen: list[Progress]) -> No
     first = Stages(seen.append, clock=clock)
     clock.now_s += 50
     with first.restart() as stages:
-        with stages.stage(Stage.CAPTURE):
+        with stages.run_stage(Stage.CAPTURE):
             clock.now_s += 3.21
         stages.finish("planned: much")
     assert [p.summary for p in seen] == ["", "", "planned: much, 3.2 s"]

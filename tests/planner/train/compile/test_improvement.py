@@ -473,7 +473,7 @@ def test_a_step_is_ready_with_its_first_schedule() -> None:
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     settings = PlanSettings(tolerance=Tolerance.of(0.0), time_limit_s=20.0, reorder=False)
     told: list[Progress] = []
-    with Stages(told.append).stage(Stage.SOLVE) as stage:
+    with Stages(told.append).run_stage(Stage.SOLVE) as stage:
         first = StepSearch(replace(settings, wait=Wait.of(0))).find_first_plan(graph, Bytes(between(graph)), stage)
     assert told[-2].best_s == first.time_s
     assert simulate(graph, first.schedule).peak_bytes <= first.budget_bytes

@@ -26,9 +26,9 @@ from planner.capture.workload.models import build
 from planner.cli import argument_types
 from planner.measure.steps import Isolated, Step, measure_outcome
 from planner.plans.plan import Plan
-from planner.runtime.allocator import memory_rise
+from planner.runtime.allocator import measure_memory_rise
 from planner.runtime.arena import SharedSlab
-from planner.runtime.arena_allocator import idle_pages_stay
+from planner.runtime.arena_allocator import keep_idle_pages
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import with_recorded
 from planner.studies.experiment import Study
@@ -138,7 +138,7 @@ def _run_in_turns(steps: Mapping[str, Isolated], repeats: int) -> tuple[dict[str
     """Return the seconds and the page faults of the steps, which take turns, after one turn that is not counted."""
     times_s: dict[str, list[float]] = {name: [] for name in steps}
     faults: dict[str, list[int]] = {name: [] for name in steps}
-    with idle_pages_stay():
+    with keep_idle_pages():
         for turn in range(repeats + 1):
             for name, step in steps.items():
                 before, start = _count_faults(), time.perf_counter()
@@ -155,7 +155,7 @@ def _count_faults() -> int:
 
 def measure_given_bytes(run: Callable[[], object]) -> int:
     """Return the most bytes that PyTorch's allocator gives `run` at once."""
-    return memory_rise(run, torch.device("cpu")).peak_bytes
+    return measure_memory_rise(run, torch.device("cpu")).peak_bytes
 
 
 TABLE = (

@@ -26,7 +26,7 @@ from graphs.units import format_bytes
 from planner.capture.workload.models import build
 from planner.cli import argument_types
 from planner.runtime.arena import Arena
-from planner.runtime.arena_allocator import idle_pages_stay
+from planner.runtime.arena_allocator import keep_idle_pages
 from planner.runtime.executor import Executor
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, iterate_results
@@ -145,7 +145,7 @@ def measure_training(name: str, optimizer: str, repeats: int) -> Iterator[ArenaT
     same_losses = torch.equal(wanted.run(), within.run())
     same_parameters = all(map(torch.equal, eager.parameters(), model.parameters()))
     plain.run()
-    with idle_pages_stay():
+    with keep_idle_pages():
         turns = [(plain.time_step(), within.time_step()) for _ in range(repeats)]
     evaluated = [tuple(_time_after_evaluation(training, batch) for training in (plain, within)) for _ in range(repeats)]
     assert arena.slab is not None

@@ -22,7 +22,7 @@ from planner.capture.workload.models import Workload
 from planner.measure.steps import Step, measure_memory
 from planner.memory.release import release_unused
 from planner.progress.stages import Event, Progress, Stage, View
-from planner.runtime.allocator_failure import allocator_failure
+from planner.runtime.allocator_failure import find_allocator_failure
 from planner.studies.rows import Made, declare_column, declare_key, declare_made, declare_text, declare_value
 
 RAN, OUT_OF_MEMORY, REFUSED, FAILED = "ran", "out of memory", "refused", "failed"
@@ -203,7 +203,7 @@ def compute_digest(losses: Sequence[float], state: str) -> str:
 
 def get_status(error: Exception) -> str:
     """Return the status of a run that ended with `error`."""
-    if allocator_failure(error) is not None:
+    if find_allocator_failure(error) is not None:
         return OUT_OF_MEMORY
     return REFUSED if isinstance(error, PlannerError) else FAILED
 

@@ -31,7 +31,7 @@ from planner.cli import (
 )
 from planner.cli.arguments import DONE, FAILED, INFEASIBLE, INTERRUPTED, LIMIT, USAGE, Command, Parser, print_error
 from planner.errors import how_to_install
-from planner.runtime.allocator_failure import allocator_failure
+from planner.runtime.allocator_failure import find_allocator_failure
 
 # In the order of the help.
 _COMMANDS: dict[str, Command] = {
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = FAILED
         print_error(way)
     except Exception as error:
-        if (failure := allocator_failure(error)) is None:
+        if (failure := find_allocator_failure(error)) is None:
             raise
         code = FAILED
         print_error(f"out of memory: the command {failure.describe()}; free memory, or lower the batch size ({failure.message})")

@@ -22,10 +22,10 @@ from planner.capture.rewrites.explicit_generators import preserve_generator_stat
 from planner.measure.profile import MeasuredOp, find_distinct_ops, isolate_ops
 from planner.measure.steps import wait_for_device
 from planner.measure.timing import compute_typical, time_call
-from planner.runtime.allocator import Mark, cpu_allocations, segment_peaks
+from planner.runtime.allocator import Mark, measure_segment_peaks, record_cpu_allocations
 from planner.runtime.devices import place_of
 from planner.runtime.transfers.channels import open_channel
-from planner.runtime.transfers.transfers import DeviceMemory, copied
+from planner.runtime.transfers.transfers import DeviceMemory, copy_tensor
 from planner.runtime.transfers.workers import ThreadedCall, Worker
 from planner.settings.compatibility import check_compatible
 from planner.settings.other_devices import NamedDevice, parse_device
@@ -151,8 +151,8 @@ class _Profile:
                 del made, given, tensors
 
         if self._place.type == "cpu":
-            cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
-        rises = self._run_there(lambda: segment_peaks(run, self._place))[1::2]
+            record_cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
+        rises = self._run_there(lambda: measure_segment_peaks(run, self._place))[1::2]
         found: dict[int, int] = {}
         for (measured, equal), rise in zip(ops, rises, strict=True):
             made = sum(self._round_up_bytes(self._graph.tensors[t].size_bytes) for t in measured.call.op.outputs)
@@ -178,7 +178,7 @@ class _Profile:
             start = time.perf_counter()
             transfer = channel.transfer()
             transfer.send(sent)
-            transfer.into(made)
+            transfer.set_target(made)
             transfer.arrived(made)
             transfer.finish()
             for device in (source, target):
@@ -188,7 +188,7 @@ class _Profile:
 
     def _copy_to_device(self, op: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sizes = (self._round_up_bytes(self._graph.tensors[t].size_bytes) for t in self._graph.ops[op].inputs)
-        return [copied(tensor, size_bytes, self._place) for tensor, size_bytes in zip(inputs, sizes, strict=True)]
+        return [copy_tensor(tensor, size_bytes, self._place) for tensor, size_bytes in zip(inputs, sizes, strict=True)]
 
     def _round_up_bytes(self, size_bytes: int) -> int:
         return -(-size_bytes // self._block_bytes) * self._block_bytes

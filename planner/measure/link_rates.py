@@ -38,19 +38,21 @@ def link_during_step(capture: Capture, static: Sequence[torch.Tensor], step_s: f
 
     def compute() -> Iterator[None]:
         for measured, equal in ops:
-            arguments = measured.arguments()
+            arguments = measured.build_arguments()
             for _ in equal:
                 measured.run(*arguments)
                 yield
 
     large, small = (_Copies(channels, device, size_bytes) for size_bytes in (LARGE_BYTES, SMALL_BYTES))
     with isolate_ops(device):
-        large.seconds(2, out=True, back=True)  # first touch of the memory
-        each_s = mean(large.seconds(_LEAST_COPIES, out=True, back=False)[0])
+        large.time_copies(2, out=True, back=True)  # first touch of the memory
+        each_s = mean(large.time_copies(_LEAST_COPIES, out=True, back=False)[0])
         count = int(min(max(_LEAST_COPIES, min(step_s, _LONGEST_S) / each_s), _MOST_COPIES))
         alone, beside = (_compute_rates(large, count, computing) for computing in (None, compute))
         # The median of many: an interrupted copy takes milliseconds.
-        out_s, in_s = (median(small.seconds(_SMALL_COPIES, out=out, back=not out, compute=compute)[0]) for out in (True, False))
+        out_s, in_s = (
+            median(small.time_copies(_SMALL_COPIES, out=out, back=not out, compute=compute)[0]) for out in (True, False)
+        )
     latency_s = max(0.0, out_s - SMALL_BYTES / beside.out_bytes_per_s, in_s - SMALL_BYTES / beside.in_bytes_per_s)
     return LinkProfile(alone, beside, latency_s)
 
@@ -80,7 +82,7 @@ class _Copies:
 
     def _allocate_both_sides(self, device: torch.device, size_bytes: int) -> tuple[torch.Tensor, HostTensor]:
         tensor = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-        host, copy = self._channels.out(tensor)
+        host, copy = self._channels.offload(tensor)
         copy.finish()
         return tensor, host
 
@@ -93,13 +95,13 @@ class _Copies:
         copies: dict[bool, list[Transfer]] = {direction: [] for direction in (True, False) if (out, back)[not direction]}
         for _ in range(count + 1):
             for direction, issued in copies.items():
-                issued.append(self._channels.again(*self._sides[direction], out=direction))
+                issued.append(self._channels.copy_again(*self._sides[direction], out=direction))
         if compute is not None:
             _compute_until(compute, lambda: all(issued[-1].has_ended for issued in copies.values()))
-        found = [[copy.seconds_after(before) for before, copy in pairwise(issued)] for issued in copies.values()]
+        found = [[copy.measure_seconds_after(before) for before, copy in pairwise(issued)] for issued in copies.values()]
         for direction, issued in copies.items():
             for copy in issued:
-                copy.finish() if direction else copy.arrived(self._sides[direction][0])
+                copy.finish() if direction else copy.wait_for_arrival(self._sides[direction][0])
         for _, host in self._sides.values():
             del host.bytes.copies[1:]
         return found

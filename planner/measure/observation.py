@@ -9,7 +9,7 @@ import torch
 
 from planner.measure.timing import compute_typical
 from planner.memory.reserved import uses_libraries
-from planner.runtime.allocator import MemoryRise, memory_rise
+from planner.runtime.allocator import MemoryRise, measure_memory_rise
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
@@ -113,7 +113,7 @@ class PeakWatch:
         returned: list[Returned] = []
         if uses_libraries(self._executor.graph):
             warm_up_libraries(self._device)
-        self._forward_rise = memory_rise(lambda: returned.append(run(static)), self._device)
+        self._forward_rise = measure_memory_rise(lambda: returned.append(run(static)), self._device)
         return returned[0]
 
     def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
@@ -122,7 +122,7 @@ class PeakWatch:
         if self._forward_rise is None or (self._device.type == "cpu" and profiler_enabled()):
             return run(static, saved)
         returned: list[tuple[Any, ...]] = []
-        rise = memory_rise(lambda: returned.append(run(static, saved)), self._device)
+        rise = measure_memory_rise(lambda: returned.append(run(static, saved)), self._device)
         self.peak_bytes = self._compute_peak(self._forward_rise, rise)
         return returned[0]
 

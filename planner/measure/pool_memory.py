@@ -13,7 +13,7 @@ from planner.capture.replay import written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.measure.steps import Isolated, MemoryUse, Step, measure_memory, run_both
-from planner.runtime.allocator import Allocation, cpu_allocations, memory_rise
+from planner.runtime.allocator import Allocation, measure_memory_rise, record_cpu_allocations
 from planner.runtime.executor import Executor
 
 
@@ -45,7 +45,7 @@ def measure_other_peaks(captured: Capture, executor: Executor, step: TrainingSte
     """
     devices, found = executor.devices, dict[str, int]()
     if len(devices.pools) > 1:
-        cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
+        record_cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
     isolated = Isolated(executor, step, batch)
     with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
         for pool in devices.pools[1:]:
@@ -58,7 +58,7 @@ def measure_other_peaks(captured: Capture, executor: Executor, step: TrainingSte
 def _measure_cpu_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
     del place
     events: list[Allocation] = []
-    with executor.devices.watched(pool, lambda part: events.extend(cpu_allocations(lambda _: part()))):
+    with executor.devices.watch_pool(pool, lambda part: events.extend(record_cpu_allocations(lambda _: part()))):
         run()
     return max(accumulate((event.size_bytes or 0 for event in events), initial=0))
 
@@ -66,4 +66,4 @@ def _measure_cpu_peak(executor: Executor, pool: str, place: torch.device, run: C
 def _measure_cuda_peak(executor: Executor, pool: str, place: torch.device, run: Callable[[], object]) -> int:
     del executor, pool
     run()  # libraries allocate their workspaces for the device's thread
-    return memory_rise(run, place).peak_bytes
+    return measure_memory_rise(run, place).peak_bytes

@@ -36,7 +36,7 @@ from planner.measure.unrepeatable_ops import (
     mark_executed_once,
     warn_of_unrepeatable_ops,
 )
-from planner.runtime.allocator import Mark, cuda_context_bytes, cuda_requests, segment_peaks
+from planner.runtime.allocator import Mark, measure_cuda_context_bytes, measure_segment_peaks, record_cuda_requests
 from planner.settings.devices import CONTEXT_BYTES, DEVICES, DeviceSpec, find_device, get_device
 from planner.torch_private.core import FakeTensor, disable_current_modes, no_python_dispatcher, profiler_enabled
 
@@ -352,10 +352,10 @@ class _Profiler:
         if self.device.type == "cpu" and profiler_enabled():
             warn_caller("a profiler is running, so the workspaces of ops cannot be measured: leave a margin")
             return
-        for measured, rise in zip(ops, segment_peaks(run, self.device)[1::2], strict=True):
+        for measured, rise in zip(ops, measure_segment_peaks(run, self.device)[1::2], strict=True):
             measured.rise_bytes = rise
             if self.device.type == "cuda":
-                measured.requests = cuda_requests(partial(measured.run, *measured.arguments()), self.device)
+                measured.requests = record_cuda_requests(partial(measured.run, *measured.arguments()), self.device)
 
     def _model_cost(self, call: IsolatedOp, error: Exception) -> OpCost:
         """Return a modelled cost for an op that failed."""
@@ -426,7 +426,7 @@ def _set_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.devi
         "torch": torch.__version__,
     }
     if device.type == "cuda":
-        provenance[CONTEXT_BYTES] = cuda_context_bytes(device)
+        provenance[CONTEXT_BYTES] = measure_cuda_context_bytes(device)
     changed = (t for t, before in zip(tensors, graph.tensors, strict=True) if t.size_bytes != before.size_bytes)
     differing = [[t.id, t.size_bytes] for t in changed]
     if differing:

@@ -30,9 +30,9 @@ from planner.plans.keeping_everything import explain_not_fitting
 from planner.plans.plan import Plan
 from planner.plans.plan_check import check_sizes
 from planner.progress import OnProgress, Stage, Stages, list_views
-from planner.runtime.cuda.device_arena import shared_slab
+from planner.runtime.cuda.device_arena import create_shared_slab
 from planner.runtime.executor import Executor
-from planner.runtime.out_of_memory import reporting
+from planner.runtime.out_of_memory import report_errors
 from planner.settings.compatibility import check_compatible
 from planner.settings.option_settings import recorded_options, with_recorded
 from planner.settings.plan import PlanSettings
@@ -181,7 +181,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     planned = Executor(offered, plan.schedule, model, loss_fn)
     is_made_for_arena = plan.arena_bytes is not None and (plan.reserved is not None) == (planned.device.type == "cuda")
     if is_made_for_arena if arena is None else arena:
-        planned.use_arena(shared_slab(planned.device))
+        planned.use_arena(create_shared_slab(planned.device))
     eager = TrainingStep(model, loss_fn)
     not_compared = explain_not_fitting(captured.graph, next(model.parameters()).device)
     steps: dict[str, measure.Step] = {_PLANNED: planned}
@@ -191,18 +191,18 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
         steps |= {_KEEPING: Executor(captured, keep_everything(captured.graph), model, loss_fn), _EAGER: eager}
     named = ", ".join(steps)
     with stages.run_stage(Stage.CHECK, f"running {named}") as stage:
-        with reporting("measuring the peak of the plan"):
+        with report_errors("measuring the peak of the plan"):
             memory = measure_peak(captured, planned, eager, batch)
         for done, (name, step) in enumerate(() if not_compared else steps.items()):
-            with reporting(f"running {name}"):
+            with report_errors(f"running {name}"):
                 outcomes[name] = measure.measure_outcome(step, model, batch, seed=seed, written=written)
             stage.advance(done + 2, len(steps) + 1)
         if not not_compared and outcomes[_EAGER].list_differences(outcomes[_PLANNED]) and not plan.differs:
-            with reporting(f"running {_EAGER} again"):
+            with report_errors(f"running {_EAGER} again"):
                 outcomes[_EAGER_AGAIN] = measure.measure_outcome(eager, model, batch, seed=seed, written=written)
     with (
         stages.run_stage(Stage.COMPARE, f"timing {named}"),
-        reporting("timing the plan"),
+        report_errors("timing the plan"),
         preserve_training_state(eager, batch, written=written),
     ):
         isolated = {name: measure.Isolated(step, model, batch) for name, step in steps.items()}

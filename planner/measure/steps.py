@@ -15,8 +15,8 @@ from planner.capture.frontend.preserved_state import UndoWrites, has_same_values
 from planner.capture.signature import Batch, arguments, call, detach_batch, leaves
 from planner.measure.machine import describe_machine
 from planner.plans.eager import Difference
-from planner.runtime.allocator import memory_rise
-from planner.runtime.arena_allocator import idle_pages_stay
+from planner.runtime.allocator import measure_memory_rise
+from planner.runtime.arena_allocator import keep_idle_pages
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import pytree
 
@@ -53,7 +53,9 @@ def measure_memory(step: "Step | Isolated", batch: Batch, *, static_bytes: int, 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-    rise = memory_rise(lambda: held.append(run_both(step, batch)), device)  # what it returns is held, as in a training loop
+    rise = measure_memory_rise(
+        lambda: held.append(run_both(step, batch)), device
+    )  # what it returns is held, as in a training loop
     reserved_bytes = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
     timeline = tuple((seconds, static_bytes + level) for seconds, level in rise.timeline)
     return MemoryUse(static_bytes + rise.peak_bytes, reserved_bytes, timeline, library_bytes)
@@ -83,7 +85,7 @@ def turn_times(
     device, batch = parameters[0].device, detach_batch(batch)
     inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     times: dict[str, list[float]] = {name: [] for name in steps}
-    with idle_pages_stay():
+    with keep_idle_pages():
         for turn in range(-warm_up, repeats):
             for name, step in steps.items():
                 for tensor in (*parameters, *inputs):

@@ -191,7 +191,7 @@ def reserved_with_graphs(graph: Graph, schedule: Schedule, memory: CountedMemory
     segment of the stream of the captures, for the state of the random generator.
 
     Args:
-        graph: the step with the copies as static memory (``planner.runtime.cuda.graphed_step.recordable``).
+        graph: the step with the copies as static memory (``planner.runtime.cuda.graphed_step.prepare_for_recording``).
         memory, eager_bytes: as in ``reserved_for``.
         pool_bytes: size of the graphs' pool.
     """

@@ -28,14 +28,14 @@ class Allocation:
     size_bytes: int | None
 
 
-def cpu_allocations(run: Callable[[Mark], object]) -> list[Allocation]:
+def record_cpu_allocations(run: Callable[[Mark], object]) -> list[Allocation]:
     """Return all events of PyTorch's CPU allocator while `run` runs, in order, with the marks that it sets."""
 
     def mark() -> None:
         with record_function(_MARK):
             pass
 
-    with _quiet_kineto(), no_collection(), profile(profile_memory=True, use_kineto=True) as profiler:
+    with _silence_kineto(), disable_collection(), profile(profile_memory=True, use_kineto=True) as profiler:
         run(mark)
     events = []
     for event in profiler.kineto_results.events():
@@ -61,24 +61,24 @@ class MemoryRise:
     timeline: tuple[tuple[float, int], ...] = ()
 
 
-def memory_rise(run: Callable[[], object], device: torch.device) -> MemoryRise:
+def measure_memory_rise(run: Callable[[], object], device: torch.device) -> MemoryRise:
     """Run `run`, and return the rise of the memory in use on `device`: its peak, end and, on the CPU, timeline."""
     if device.type == "cuda":
-        with no_collection():
+        with disable_collection():
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-            before = cuda_bytes(device)
+            before = get_cuda_bytes(device)
             run()
             torch.cuda.synchronize(device)
-            return MemoryRise(cuda_peak_bytes(device) - before, cuda_bytes(device) - before)
-    events = cpu_allocations(lambda _: run())
+            return MemoryRise(get_cuda_peak_bytes(device) - before, get_cuda_bytes(device) - before)
+    events = record_cpu_allocations(lambda _: run())
     levels = list(accumulate((event.size_bytes or 0 for event in events), initial=0))
     seconds = ((event.time_ns - events[0].time_ns) / 1e9 for event in events)
     return MemoryRise(max(levels), levels[-1], tuple(zip(seconds, levels[1:], strict=True)))
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def disable_collection() -> Iterator[None]:
     """Disable Python's collection of cycles, whose memory would be freed at any moment."""
     enabled = gc.isenabled()
     gc.disable()
@@ -90,7 +90,7 @@ def no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_kineto() -> Iterator[None]:
+def _silence_kineto() -> Iterator[None]:
     """Keep the profiler from writing its log to stderr; it reads its log level when first used."""
     name = "KINETO_LOG_LEVEL"
     before = os.environ.get(name)
@@ -102,7 +102,7 @@ def _quiet_kineto() -> Iterator[None]:
             del os.environ[name]
 
 
-def cuda_bytes(device: torch.device) -> int:
+def get_cuda_bytes(device: torch.device) -> int:
     """Return the bytes that are in use on a CUDA device, as they were asked for.
 
     ``torch.cuda.memory_allocated`` counts whole blocks: what it says of the same tensors depends on which blocks were free, since
@@ -111,14 +111,14 @@ def cuda_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
 
 
-def cuda_context_bytes(device: torch.device) -> int:
+def measure_cuda_context_bytes(device: torch.device) -> int:
     """Return the bytes of a CUDA device that PyTorch's allocator cannot have: its context, loaded kernels, other processes."""
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - torch.cuda.memory_reserved(device))
 
 
 @contextmanager
-def capped_allocator(device: torch.device, size_bytes: int) -> Iterator[None]:
+def limit_allocator(device: torch.device, size_bytes: int) -> Iterator[None]:
     """Inside, PyTorch's allocator reserves at most `size_bytes` of a CUDA device, or less where the process had less."""
     _, total_bytes = torch.cuda.mem_get_info(device)
     before = torch.cuda.get_per_process_memory_fraction(device)
@@ -131,26 +131,26 @@ def capped_allocator(device: torch.device, size_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(before, device)
 
 
-def cuda_peak_bytes(device: torch.device) -> int:
+def get_cuda_peak_bytes(device: torch.device) -> int:
     """Return the most bytes that were in use on a CUDA device since ``torch.cuda.reset_peak_memory_stats``, as asked for."""
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])
 
 
-def cuda_requests(run: Callable[[], Sequence[torch.Tensor | None]], device: torch.device) -> tuple[MemoryRequest, ...]:
+def record_cuda_requests(run: Callable[[], Sequence[torch.Tensor | None]], device: torch.device) -> tuple[MemoryRequest, ...]:
     """Return the requests that `run`, which returns the outputs of an op, makes for memory of a CUDA device, in their order.
 
     They are empty if somebody records the allocator already, who would lose that, or if PyTorch cannot say.
     """
     if is_recording_memory():
         return ()
-    with no_collection(), recorded_memory(device) as trace:
+    with disable_collection(), recorded_memory(device) as trace:
         outputs = run()
         torch.cuda.synchronize(device)
     places = {value.untyped_storage().data_ptr(): i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor)}
-    return requests_of(trace, places)
+    return collect_requests(trace, places)
 
 
-def requests_of(trace: Iterable[Mapping[str, Any]], outputs: Mapping[int, int]) -> tuple[MemoryRequest, ...]:
+def collect_requests(trace: Iterable[Mapping[str, Any]], outputs: Mapping[int, int]) -> tuple[MemoryRequest, ...]:
     """Return the requests of an op from the recorded actions of the allocator; `outputs` has positions by address.
 
     What stays and is no output belongs to a library, which asks for it once.
@@ -176,16 +176,16 @@ def requests_of(trace: Iterable[Mapping[str, Any]], outputs: Mapping[int, int]) 
     )
 
 
-def segment_peaks(run: Callable[[Mark], object], device: torch.device) -> list[int]:
+def measure_segment_peaks(run: Callable[[Mark], object], device: torch.device) -> list[int]:
     """Return the bytes by which memory rises above its level at the start of each segment of `run`.
 
     A segment ends at each mark; the last one at the end of the run.
     """
     if device.type == "cuda":
-        with no_collection():
-            return _cuda_segment_peaks(run, device)
+        with disable_collection():
+            return _measure_cuda_segment_peaks(run, device)
     peaks, level, peak = [], 0, 0
-    for event in cpu_allocations(run):
+    for event in record_cpu_allocations(run):
         if event.size_bytes is None:
             peaks.append(peak)
             level = peak = 0
@@ -195,19 +195,19 @@ def segment_peaks(run: Callable[[Mark], object], device: torch.device) -> list[i
     return [*peaks, peak]
 
 
-def _cuda_segment_peaks(run: Callable[[Mark], object], device: torch.device) -> list[int]:
+def _measure_cuda_segment_peaks(run: Callable[[Mark], object], device: torch.device) -> list[int]:
     peaks: list[int] = []
     start = 0
 
     def mark() -> None:
         nonlocal start
-        peaks.append(cuda_peak_bytes(device) - start)
+        peaks.append(get_cuda_peak_bytes(device) - start)
         torch.cuda.reset_peak_memory_stats(device)
-        start = cuda_bytes(device)
+        start = get_cuda_bytes(device)
 
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    start = cuda_bytes(device)
+    start = get_cuda_bytes(device)
     run(mark)
     mark()
     return peaks

@@ -45,11 +45,11 @@ class AllocatorFailure:
         return "asked for more memory" if self.asked_bytes is None else f"asked for {format_bytes(self.asked_bytes)}"
 
 
-def allocator_failure(error: BaseException) -> AllocatorFailure | None:
+def find_allocator_failure(error: BaseException) -> AllocatorFailure | None:
     """Return the allocation whose failure raised `error`, directly or as a cause; None if the error has another reason."""
     for cause in causes(error):
         if isinstance(cause, OutOfMemoryError):
-            inner = None if cause.__cause__ is None else allocator_failure(cause.__cause__)
+            inner = None if cause.__cause__ is None else find_allocator_failure(cause.__cause__)
             return AllocatorFailure(cause.asked_bytes, type(cause).__name__ if inner is None else inner.message)
         text = str(cause)
         found = _MESSAGES.search(text)

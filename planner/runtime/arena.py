@@ -32,9 +32,9 @@ from planner.runtime.slab_addresses import (
     OptimizerStep,
     RecordedStep,
     SlabAddresses,
-    freed_requests,
-    requests_of,
-    slab_addresses,
+    find_requests,
+    plan_slab_addresses,
+    select_freed_requests,
 )
 from planner.torch_private.core import backward_retains_graph
 
@@ -66,14 +66,16 @@ class SharedSlab:
         """Take the requests of a step of `optimizer` into account, in place of those before; none unless it `is_whole`."""
         before = self.optimizers.get(optimizer)
         recordings = 1 if before is None else before.recordings + 1
-        self.optimizers[optimizer] = OptimizerStep(freed_requests(requests) if is_whole else (), recordings, differs=not is_whole)
+        self.optimizers[optimizer] = OptimizerStep(
+            select_freed_requests(requests) if is_whole else (), recordings, differs=not is_whole
+        )
         self.optimizer_recordings += 1
 
     def drop(self) -> None:
         """Give the memory back; parts that tensors are in, once these are freed."""
         self.present = None
 
-    def holding(self, addresses: Addresses, most_bytes: int) -> Slab:
+    def provide_slab(self, addresses: Addresses, most_bytes: int) -> Slab:
         """Return the slab for `addresses`; if the present one is too small, it is dropped first.
 
         Args:
@@ -159,7 +161,7 @@ class Arena:
         planned = self._plan()
         return None if planned is None else planned.step_bytes
 
-    def stage(self, key: object = None) -> "ArenaStage":
+    def build_stage(self, key: object = None) -> "ArenaStage":
         """Return the stage that runs both passes in the arena.
 
         Args:
@@ -172,7 +174,7 @@ class Arena:
         self._recorded = self._alone = self._planned = None
         self._recordings = 0
 
-    def trains(self, optimizer: Optimizer) -> bool:
+    def has_optimizer(self, optimizer: Optimizer) -> bool:
         """Return True if a parameter of `optimizer` is one of the last step."""
         return any(id(parameter) in self._given for group in optimizer.param_groups for parameter in group["params"])
 
@@ -196,14 +198,14 @@ class Arena:
             return
         self.optimizer_missed = arena_allocator.stop()
         if isinstance(run, Recording):
-            self.shared.add_optimizer(optimizer, run.requests(), is_whole=is_whole)
+            self.shared.add_optimizer(optimizer, run.list_requests(), is_whole=is_whole)
         elif self.optimizer_missed.unmatched_bytes:
             self.shared.optimizers[optimizer].differs = True
 
     def _plan_alone(self) -> SlabAddresses | None:
         """Return the addresses for the recorded step, which are planned when they are first needed."""
         if self._alone is None and self._recorded is not None:
-            self._alone = slab_addresses(self._recorded)
+            self._alone = plan_slab_addresses(self._recorded)
             self.shared.add(self._alone.addresses)
         return self._alone
 
@@ -214,7 +216,7 @@ class Arena:
             return self._plan_alone()
         if self._planned is None or self._planned.version != version:
             alone = None if any(step.takes_slab for step in optimizers.values()) else self._plan_alone()
-            self._planned = slab_addresses(
+            self._planned = plan_slab_addresses(
                 self._recorded, optimizers, gradients_stay=not self._accumulate, version=version, alone=alone
             )
             self.shared.add(self._planned.addresses)
@@ -222,22 +224,22 @@ class Arena:
         return self._planned
 
     def run_forward(self, key: object, run_pass: Forward, static: Sequence[Any]) -> Returned:
-        """Run a forward pass, recorded or in the slab; `key` as in ``stage``."""
+        """Run a forward pass, recorded or in the slab; `key` as in ``build_stage``."""
         waiting = next((run for run in self._runs if not run.done), None)
-        step = self._begun() if waiting is None else waiting.step
+        step = self._begin() if waiting is None else waiting.step
         self._given.update(map(id, static))
         run = _Run(step, key, step.runs[key])
         step.runs[key] += 1
-        with self._within(run, Phase.FORWARD):
+        with self._run_within(run, Phase.FORWARD):
             loss, extras, alive = run_pass(static)
         if isinstance(step, RecordedStep):
             step.left += 1
-            step.returned |= requests_of(step.recording.requests(), (loss, *extras))
+            step.returned |= find_requests(step.recording.list_requests(), (loss, *extras))
         self._runs.add(run)
         alive.append(run)
         return loss, extras, alive
 
-    def _begun(self) -> "RecordedStep | _Started":
+    def _begin(self) -> "RecordedStep | _Started":
         """Return a new step: recorded, or in the slab."""
         if self.missed.unmatched_bytes and self._recordings < MOST_RECORDINGS:
             self._recorded = self._alone = self._planned = None
@@ -247,13 +249,13 @@ class Arena:
         if planned is None:
             self.shared.drop()  # there is not room for both
             return RecordedStep(Recording())
-        return _Started(planned, self.shared.holding(planned.addresses, self.budget_bytes - planned.outside_bytes))
+        return _Started(planned, self.shared.provide_slab(planned.addresses, self.budget_bytes - planned.outside_bytes))
 
     def run_backward(self, run_pass: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
         """Run a backward pass, where its forward pass was."""
         run: _Run = saved.pop()
         run.done = True
-        with self._within(run, Phase.BACKWARD):
+        with self._run_within(run, Phase.BACKWARD):
             gradients = run_pass(static, saved)
         if isinstance(run.step, _Started):
             self._ended = run.step.planned
@@ -267,8 +269,8 @@ class Arena:
 
     def _end_recorded(self, step: RecordedStep, gradients: Sequence[Any]) -> None:
         """Take note of the end of a backward pass, and perhaps of its step."""
-        step.requests = step.recording.requests()
-        step.staying |= requests_of(step.requests, gradients)
+        step.requests = step.recording.list_requests()
+        step.staying |= find_requests(step.requests, gradients)
         step.left -= 1
         if not step.left:
             self._recorded, self._alone, self._planned = step, None, None
@@ -296,7 +298,7 @@ class Arena:
             )
 
     @contextmanager
-    def _within(self, run: "_Run", phase: Phase) -> Iterator[None]:
+    def _run_within(self, run: "_Run", phase: Phase) -> Iterator[None]:
         optimizer_steps.interrupt()
         run.step.begin(run.key, run.number, phase)
         try:
@@ -307,7 +309,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class ArenaStage:
-    """The passes of one plan in an arena; `key` as in ``Arena.stage``."""
+    """The passes of one plan in an arena; `key` as in ``Arena.build_stage``."""
 
     arena: Arena
     key: object

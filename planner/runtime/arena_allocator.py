@@ -52,7 +52,7 @@ class Recording:
     """The requests of one thread while it is active."""
 
     def __init__(self) -> None:
-        self._library = _library()
+        self._library = _load_library()
         self._handle = self._library.arena_new_recording()
 
     def start(self) -> None:
@@ -64,10 +64,10 @@ class Recording:
         """The number of requests so far."""
         return int(self._library.arena_requests(self._handle))
 
-    def requests(self) -> tuple[RecordedRequest, ...]:
+    def list_requests(self) -> tuple[RecordedRequest, ...]:
         """Return the requests so far, in order."""
         columns = np.empty((3, self.length), dtype=np.int64)
-        self._library.arena_read(self._handle, *map(_pointer, columns))
+        self._library.arena_read(self._handle, *map(_get_pointer, columns))
         return tuple(RecordedRequest(size, None if end < 0 else end, address) for size, end, address in columns.T.tolist())
 
     def __del__(self) -> None:
@@ -84,9 +84,9 @@ class Addresses:
     def __init__(self, height_bytes: int, sizes: Sequence[int], offsets: Sequence[int | None]) -> None:
         """Place requests of `sizes`, each ``LEAST_BYTES`` or more, at `offsets`; those at None are outside of the slab."""
         self.height_bytes = height_bytes
-        self._library = _library()
+        self._library = _load_library()
         columns = np.array([sizes, [-1 if offset is None else offset for offset in offsets]], dtype=np.int64)
-        self._handle = self._library.arena_new_addresses(height_bytes, len(sizes), *map(_pointer, columns))
+        self._handle = self._library.arena_new_addresses(height_bytes, len(sizes), *map(_get_pointer, columns))
 
     def start(self, slab: "Slab", requests: range) -> None:
         """Serve the requests of this thread from `slab` from here on, of which those with these numbers are expected."""
@@ -112,7 +112,7 @@ class Slab:
             OutOfMemoryError: there is no such memory.
         """
         self.size_bytes = size_bytes
-        self._library = _library()
+        self._library = _load_library()
         self._handle = self._library.arena_new_slab(size_bytes)
         if not self._handle:
             raise OutOfMemoryError(f"there is no memory for an arena of {format_bytes(size_bytes)}")
@@ -138,21 +138,21 @@ class Slab:
 def stop() -> Missed:
     """End recording or serving in this thread."""
     missed = (ctypes.c_int64 * 2)()
-    _library().arena_stop(missed)
+    _load_library().arena_stop(missed)
     return Missed(*missed)
 
 
 @contextmanager
-def idle_pages_stay() -> Iterator[None]:
+def keep_idle_pages() -> Iterator[None]:
     """Keep idle pages of slabs inside the context: steps that take turns then need as long as by themselves."""
-    if not _library.cache_info().currsize:  # there are none
+    if not _load_library.cache_info().currsize:  # there are none
         yield
         return
-    _library().arena_keep_pages(True)
+    _load_library().arena_keep_pages(True)
     try:
         yield
     finally:
-        _library().arena_keep_pages(False)
+        _load_library().arena_keep_pages(False)
 
 
 def install() -> None:
@@ -161,11 +161,11 @@ def install() -> None:
     Raises:
         PlannerError: it cannot be compiled, or not be in front of the present one.
     """
-    _library()
+    _load_library()
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     from planner.torch_private.cpp import CppCompileError, InvalidCxxCompiler, load_cpp  # takes a second
 
     handle, number = ctypes.c_void_p, ctypes.c_int64
@@ -201,5 +201,5 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _pointer(column: "np.ndarray[Any, np.dtype[np.int64]]") -> int:
+def _get_pointer(column: "np.ndarray[Any, np.dtype[np.int64]]") -> int:
     return int(column.ctypes.data)

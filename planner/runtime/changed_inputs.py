@@ -17,7 +17,7 @@ import torch
 from graphs.errors import PlannerError
 from graphs.ir import Graph, Kind, Phase
 from planner.capture.lowering.lower import Capture
-from planner.runtime.unseen_writes import version_of
+from planner.runtime.unseen_writes import get_version
 
 _ORDER = (Kind.BUFFER, Kind.INPUT, Kind.PARAMETER)  # in which copies are taken while they fit
 
@@ -34,7 +34,7 @@ class Input:
     @property
     def is_written(self) -> bool:
         """True if the tensor was written since."""
-        return version_of(self.value) != self.version
+        return get_version(self.value) != self.version
 
 
 class ChangedInputs:
@@ -83,7 +83,7 @@ class ChangedInputs:
         watched = (*self.recomputed_from, *self._others) if self._is_first else self.recomputed_from
         copied = self._copied
         return [
-            Input(t, value, version_of(value), value.detach().clone() if t in copied else None)
+            Input(t, value, get_version(value), value.detach().clone() if t in copied else None)
             for t, value in ((t, value_of(t)) for t in watched)
         ]
 

@@ -71,7 +71,7 @@ class Code:
     source: str
     lines: StepLines
 
-    def within(self, *stages: Stage | None) -> Self:
+    def wrap_in_stages(self, *stages: Stage | None) -> Self:
         """Return the passes within `stages`, the outermost first; None stands for a stage that the step does not have."""
         forward, backward = self.forward, self.backward
         for stage in reversed(stages):
@@ -100,15 +100,15 @@ def compile_schedule(
     Raises:
         GraphError: it executes an op on a device where it cannot run.
     """
-    calls = _calls_elsewhere(graph, program, schedule, devices)
-    many = repeated(graph, program, schedule)
+    calls = _build_calls_elsewhere(graph, program, schedule, devices)
+    many = find_repeated(graph, program, schedule)
     halves = split_into_passes(graph, schedule)
     write = partial(PassWriter, graph, program, calls=calls, repeated=many, tick=tick, call_before=call_before)
     writers = [write(pool) for pool in devices.pools]
-    main = _main_part(writers[0], halves, static_given_up=static_given_up)
-    parts = {pool.owner: _other_part(writer, halves) for pool, writer in zip(devices.pools[1:], writers[1:], strict=True)}
+    main = _write_main_part(writers[0], halves, static_given_up=static_given_up)
+    parts = {pool.owner: _write_other_part(writer, halves) for pool, writer in zip(devices.pools[1:], writers[1:], strict=True)}
     all_parts = (main, *parts.values())
-    forward, backward = _runners(devices, main, parts, native=tick is None)
+    forward, backward = _build_runners(devices, main, parts, native=tick is None)
     return Code(
         forward,
         backward,
@@ -136,7 +136,7 @@ def check_runnable(graph: Graph, program: Program) -> None:
         )
 
 
-def repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
+def find_repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
     """Return the ops that are executed more than once, or whose random numbers are drawn again by another op."""
     times = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
     drawn = {calls.random_state: op for op, calls in enumerate(program.calls)}
@@ -163,7 +163,7 @@ class _DevicePasses:
         return [line for each in self.passes for line in each.lines.items()]
 
 
-def _main_part(writer: PassWriter, halves: _Halves, *, static_given_up: bool) -> _DevicePasses:
+def _write_main_part(writer: PassWriter, halves: _Halves, *, static_given_up: bool) -> _DevicePasses:
     """Return the passes of the main device: they take the static tensors, and return the results of the step."""
     graph, program = writer.graph, writer.program
     title = f"schedule of {graph.fingerprint}, {sum(map(len, halves))} steps"
@@ -194,7 +194,7 @@ def _main_part(writer: PassWriter, halves: _Halves, *, static_given_up: bool) ->
     return _DevicePasses((forward, second.finish(gradients, title)), (streams, writer.streams), tuple(alive))
 
 
-def _other_part(writer: PassWriter, halves: _Halves) -> _DevicePasses:
+def _write_other_part(writer: PassWriter, halves: _Halves) -> _DevicePasses:
     """Return the passes of another device: they take the list of the tensors that it holds between the passes."""
     title = f"part of a schedule of {writer.graph.fingerprint}"
     first = PassBuilder(writer.program)
@@ -208,7 +208,7 @@ def _other_part(writer: PassWriter, halves: _Halves) -> _DevicePasses:
     return _DevicePasses((first.finish(None, title), second.finish(None, title)), (streams, writer.streams), alive)
 
 
-def _runners(
+def _build_runners(
     devices: Devices, main: _DevicePasses, others: Mapping[str, _DevicePasses], *, native: bool
 ) -> tuple[Forward, Backward]:
     """Return the functions that run each pass with its transfers, on all devices; in C++ if `native` and once that is loaded."""
@@ -222,24 +222,24 @@ def _runners(
 
     run_parts = {stream: runners(part) for stream, part in others.items()}
 
-    def parts(half: int, states: Sequence[list[Any]]) -> dict[str, Callable[..., Any]]:
+    def build_parts(half: int, states: Sequence[list[Any]]) -> dict[str, Callable[..., Any]]:
         items = zip(run_parts.items(), states, strict=True)
         return {stream: partial(run[half], state) for (stream, run), state in items}
 
     def forward(static: Sequence[Any]) -> Returned:
         states: list[list[Any]] = [[] for _ in others]
-        loss, extras, saved = devices.run(partial(run_forward, static), parts(0, states), main.streams[0])
+        loss, extras, saved = devices.run(partial(run_forward, static), build_parts(0, states), main.streams[0])
         return loss, extras, [*saved, *states]
 
     def backward(static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
         states = [saved.pop() for _ in others][::-1]
-        gradients: tuple[Any, ...] = devices.run(partial(run_backward, static, saved), parts(1, states), main.streams[1])
+        gradients: tuple[Any, ...] = devices.run(partial(run_backward, static, saved), build_parts(1, states), main.streams[1])
         return gradients
 
     return forward, backward
 
 
-def _calls_elsewhere(graph: Graph, program: Program, schedule: Schedule, devices: Devices) -> dict[int, OpCalls]:
+def _build_calls_elsewhere(graph: Graph, program: Program, schedule: Schedule, devices: Devices) -> dict[int, OpCalls]:
     """Return the calls of the executed ops that run on other devices than the main one."""
     places = {pool.owner: devices.places[pool.name] for pool in devices.pools[1:]}
     executed = (graph.ops[op] for op in sorted({*schedule.computed}))

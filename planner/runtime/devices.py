@@ -106,7 +106,7 @@ class Devices:
         return result
 
     @contextmanager
-    def watched(self, pool: str, around: Around) -> Iterator[None]:
+    def watch_pool(self, pool: str, around: Around) -> Iterator[None]:
         """Run the parts of the device of `pool` by `around` in that device's thread, inside the context."""
         stream = next(stream for stream, device in self._named.items() if device.name == pool)
         self._around[stream] = around
@@ -131,7 +131,7 @@ class Devices:
             running.fail(error)
         except BaseException as error:  # noqa: BLE001  # whoever waits for it hears of it
             what = f"an op on {self._named[stream].name!r} failed: {type(error).__name__}: {error}; the step can be tried again"
-            running.fail(_caused(DeviceError(what), error))
+            running.fail(_set_cause(DeviceError(what), error))
 
 
 class _RunningPass:
@@ -161,7 +161,7 @@ def _look(jobs: Sequence[ThreadedCall]) -> None:
         raise DeviceError("ops on another device were not executed: their thread has died; the step can be tried again")
 
 
-def _caused(error: PlannerError, cause: BaseException) -> PlannerError:
+def _set_cause(error: PlannerError, cause: BaseException) -> PlannerError:
     error.__cause__ = cause
     return error
 

@@ -29,7 +29,7 @@ class EarlierGradients:
         self._peaks_bytes = pass_peaks(graph, schedule)
         self._most_bytes = [0, 0]  # in memory during a forward and a backward pass
 
-    def before_forward(self, parameters: Iterable[torch.Tensor]) -> int:
+    def begin_forward(self, parameters: Iterable[torch.Tensor]) -> int:
         """Return the bytes of gradients of `parameters` that the plan does not count, when the forward pass begins.
 
         Raises:
@@ -37,7 +37,7 @@ class EarlierGradients:
         """
         return self._check(0, parameters)
 
-    def before_backward(self, parameters: Iterable[torch.Tensor]) -> None:
+    def begin_backward(self, parameters: Iterable[torch.Tensor]) -> None:
         """Check the gradients again when the backward pass begins.
 
         Raises:

@@ -88,14 +88,14 @@ class Executor:
             warm_up_libraries(device)  # before the first step, as predictions of reserved memory say
         self.devices = Devices(capture.graph, device, channels)
         self.arena: Arena | DeviceArena | None = None
-        self.launched = self._launched()
+        self.launched = self._compile_passes()
         self._recorded: Code | None = None
         self.earlier_gradients = EarlierGradients(capture.graph, schedule)
         self.check_writes = self._trains = False
         self._guards = capture.guards
         self._conditions = capture.conditions
         self._device_type = device.type
-        self._autocast = _autocast(self._device_type)
+        self._autocast = _describe_autocast(self._device_type)
         self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
         trained = {tensor for tensor, _ in self.program.gradients}
@@ -106,10 +106,10 @@ class Executor:
         # In the order in which they begin: what measures a step, its arena, and the rollback of one that fails.
         self._observers: list[tuple[Stage, Code | None]] = []
         self._rollback = Rollback.of(self.graph, self.program, versions_follow=compiled)
-        self.code = self._staged()
+        self.code = self._wrap_in_stages()
         self._divide_inputs(capture.copied, compiled=compiled)
         self._written_over = find_overwritten_saved(self.graph, schedule)
-        self.memory = self._memory_of(self.launched)
+        self.memory = self._describe_memory(self.launched)
 
     def _divide_inputs(self, copied: Collection[int], *, compiled: bool) -> None:
         """Divide the inputs that the backward pass reads by how a write to them in between is noticed."""
@@ -126,7 +126,7 @@ class Executor:
         self._recomputed_from = [place[t] for t in self.changed_inputs.recomputed_from]
         self._checked = [i for i in unwritten if i not in self._recomputed_from]
 
-    def _memory_of(self, code: Code) -> PlannedMemory:
+    def _describe_memory(self, code: Code) -> PlannedMemory:
         return PlannedMemory(
             self.graph, code.lines, self.devices.places.__getitem__, StateNotMade(self.graph, self.training_step)
         )
@@ -138,9 +138,9 @@ class Executor:
             self.arena.budget_bytes = budget_bytes - self.graph.static_bytes
         self.check_writes, self._trains = check_writes, True
         if self.arena is None:
-            self.changed_inputs.begin(budget_bytes - self.graph.static_bytes - self._kept_bytes())
+            self.changed_inputs.begin(budget_bytes - self.graph.static_bytes - self._count_kept_bytes())
 
-    def _kept_bytes(self) -> int:
+    def _count_kept_bytes(self) -> int:
         """Return the bytes on the device between the passes, without static memory."""
         live = live_after(self.graph, self.schedule.steps[: find_boundary(self.graph, self.schedule)])
         return sum(self.graph.tensors[t].size_bytes for t in live if self.graph.tensors[t].pool == DEVICE)
@@ -159,9 +159,9 @@ class Executor:
             self.arena = Arena(shared, accumulate=accumulate)
         else:
             self.arena = DeviceArena(shared, arena_of(self.graph, self.schedule), accumulate=accumulate)
-            self.launched = self._launched()
-            self.memory = self._memory_of(self.launched)
-        self.code = self._staged()
+            self.launched = self._compile_passes()
+            self.memory = self._describe_memory(self.launched)
+        self.code = self._wrap_in_stages()
 
     def observe(self, observer: Stage, tick: Callable[[int], None] | None = None) -> None:
         """Run the following passes within `observer` too, until ``stop_observing``.
@@ -169,29 +169,29 @@ class Executor:
         Args:
             tick: called with the id of each op after its execution; on one device only.
         """
-        self._observers.insert(0, (observer, None if tick is None else self._launched(tick)))
-        self.code = self._staged()
+        self._observers.insert(0, (observer, None if tick is None else self._compile_passes(tick)))
+        self.code = self._wrap_in_stages()
 
     def stop_observing(self, observer: Stage) -> None:
         """Run the following passes without `observer`; nothing if they do already."""
         self._observers = [(other, ticking) for other, ticking in self._observers if other is not observer]
-        self.code = self._staged()
+        self.code = self._wrap_in_stages()
 
     def run_recorded(self, forward: Forward, backward: Backward) -> None:
         """Run recordings of both passes in place of the passes and their stages."""
         self._recorded = replace(self.launched, forward=forward, backward=backward, saved=(), returned=())
-        self.code = self._staged()
+        self.code = self._wrap_in_stages()
 
-    def _launched(self, tick: Callable[[int], None] | None = None) -> Code:
+    def _compile_passes(self, tick: Callable[[int], None] | None = None) -> Code:
         """Compile both passes of the schedule, with the calls that the arena needs."""
         call_before = self.arena.call_before if isinstance(self.arena, DeviceArena) else None
         return compile_schedule(self.graph, self.program, self.schedule, self.devices, tick=tick, call_before=call_before)
 
-    def _staged(self) -> Code:
+    def _wrap_in_stages(self) -> Code:
         """Return the passes within all their stages."""
         observers = [observer for observer, _ in self._observers]
         if self._recorded is not None:
-            return self._recorded.within(*observers)
+            return self._recorded.wrap_in_stages(*observers)
         launched = next((ticking for _, ticking in self._observers if ticking is not None), self.launched)
         return launched.within(*observers, None if self.arena is None else self.arena.stage(), self._rollback)
 
@@ -247,9 +247,9 @@ class Executor:
             self._conditions.check(self.training_step, leaves)
         return [*leaves, *numbers]
 
-    def changed_numbers(self, batch: Batch) -> set[str]:
+    def find_changed_numbers(self, batch: Batch) -> set[str]:
         """Return the names of the numbers that differ from those that the step was planned for, as Dynamo writes them."""
-        return set() if self._guards is None else self._guards.changed_numbers(self.training_step, *arguments(batch))
+        return set() if self._guards is None else self._guards.find_changed_numbers(self.training_step, *arguments(batch))
 
     @property
     def free_numbers(self) -> frozenset[str]:
@@ -259,7 +259,7 @@ class Executor:
     def _check(self, leaves: Sequence[object]) -> None:
         self._check_sizes(leaves)
         self.signature.check_values(leaves)
-        for source in self._inputs():
+        for source in self._iterate_inputs():
             planned, index = self.graph.tensors[source.tensor], int(source.name)
             given, name = leaves[index], self.signature.names[index]
             if not isinstance(given, torch.Tensor):
@@ -267,24 +267,24 @@ class Executor:
                     f"{name} of the batch is {type(given).__name__}, but the step was planned for a tensor "
                     f"{planned.dtype}{list(planned.shape)}"
                 )
-            if tuple(given.shape) != planned.shape or _dtype(given) != planned.dtype:
+            if tuple(given.shape) != planned.shape or _format_dtype(given) != planned.dtype:
                 raise MismatchError(
-                    f"{name} of the batch is {_dtype(given)}{list(given.shape)}, but the step was planned for "
+                    f"{name} of the batch is {_format_dtype(given)}{list(given.shape)}, but the step was planned for "
                     f"{planned.dtype}{list(planned.shape)}",
                     ": make another plan for such batches (planner.compile), or plan with replan=True, which does so by itself",
                 )
             if given.requires_grad is not self.signature.trained[index]:
                 raise MismatchError(
                     f"{name} of the batch has requires_grad={given.requires_grad}, but the step was planned for "
-                    f"{not given.requires_grad}: make a plan with such a batch, or {_other_grad(given)}"
+                    f"{not given.requires_grad}: make a plan with such a batch, or {_describe_other_grad(given)}"
                 )
-        if _autocast(self._device_type) != self._autocast:
+        if _describe_autocast(self._device_type) != self._autocast:
             raise MismatchError(
-                f"autocast is {_autocast(self._device_type)}, but the step was planned with autocast {self._autocast}: the casts "
+                f"autocast is {_describe_autocast(self._device_type)}, but the step was planned with autocast {self._autocast}: the casts "
                 "are part of its graph; call planner.compile and the step under the same torch.autocast"
             )
 
-    def _inputs(self) -> Iterator[Source]:
+    def _iterate_inputs(self) -> Iterator[Source]:
         """Yield the sources of the tensors in a batch."""
         return (source for source in self.program.sources if source.kind is Kind.INPUT and not source.is_tangent)
 
@@ -296,9 +296,9 @@ class Executor:
             MismatchError: it has another size, such as another length.
         """
         other: list[tuple[str, torch.Tensor, Tensor]] = []
-        for source in self._inputs():
+        for source in self._iterate_inputs():
             planned, given = self.graph.tensors[source.tensor], leaves[int(source.name)]
-            if not isinstance(given, torch.Tensor) or _dtype(given) != planned.dtype or given.dim() != len(planned.shape):
+            if not isinstance(given, torch.Tensor) or _format_dtype(given) != planned.dtype or given.dim() != len(planned.shape):
                 return
             if tuple(given.shape) != planned.shape:
                 other.append((self.signature.names[int(source.name)], given, planned))
@@ -331,9 +331,9 @@ class Executor:
     def _check_earlier_gradients(self, static: Sequence[Any]) -> Callable[[], None]:
         """Check earlier gradients before the forward pass; return the check before the backward pass."""
         parameters = [static[i] for i in self._parameters]
-        if not self.earlier_gradients.before_forward(parameters):
+        if not self.earlier_gradients.begin_forward(parameters):
             return lambda: None  # gradients added in between belong to other steps
-        return lambda: self.earlier_gradients.before_backward(parameters)
+        return lambda: self.earlier_gradients.begin_backward(parameters)
 
     def hand_over(self, ctx: Any) -> list[Any]:
         """Return the forward pass's values for the backward pass, which empties the list and may overwrite its contents.
@@ -376,7 +376,7 @@ class Executor:
             ctx.unseen.check(
                 [*(static[i] for i in self._checked), *(given.value for given in ctx.inputs[: len(self._recomputed_from)])]
             )
-        values = self.changed_inputs.restore(ctx.inputs, self._tensor_name)
+        values = self.changed_inputs.restore(ctx.inputs, self._name_tensor)
         for i, tensor in zip(self._recomputed_from, values, strict=True):
             static[i] = tensor
         if not backward_retains_graph():
@@ -386,9 +386,9 @@ class Executor:
     @property
     def changed_names(self) -> str:
         """Names of the tensors that were written between the passes."""
-        return ", ".join(map(self._tensor_name, sorted(self.changed_inputs.changed)))
+        return ", ".join(map(self._name_tensor, sorted(self.changed_inputs.changed)))
 
-    def _tensor_name(self, tensor: int) -> str:
+    def _name_tensor(self, tensor: int) -> str:
         return self._name(self._static_order[tensor])
 
     def _name(self, index: int) -> str:
@@ -414,7 +414,10 @@ class _Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.executor = executor
         ctx.check_earlier_gradients = check_earlier_gradients
-        with executor.memory.reporting("forward"), torch.autocast(_device_type(static), enabled=False):  # casts are in the graph
+        with (
+            executor.memory.report_errors("forward"),
+            torch.autocast(_get_device_type(static), enabled=False),
+        ):  # casts are in the graph
             loss, extras, ctx.alive = executor.code.forward(static)
         ctx.versions = [ctx.alive[i]._version for i in executor.code.returned]
         executor.save(ctx, static)
@@ -442,7 +445,7 @@ class _Step(torch.autograd.Function):
         ctx.check_earlier_gradients()
         alive = executor.hand_over(ctx)
         static = executor.restore(ctx, tangent)
-        with executor.memory.reporting("backward"), torch.autocast(_device_type(static), enabled=False):
+        with executor.memory.report_errors("backward"), torch.autocast(_get_device_type(static), enabled=False):
             return (None, None, *executor.place_gradients(executor.code.backward(static, alive)))
 
 
@@ -459,21 +462,21 @@ def _is_smaller(shape: Sequence[int], planned: Sequence[int]) -> bool:
     return len(shape) > 0 and shape[0] < planned[0] and tuple(shape[1:]) == tuple(planned[1:])
 
 
-def _dtype(tensor: torch.Tensor) -> str:
+def _format_dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _other_grad(given: torch.Tensor) -> str:
+def _describe_other_grad(given: torch.Tensor) -> str:
     return "detach() it" if given.requires_grad else "let it require a gradient"
 
 
-def _autocast(device_type: str) -> str:
+def _describe_autocast(device_type: str) -> str:
     """Return the state of autocast: "off", or the dtype it casts to."""
     if not torch.is_autocast_enabled(device_type):
         return "off"
     return f"to {str(torch.get_autocast_dtype(device_type)).removeprefix('torch.')}"
 
 
-def _device_type(static: Sequence[Any]) -> str:
+def _get_device_type(static: Sequence[Any]) -> str:
     device_type: str = next(t.device.type for t in static if t is not None)
     return device_type

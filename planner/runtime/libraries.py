@@ -27,13 +27,13 @@ def warm_up_libraries(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
-    device = _indexed(device)
+    device = _index_device(device)
     factor = torch.ones(8, 8, device=device, requires_grad=True)
     before = torch.cuda.memory_allocated(device)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         factor.detach() @ factor.detach()
         product = torch.cuda.memory_allocated(device)
-        _products(factor.detach())
+        _multiply(factor.detach())
         biased = torch.cuda.memory_allocated(device)
         torch.autograd.grad(_ProductsInBothPasses.apply(factor).sum(), factor)  # type: ignore[no-untyped-call]
     after = torch.cuda.memory_allocated(device)
@@ -44,7 +44,7 @@ def warm_up_libraries(device: torch.device) -> int:
     return _of_both[device]
 
 
-def _products(factor: torch.Tensor) -> torch.Tensor:
+def _multiply(factor: torch.Tensor) -> torch.Tensor:
     """Multiply by cuBLAS, and with a bias by cuBLASLt, which has its own workspace."""
     return factor @ factor + F.linear(factor, factor, factor[0])
 
@@ -52,17 +52,17 @@ def _products(factor: torch.Tensor) -> torch.Tensor:
 class _ProductsInBothPasses(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, factor: torch.Tensor) -> torch.Tensor:
-        return _products(factor)
+        return _multiply(factor)
 
     @staticmethod
     def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return _products(gradients[0].contiguous())  # cuBLASLt takes no others
+        return _multiply(gradients[0].contiguous())  # cuBLASLt takes no others
 
 
-def workspaces(device: torch.device) -> tuple[int, ...]:
+def get_workspaces(device: torch.device) -> tuple[int, ...]:
     """Return the bytes of each workspace of a thread and stream, as measured by ``warm_up_libraries``."""
-    return tuple(size_bytes for size_bytes in _of_a_pass.get(_indexed(device), ()) if size_bytes)
+    return tuple(size_bytes for size_bytes in _of_a_pass.get(_index_device(device), ()) if size_bytes)
 
 
-def _indexed(device: torch.device) -> torch.device:
+def _index_device(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 class OptimizerServer(Protocol):
     """Memory for the steps of optimizers."""
 
-    def trains(self, optimizer: Optimizer) -> bool:
+    def has_optimizer(self, optimizer: Optimizer) -> bool:
         """Return True if it is for this optimizer."""
 
     def begin_optimizer(self, optimizer: Optimizer) -> None:
@@ -49,8 +49,8 @@ _thread = _Thread()
 @cache
 def install() -> None:
     """Put the hooks in place; they are no part of steps that are compiled."""
-    register_optimizer_step_pre_hook(torch.compiler.disable(_before))
-    register_optimizer_step_post_hook(torch.compiler.disable(_after))
+    register_optimizer_step_pre_hook(torch.compiler.disable(_begin_step))
+    register_optimizer_step_post_hook(torch.compiler.disable(_end_step))
 
 
 def follow(server: OptimizerServer) -> None:
@@ -64,7 +64,9 @@ def interrupt() -> None:
     _end(is_whole=False)
 
 
-def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _begin_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Begin a step, or have its closure do so."""
     if _is_served(optimizer):
         _thread.depth += 1
@@ -74,11 +76,11 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     if closure is None:
         _begin(optimizer)
         return None
-    resuming = _resuming(optimizer, closure)
+    resuming = _wrap_closure(optimizer, closure)
     return ((args[0], resuming, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": resuming})
 
 
-def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _end_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     del args, kwargs
     if _is_served(optimizer):
         _thread.depth -= 1
@@ -86,7 +88,7 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             _end(is_whole=True)
 
 
-def _resuming(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _wrap_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
     """Return `closure` such that the step of `optimizer` is served behind it, unless it is called again."""
     is_first = True
 
@@ -108,7 +110,7 @@ def _is_served(optimizer: Optimizer) -> bool:
 
 def _begin(optimizer: Optimizer) -> None:
     alive = (server() for server in _thread.servers)
-    server = next((server for server in alive if server is not None and server.trains(optimizer)), None)
+    server = next((server for server in alive if server is not None and server.has_optimizer(optimizer)), None)
     if server is not None:
         _thread.served, _thread.depth = (server, optimizer), 1
         server.begin_optimizer(optimizer)

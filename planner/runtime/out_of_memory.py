@@ -16,7 +16,7 @@ from graphs.schedule import Compute
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
 from planner.memory.free_memory import free_bytes
-from planner.runtime.allocator_failure import AllocatorFailure, allocator_failure
+from planner.runtime.allocator_failure import AllocatorFailure, find_allocator_failure
 from planner.runtime.step_lines import StepLines
 from solvers.bounds import bound_least_budget, describe_need
 
@@ -42,7 +42,7 @@ class PlannedMemory:
     afterwards: str = "The model, its gradients and the random state are as before the step."
 
     @contextmanager
-    def reporting(self, which_pass: str) -> Iterator[None]:
+    def report_errors(self, which_pass: str) -> Iterator[None]:
         """Replace memory errors of the pass that runs inside the context; the tensors of the pass are released first.
 
         Raises:
@@ -51,7 +51,7 @@ class PlannedMemory:
         try:
             yield
         except Exception as error:
-            failure = allocator_failure(error)
+            failure = find_allocator_failure(error)
             if failure is None:
                 raise
             report = self._report(failure, error, which_pass)
@@ -59,22 +59,22 @@ class PlannedMemory:
             raise report from error
 
     def _report(self, failure: AllocatorFailure, error: BaseException, which_pass: str) -> OutOfMemoryError:
-        step = self.lines.failed_step(error)
+        step = self.lines.find_failed_step(error)
         failed = None if step is None else self.lines.schedule.steps[step]
         op = self.graph.ops[failed.op] if isinstance(failed, Compute) else None
-        pool = DEVICE if op is None else _pool_of(self.graph, op)
+        pool = DEVICE if op is None else _get_pool(self.graph, op)
         index = [p.name for p in self.graph.pools].index(pool)
         place = self.place(pool)
         free = free_bytes(place)
         static = self.graph.static_bytes_by_pool[pool]
         memory = simulate(self.graph, self.lines.schedule).pool_memory_bytes[index]
         held = static if step is None else memory[step]
-        before = held if op is None else max(static, held - _made_bytes(self.graph, op, pool))
+        before = held if op is None else max(static, held - _count_made_bytes(self.graph, op, pool))
         room = before + free - (self.missing_bytes() if pool == DEVICE else 0)
-        budget, advice = self._advice(failure, pool, max(memory), room)
+        budget, advice = self._build_advice(failure, pool, max(memory), room)
         where = f"at this op {format_bytes(held)}" if op is not None else f"there {format_bytes(held)}"
         return OutOfMemoryError(
-            f"out of memory in the {which_pass} pass: {_named(op)} {failure.describe()}, and without what it takes "
+            f"out of memory in the {which_pass} pass: {_name_op(op)} {failure.describe()}, and without what it takes "
             f"{format_bytes(free)} are free on {place}; the plan holds {where}, {format_bytes(static)} of it static (parameters, "
             f"inputs and what else stays). {self.afterwards} {advice} ({failure.message})",
             asked_bytes=failure.asked_bytes,
@@ -82,7 +82,7 @@ class PlannedMemory:
             budget_bytes=budget,
         )
 
-    def _advice(self, failure: AllocatorFailure, pool: str, peak_bytes: int, room_bytes: int) -> tuple[int | None, str]:
+    def _build_advice(self, failure: AllocatorFailure, pool: str, peak_bytes: int, room_bytes: int) -> tuple[int | None, str]:
         """Return a budget that should work, if there is one, and advice.
 
         Args:
@@ -91,9 +91,9 @@ class PlannedMemory:
         """
         if room_bytes >= peak_bytes:  # the memory is free, but fragmented
             room_bytes = peak_bytes - max(failure.asked_bytes or 0, peak_bytes // 20)
-        wanted = _rounded_down(int(room_bytes * (1 - _MARGIN)))
+        wanted = _round_down(int(room_bytes * (1 - _MARGIN)))
         if pool == HOST:
-            return None, f"Lower host_budget= to '{_exact(wanted)}', or free memory of the host."
+            return None, f"Lower host_budget= to '{_format_exact(wanted)}', or free memory of the host."
         if pool != DEVICE:
             return None, f"Free memory there, or leave out the device {pool!r}."
         graph, offloads = remove_offload(self.graph)
@@ -104,8 +104,8 @@ class PlannedMemory:
                 f"where {describe_need(graph, least.need)}. Lower the batch size, or free memory."
             )
         return wanted, (
-            f"Plan with budget='{_exact(wanted)}' in place of the present peak of {format_bytes(peak_bytes)}, or lower the "
-            "batch size."
+            f"Plan with budget='{_format_exact(wanted)}' in place of the present peak of {format_bytes(peak_bytes)}, or lower "
+            "the batch size."
         )
 
 
@@ -115,21 +115,21 @@ class StateNotMade:
     def __init__(self, graph: Graph, model: nn.Module) -> None:
         """Record the versions of `model`'s parameters: while no parameter is written, the optimizer has no state yet."""
         self._sizes, self._model = graph.static_bytes_by_kind, model
-        self._versions = self._written()
+        self._versions = self._count_written()
 
     def __call__(self) -> int:
         """Return the number of bytes that are not allocated yet."""
-        missing = self._sizes.get(Kind.OPTIMIZER_STATE, 0) if self._written() == self._versions else 0
+        missing = self._sizes.get(Kind.OPTIMIZER_STATE, 0) if self._count_written() == self._versions else 0
         if all(parameter.grad is None for parameter in self._model.parameters()):
             missing += self._sizes.get(Kind.ACCUMULATED_GRADIENT, 0)
         return missing
 
-    def _written(self) -> int:
+    def _count_written(self) -> int:
         return sum(p._version for p in self._model.parameters() if not p.is_inference())
 
 
 @contextmanager
-def reporting(stage: str) -> Iterator[None]:
+def report_errors(stage: str) -> Iterator[None]:
     """Replace memory errors inside the context by one that names `stage`, as in ``measuring op 'mm_3'``.
 
     Raises:
@@ -138,7 +138,7 @@ def reporting(stage: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        failure = allocator_failure(error)
+        failure = find_allocator_failure(error)
         if failure is None:
             raise
         if isinstance(error, OutOfMemoryError):
@@ -164,32 +164,32 @@ def let_go(error: BaseException) -> None:
             waiting += [one.__cause__, one.__context__]
 
 
-def _named(op: Op | None) -> str:
+def _name_op(op: Op | None) -> str:
     if op is None:
         return "code before or after its ops"
     return f"op {op.name!r} ({op.target})" + (f" in {op.module}" if op.module else "")
 
 
-def _pool_of(graph: Graph, op: Op) -> str:
+def _get_pool(graph: Graph, op: Op) -> str:
     """Return the pool that `op` allocates in."""
     if op.outputs:
         return graph.tensors[op.outputs[0]].pool
     return next(pool.name for pool in graph.pools if pool.owner == op.stream)
 
 
-def _made_bytes(graph: Graph, op: Op, pool: str) -> int:
+def _count_made_bytes(graph: Graph, op: Op, pool: str) -> int:
     """Return the most bytes that `op` allocates in `pool`."""
     made = [graph.tensors[t].size_bytes for t in op.outputs if graph.tensors[t].pool == pool]
     return sum(made) + op.workspace_bytes
 
 
-def _rounded_down(size_bytes: int) -> int:
+def _round_down(size_bytes: int) -> int:
     """Return `size_bytes` rounded down to three digits."""
     unit = int(10 ** max(0, len(str(max(size_bytes, 0))) - 3))
     return max(size_bytes, 0) // unit * unit
 
 
-def _exact(size_bytes: int) -> str:
+def _format_exact(size_bytes: int) -> str:
     """Return a size of three digits in the form of a budget: ``283MB``, ``1.25GB``."""
     scale, unit = next(((s, u) for s, u in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")) if size_bytes >= s), (1, "B"))
     return f"{size_bytes / scale:g}{unit}"

@@ -37,11 +37,11 @@ class RandomState:
         if self.copy.device.type != "cpu":  # its state is a tensor on the CPU, which the budget does not count
             return torch.equal(self.copy.get_state(), other.copy.get_state())
         with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():  # it is not part of the step
-            return self._next_numbers() == other._next_numbers()
+            return self._draw_numbers() == other._draw_numbers()
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _next_numbers(self) -> bytes:
+    def _draw_numbers(self) -> bytes:
         """Return numbers that depend on the whole state, including cached normal numbers of each type."""
         generator = self.copy.clone_state()
         drawn = np.empty(4, dtype=np.int64)

@@ -102,7 +102,7 @@ class SlabAddresses:
         return self.addresses.height_bytes + self.outside_bytes
 
 
-def slab_addresses(
+def plan_slab_addresses(
     recorded: RecordedStep,
     optimizers: Mapping[Optimizer, OptimizerStep] = _NO_OPTIMIZERS,
     *,
@@ -124,7 +124,7 @@ def slab_addresses(
     for optimizer, step in optimizers.items():
         begins[optimizer] = begin = len(requests)
         requests += [replace(request, end=begin + (request.end or 0)) for request in step.requests]
-    found = _found(recorded, requests) if alone is None else alone.found
+    found = _find_offsets(recorded, requests) if alone is None else alone.found
     offsets = {int(buffer.id): offset for buffer, offset in zip(found.buffers, found.offsets, strict=True)}
     large = [i for i, request in enumerate(requests) if request.size_bytes >= LEAST_BYTES]
     addresses = Addresses(
@@ -135,14 +135,19 @@ def slab_addresses(
         for optimizer, begin in begins.items()
     }
     return SlabAddresses(
-        addresses, _passes(recorded, large), WeakKeyDictionary(ranges), _outside_bytes(requests, offsets), version, found
+        addresses,
+        _find_passes(recorded, large),
+        WeakKeyDictionary(ranges),
+        _count_outside_bytes(requests, offsets),
+        version,
+        found,
     )
 
 
-def _found(recorded: RecordedStep, requests: Sequence[RecordedRequest]) -> Offsets:
+def _find_offsets(recorded: RecordedStep, requests: Sequence[RecordedRequest]) -> Offsets:
     """Return offsets for those of `requests`, which begin with those of a step, that are to be in the slab."""
     buffers = [
-        _buffer(requests, i)
+        _build_buffer(requests, i)
         for i, request in enumerate(requests)
         if request.size_bytes >= LEAST_BYTES and i not in recorded.returned and (request.end is not None or i in recorded.staying)
     ]
@@ -151,7 +156,7 @@ def _found(recorded: RecordedStep, requests: Sequence[RecordedRequest]) -> Offse
     return found
 
 
-def _passes(recorded: RecordedStep, large: Sequence[int]) -> dict[object, list[dict[Phase, range]]]:
+def _find_passes(recorded: RecordedStep, large: Sequence[int]) -> dict[object, list[dict[Phase, range]]]:
     """Return for the runs of each key which of the requests at the positions `large` are of its passes."""
     found: dict[object, list[dict[Phase, range]]] = {key: [{} for _ in range(runs)] for key, runs in recorded.runs.items()}
     begins = [bisect_left(large, position) for *_, position in recorded.passes]
@@ -161,24 +166,24 @@ def _passes(recorded: RecordedStep, large: Sequence[int]) -> dict[object, list[d
     return found
 
 
-def freed_requests(requests: Sequence[RecordedRequest]) -> tuple[RecordedRequest, ...]:
+def select_freed_requests(requests: Sequence[RecordedRequest]) -> tuple[RecordedRequest, ...]:
     """Return the requests that were freed, with ends among them; the others are for what stays, such as state."""
     kept = [i for i, request in enumerate(requests) if request.end is not None]
     return tuple(replace(requests[i], end=bisect_left(kept, requests[i].end or 0)) for i in kept)
 
 
-def _outside_bytes(requests: Sequence[RecordedRequest], inside: Container[int]) -> int:
+def _count_outside_bytes(requests: Sequence[RecordedRequest], inside: Container[int]) -> int:
     """Return the most bytes in use at once of the requests that are not `inside`."""
-    return live_bytes([_buffer(requests, i) for i in range(len(requests)) if i not in inside])
+    return live_bytes([_build_buffer(requests, i) for i in range(len(requests)) if i not in inside])
 
 
-def _buffer(requests: Sequence[RecordedRequest], i: int) -> Buffer:
+def _build_buffer(requests: Sequence[RecordedRequest], i: int) -> Buffer:
     """Return request `i` as a buffer; one that was not freed stays to the end."""
     end = requests[i].end
     return Buffer(str(i), i, len(requests) if end is None else end, requests[i].size_bytes, ALIGNMENT)
 
 
-def requests_of(requests: Sequence[RecordedRequest], tensors: Sequence[torch.Tensor | None]) -> frozenset[int]:
+def find_requests(requests: Sequence[RecordedRequest], tensors: Sequence[torch.Tensor | None]) -> frozenset[int]:
     """Return the positions of the requests that `tensors` lie in."""
     addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
     return frozenset(i for i, request in enumerate(requests) if request.end is None and request.address in addresses)

@@ -21,16 +21,16 @@ class StepLines:
     schedule: Schedule
     steps: Mapping[Line, int]
 
-    def failed_step(self, error: BaseException) -> int | None:
+    def find_failed_step(self, error: BaseException) -> int | None:
         """Return the position of the step that raised `error`; None if the traceback leads through no step."""
         for cause in causes(error):
-            for line in _lines(cause.__traceback__):
+            for line in _iterate_lines(cause.__traceback__):
                 if line in self.steps:
                     return self.steps[line]
         return None
 
 
-def _lines(traceback: TracebackType | None) -> Iterator[Line]:
+def _iterate_lines(traceback: TracebackType | None) -> Iterator[Line]:
     while traceback is not None:
         yield traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
         traceback = traceback.tb_next

@@ -12,7 +12,7 @@ from planner.capture.program.program import Program
 from planner.capture.rewrites.explicit_generators import generators_of
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.random_state import RandomState
-from planner.runtime.unseen_writes import version_of
+from planner.runtime.unseen_writes import get_version
 from planner.torch_private.core import backward_retains_graph, foreach_copy_, set_version_counter
 
 
@@ -84,7 +84,7 @@ class _Before:
 
     def __init__(self, tensors: list[torch.Tensor], generators: list[torch.Generator], unused: "list[_HostCopies]") -> None:
         self._tensors, self._generators = tensors, generators
-        self._versions = [version_of(tensor) for tensor in tensors]
+        self._versions = [get_version(tensor) for tensor in tensors]
         try:
             self.copies = unused.pop()
         except IndexError:  # other threads take them too
@@ -94,7 +94,7 @@ class _Before:
 
     def note_written(self, increment: int) -> None:
         """Record the versions and random states after the forward pass, apart from a later `increment` of the versions."""
-        self._written = [version_of(tensor) + increment for tensor in self._tensors]
+        self._written = [get_version(tensor) + increment for tensor in self._tensors]
         self._drawn = [RandomState.of(generator) for generator in self._generators]
 
     def note_drawn(self) -> None:
@@ -105,7 +105,7 @@ class _Before:
     def write_back(self, *, only_unwritten: bool = False) -> None:
         """Restore the tensors; with `only_unwritten`, only those not written by others since the step."""
         for i, tensor in enumerate(self._tensors):
-            if not only_unwritten or version_of(tensor) == self._written[i]:
+            if not only_unwritten or get_version(tensor) == self._written[i]:
                 self.copies.write_back(i, tensor)
                 if not tensor.is_inference():
                     set_version_counter((tensor,), (self._versions[i],))

@@ -14,7 +14,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
 from planner.measure import steps as measure
 from planner.measure.steps import Step, StepOutcome
-from planner.runtime.cuda.cuda_graph import hidden_pool_bytes
+from planner.runtime.cuda.cuda_graph import count_hidden_pool_bytes
 from planner.runtime.transfers.host_memory import HostMemory
 from planner.studies.baselines import Method
 from planner.studies.blocks import InapplicableError
@@ -86,7 +86,7 @@ class Benchmark:
     def enter(self, method: Method) -> Measured:
         """Run `method` and measure all but its time; if it fails, its error is recorded, and it cannot be timed."""
         model, loss_fn, _ = self._workload
-        hidden_bytes = hidden_pool_bytes(self._device)
+        hidden_bytes = count_hidden_pool_bytes(self._device)
         try:
             step = method.prepare(model, loss_fn)
             measured = self._check(method.name, step, hidden_bytes)
@@ -121,7 +121,7 @@ class Benchmark:
         errors = _Errors.compare(reference, found)
         return Measured(
             name,
-            peak_bytes=memory.peak_bytes + max(0, hidden_pool_bytes(self._device) - hidden_bytes),
+            peak_bytes=memory.peak_bytes + max(0, count_hidden_pool_bytes(self._device) - hidden_bytes),
             reserved_bytes=memory.reserved_bytes,
             host_bytes=None if self._host is None else self._host.peak_bytes,
             exactness=errors.judge_exactness(self._allowed),

@@ -131,7 +131,7 @@ class _Hooks:
             tensor = tensor.detach()
             if tensor.nbytes < tensor.untyped_storage().nbytes():
                 tensor = tensor.clone()  # of a slice of a storage, only the slice is copied
-        host, copy = self._channels.out(tensor)
+        host, copy = self._channels.offload(tensor)
         sent = _Sent(host, tensor, copy)
         self._stash.append(sent)
         while len(self._stash) > self._stash_size:
@@ -150,8 +150,8 @@ class _Hooks:
                 self._let_go(self._stash.popleft())
         if saved.here is not None:
             return saved.here
-        taken, copy = self._channels.back(saved.host)
-        return copy.arrived(taken)
+        taken, copy = self._channels.reload(saved.host)
+        return copy.wait_for_arrival(taken)
 
     def _let_go(self, sent: _Sent) -> None:
         if sent.copy is not None:

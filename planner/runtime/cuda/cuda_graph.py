@@ -57,19 +57,19 @@ class CudaGraphs:
             with torch.cuda.stream(self._stream), capture:
                 returned = function(*args)
         except RuntimeError as error:
-            why = str(_first(error)).strip().partition("\n")[0]
+            why = str(_find_first(error)).strip().partition("\n")[0]
             raise TraceError(f"the step cannot be captured as a CUDA graph: {why}; leave out cuda_graph=True") from error
         finally:
             clear_cublas_workspaces()
         return returned, graph.replay
 
-    def held_bytes(self) -> int:
+    def count_held_bytes(self) -> int:
         """Return the bytes of the private pool, including fragments and rounding."""
         segments = torch.cuda.memory_snapshot()
         return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self._pool)
 
 
-def hidden_pool_bytes(device: torch.device) -> int:
+def count_hidden_pool_bytes(device: torch.device) -> int:
     """Return the bytes that CUDA graphs keep on `device` and that the allocator does not count as allocated.
 
     Between replays, tensors inside a graph are free for the allocator, but their memory is reserved for the graph.
@@ -80,7 +80,7 @@ def hidden_pool_bytes(device: torch.device) -> int:
     return sum(segment["total_size"] - segment["allocated_size"] for segment in own)
 
 
-def _first(error: BaseException) -> BaseException:
+def _find_first(error: BaseException) -> BaseException:
     """Return the first error before `error`: after a failure the end of the capture fails too, without the reason."""
     while error.__context__ is not None and not is_handled_by_a_caller(error.__context__):
         error = error.__context__

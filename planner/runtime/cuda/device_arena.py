@@ -67,11 +67,11 @@ class SharedPool:
         last = None if self._begun is None else self._begun()
         if self.left or (last is not None and not last.is_over):
             return None
-        begun = _Begun(self, self._holding(slab_bytes), slab_bytes)
+        begun = _Begun(self, self._provide_pool(slab_bytes), slab_bytes)
         self._begun = ref(begun)
         return begun
 
-    def _holding(self, slab_bytes: int) -> torch.cuda.MemPool:
+    def _provide_pool(self, slab_bytes: int) -> torch.cuda.MemPool:
         """Return the pool for the current stream, with a slab of at least `slab_bytes`; another one is given back first."""
         stream = torch.cuda.current_stream(self.device)
         if self.pool is None or self.slab_bytes < slab_bytes or self.stream != stream:
@@ -80,7 +80,7 @@ class SharedPool:
             # On a full device, evaluation and other work between steps may use the slab, which would otherwise be idle.
             pool = torch.cuda.MemPool(use_on_oom=True)
             self.slab_bytes = max(arena.steering.slab_bytes for arena in self._arenas)
-            with _allocating_in(pool, self.device):
+            with _allocate_in(pool, self.device):
                 self.slab_address = raw_alloc(self.slab_bytes, stream)
                 raw_free(self.slab_address)
             self.pool, self.stream = pool, stream
@@ -136,9 +136,9 @@ class DeviceArena:
     def make_holes(self, step: int) -> None:
         """Hold the memory that the op of a step must not get; nothing if the training step is not in the arena."""
         if self._running is not None:
-            self._running.act(self.steering.before[step])
+            self._running.apply_actions(self.steering.before[step])
 
-    def stage(self) -> Self:
+    def build_stage(self) -> Self:
         """Return the stage that runs both passes, which have the calls of ``call_before``, in the arena."""
         return self
 
@@ -152,7 +152,7 @@ class DeviceArena:
             self.shared.drop()
         loss, extras, alive = self._run(begun, lambda: run(static))
         if begun is not None:
-            self.shared.left += _placed((loss, *extras))
+            self.shared.left += _find_placed((loss, *extras))
         alive.append(begun)
         return loss, extras, alive
 
@@ -167,7 +167,7 @@ class DeviceArena:
         if begun is not None:
             begun.end()
             begun.is_over = True
-            self.shared.left += _placed(gradients)
+            self.shared.left += _find_placed(gradients)
             if self._outside_bytes is None or begun.is_lost or self._was_lost:
                 self._outside_bytes, self._was_lost = begun.outside_bytes, begun.is_lost
             if begun.is_lost:
@@ -180,7 +180,7 @@ class DeviceArena:
         """Run a pass, in the arena if the step has begun there."""
         self._running = begun
         try:
-            with nullcontext() if begun is None else begun.inside():
+            with nullcontext() if begun is None else begun.enter():
                 return run()
         except BaseException:
             if begun is not None:
@@ -208,19 +208,19 @@ class DeviceArena:
             )
 
 
-def shared_slab(device: torch.device) -> SharedSlab | SharedPool:
+def create_shared_slab(device: torch.device) -> SharedSlab | SharedPool:
     """Return the memory that the plans of a model share whose steps run in an arena on `device`."""
     return SharedPool(device) if device.type == "cuda" else SharedSlab()
 
 
 @contextmanager
-def _allocating_in(pool: torch.cuda.MemPool, device: torch.device) -> Iterator[None]:
+def _allocate_in(pool: torch.cuda.MemPool, device: torch.device) -> Iterator[None]:
     """Take memory of this thread from `pool` of `device`, which becomes the current one: ``raw_alloc`` knows no other."""
     with torch.cuda.device(device), torch.cuda.use_mem_pool(pool, device):
         yield
 
 
-def _placed(tensors: Sequence[Any]) -> list[StorageWeakRef]:
+def _find_placed(tensors: Sequence[Any]) -> list[StorageWeakRef]:
     """Return references to the storages of those of `tensors`, which a step returns, that are in the slab."""
     storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor))
     return [StorageWeakRef(storage) for storage in storages if is_placed(storage.nbytes())]
@@ -244,7 +244,7 @@ class _Begun:
         self._stream = torch.cuda.current_stream(shared.device)
         self._holds: list[int] = []
         self._held: set[int] = set()
-        with self.inside():
+        with self.enter():
             if shared.slab_bytes > slab_bytes:
                 first = raw_alloc(slab_bytes, self._stream)
                 self._held.add(first)  # in case there is no memory for the next one
@@ -252,9 +252,9 @@ class _Begun:
                 self._held.remove(first)
                 raw_free(first)
 
-    def inside(self) -> AbstractContextManager[None]:
+    def enter(self) -> AbstractContextManager[None]:
         """Return the context in which allocations of this thread come from the pool."""
-        return _allocating_in(self._pool, self._device)
+        return _allocate_in(self._pool, self._device)
 
     @property
     def outside_bytes(self) -> int:
@@ -262,7 +262,7 @@ class _Begun:
         segments = torch.cuda.memory_snapshot(self._pool.id)
         return sum(int(segment["total_size"]) for segment in segments) - self._slab_bytes
 
-    def act(self, actions: Sequence[Action]) -> None:
+    def apply_actions(self, actions: Sequence[Action]) -> None:
         """Hold and release memory as planned."""
         for action in () if self.is_lost else actions:
             if isinstance(action, Hold):

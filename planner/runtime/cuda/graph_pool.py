@@ -8,7 +8,7 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule, find_boundary
 
 
-def pool_bytes(graph: Graph, schedule: Schedule, libraries: Sequence[int], rules: Rules = DEFAULT) -> int:
+def compute_pool_bytes(graph: Graph, schedule: Schedule, libraries: Sequence[int], rules: Rules = DEFAULT) -> int:
     """Return the bytes of the pool once both passes of `schedule`, which is valid on `graph`, are captured.
 
     A capture allocates as the passes do, in the order of the schedule, from private segments.

@@ -23,7 +23,7 @@ from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.runtime.code import Returned
 from planner.runtime.executor import Executor
-from planner.runtime.transfers.cuda_channels import StreamChannel, captured
+from planner.runtime.transfers.cuda_channels import StreamChannel, capture_copies
 from planner.torch_private.core import backward_retains_graph, foreach_copy_, pytree
 
 T = TypeVar("T")
@@ -42,11 +42,11 @@ class FunctionRecorder(Protocol):
             The result, and a function that repeats the work from the same tensors into the same tensors.
         """
 
-    def held_bytes(self) -> int:
+    def count_held_bytes(self) -> int:
         """Return the bytes that the recordings keep."""
 
 
-def recordable(captured: Capture) -> Capture:
+def prepare_for_recording(captured: Capture) -> Capture:
     """Return `captured` as it is planned for recording: without ops that cannot be recorded, and with the copies counted.
 
     Raises:
@@ -54,9 +54,9 @@ def recordable(captured: Capture) -> Capture:
     """
     _check_ops(captured)
     once = execute_random_ops_once(captured)
-    graph = once.graph.holding(Kind.INPUT, "recorded_inputs", _input_bytes(once))
+    graph = once.graph.holding(Kind.INPUT, "recorded_inputs", _count_input_bytes(once))
     for kind in (Kind.OUTPUT, Kind.GRADIENT):
-        graph = graph.holding(kind, f"copied_{kind}s", _kept_bytes(graph, kind))
+        graph = graph.holding(kind, f"copied_{kind}s", _count_kept_bytes(graph, kind))
     return replace(once, graph=graph)
 
 
@@ -64,7 +64,7 @@ def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Bat
     """Replace the passes of `executor` by recordings of `recorder`; `step`, batch and random state are restored.
 
     Args:
-        captured: the capture that `executor` runs (``recordable``).
+        captured: the capture that `executor` runs (``prepare_for_recording``).
         step: the captured step.
         batch: real tensors, to warm up with.
     """
@@ -99,13 +99,13 @@ class RecordedPasses:
             if len(channels) < len(executor.devices.channels):
                 raise PlannerError("only copies on streams of CUDA can be recorded: leave out options=, or cuda_graph=True")
             host.let_stay()
-            forward, backward = captured(channels)(forward), captured(channels)(backward)
+            forward, backward = capture_copies(channels)(forward), capture_copies(channels)(backward)
 
-        def both() -> None:
+        def run_both() -> None:
             *_, alive = forward(self._static)
             backward(self._static, alive)
 
-        recorder.warm_up(both)  # allocates all its host memory, which cannot be page-locked in a capture
+        recorder.warm_up(run_both)  # allocates all its host memory, which cannot be page-locked in a capture
         (loss, extras, alive), self._replay_forward = recorder.record(forward, self._static)
         self._returned: Sequence[torch.Tensor] = (loss, *extras)
         self._gradients, self._replay_backward = recorder.record(backward, self._static, alive)
@@ -124,7 +124,7 @@ class RecordedPasses:
                 )
         for i in self._copied:
             self._static[i].copy_(static[i])
-        copies = _room_for(self._returned)  # if there is none, nothing has been replayed yet
+        copies = _allocate_like(self._returned)  # if there is none, nothing has been replayed yet
         self._replay_forward()
         for i in self._written_back:
             static[i].copy_(self._static[i])
@@ -149,13 +149,13 @@ class RecordedPasses:
                 "backward(retain_graph=True) of a recorded step cannot run a second time: leave it out, or cuda_graph=True"
             )
         self._static[self._tangent].copy_(static[self._tangent])
-        copies = _room_for(self._gradients)
+        copies = _allocate_like(self._gradients)
         self._replay_backward()
         foreach_copy_(copies, list(self._gradients))
         return tuple(copies)
 
 
-def _room_for(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _allocate_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.empty_like(tensor) for tensor in tensors]
 
 
@@ -167,18 +167,18 @@ def _check_ops(captured: Capture) -> None:
         if node is None:
             continue
         if is_cudagraph_unsafe_fx_node(node):
-            raise _refused(op, "waits for the device, or does more than launch kernels")
-        for tensor in _tensors(node):
+            raise _build_refusal(op, "waits for the device, or does more than launch kernels")
+        for tensor in _iterate_tensors(node):
             if tensor.device.type != device:
-                raise _refused(op, f"has a tensor on {tensor.device.type}, not on {device}")
+                raise _build_refusal(op, f"has a tensor on {tensor.device.type}, not on {device}")
 
 
-def _refused(op: Op, why: str) -> TraceError:
+def _build_refusal(op: Op, why: str) -> TraceError:
     where = f" in {op.module}" if op.module else ""
     return TraceError(f"op {op.name!r} ({op.target}){where} {why}, which no CUDA graph can hold: leave out cuda_graph=True")
 
 
-def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+def _iterate_tensors(node: fx.Node) -> Iterator[torch.Tensor]:
     """Yield the inputs and outputs of `node`: fake tensors, or constants themselves."""
     for value in (node, *node.all_input_nodes):
         constant = value.op == "get_attr" and "val" not in value.meta
@@ -186,7 +186,7 @@ def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
         yield from (leaf for leaf in pytree.tree_leaves(known) if isinstance(leaf, torch.Tensor))
 
 
-def _input_bytes(captured: Capture) -> int:
+def _count_input_bytes(captured: Capture) -> int:
     """Return the bytes of the copies of inputs and of the loss gradient."""
     graph = captured.graph
     inputs = [graph.tensors[source.tensor] for source in captured.program.sources if source.kind is Kind.INPUT]
@@ -195,5 +195,5 @@ def _input_bytes(captured: Capture) -> int:
     return sum(allocated_bytes(size, device) for size in sizes)
 
 
-def _kept_bytes(graph: Graph, kind: Kind) -> int:
+def _count_kept_bytes(graph: Graph, kind: Kind) -> int:
     return sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].kind is kind)

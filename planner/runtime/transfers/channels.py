@@ -6,7 +6,7 @@ import torch
 
 from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
 from planner.capture.lowering.statics import allocated_bytes
-from planner.runtime.transfers.cuda_channels import StreamChannel, host_memory
+from planner.runtime.transfers.cuda_channels import StreamChannel, create_host_memory
 from planner.runtime.transfers.host_memory import HostMemory, HostTensor
 from planner.runtime.transfers.thread_channels import ThreadChannel
 from planner.runtime.transfers.transfers import DeviceMemory, PoolMemory, Transfer
@@ -18,7 +18,7 @@ def open_channel(
     """Return the channel that the `stream` of a graph names, to the `memory` of the device `target`.
 
     Args:
-        timed: True if copies record when they end (``Transfer.seconds_after``).
+        timed: True if copies record when they end (``Transfer.measure_seconds_after``).
     """
     name = stream.replace("_", " ")
     cuda = next((device for device in (source, target) if device.type == "cuda"), None)
@@ -40,13 +40,13 @@ class HostChannels:
             timed: True if copies record when they end.
         """
         host = torch.device("cpu")
-        self.memory = host_memory(device, host_bytes) if device.type == "cuda" else HostMemory(host_bytes)
+        self.memory = create_host_memory(device, host_bytes) if device.type == "cuda" else HostMemory(host_bytes)
         self.by_stream = {
             DEVICE_TO_HOST: open_channel(DEVICE_TO_HOST, device, host, self.memory, timed=timed),
             HOST_TO_DEVICE: open_channel(HOST_TO_DEVICE, host, device, DeviceMemory(device), timed=timed),
         }
 
-    def out(self, tensor: torch.Tensor, made_by: Transfer | None = None) -> tuple[HostTensor, Transfer]:
+    def offload(self, tensor: torch.Tensor, made_by: Transfer | None = None) -> tuple[HostTensor, Transfer]:
         """Issue the copy of `tensor` to the host.
 
         Args:
@@ -62,7 +62,7 @@ class HostChannels:
         transfer.send(tensor, made_by)
         return transfer.take(allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)), transfer
 
-    def back(self, host: HostTensor) -> tuple[Any, Transfer]:
+    def reload(self, host: HostTensor) -> tuple[Any, Transfer]:
         """Issue the copy of `host` to the device.
 
         Returns:
@@ -75,7 +75,7 @@ class HostChannels:
         transfer.send(host)
         return transfer.take(len(host.bytes.room)), transfer
 
-    def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> Transfer:
+    def copy_again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> Transfer:
         """Issue a copy to the host or back whose memory exists on both sides: nothing is allocated.
 
         Args:
@@ -84,5 +84,5 @@ class HostChannels:
         transfer = self.by_stream[DEVICE_TO_HOST if out else HOST_TO_DEVICE].transfer()
         source, target = (tensor, host) if out else (host, tensor)
         transfer.send(source)
-        transfer.into(target)
+        transfer.set_target(target)
         return transfer

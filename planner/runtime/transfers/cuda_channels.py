@@ -36,7 +36,7 @@ class StreamChannel:
 
 
 @contextmanager
-def captured(channels: Sequence[StreamChannel]) -> Iterator[None]:
+def capture_copies(channels: Sequence[StreamChannel]) -> Iterator[None]:
     """Collect the copies of a CUDA graph capture: they start inside the context, and are joined at its end.
 
     A capture may not wait for work launched before it, and the streams that it uses must be joined to the capturing stream.
@@ -82,7 +82,7 @@ class _Launched:
         if not self.part.over:
             self.event.synchronize()
 
-    def before(self, stream: torch.cuda.Stream) -> None:
+    def make_wait(self, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait for the copy."""
         if not self.part.over:
             stream.wait_event(self.event)
@@ -109,8 +109,8 @@ class StreamTransfer(Transfer):
         """True if the copy has ended."""
         return self.launched is not None and bool(self.launched.event.query())
 
-    def seconds_after(self, earlier: "StreamTransfer") -> float:
-        """Return the seconds since the end of `earlier`, for timed channels; see ``Transfer.seconds_after``."""
+    def measure_seconds_after(self, earlier: "StreamTransfer") -> float:
+        """Return the seconds since the end of `earlier`, for timed channels; see ``Transfer.measure_seconds_after``."""
         before, now = (transfer.copy().event for transfer in (earlier, self))
         before.synchronize()
         now.synchronize()
@@ -134,10 +134,10 @@ class StreamTransfer(Transfer):
             stream.wait_event(event)
         for copy in (*after, *behind):
             if isinstance(copy, _Launched):
-                copy.before(stream)
+                copy.make_wait(stream)
             else:
                 copy.finish()
-        values, room = self._ends()
+        values, room = self._take_ends()
         with torch.cuda.stream(stream):
             room.copy_(values, non_blocking=True)
         event = stream.record_event(torch.cuda.Event(enable_timing=self._channel.timed))
@@ -154,7 +154,7 @@ class StreamTransfer(Transfer):
         end, stream = self._held.pop(at_target, (None, None))
         if stream is not None:
             assert end is not None
-            launched.before(torch.cuda.current_stream(end.device))
+            launched.make_wait(torch.cuda.current_stream(end.device))
         elif end is not None:
             launched.finish()
 
@@ -163,17 +163,17 @@ class StreamTransfer(Transfer):
         if self.launched is not None:
             for _, stream in self._held.values():
                 if stream is not None:
-                    self.launched.before(stream)
+                    self.launched.make_wait(stream)
                 else:
                     self.launched.finish()
 
 
-def host_memory(device: torch.device, capacity_bytes: int | None) -> HostMemory:
+def create_host_memory(device: torch.device, capacity_bytes: int | None) -> HostMemory:
     """Return `capacity_bytes` of page-locked host memory for `device`, None for no limit."""
-    return HostMemory(capacity_bytes, lock=partial(_page_locked, device))
+    return HostMemory(capacity_bytes, lock=partial(_lock_pages, device))
 
 
-def _page_locked(device: torch.device, address: int, size_bytes: int) -> "partial[None]":
+def _lock_pages(device: torch.device, address: int, size_bytes: int) -> "partial[None]":
     """Page-lock memory in place, without rounding to a power of two as PyTorch does; return the function that unlocks it."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
     return partial(_unlock, device, address)

@@ -42,7 +42,7 @@ class StorageLayout:
         """Return the layout of `tensor`."""
         return cls(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
-    def within(self, memory: torch.Tensor) -> torch.Tensor:
+    def view_in(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the tensor with this layout in `memory`."""
         tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
         return tensor.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
@@ -98,7 +98,7 @@ class HostMemory:
             self._collect()
             return self._used_bytes
 
-    def empty(self, size_bytes: int) -> "HostTensor":
+    def allocate(self, size_bytes: int) -> "HostTensor":
         """Return a tensor of `size_bytes` that nothing is copied to yet; see ``take``."""
         return HostTensor(self, self.take(size_bytes))
 
@@ -112,7 +112,7 @@ class HostMemory:
         with self._taking:
             self._collect()
             unused = self._unused[size_bytes]
-            buffer = unused.pop() if unused else self._allocated(size_bytes)
+            buffer = unused.pop() if unused else self._allocate_buffer(size_bytes)
             self._used_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self._used_bytes)
             return buffer
@@ -138,7 +138,7 @@ class HostMemory:
             self._used_bytes -= buffer.size_bytes
             self._unused[buffer.size_bytes].append(buffer)
 
-    def _allocated(self, size_bytes: int) -> HostBuffer:
+    def _allocate_buffer(self, size_bytes: int) -> HostBuffer:
         if self.allocated_bytes + size_bytes > self.capacity_bytes:
             self._release(self.allocated_bytes + size_bytes - self.capacity_bytes)
         if self.allocated_bytes + size_bytes > self.capacity_bytes:
@@ -150,11 +150,11 @@ class HostMemory:
                 f"and the step may use {format_bytes(int(self.capacity_bytes))} of it: {what_else}raise host_budget="
             )
         try:
-            values = self._new(size_bytes)
+            values = self._allocate_new(size_bytes)
         except (MemoryError, RuntimeError):
             self._release(math.inf)
             try:
-                values = self._new(size_bytes)
+                values = self._allocate_new(size_bytes)
             except (MemoryError, RuntimeError) as error:
                 raise OutOfMemoryError(
                     f"the host has no memory for a copy of {format_bytes(size_bytes)}, beside {format_bytes(self._used_bytes)} "
@@ -164,7 +164,7 @@ class HostMemory:
         self.allocated_bytes += size_bytes
         return HostBuffer(size_bytes, values)
 
-    def _new(self, size_bytes: int) -> torch.Tensor:
+    def _allocate_new(self, size_bytes: int) -> torch.Tensor:
         # Not from PyTorch's allocator, which on the CPU is that of the device. Whole pages, which can be locked one by one.
         pages_bytes = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
         whole = np.empty(pages_bytes + _PAGE_BYTES, dtype=np.uint8)
@@ -181,7 +181,7 @@ class HostMemory:
             buffers = self._unused[size]
             while buffers and size_bytes > 0:
                 for copy in buffers.pop().used_by:
-                    ended(copy)
+                    wait_for_end(copy)
                 self.allocated_bytes -= size
                 size_bytes -= size
             if not buffers:
@@ -225,7 +225,7 @@ class HostTensor:
         self._memory.give_back(self._buffer)
 
 
-def ended(copy: Copy) -> None:
+def wait_for_end(copy: Copy) -> None:
     """Wait for `copy`, and ignore its failure: the reader of its result raises."""
     try:
         copy.finish()

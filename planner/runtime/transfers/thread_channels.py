@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from graphs.errors import CopyError
-from planner.runtime.transfers.host_memory import Copy, ended
+from planner.runtime.transfers.host_memory import Copy, wait_for_end
 from planner.runtime.transfers.transfers import PoolMemory, Transfer
 from planner.runtime.transfers.workers import Worker
 
@@ -47,8 +47,8 @@ class ThreadTransfer(Transfer):
         """True if the copy has ended."""
         return self._known.is_set()
 
-    def seconds_after(self, earlier: "ThreadTransfer") -> float:
-        """Return the seconds since the end of `earlier`; see ``Transfer.seconds_after``."""
+    def measure_seconds_after(self, earlier: "ThreadTransfer") -> float:
+        """Return the seconds since the end of `earlier`; see ``Transfer.measure_seconds_after``."""
         earlier.finish()
         self.finish()
         return self._ended_s - earlier._ended_s
@@ -68,9 +68,9 @@ class ThreadTransfer(Transfer):
         for copy in self._after:
             copy.finish()
         for copy in self._behind:
-            ended(copy)
+            wait_for_end(copy)
         self._after = self._behind = ()
-        values, room = self._ends()
+        values, room = self._take_ends()
         # As arrays: PyTorch would use several threads for each copy.
         np.copyto(room.numpy(), values.numpy())
         self._ended_s = time.perf_counter()

@@ -1,9 +1,9 @@
 """Transfers of tensors from one pool to another: the source sends a tensor, the target takes memory, a channel copies the bytes.
 
-The thread that computes at the source calls ``send``, and ``finish`` before the tensor is freed. The thread that computes at the
-target calls ``take``, and ``arrived`` before the tensor is read or freed. The host computes nothing: the thread of the device at
-the other end calls for both. A copy starts once it has both ends, after the earlier copies of its channel; so on each channel
-the copies of a pass are made in the order of the schedule. These are the waits in ``graphs.clocks``.
+The thread that computes at the source calls ``send``, and ``finish`` before the tensor is freed. The thread that computes at
+the target calls ``take``, and ``wait_for_arrival`` before the tensor is read or freed. The host computes nothing: the thread of
+the device at the other end calls for both. A copy starts once it has both ends, after the earlier copies of its channel; so on
+each channel the copies of a pass are made in the order of the schedule. These are the waits in ``graphs.clocks``.
 """
 
 import threading
@@ -27,7 +27,7 @@ class TransferStoppedError(CopyError):
 class PoolMemory(Protocol):
     """The memory of a pool, as transfers take it."""
 
-    def empty(self, size_bytes: int) -> Any:
+    def allocate(self, size_bytes: int) -> Any:
         """Return memory for a tensor of `size_bytes`, which is freed when the result dies."""
 
 
@@ -37,8 +37,8 @@ class DeviceMemory:
 
     device: torch.device
 
-    def empty(self, size_bytes: int) -> torch.Tensor:
-        """Return uint8[size_bytes]; see ``PoolMemory.empty``."""
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Return uint8[size_bytes]; see ``PoolMemory.allocate``."""
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
 
@@ -92,16 +92,16 @@ class Transfer(ABC):
         memory = self._memory
         if memory is None:
             raise TransferStoppedError
-        target = memory.empty(size_bytes)
-        self.into(target)
+        target = memory.allocate(size_bytes)
+        self.set_target(target)
         return target
 
-    def into(self, target: "torch.Tensor | HostTensor") -> None:
+    def set_target(self, target: "torch.Tensor | HostTensor") -> None:
         """Provide existing memory as the target: a tensor on the host, or uint8[n]; see ``take``."""
         end = self._target = target.bytes if isinstance(target, HostTensor) else target
         self._give(end, at_target=True)
 
-    def arrived(self, taken: torch.Tensor) -> torch.Tensor:
+    def wait_for_arrival(self, taken: torch.Tensor) -> torch.Tensor:
         """Wait for the copy at the target; return the tensor in the memory that was `taken` for it.
 
         Raises:
@@ -110,7 +110,7 @@ class Transfer(ABC):
         """
         self._wait(at_target=True)
         assert self.layout is not None
-        return self.layout.within(taken)
+        return self.layout.view_in(taken)
 
     def finish(self) -> None:
         """Wait for the copy at the source.
@@ -133,7 +133,7 @@ class Transfer(ABC):
         """True if the copy has ended."""
 
     @abstractmethod
-    def seconds_after(self, earlier: Any) -> float:
+    def measure_seconds_after(self, earlier: Any) -> float:
         """Return the seconds between the end of `earlier`, on the same channel, and of this copy; wait for both.
 
         Raises:
@@ -185,7 +185,7 @@ class Transfer(ABC):
             if host is not None:
                 host.copies.append(started)
 
-    def _ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _take_ends(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the bytes to copy, and where to; the transfer lets go of both ends.
 
         Raises:
@@ -197,10 +197,10 @@ class Transfer(ABC):
             layout, values = source.layout, source.values
         else:
             layout = StorageLayout.of(source) if self._made_by is None else self._made_by.layout
-            values = storage_bytes(source)
+            values = view_storage(source)
         assert layout is not None
         room = target.room if isinstance(target, HostBytes) else target
-        self.layout, values = fitting(values, layout, len(room))
+        self.layout, values = fit_layout(values, layout, len(room))
         room = room[: len(values)]
         if isinstance(target, HostBytes):
             target.layout, target.values = self.layout, room
@@ -228,24 +228,24 @@ class Transfer(ABC):
             raise CopyError(str(error) if isinstance(error, CopyError) else said) from error
 
 
-def copied(tensor: torch.Tensor, size_bytes: int, device: torch.device) -> torch.Tensor:
+def copy_tensor(tensor: torch.Tensor, size_bytes: int, device: torch.device) -> torch.Tensor:
     """Return a copy of `tensor` on `device`, as a step makes it if `size_bytes` are planned for it.
 
     Raises:
         CopyError: it does not fit.
     """
-    layout, values = fitting(storage_bytes(tensor), StorageLayout.of(tensor), size_bytes)
-    target = DeviceMemory(device).empty(size_bytes)
+    layout, values = fit_layout(view_storage(tensor), StorageLayout.of(tensor), size_bytes)
+    target = DeviceMemory(device).allocate(size_bytes)
     target[: len(values)].copy_(values)
-    return layout.within(target)
+    return layout.view_in(target)
 
 
-def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def view_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole storage of `tensor` as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def fitting(whole: torch.Tensor, at: StorageLayout, room_bytes: int) -> tuple[StorageLayout, torch.Tensor]:
+def fit_layout(whole: torch.Tensor, at: StorageLayout, room_bytes: int) -> tuple[StorageLayout, torch.Tensor]:
     """Return the layout of the tensor within the bytes to copy, and these bytes.
 
     The bytes are the `whole` storage if it fits, since views may read more than the tensor itself. Kernels of another device may

@@ -101,7 +101,7 @@ class Worker:
 
     def _start(self) -> None:
         self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()  # the jobs of a dead thread are dropped with their memory
-        thread = threading.Thread(target=_work, args=(self._jobs,), name=f"planner: {self._name}", daemon=True)
+        thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name=f"planner: {self._name}", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -127,7 +127,7 @@ def _set_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def _work(jobs: "SimpleQueue[ThreadJob | None]") -> None:
+def _run_jobs(jobs: "SimpleQueue[ThreadJob | None]") -> None:
     while (job := jobs.get()) is not None:
         job.make()
         del job  # not held until the next one arrives

@@ -130,7 +130,7 @@ class PlannedGraph:
         # With copies, the forward pass also returns the tensors that a failed backward pass needs to be undone.
         compiled = any(calls.launches for calls in program.calls)
         rollback = Rollback.of(graph, program, in_backward=compiled and bool(self._devices.channels))
-        code = code.within(None if self.arena is None else self.arena.stage(self._arena_key), rollback)
+        code = code.wrap_in_stages(None if self.arena is None else self.arena.build_stage(self._arena_key), rollback)
         position = self._slot
         among = [t in position for t in code.saved]  # others are on the host
         later = [i for i, reads in enumerate(code.backward_reads) if reads]
@@ -224,7 +224,7 @@ class PlannedGraph:
         """Run the forward pass for AOTAutograd; `args` is emptied."""
         seen = None if self.watch is None else self.watch(args)
         number = len(self._passes) - 1
-        with self._memory(number).reporting("forward"):
+        with self._memory(number).report_errors("forward"):
             returned, handed_over = self._passes[number].forward(args)
         slots = returned[self.outputs :]
         saved_inputs = self._save_inputs(number, slots)
@@ -264,7 +264,7 @@ class PlannedGraph:
         self._restore_inputs(number, getattr(plan.untyped_storage(), "inputs", ()), args)
         args += handed_over
         del plan, handed_over  # frees tensors on the host, unless the backward pass may run again
-        with self._memory(number).reporting("backward"):
+        with self._memory(number).report_errors("backward"):
             return self._passes[number].backward(args)
 
     @property

@@ -23,7 +23,7 @@ from planner.memory.release import release_unused
 from planner.plans.eager import DifferingOp, EagerComparison
 from planner.plans.keeping_everything import explain_not_fitting
 from planner.plans.plan import Plan
-from planner.runtime.allocator_failure import allocator_failure
+from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import TorchDispatchMode, pytree
 
 _MOST_TURNS = 9
@@ -96,7 +96,7 @@ def compare_with_eager(
 
 
 def _failure(error: Exception, device: torch.device) -> str:
-    if allocator_failure(error) is not None:
+    if find_allocator_failure(error) is not None:
         release_unused(device)
         return "it needs more memory than there is"
     return typed_line(error)

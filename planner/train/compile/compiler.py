@@ -31,10 +31,10 @@ from planner.progress import Stage, Stages
 from planner.runtime.arena import SharedSlab
 from planner.runtime.changed_inputs import keep_copies
 from planner.runtime.cuda.device_arena import SharedPool
-from planner.runtime.cuda.graphed_step import FunctionRecorder, record, recordable
+from planner.runtime.cuda.graphed_step import FunctionRecorder, prepare_for_recording, record
 from planner.runtime.executor import Executor
-from planner.runtime.libraries import library_users, warm_up_libraries, workspaces
-from planner.runtime.out_of_memory import reporting
+from planner.runtime.libraries import get_workspaces, library_users, warm_up_libraries
+from planner.runtime.out_of_memory import report_errors
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.budget import Budget, Bytes, Overhead
 from planner.settings.counted_memory import CountedMemory
@@ -119,7 +119,7 @@ class Compiler:
             captured = self.wrapper.capture(self.loss_fn, batch, self.settings, variant)
         if self.settings.arena:
             captured = self.wrapper.with_slab_gradients(captured)
-        return captured if self.recorder is None else recordable(captured)
+        return captured if self.recorder is None else prepare_for_recording(captured)
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:
         """Return `captured` with measured times, workspaces and sizes, and with the options that are found in it."""
@@ -153,7 +153,7 @@ class Compiler:
         wanted_bytes = plan.budget_bytes
         if self.recorder is not None:
             counted = counted or GraphBudget(wanted_bytes, CountedMemory.ALLOCATED, plan.eager_bytes, 0)
-            libraries = workspaces(next(self.wrapper.module.parameters()).device)
+            libraries = get_workspaces(next(self.wrapper.module.parameters()).device)
             solve = partial(self._first_plan, captured.graph)
             plan = with_room_for_pool(captured.graph, plan, libraries, counted, solve)
         for left in reversed(range(_CORRECTIONS + 1)):
@@ -293,7 +293,7 @@ class Compiler:
     def _with_inputs(self, batch: Batch, step: PlannedStep) -> Capture:
         """Return the step on `batch` with the numbers as inputs that have changed since `step`, and before."""
         assert step._executor is not None
-        self.numbers.update(step._executor.changed_numbers(batch))
+        self.numbers.update(step._executor.find_changed_numbers(batch))
         names = frozenset(self.numbers - self.constants)
         if names:
             try:
@@ -381,7 +381,11 @@ class Compiler:
 
     def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
         """Return the executor of `plan`, and its measured peak."""
-        with self.stages.run_stage(Stage.CHECK), reporting("rehearsing the plan to measure its peak"), large_blocks_returned():
+        with (
+            self.stages.run_stage(Stage.CHECK),
+            report_errors("rehearsing the plan to measure its peak"),
+            large_blocks_returned(),
+        ):
             executor = self._made_executor(captured, plan)
             step = TrainingStep(self.wrapper.module, self.loss_fn)
             if self.recorder is None:
@@ -390,7 +394,7 @@ class Compiler:
             record(captured, executor, step, batch, recorder)
             if library_users:  # which recording has left without workspaces
                 warm_up_libraries(executor.device)  # into segments of their own, as nothing is cached now
-            return executor, captured.graph.static_bytes + recorder.held_bytes()
+            return executor, captured.graph.static_bytes + recorder.count_held_bytes()
 
     def _made_executor(self, captured: Capture, plan: Plan) -> Executor:
         offered = with_graph(captured, with_recorded(captured.graph, plan.settings))

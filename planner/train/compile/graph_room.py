@@ -14,7 +14,7 @@ from graphs.units import format_bytes, format_enough
 from planner.memory.fit import Bracket, fit
 from planner.memory.reserved import eager_bytes, reserved_with_graphs, rules_of
 from planner.plans.plan import Plan
-from planner.runtime.cuda.graph_pool import pool_bytes
+from planner.runtime.cuda.graph_pool import compute_pool_bytes
 from planner.settings.budget import Budget, Bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import with_recorded
@@ -82,7 +82,7 @@ def with_room_for_pool(
     """Return `plan`, or one whose tensors and pool together are within the budget of `plan`.
 
     Args:
-        libraries: bytes of each workspace of libraries in the pool (``pool_bytes``).
+        libraries: bytes of each workspace of libraries in the pool (``compute_pool_bytes``).
         budget: whose allocated part is the budget of `plan`.
         solve: solves `graph` for a budget of allocated bytes.
 
@@ -105,4 +105,4 @@ def with_room_for_pool(
 
 def _count_kept_bytes(graph: Graph, libraries: Sequence[int], rules: Rules, plan: Plan) -> int:
     """Return the static memory that remains allocated once `plan` is recorded."""
-    return graph.static_bytes + pool_bytes(with_recorded(graph, plan.settings), plan.schedule, libraries, rules)
+    return graph.static_bytes + compute_pool_bytes(with_recorded(graph, plan.settings), plan.schedule, libraries, rules)

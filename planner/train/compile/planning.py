@@ -18,7 +18,7 @@ from planner.plans.line import plan_line
 from planner.plans.plan_check import check_sizes
 from planner.progress import OnProgress, Stages, list_views
 from planner.runtime.cuda.cuda_graph import CudaGraphs
-from planner.runtime.cuda.device_arena import shared_slab
+from planner.runtime.cuda.device_arena import create_shared_slab
 from planner.runtime.executor import check_no_transform
 from planner.settings.budget import Budget, Bytes, Overhead
 from planner.settings.compatibility import check_compatible, find_conflict
@@ -120,7 +120,7 @@ class Planning:
             partial(CudaGraphs, device) if settings.cuda_graph else None,
             compare_eager=settings.compare_eager,
             channels=channels,
-            slab=shared_slab(device),
+            slab=create_shared_slab(device),
             follows=settings.replan is not False and find_conflict(self._features | {Feature.REPLAN}) is None,
             stages=Stages(*list_views(self.on_progress)) if first else Stages(),
         )

@@ -12,7 +12,7 @@ import torch
 from graphs.errors import BudgetError
 from graphs.units import format_bytes
 from planner.capture.lowering.statics import allocated_bytes
-from planner.runtime.allocator import cuda_bytes
+from planner.runtime.allocator import get_cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import begin_allocations, end_allocations, profiler_enabled
 from planner.torch_private.cuda import on_out_of_memory, raw_alloc, raw_free
@@ -144,7 +144,7 @@ class DeviceCosts(OpCosts):
     def in_use_bytes(self) -> int:
         """Return the bytes in use on the device, including workspaces that libraries keep."""
         warm_up_libraries(self._device)
-        return cuda_bytes(self._device)
+        return get_cuda_bytes(self._device)
 
     def forget_failures(self) -> None:
         """Forget failed requests to the allocator before an op."""

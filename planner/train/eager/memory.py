@@ -12,7 +12,7 @@ import torch
 
 from graphs.errors import BudgetError
 from graphs.units import format_bytes, format_enough
-from planner.runtime.allocator_failure import allocator_failure
+from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import storage_address, storage_use_count
 from planner.train.eager.sizes import OutputSizes
 from planner.train.eager.storages import LedgerWatch, RecordedOp, StorageWatch, TrackedStorage, make_alias, reference_to
@@ -257,7 +257,7 @@ class Memory:
 
         Return False if all resident storages are in use, or if the error has another cause.
         """
-        failure = allocator_failure(error)
+        failure = find_allocator_failure(error)
         if failure is None:
             return False
         self.settle()

@@ -9,7 +9,7 @@ import torch
 from graphs.errors import BudgetError, PlannerError
 from graphs.units import format_bytes, format_enough
 from planner.capture.program.draws import draw_again
-from planner.runtime.allocator_failure import allocator_failure
+from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, below_autograd, kernel_settings, set_kernel_settings, without_keys
 from planner.train.eager.device_costs import OpCosts
 from planner.train.eager.memory import Memory
@@ -184,7 +184,7 @@ class Recomputation:
                 break
             except Exception as error:
                 while not self.memory.evict_after(error):
-                    if allocator_failure(error) is None or not _let_go(stack):
+                    if find_allocator_failure(error) is None or not _let_go(stack):
                         raise
                 if op.in_place and not op.operator.allocates_first:
                     return None

@@ -10,7 +10,7 @@ import torch
 
 from graphs.errors import BudgetError
 from planner.capture.rewrites.sparse_products import strided_parts
-from planner.runtime.allocator_failure import allocator_failure
+from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import TorchDispatchMode, storage_address
 from planner.train.eager.device_costs import OpCosts
 from planner.train.eager.draws import lock_of_draws, random_state_before
@@ -346,7 +346,7 @@ class Recorder(TorchDispatchMode):
 
         If it may have written before the allocator failed, the storages must be recomputable, and the caller restores them.
         """
-        if allocator_failure(error) is None:
+        if find_allocator_failure(error) is None:
             return False
         if not op.operator.allocates_first and not (
             in_part and all(storage.recomputable(storage.version) for storage in in_part)

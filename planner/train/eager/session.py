@@ -19,7 +19,7 @@ from graphs.units import format_bytes, format_enough, format_seconds
 from planner.memory.auto_budget import auto_budget_bytes
 from planner.memory.reserved import memory_on
 from planner.plans.solving import solve_graph
-from planner.runtime.allocator import capped_allocator, cuda_context_bytes
+from planner.runtime.allocator import limit_allocator, measure_cuda_context_bytes
 from planner.settings.budget import Auto, Budget, Bytes, Share, read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
@@ -143,7 +143,7 @@ class Rematerialization:
         if isinstance(self._budget, Auto):
             budget_bytes = auto_budget_bytes(self._device, tensors)
         else:
-            context_bytes = cuda_context_bytes(self._device) if self._counted.counts_context else 0
+            context_bytes = measure_cuda_context_bytes(self._device) if self._counted.counts_context else 0
             budget_bytes = self._budget.in_bytes(0) - context_bytes
         sizes = OutputSizes(self._device)
         memory = Memory(budget_bytes, sizes, partial(Ledger, self._heuristic))
@@ -163,7 +163,7 @@ class Rematerialization:
         memory.forget_unneeded = recorder.forget_unneeded
         with ExitStack() as block:
             if self._counted is not CountedMemory.ALLOCATED:
-                block.enter_context(capped_allocator(self._device, memory.budget_bytes))
+                block.enter_context(limit_allocator(self._device, memory.budget_bytes))
             block.callback(recorder.close)
             block.callback(follower.close)
             block.enter_context(recorder.module)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from planner.runtime.allocator import capped_allocator
+from planner.runtime.allocator import limit_allocator
 from tests.support.cuda_device import cuda_device
 
 _MB = 2**20
@@ -15,7 +15,7 @@ def zeros(megabytes: int) -> torch.Tensor:
 
 def test_no_more_is_reserved_than_the_cap() -> None:
     with cuda_device(capacity_bytes=256 * _MB):
-        with capped_allocator(torch.device("cuda:0"), 96 * _MB):
+        with limit_allocator(torch.device("cuda:0"), 96 * _MB):
             kept = zeros(64)
             with pytest.raises(torch.OutOfMemoryError):
                 zeros(64)
@@ -26,13 +26,13 @@ def test_capped_allocator_first_releases_unused_reserved_memory() -> None:
     with cuda_device(capacity_bytes=256 * _MB):
         zeros(128)
         assert torch.cuda.memory_reserved() == 128 * _MB
-        with capped_allocator(torch.device("cuda:0"), 96 * _MB):
+        with limit_allocator(torch.device("cuda:0"), 96 * _MB):
             assert torch.cuda.memory_reserved() == 0
 
 
 def test_a_lower_cap_of_the_process_stays() -> None:
     with cuda_device(capacity_bytes=256 * _MB):
         torch.cuda.set_per_process_memory_fraction(0.25)
-        with capped_allocator(torch.device("cuda:0"), 128 * _MB), pytest.raises(torch.OutOfMemoryError):
+        with limit_allocator(torch.device("cuda:0"), 128 * _MB), pytest.raises(torch.OutOfMemoryError):
             zeros(96)
         assert torch.cuda.get_per_process_memory_fraction() == 0.25

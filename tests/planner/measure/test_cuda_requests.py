@@ -1,7 +1,7 @@
 """The requests of an op, from what the allocator was recorded to do."""
 
 from graphs.requests import WORKSPACE, MemoryRequest
-from planner.runtime.allocator import requests_of
+from planner.runtime.allocator import collect_requests
 
 
 def entries(*actions: tuple[str, int, int]) -> list[dict[str, object]]:
@@ -19,7 +19,7 @@ def test_consecutive_workspaces_are_separate_requests() -> None:
         ("alloc", 2, 40),
         ("free_completed", 2, 40),
     )
-    assert requests_of(trace, {3: 0, 1: 1}) == (
+    assert collect_requests(trace, {3: 0, 1: 1}) == (
         MemoryRequest(1),
         MemoryRequest(WORKSPACE, 30, 2),
         MemoryRequest(0),
@@ -29,13 +29,13 @@ def test_consecutive_workspaces_are_separate_requests() -> None:
 
 def test_memory_kept_by_a_library_is_not_a_request_of_the_op() -> None:
     trace = entries(("alloc", 7, 2**25), ("alloc", 1, 10), ("alloc", 2, 5), ("free_completed", 2, 5))
-    assert requests_of(trace, {1: 0}) == (MemoryRequest(0), MemoryRequest(WORKSPACE, 5, 2))
+    assert collect_requests(trace, {1: 0}) == (MemoryRequest(0), MemoryRequest(WORKSPACE, 5, 2))
 
 
 def test_frees_of_older_memory_are_left_out() -> None:
-    assert requests_of(entries(("free_completed", 9, 10), ("alloc", 1, 10)), {1: 0}) == (MemoryRequest(0),)
+    assert collect_requests(entries(("free_completed", 9, 10), ("alloc", 1, 10)), {1: 0}) == (MemoryRequest(0),)
 
 
 def test_simultaneous_workspaces_are_separate_requests() -> None:
     trace = entries(("alloc", 1, 10), ("alloc", 2, 20), ("free_completed", 1, 10), ("alloc", 3, 5), ("free_completed", 2, 20))
-    assert requests_of(trace, {3: 0}) == (MemoryRequest(WORKSPACE, 10, 2), MemoryRequest(WORKSPACE, 20, 3), MemoryRequest(0))
+    assert collect_requests(trace, {3: 0}) == (MemoryRequest(WORKSPACE, 10, 2), MemoryRequest(WORKSPACE, 20, 3), MemoryRequest(0))

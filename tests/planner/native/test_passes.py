@@ -134,7 +134,7 @@ def test_an_error_has_the_line_of_the_op_and_holds_no_tensor() -> None:
     wrong = (torch.full((24,), 7), *workload.batch[1:])
     with pytest.raises(IndexError, match="index out of range") as raised:
         executor(*wrong)
-    step = executor.launched.lines.failed_step(raised.value)
+    step = executor.launched.lines.find_failed_step(raised.value)
     assert step is not None
     failed = executor.launched.lines.schedule.steps[step]
     assert "embedding" in captured.graph.ops[failed.op].target  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphs.errors import CopyError
-from planner.runtime.allocator_failure import allocator_failure
+from planner.runtime.allocator_failure import find_allocator_failure
 
 CPU = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 "
@@ -40,7 +40,7 @@ RUNTIME = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously
     ],
 )
 def test_a_message_of_an_allocator(error: Exception, asked_bytes: int | None, message: str) -> None:
-    found = allocator_failure(error)
+    found = find_allocator_failure(error)
     assert found is not None
     assert found.asked_bytes == asked_bytes
     assert found.message.startswith(message)
@@ -59,25 +59,25 @@ def test_a_message_of_an_allocator(error: Exception, asked_bytes: int | None, me
     ],
 )
 def test_other_errors_are_not_allocator_failures(error: BaseException) -> None:
-    assert allocator_failure(error) is None
+    assert find_allocator_failure(error) is None
 
 
 def test_failures_of_torch_and_numpy_allocators_are_recognized() -> None:
     with pytest.raises(RuntimeError) as of_torch:
         torch.empty(2**58, dtype=torch.uint8)
-    found = allocator_failure(of_torch.value)
+    found = find_allocator_failure(of_torch.value)
     assert found is not None and found.asked_bytes == 2**58
     with pytest.raises(MemoryError) as of_numpy:
         np.empty(2**58, dtype=np.uint8)
-    found = allocator_failure(of_numpy.value)
+    found = find_allocator_failure(of_numpy.value)
     assert found is not None and found.asked_bytes == 2**58
 
 
 def test_a_cause_is_found_and_a_context_is_none() -> None:
     wrapped = CopyError("a copy failed")
     wrapped.__cause__ = RuntimeError(CPU)
-    found = allocator_failure(wrapped)
+    found = find_allocator_failure(wrapped)
     assert found is not None and found.asked_bytes == 4194304
     beside = CopyError("a copy failed")
     beside.__context__ = RuntimeError(CPU)
-    assert allocator_failure(beside) is None
+    assert find_allocator_failure(beside) is None

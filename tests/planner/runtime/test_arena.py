@@ -25,7 +25,7 @@ from planner.measure.steps import Isolated, measure_outcome
 from planner.memory.arena_rules import ALIGNMENT, LEAST_BYTES
 from planner.runtime import arena_allocator, slab_addresses
 from planner.runtime.arena import SharedSlab
-from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab, idle_pages_stay
+from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab, keep_idle_pages
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
 from tests.support.logs import lines_of
@@ -278,20 +278,20 @@ def test_plans_share_the_slab_of_the_largest() -> None:
     sizes = small_bytes, large_bytes = 2 * mmap.PAGESIZE, 6 * mmap.PAGESIZE
     shared, (small, large) = SharedSlab(), map(addresses, sizes)
     shared.add(small)
-    assert shared.holding(small, 0).size_bytes == small_bytes
+    assert shared.provide_slab(small, 0).size_bytes == small_bytes
     shared.add(large)
-    slab = shared.holding(large, 0)
+    slab = shared.provide_slab(large, 0)
     assert slab.size_bytes == large_bytes
     touch(slab)
-    assert shared.holding(small, large_bytes) is slab
+    assert shared.provide_slab(small, large_bytes) is slab
     assert resident_bytes(slab) == large_bytes
-    assert shared.holding(small, 3 * mmap.PAGESIZE) is slab
+    assert shared.provide_slab(small, 3 * mmap.PAGESIZE) is slab
     assert resident_bytes(slab) == 3 * mmap.PAGESIZE
-    assert shared.holding(small, 0) is slab
+    assert shared.provide_slab(small, 0) is slab
     assert resident_bytes(slab) == small_bytes
     del slab, large
     shared.drop()
-    assert shared.holding(small, large_bytes).size_bytes == small_bytes
+    assert shared.provide_slab(small, large_bytes).size_bytes == small_bytes
 
 
 def test_pages_in_use_are_not_given_back() -> None:
@@ -326,7 +326,7 @@ def test_idle_pages_are_given_back_for_requests_above_the_budget() -> None:
     slab.keep_within(size + HUGE_PAGE_BYTES)
     touch(slab)
     within = torch.empty(HUGE_PAGE_BYTES, dtype=torch.uint8)
-    with idle_pages_stay():
+    with keep_idle_pages():
         torch.empty(size, dtype=torch.uint8)
     assert resident_bytes(slab) == size
     above = torch.empty(HUGE_PAGE_BYTES // 2, dtype=torch.uint8)
@@ -407,8 +407,8 @@ def test_a_recording_says_when_memory_is_freed(recording: Recording) -> None:
     del first
     torch.empty(10, dtype=torch.uint8)  # freed at once
     third = torch.empty(4000, dtype=torch.uint8)
-    assert [(r.size_bytes, r.end) for r in recording.requests()] == [(2000, 2), (3000, None), (10, 3), (4000, None)]
-    assert [recording.requests()[i].address for i in (1, 3)] == [second.data_ptr(), third.data_ptr()]
+    assert [(r.size_bytes, r.end) for r in recording.list_requests()] == [(2000, 2), (3000, None), (10, 3), (4000, None)]
+    assert [recording.list_requests()[i].address for i in (1, 3)] == [second.data_ptr(), third.data_ptr()]
 
 
 @settings(deadline=None)

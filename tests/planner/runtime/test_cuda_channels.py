@@ -93,8 +93,8 @@ def test_memory_of_a_copy_is_held_until_the_copy_ends() -> None:
     with cuda_device() as cuda:
         copies = HostChannels(CUDA)
         tensor = torch.arange(5.0, device=CUDA)
-        host, out = copies.out(tensor)
-        found, back = copies.back(host)
+        host, out = copies.offload(tensor)
+        found, back = copies.reload(host)
         memory, gone = weakref.ref(tensor), weakref.ref(found)
         del tensor, found
         assert memory() is not None and gone() is not None and cuda.defaults[0].done == 0
@@ -117,20 +117,20 @@ def test_copies_wait_for_those_before_them(order: Order, seed: int) -> None:
     with cuda_device(order=order, seed=seed):
         copies = HostChannels(CUDA)
         ones, twos = torch.ones(1000, device=CUDA), torch.full((1000,), 2.0, device=CUDA)
-        host, out = copies.out(ones)
-        found, back = copies.back(host)  # not before it is on the host
+        host, out = copies.offload(ones)
+        found, back = copies.reload(host)  # not before it is on the host
         place = host.bytes.room.data_ptr()
         del host
-        second, out_again = copies.out(twos)  # into a buffer that is still read
+        second, out_again = copies.offload(twos)  # into a buffer that is still read
         assert second.bytes.room.data_ptr() == place
-        found_again, back_again = copies.back(second)
-        third, out_at_last = copies.out(found_again, back_again)  # not before it is on the device
+        found_again, back_again = copies.reload(second)
+        third, out_at_last = copies.offload(found_again, back_again)  # not before it is on the device
         for copy in (out, out_again, out_at_last):
             copy.finish()
-        found, found_again = back.arrived(found), back_again.arrived(found_again)
+        found, found_again = back.wait_for_arrival(found), back_again.wait_for_arrival(found_again)
         assert torch.equal(found.cpu(), torch.ones(1000)) and torch.equal(found_again.cpu(), torch.full((1000,), 2.0))
         assert third.bytes.layout is not None
-        assert torch.equal(third.bytes.layout.within(third.bytes.values), torch.full((1000,), 2.0))
+        assert torch.equal(third.bytes.layout.view_in(third.bytes.values), torch.full((1000,), 2.0))
         del second, third, copies
         gc.collect()
 
@@ -138,7 +138,7 @@ def test_copies_wait_for_those_before_them(order: Order, seed: int) -> None:
 def test_the_host_waits_for_a_copy_by_its_event() -> None:
     with cuda_device():
         copies = HostChannels(CUDA)
-        host, out = copies.out(torch.ones(1000, device=CUDA))
+        host, out = copies.offload(torch.ones(1000, device=CUDA))
         place = launched(out).point
         assert place.stream.done < place.place
         (copy,) = host.bytes.copies
@@ -151,7 +151,7 @@ def test_the_host_waits_for_a_copy_by_its_event() -> None:
 def test_host_memory_is_not_unlocked_while_a_copy_uses_it() -> None:
     with cuda_device() as cuda:
         copies = HostChannels(CUDA)
-        host, out = copies.out(torch.ones(1000, device=CUDA))
+        host, out = copies.offload(torch.ones(1000, device=CUDA))
         assert cuda.locked
         del host, out, copies
         gc.collect()

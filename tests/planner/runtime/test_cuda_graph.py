@@ -13,7 +13,7 @@ from graphs.errors import MismatchError, PlannerError, TraceError
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.runtime.cuda.graphed_step import recordable
+from planner.runtime.cuda.graphed_step import prepare_for_recording
 from planner.runtime.executor import Executor
 from planner.settings.budget import Bytes
 from planner.settings.plan import PlanSettings
@@ -115,7 +115,7 @@ def test_recording_leaves_model_gradients_and_random_state_alone() -> None:
 
 
 def test_random_ops_are_not_computed_again_and_no_state_is_read() -> None:
-    captured = recordable(capture(*make("gpt2_written")))
+    captured = prepare_for_recording(capture(*make("gpt2_written")))
     random = {op.id for op in captured.graph.ops if op.random}
     assert random
     assert not any(captured.graph.ops[op].recomputable for op in random)
@@ -189,7 +189,7 @@ class Masked(nn.Module):
 )
 def test_an_op_that_cannot_be_captured_is_named(model: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(TraceError, match=rf"{said}.*leave out cuda_graph=True"):
-        recordable(capture(model(), None, (torch.randn(3, 4),)))
+        prepare_for_recording(capture(model(), None, (torch.randn(3, 4),)))
 
 
 def test_unrecordable_steps_raise() -> None:

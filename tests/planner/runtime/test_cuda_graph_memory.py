@@ -21,10 +21,10 @@ from planner.measure.tracing import profile_capture
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.runtime.cuda.cuda_graph import CudaGraphs
-from planner.runtime.cuda.graph_pool import pool_bytes
-from planner.runtime.cuda.graphed_step import record, recordable
+from planner.runtime.cuda.graph_pool import compute_pool_bytes
+from planner.runtime.cuda.graphed_step import prepare_for_recording, record
 from planner.runtime.executor import Executor
-from planner.runtime.libraries import warm_up_libraries, workspaces
+from planner.runtime.libraries import get_workspaces, warm_up_libraries
 from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
@@ -47,7 +47,7 @@ MIB = 2**20
 def test_step_inputs_and_outputs_are_counted_twice() -> None:
     workload = dropout_and_norm()
     plain = capture(*workload)
-    captured = recordable(plain)
+    captured = prepare_for_recording(plain)
     inputs = sum(allocated(value.nbytes) for value in workload.batch)
     trained = sum(allocated(p.nbytes) for p in workload.model.parameters())
     loss = allocated(4)
@@ -64,7 +64,7 @@ def allocated(size_bytes: int) -> int:
 @pytest.mark.usefixtures("_cuda")
 def test_replayed_step_allocates_the_counted_bytes() -> None:
     workload = dropout_and_norm()
-    by_kind = recordable(capture(*workload)).graph.static_bytes_by_kind
+    by_kind = prepare_for_recording(capture(*workload)).graph.static_bytes_by_kind
     step = recorded(workload)
     for _ in range(2):
         for parameter in workload.model.parameters():
@@ -88,15 +88,15 @@ def test_cuda_graph_pool_holds_the_predicted_bytes(name: str, seed: int | None) 
     device = next(workload.model.parameters()).device
     warm_up_libraries(device)
     step = TrainingStep(workload.model, workload.loss_fn)
-    captured = profile_capture(recordable(capture(*workload)), workload, PlanSettings(passes=1))
+    captured = profile_capture(prepare_for_recording(capture(*workload)), workload, PlanSettings(passes=1))
     schedule = random_schedule(captured.graph, seed) if seed else keep_everything(captured.graph)
     recorder = CudaGraphs(device)
     executor = Executor(captured, schedule, workload.model, workload.loss_fn)
     record(captured, executor, step, workload.batch, recorder)
-    predicted = pool_bytes(captured.graph, schedule, workspaces(device))
+    predicted = compute_pool_bytes(captured.graph, schedule, get_workspaces(device))
     # A workspace that a pass does not use is not in the pool.
-    assert predicted - 2 * MIB <= recorder.held_bytes() <= predicted
-    assert predicted >= sum(workspaces(device))
+    assert predicted - 2 * MIB <= recorder.count_held_bytes() <= predicted
+    assert predicted >= sum(get_workspaces(device))
 
 
 def solved(workload: Workload, budget: str | int, recorder: Callable[[], CudaGraphs]) -> PlannedStep:
@@ -115,9 +115,9 @@ def solved(workload: Workload, budget: str | int, recorder: Callable[[], CudaGra
 
 def budget_with_pool(workload: Workload) -> int:
     """Half way from the least to the peak of keeping everything, and what a pool takes besides its tensors."""
-    captured = profile_capture(recordable(capture(*workload, optimizer="adamw")), workload, PlanSettings(passes=1))
+    captured = profile_capture(prepare_for_recording(capture(*workload, optimizer="adamw")), workload, PlanSettings(passes=1))
     device = next(workload.model.parameters()).device
-    held_bytes = pool_bytes(captured.graph, keep_everything(captured.graph), workspaces(device))
+    held_bytes = compute_pool_bytes(captured.graph, keep_everything(captured.graph), get_workspaces(device))
     return captured.graph.static_bytes + held_bytes
 
 
@@ -132,8 +132,8 @@ class LosesMemory(CudaGraphs):
         self._lost = 0 if self.made else 100_000
         self.made.append(weakref.ref(self))
 
-    def held_bytes(self) -> int:
-        return super().held_bytes() + self._lost
+    def count_held_bytes(self) -> int:
+        return super().count_held_bytes() + self._lost
 
 
 @pytest.mark.usefixtures("_stand_in")
@@ -168,7 +168,7 @@ def test_a_plan_leaves_room_for_segments_that_are_not_full() -> None:
     budget = budget_with_pool(workload) - 2 * MIB  # a segment less than where everything is kept
     step = solved(workload, budget, recorder)
     assert len(recorders) == 1 and len(step.plan.schedule.computed) > step.plan.graph.ops
-    assert step.plan.measured_peak_bytes == step.plan.graph.static_bytes + recorders[0].held_bytes() <= budget
+    assert step.plan.measured_peak_bytes == step.plan.graph.static_bytes + recorders[0].count_held_bytes() <= budget
 
 
 @pytest.mark.slow
@@ -188,8 +188,8 @@ def test_a_budget_without_room_for_the_pool_is_refused_before_anything_is_record
 
 
 class NeverFits(CudaGraphs):
-    def held_bytes(self) -> int:
-        return super().held_bytes() + 10**9
+    def count_held_bytes(self) -> int:
+        return super().count_held_bytes() + 10**9
 
 
 @pytest.mark.usefixtures("_stand_in")

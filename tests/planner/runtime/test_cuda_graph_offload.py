@@ -14,7 +14,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.runtime.cuda.cuda_graph import CudaGraphs
-from planner.runtime.cuda.graphed_step import record, recordable
+from planner.runtime.cuda.graphed_step import prepare_for_recording, record
 from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
 from tests.support.cuda_device import Order, cuda_device, on_device
@@ -35,7 +35,7 @@ CUDA = torch.device("cuda:0")
 
 def recorded_step(workload: Workload, seed: int, host_bytes: int | None = None) -> tuple[Executor, HostChannels]:
     """The recorded step of a schedule that copies at random."""
-    captured = recordable(capture(*workload))
+    captured = prepare_for_recording(capture(*workload))
     offered = offering(captured)
     schedule = with_random_copies(offered.graph, keep_everything(captured.graph), seed)
     channels = HostChannels(CUDA, host_bytes)
@@ -50,7 +50,7 @@ def recorded_step(workload: Workload, seed: int, host_bytes: int | None = None) 
 @pytest.mark.usefixtures("_cuda")
 def test_a_recorded_step_that_copies_trains_as_the_step_does_op_by_op(loop: str) -> None:
     workload, other = dropout_and_norm(), dropout_and_norm()
-    captured = recordable(capture(*other))
+    captured = prepare_for_recording(capture(*other))
     launched = Executor(captured, keep_everything(captured.graph), other.model, other.loss_fn)
     wanted = train(other, launched, **LOOPS[loop])
     step, _ = recorded_step(workload, seed=3)
@@ -103,7 +103,7 @@ def test_a_host_without_room_for_copies_of_all_sizes_is_one_error() -> None:
 @pytest.mark.usefixtures("_stand_in")
 def test_copies_by_threads_are_not_recorded() -> None:
     workload = dropout_and_norm()
-    captured = recordable(capture(*workload))
+    captured = prepare_for_recording(capture(*workload))
     offered = offering(captured)
     threads = HostChannels(torch.device("cpu"))
     executor = Executor(offered, keep_everything(captured.graph), workload.model, workload.loss_fn, threads)

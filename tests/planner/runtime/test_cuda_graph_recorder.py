@@ -9,7 +9,7 @@ import torch
 from graphs.errors import TraceError
 from planner.capture.trace import capture
 from planner.runtime.cuda.cuda_graph import CudaGraphs
-from planner.runtime.cuda.graphed_step import recordable
+from planner.runtime.cuda.graphed_step import prepare_for_recording
 from planner.runtime.executor import Executor
 from tests.support.cuda_device import Order, cuda_device
 from tests.support.cuda_device.memory import WORKSPACE_BYTES
@@ -50,9 +50,9 @@ def test_the_pool_holds_a_segment_and_the_workspace() -> None:
         recorder = CudaGraphs(CUDA)
         recorder.warm_up(lambda: x @ x)
         made, _ = recorder.record(lambda: x @ x)
-        assert recorder.held_bytes() == 2 * MIB + WORKSPACE_BYTES
+        assert recorder.count_held_bytes() == 2 * MIB + WORKSPACE_BYTES
         again, _ = recorder.record(lambda: made @ x)
-        assert recorder.held_bytes() == 2 * MIB + WORKSPACE_BYTES
+        assert recorder.count_held_bytes() == 2 * MIB + WORKSPACE_BYTES
         assert not cuda.memories[0].workspaces
         assert made.data_ptr() != again.data_ptr()
 
@@ -84,7 +84,7 @@ def test_failed_capture_raises_with_its_cause(function: Callable[..., Any], said
 @pytest.mark.usefixtures("_cuda")
 def test_a_cuda_graph_trains_as_the_planned_step_does(loop: str) -> None:
     workload, other = dropout_and_norm(), dropout_and_norm()
-    captured = recordable(capture(*other))
+    captured = prepare_for_recording(capture(*other))
     launched = Executor(captured, random_schedule(captured.graph, 1), other.model, other.loss_fn)
     wanted, found = train(other, launched, **LOOPS[loop]), train(workload, recorded(workload), **LOOPS[loop])
     assert_same(wanted, found)

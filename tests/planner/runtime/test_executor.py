@@ -19,7 +19,7 @@ from graphs.schedule import Free, keep_everything, schedule_of
 from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
-from planner.runtime.allocator import cpu_allocations
+from planner.runtime.allocator import record_cpu_allocations
 from planner.runtime.code import compile_schedule
 from planner.runtime.devices import Devices
 from planner.runtime.executor import Executor
@@ -168,7 +168,7 @@ def test_nothing_is_left_in_memory() -> None:
             for parameter in step.training_step.parameters():
                 parameter.grad = None
 
-    events = cpu_allocations(run)
+    events = record_cpu_allocations(run)
     assert events
     assert sum(event.size_bytes or 0 for event in events) == 0
 

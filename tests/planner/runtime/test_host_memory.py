@@ -49,14 +49,14 @@ def test_unused_buffers_are_released_after_their_copies_end() -> None:
 def test_unused_buffers_go_where_the_host_has_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = HostMemory()
     memory.give_back(memory.take(3000))
-    new, room = HostMemory._new, 3000
+    new, room = HostMemory._allocate_new, 3000
 
     def limited(self: HostMemory, size_bytes: int) -> object:
         if self.allocated_bytes + size_bytes > room:
             raise MemoryError
         return new(self, size_bytes)
 
-    monkeypatch.setattr(HostMemory, "_new", limited)
+    monkeypatch.setattr(HostMemory, "_allocate_new", limited)
     assert memory.take(2000).size_bytes == memory.allocated_bytes == 2000
     with pytest.raises(OutOfMemoryError, match=r"no memory for a copy of 1.50 kB, beside 2.00 kB"):
         memory.take(1500)

@@ -57,7 +57,7 @@ class KnownChannels(HostChannels):
         super().__init__(torch.device("cpu"))
         self._ends_s = [0.0] if shared else [0.0, 0.0]
 
-    def again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> Any:
+    def copy_again(self, tensor: torch.Tensor, host: HostTensor, *, out: bool) -> Any:
         lane = out % len(self._ends_s)
         self._ends_s[lane] += _START_S + tensor.nbytes / _RATE
         return KnownCopy(self._ends_s[lane])
@@ -86,8 +86,8 @@ def test_a_thread_copies_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("planner.runtime.transfers.thread_channels.np.copyto", copy)
     channels = HostChannels(torch.device("cpu"))
     values = torch.arange(8.0)
-    host, first = channels.out(values)
-    copies = [first, channels.again(values, host, out=True), channels.again(values, host, out=True)]
+    host, first = channels.offload(values)
+    copies = [first, channels.copy_again(values, host, out=True), channels.copy_again(values, host, out=True)]
     assert all(later.seconds_after(earlier) >= 0.01 for earlier, later in pairwise(copies))
     assert all(each.has_ended for each in copies)
     assert torch.equal(torch.from_numpy(host.bytes.values.numpy().view("float32")), values)

@@ -22,7 +22,7 @@ from planner.plans.solving import solve
 from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostMemory
-from planner.runtime.transfers.transfers import storage_bytes
+from planner.runtime.transfers.transfers import view_storage
 from planner.settings.plan import PlanSettings
 from tests.support.budgets import on_the_way
 from tests.support.models.offloaded import copies_in, copying_step, offering, with_random_copies
@@ -81,7 +81,7 @@ def test_waits_stand_directly_before_the_dependent_statement() -> None:
     _, _, executor = copying_step("gpt2_sdpa", 2)
     lines = [line.strip() for line in executor.code.source.splitlines()]
     issued = copies_in(executor.code.source)
-    wait = r"(?:(t\d+) = )?transfer(?:s\[\d+\]|_\d+)\.(?:arrived\(\1\)|finish\(\))"
+    wait = r"(?:(t\d+) = )?transfer(?:s\[\d+\]|_\d+)\.(?:wait_for_arrival\(\1\)|finish\(\))"
     waits = sum(re.fullmatch(wait, line) is not None for line in lines)
     assert 0 < waits <= len(issued) and any(copy.back for copy in issued)
     for i, line in enumerate(lines):
@@ -118,7 +118,7 @@ def test_buffers_are_kept_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> 
     executor(*workload.batch).backward()
     memory = executor.devices.host  # type: ignore[union-attr]
     held = memory.allocated_bytes
-    monkeypatch.setattr(HostMemory, "_new", None)  # nothing is allocated any more
+    monkeypatch.setattr(HostMemory, "_allocate_new", None)  # nothing is allocated any more
     for _ in range(3):
         executor(*workload.batch).backward()
     assert memory.allocated_bytes == held and memory.used_bytes == 0
@@ -177,13 +177,13 @@ def test_layouts_come_back_as_they_were() -> None:
     copies = HostChannels(torch.device("cpu"))
     whole = torch.arange(60, dtype=torch.int16)
     for tensor in (whole.view(3, 4, 5).permute(2, 0, 1), whole[7:31:2], torch.randn(3, dtype=torch.complex64), torch.tensor(2.5)):
-        host, out = copies.out(tensor)
+        host, out = copies.offload(tensor)
         out.finish()
-        taken, back = copies.back(host)
-        found = back.arrived(taken)
+        taken, back = copies.reload(host)
+        found = back.wait_for_arrival(taken)
         assert torch.equal(found, tensor) and found.dtype == tensor.dtype and found.stride() == tensor.stride()
         assert found.storage_offset() == tensor.storage_offset()
-        assert torch.equal(storage_bytes(found), storage_bytes(tensor))
+        assert torch.equal(view_storage(found), view_storage(tensor))
         assert found.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
         del host
     assert copies.memory.used_bytes == 0 < copies.memory.peak_bytes == 120
@@ -198,16 +198,16 @@ def test_copy_waits_for_earlier_copies_of_its_buffer(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(np, "copyto", slow_back)
     copies = HostChannels(torch.device("cpu"))
     ones, twos = torch.ones(1000), torch.full((1000,), 2.0)
-    host, _ = copies.out(ones)
-    found, back = copies.back(host)  # not before it is on the host
+    host, _ = copies.offload(ones)
+    found, back = copies.reload(host)  # not before it is on the host
     place = host.bytes.room.data_ptr()
     del host
-    second, out = copies.out(twos)  # into a buffer that is still read
+    second, out = copies.offload(twos)  # into a buffer that is still read
     assert second.bytes.room.data_ptr() == place
     out.finish()
-    assert torch.equal(back.arrived(found), ones) and torch.equal(second.bytes.values.view(torch.float32), twos)
-    found, back = copies.back(second)
-    third, out = copies.out(found, back)  # not before it is on the device
+    assert torch.equal(back.wait_for_arrival(found), ones) and torch.equal(second.bytes.values.view(torch.float32), twos)
+    found, back = copies.reload(second)
+    third, out = copies.offload(found, back)  # not before it is on the device
     out.finish()
     assert torch.equal(third.bytes.values.view(torch.float32), twos)
 

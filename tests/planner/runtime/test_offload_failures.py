@@ -104,8 +104,8 @@ def test_a_thread_that_cannot_copy(name: str, when: str, monkeypatch: pytest.Mon
 def test_host_out_of_memory_raises_and_restores_the_step(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = make(name)
     _, _, step = copying_step(name, 1)
-    failing = Failing(HostMemory._new, partial(MemoryError, "out of it"))
-    monkeypatch.setattr(HostMemory, "_new", lambda *args: failing(*args))
+    failing = Failing(HostMemory._allocate_new, partial(MemoryError, "out of it"))
+    monkeypatch.setattr(HostMemory, "_allocate_new", lambda *args: failing(*args))
     before, generator = state(step), torch.get_rng_state()
     step(*workload.batch)
     needed = failing.calls
@@ -135,7 +135,7 @@ def test_dead_copy_thread_raises_and_restores_the_step(stream: str, monkeypatch:
     def dies(copies: Any) -> None:
         copies.get()
 
-    monkeypatch.setattr(workers, "_work", dies)
+    monkeypatch.setattr(workers, "_run_jobs", dies)
     channel._jobs.put(None)
     thread.join(_SLOW_S)
     with pytest.raises(CopyError, match="was not made: its thread has died; the step can be tried again"):

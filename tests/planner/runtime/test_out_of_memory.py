@@ -21,7 +21,7 @@ from planner.capture.program.program import OpCalls
 from planner.capture.trace import capture
 from planner.runtime import out_of_memory
 from planner.runtime.executor import Executor
-from planner.runtime.out_of_memory import reporting
+from planner.runtime.out_of_memory import report_errors
 from tests.support.cli import PATIENCE_S, ROOT
 from tests.support.memory_limits.steps import CHECKS
 from tests.support.models.placed import SECOND, assert_undone_and_right_again, on_pools, placed_at_random, profiled, state
@@ -176,12 +176,12 @@ def test_other_errors_are_raised_unchanged() -> None:
 
 def test_out_of_memory_error_names_the_stage() -> None:
     said = r"^out of memory while measuring op 'mm': it asked for 2.15 GB. .* \(CUDA out of memory. Tried to allocate 2.00 GiB\)$"
-    with pytest.raises(OutOfMemoryError, match=said), reporting("measuring op 'mm'"):
+    with pytest.raises(OutOfMemoryError, match=said), report_errors("measuring op 'mm'"):
         raise torch.OutOfMemoryError(CUDA_MESSAGE)
-    with pytest.raises(ValueError, match="no"), reporting("measuring op 'mm'"):
+    with pytest.raises(ValueError, match="no"), report_errors("measuring op 'mm'"):
         raise ValueError("no")
     step, _ = failing_step("tied", "aten.tanh.default", torch.OutOfMemoryError(CUDA_MESSAGE))
     said = r"^while rehearsing: out of memory in the forward pass: op 'tanh'"
-    with pytest.raises(OutOfMemoryError, match=said) as raised, reporting("rehearsing"):
+    with pytest.raises(OutOfMemoryError, match=said) as raised, report_errors("rehearsing"):
         step(*make("tied").batch)
     assert raised.value.op == "tanh"

@@ -191,7 +191,7 @@ def test_dead_device_thread_raises_and_restores_the_step(monkeypatch: pytest.Mon
     batch = make("mutated").batch
     before, generator = state(step), torch.get_rng_state()
     with monkeypatch.context() as patch:
-        patch.setattr(workers, "_work", lambda jobs: jobs.get())
+        patch.setattr(workers, "_run_jobs", lambda jobs: jobs.get())
         for module in (transfers, workers):
             patch.setattr(module, "LOOK_S", 0.01)
         with pytest.raises(DeviceError, match="were not executed: their thread has died; the step can be tried again"):
@@ -213,7 +213,7 @@ def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_end_with_the_step_and_have_their_own_number_of_threads() -> None:
     _, _, step = placed_step("tied", 1, ("cpu:2",))
     found = []
-    with step.devices.watched("cpu:2", lambda part: (found.append(torch.get_num_threads()), part())):
+    with step.devices.watch_pool("cpu:2", lambda part: (found.append(torch.get_num_threads()), part())):
         step(*make("tied").batch).backward()
     counted = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     counted.start()

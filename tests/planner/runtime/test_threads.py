@@ -11,7 +11,7 @@ from graphs.ir import Phase
 from graphs.schedule import schedule_of
 from planner.capture.rewrites.reproducible_random import dropout_with_generator
 from planner.capture.trace import capture
-from planner.runtime.allocator import segment_peaks
+from planner.runtime.allocator import measure_segment_peaks
 from planner.runtime.executor import Executor
 
 aten = torch.ops.aten
@@ -107,5 +107,5 @@ def test_dropout_from_a_generator_is_that_of_the_default_one(x: torch.Tensor, p:
 def test_dropout_from_a_generator_takes_no_more_than_that_of_the_default_one(dtype: torch.dtype) -> None:
     x, own = torch.randn(4, 64, 32, dtype=dtype), torch.Generator()
     ways = (lambda _: aten.native_dropout(x, 0.1, True), lambda _: dropout_with_generator(x, 0.1, True, generator=own))
-    expected, found = (segment_peaks(way, x.device) for way in ways)
+    expected, found = (measure_segment_peaks(way, x.device) for way in ways)
     assert found <= expected

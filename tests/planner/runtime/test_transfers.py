@@ -55,7 +55,7 @@ def test_either_end_may_come_first(source_first: bool) -> None:
         assert not transfer.has_ended
         transfer.send(tensor)
     transfer.finish()
-    found = transfer.arrived(taken)
+    found = transfer.wait_for_arrival(taken)
     assert torch.equal(found, tensor) and found.stride() == tensor.stride()
     assert found.untyped_storage().data_ptr() == taken.untyped_storage().data_ptr()
 
@@ -67,7 +67,7 @@ def test_tensor_is_forwarded_before_it_arrives() -> None:
     last = second.take(16)
     assert not first.has_ended and not second.has_ended
     first.send(torch.arange(4.0))
-    assert torch.equal(second.arrived(last), torch.arange(4.0))
+    assert torch.equal(second.wait_for_arrival(last), torch.arange(4.0))
 
 
 @pytest.mark.parametrize("give", [lambda t: t.send(torch.ones(2)), lambda t: t.take(8)], ids=["source", "target"])
@@ -76,7 +76,7 @@ def test_failed_pass_releases_waiting_ends_of_a_transfer(give: Callable[[Transfe
     give(transfer)
     after.send(torch.empty(8, dtype=torch.uint8), transfer)
     memory = after.take(8)
-    waiting = in_thread(transfer.finish), in_thread(lambda: after.arrived(memory))
+    waiting = in_thread(transfer.finish), in_thread(lambda: after.wait_for_arrival(memory))
     transfer.stop()
     assert all(isinstance(wait(), TransferStoppedError) for wait in waiting)
     for later in (lambda: transfer.send(torch.ones(2)), lambda: transfer.take(8)):
@@ -100,18 +100,18 @@ def test_a_copy_that_has_begun_is_not_stopped(monkeypatch: pytest.MonkeyPatch) -
     transfer.stop()
     assert not transfer.has_ended
     go_on.set()
-    assert torch.equal(transfer.arrived(taken), torch.ones(2))
+    assert torch.equal(transfer.wait_for_arrival(taken), torch.ones(2))
 
 
 def test_of_a_larger_storage_the_part_that_the_tensor_covers_is_copied() -> None:
     transfer, whole = channel().transfer(), torch.arange(100.0)
     transfer.send(whole[10:30:2])
     taken = transfer.take(4 * 19)
-    found = transfer.arrived(taken)
+    found = transfer.wait_for_arrival(taken)
     assert torch.equal(found, whole[10:30:2]) and (found.storage_offset(), found.stride()) == (0, (2,))
     with_gaps = channel().transfer()
     with_gaps.send(whole[10:30:2])
     taken = with_gaps.take(4 * 18)
-    for wait in (with_gaps.finish, lambda: with_gaps.arrived(taken)):
+    for wait in (with_gaps.finish, lambda: with_gaps.wait_for_arrival(taken)):
         with pytest.raises(CopyError, match=r"a tensor float32\[10\] with strides \(2,\) covers 76 B, and 72 B were planned"):
             wait()

@@ -15,7 +15,7 @@ from planner.capture.workload.models import Workload
 from planner.measure.steps import get_loss
 from planner.plans.solving import solve
 from planner.runtime.cuda.cuda_graph import CudaGraphs
-from planner.runtime.cuda.graphed_step import record, recordable
+from planner.runtime.cuda.graphed_step import prepare_for_recording, record
 from planner.runtime.executor import Executor
 from tests.support.cuda_device import on_device
 from tests.support.models.outcomes import assert_same
@@ -24,7 +24,7 @@ from tests.support.models.steps import make, random_schedule
 
 def recorded(workload: Workload, *, seed: int | None = 1, recorder: CudaGraphs | None = None) -> Executor:
     """The recorded step, on CUDA, of a schedule that recomputes at random, or of one that keeps everything."""
-    captured = recordable(capture(*workload))
+    captured = prepare_for_recording(capture(*workload))
     schedule = random_schedule(captured.graph, seed) if seed else solve(captured.graph, "100%").schedule
     executor = Executor(captured, schedule, workload.model, workload.loss_fn)
     step = TrainingStep(workload.model, workload.loss_fn)

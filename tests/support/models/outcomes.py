@@ -22,7 +22,7 @@ from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.measure.pool_memory import measure_peak
 from planner.measure.steps import StepOutcome, get_loss, measure_outcome
-from planner.runtime.allocator import memory_rise
+from planner.runtime.allocator import measure_memory_rise
 from planner.runtime.executor import Executor
 from tests.support.models.steps import random_schedule
 
@@ -30,7 +30,7 @@ from tests.support.models.steps import random_schedule
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes that PyTorch's CPU allocator provides at once while `run` runs."""
     gc.collect()  # else tensors of other tests may be freed in between
-    return memory_rise(run, torch.device("cpu")).peak_bytes
+    return measure_memory_rise(run, torch.device("cpu")).peak_bytes
 
 
 def train(workload: Workload, schedule: tuple[Capture, Schedule] | None) -> dict[str, torch.Tensor]:

@@ -183,7 +183,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise cpp.InvalidCxxCompiler
 
     monkeypatch.setattr(cpp, "load_cpp", fail)
-    arena_allocator._library.cache_clear()
+    arena_allocator._load_library.cache_clear()
     with pytest.raises(planner.PlannerError, match="arena=True needs a C\\+\\+ compiler"):
         arena_allocator.install()
     monkeypatch.undo()

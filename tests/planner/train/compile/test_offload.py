@@ -194,7 +194,7 @@ def test_a_host_without_memory_is_an_error_of_compile(monkeypatch: pytest.Monkey
     def none(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("planner.runtime.transfers.host_memory.HostMemory._new", none)
+    monkeypatch.setattr("planner.runtime.transfers.host_memory.HostMemory._allocate_new", none)
     workload = small()
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
     with pytest.raises(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from planner.runtime.allocator import cpu_allocations, memory_rise
+from planner.runtime.allocator import measure_memory_rise, record_cpu_allocations
 from planner.torch_private.core import profiler_enabled
 from planner.train.eager.deferred_log import DeferredLog
 from planner.train.eager.session import Rematerialization, rematerialize
@@ -76,7 +76,7 @@ def test_what_kernels_on_the_cpu_take_is_in_the_budget(logged: bool, monkeypatch
             for _ in range(2):  # the recorder and the log measure by themselves
                 train()
             model.zero_grad()
-            return session, before + memory_rise(train, torch.device("cpu")).peak_bytes
+            return session, before + measure_memory_rise(train, torch.device("cpu")).peak_bytes
 
     free, free_bytes = measured(10**9)
     assert free.peak_bytes >= free_bytes
@@ -95,5 +95,5 @@ def test_an_op_that_fails_while_it_is_measured_leaves_no_profiler() -> None:
 
 def test_a_profiler_of_the_program_sees_its_allocations() -> None:
     with rematerialize("1GB"):
-        sizes = [event.size_bytes for event in cpu_allocations(lambda _: torch.ones(1001).sin())]
+        sizes = [event.size_bytes for event in record_cpu_allocations(lambda _: torch.ones(1001).sin())]
     assert sizes.count(4004) == 2

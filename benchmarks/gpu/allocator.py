@@ -24,7 +24,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure.steps import get_loss
 from planner.torch_private.core import clear_cublas_workspaces
-from planner.torch_private.cuda import recorded_memory, set_allocator_settings
+from planner.torch_private.cuda import record_memory, set_allocator_settings
 
 _STEPS = 3
 _SETTINGS: dict[str, tuple[str, Rules]] = {
@@ -48,7 +48,7 @@ def record(name: str, share: str) -> list[dict[str, Any]]:
     torch.cuda.empty_cache()
     if left := torch.cuda.memory_allocated():
         raise RuntimeError(f"{left} B are allocated already, which are in no recording")
-    with recorded_memory(torch.device("cuda")) as trace:
+    with record_memory(torch.device("cuda")) as trace:
         workload = build_workload(name)
         optimizer = torch.optim.AdamW(workload.model.parameters(), fused=True)
         step: Callable[..., Any] = TrainingStep(workload.model, workload.loss_fn)

@@ -22,7 +22,7 @@ from planner.native.library import describe_library
 from planner.plans.summary import summarize
 from planner.settings.plan import PlanSettings
 from planner.studies.workload_tracing import Tracing
-from planner.torch_private.capture import graph_breaks
+from planner.torch_private.capture import find_graph_breaks
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = ("planner", "solvers", "graphs")
@@ -140,5 +140,5 @@ def _iterate_breaks(model: ModelSpec) -> Iterator[Fact]:
     """Yield the places where ``torch.compile`` breaks the graph, as ``torch.compile(backend="planner")`` allows."""
     module, _, batch = Tracing().load(model)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch[:-1]), {})
-    for number, (where, reason) in enumerate(graph_breaks(module, args, kwargs), start=1):
+    for number, (where, reason) in enumerate(find_graph_breaks(module, args, kwargs), start=1):
         yield Fact("model", f"graph break {number}", f"{where}: {reason}")

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from graphs.requests import WORKSPACE, MemoryRequest
-from planner.torch_private.cuda import is_recording_memory, recorded_memory
+from planner.torch_private.cuda import is_recording_memory, record_memory
 
 # Called by the measured function where one segment ends and the next begins.
 Mark = Callable[[], None]
@@ -143,7 +143,7 @@ def record_cuda_requests(run: Callable[[], Sequence[torch.Tensor | None]], devic
     """
     if is_recording_memory():
         return ()
-    with disable_collection(), recorded_memory(device) as trace:
+    with disable_collection(), record_memory(device) as trace:
         outputs = run()
         torch.cuda.synchronize(device)
     places = {value.untyped_storage().data_ptr(): i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor)}

@@ -143,7 +143,7 @@ GUARD_SETTINGS: dict[str, Any] = {"skip_tensor_guards_with_matching_dict_tags": 
 GRADIENT_SETTINGS: dict[str, Any] = {"trace_autograd_ops": True} if hasattr(dynamo_config, "trace_autograd_ops") else {}
 
 
-def tensor_method(name: str) -> tuple[Any, str]:
+def find_tensor_method(name: str) -> tuple[Any, str]:
     """Return the object, and the name of its attribute, that captures ``torch.Tensor.name`` specially.
 
     Torch 2.14 has a table of them, earlier releases a method of the class for each.
@@ -152,7 +152,7 @@ def tensor_method(name: str) -> tuple[Any, str]:
     return (table[name], "handler") if name in table else (TensorVariable, f"method_{name}")
 
 
-def constant_key(key: Any) -> Any:
+def get_constant_key(key: Any) -> Any:
     """Return the key of an item of a dict while code is captured, as the captured code knows it."""
     return getattr(key, "vt", key).as_python_constant()
 
@@ -161,13 +161,13 @@ def fix_sizes_where(wanted: Callable[[InstructionTranslatorBase], bool]) -> None
     """Make Dynamo compile the frames that are `wanted` again for each size, where it would make a size symbolic."""
     update = _pgo.update_automatic_dynamic
 
-    def fixed(tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
+    def fix_sizes(tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
         if not wanted(tx):
             return update(tx, *args, **kwargs)
         with dynamo_config.patch(automatic_dynamic_shapes=False):
             return update(tx, *args, **kwargs)
 
-    _pgo.update_automatic_dynamic = fixed
+    _pgo.update_automatic_dynamic = fix_sizes
 
 
 def read_names_of_torch() -> None:
@@ -213,7 +213,7 @@ def carry_sparse_tensors_where(wanted: Callable[[InstructionTranslatorBase], boo
     VariableBuilder.wrap_tensor = wrap_or_carry  # type: ignore[assignment, method-assign]
 
 
-def backward_nodes(outputs: object) -> set[Any]:
+def find_backward_nodes(outputs: object) -> set[Any]:
     """Return the node of autograd that runs the backward pass of AOTAutograd's function with these `outputs`; or none."""
     found = (output.grad_fn for output in pytree.tree_leaves(outputs) if isinstance(output, torch.Tensor))
     return {node for node in found if is_backward_node(node)}
@@ -235,7 +235,7 @@ def refuse_double_backward(compiled: Callable[..., T], message: str) -> Callable
     def run(*args: Any) -> T:
         outputs = compiled(*args)
         if not classes:
-            classes.extend({node._forward_cls for node in backward_nodes(outputs)})
+            classes.extend({node._forward_cls for node in find_backward_nodes(outputs)})
             for kind in classes:
                 kind._double_backward = staticmethod(partial(refuse, kind._double_backward))
         return outputs
@@ -272,7 +272,7 @@ def forget_compiled(output: CaptureOutput) -> None:
 
 
 @contextmanager
-def dynamo_phase(name: str) -> Iterator[None]:
+def enter_dynamo_phase(name: str) -> Iterator[None]:
     """Enter the context that Dynamo's functions must be called in.
 
     Its log of compilations, which has nothing about captures, is disabled: torch 2.11 fails at it, with a page on stderr, if
@@ -283,12 +283,12 @@ def dynamo_phase(name: str) -> Iterator[None]:
         yield
 
 
-def source_name(source: Any) -> str:
+def get_source_name(source: Any) -> str:
     """Return the name of a value as Dynamo writes it; torch 2.11 has a method for it."""
     return str(source.name if isinstance(source.name, str) else source.name())
 
 
-def graph_breaks(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str]]:
+def find_graph_breaks(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the graph breaks when Dynamo compiles and calls `function`: a line of code and a reason each."""
     found = torch._dynamo.explain(function)(*args, **kwargs)
     return [

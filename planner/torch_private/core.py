@@ -141,13 +141,13 @@ def end_allocations() -> list[int]:
     return [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]  # type: ignore[comparison-overlap]
 
 
-def names_of_parts(value: torch.Tensor) -> list[str]:
+def list_names_of_parts(value: torch.Tensor) -> list[str]:
     """Return the names of the attributes with the tensors that a tensor of a subclass is made of; none of a plain tensor."""
     parts: Any = value  # no subclass of both types exists for type checkers
     return list(parts.__tensor_flatten__()[0]) if _is_traceable_wrapper_subclass(parts) else []
 
 
-def kernel_settings() -> tuple[Any, ...]:
+def get_kernel_settings() -> tuple[Any, ...]:
     """Return the present values of settings that kernels read: an op is recomputed with those with which it first ran."""
     return (
         torch.get_default_dtype(),
@@ -159,7 +159,7 @@ def kernel_settings() -> tuple[Any, ...]:
 
 
 def set_kernel_settings(values: tuple[Any, ...]) -> None:
-    """Restore settings that kernels read, from `values` as ``kernel_settings`` returned them."""
+    """Restore settings that kernels read, from `values` as ``get_kernel_settings`` returned them."""
     dtype, mkldnn, cudnn, benchmark, deterministic = values
     torch.set_default_dtype(dtype)
     torch._C._set_mkldnn_enabled(mkldnn)
@@ -196,23 +196,23 @@ def has_meta_kernel(op: object) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta"))
 
 
-def hooks_with_gradient(tensor: torch.Tensor) -> dict[int, Callable[..., Any]]:
+def list_hooks_with_gradient(tensor: torch.Tensor) -> dict[int, Callable[..., Any]]:
     """Return the hooks that autograd calls with the gradient of `tensor`, by key."""
     return tensor._backward_hooks or {}
 
 
-def hooks_after_gradient(leaf: torch.Tensor) -> dict[int, Callable[..., Any]]:
+def list_hooks_after_gradient(leaf: torch.Tensor) -> dict[int, Callable[..., Any]]:
     """Return the hooks that autograd calls after it has accumulated the gradient of `leaf`, by key."""
     return leaf._post_accumulate_grad_hooks or {}
 
 
-def hooks_of_handle(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
+def list_hooks_of_handle(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
     """Return the hooks beside the one that `handle` removes, with it, by key."""
     return handle.hooks_dict_ref() or {}
 
 
 @contextmanager
-def kept_in_graphs(ops: Collection[OpOverload]) -> Iterator[None]:
+def keep_in_graphs(ops: Collection[OpOverload]) -> Iterator[None]:
     """Keep `ops` in captured graphs, even if their results are not used."""
     effectful = torch.fx.node._side_effectful_functions
     added = set(ops) - effectful
@@ -224,7 +224,7 @@ def kept_in_graphs(ops: Collection[OpOverload]) -> Iterator[None]:
 
 
 @contextmanager
-def random_ops_kept_in_graphs() -> Iterator[None]:
+def keep_random_ops_in_graphs() -> Iterator[None]:
     """Keep random ops whose results are not used in captured graphs: without them, later ones would draw other numbers."""
     is_impure = torch.fx.Node.is_impure
 
@@ -237,7 +237,7 @@ def random_ops_kept_in_graphs() -> Iterator[None]:
 
 
 @contextmanager
-def python_kernels(op: OpOverload, kernels: Mapping[DispatchKey, Callable[..., Any]]) -> Iterator[None]:
+def register_python_kernels(op: OpOverload, kernels: Mapping[DispatchKey, Callable[..., Any]]) -> Iterator[None]:
     """Give `op` these kernels where Python dispatches it, as during a capture."""
     with patch.dict(op.py_kernels, kernels):
         op._dispatch_cache.clear()  # the kernel that it called before
@@ -248,7 +248,7 @@ def python_kernels(op: OpOverload, kernels: Mapping[DispatchKey, Callable[..., A
 
 
 @contextmanager
-def transforms_disable_hooks(wanted: Callable[[], bool]) -> Iterator[None]:
+def let_transforms_disable_hooks(wanted: Callable[[], bool]) -> Iterator[None]:
     """Let transforms of torch.func disable hooks on saved tensors that are set, which they refuse otherwise, where `wanted`."""
     autograd = torch._C._autograd
     disable = autograd._saved_tensors_hooks_disable
@@ -261,7 +261,7 @@ def transforms_disable_hooks(wanted: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextmanager
-def unlogged_fakes() -> Iterator[None]:
+def silence_fakes() -> Iterator[None]:
     """Suppress the log entries of ops that fail on fake tensors in this thread: the error has the message."""
     before = _ARE_LOGGED.set(False)
     try:

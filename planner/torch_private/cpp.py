@@ -19,7 +19,7 @@ _NO_VECTORS = {"needs_vec_isa": False} if _HAS_NEEDS_VEC_ISA else {}
 
 
 @contextmanager
-def _no_vector_instructions() -> Iterator[None]:
+def _skip_vector_instructions() -> Iterator[None]:
     """Let older releases of PyTorch, which have no such argument, skip the tests too."""
     pick = codecache.pick_vec_isa
     codecache.pick_vec_isa = lambda: invalid_vec_isa
@@ -47,7 +47,7 @@ def load_cpp(
         on_compile: is called before the library is compiled, if there is none on disk.
     """
 
-    def announce(_compile: Callable[[], None]) -> Future[None]:
+    def announce_compile(_compile: Callable[[], None]) -> Future[None]:
         on_compile()
         ready: Future[None] = Future()
         ready.set_result(None)
@@ -55,8 +55,10 @@ def load_cpp(
 
     names = ("c10", *libraries)
     linked = (*(f"-L{path}" for path in library_paths()), *(f"-l{name}" for name in names))
-    with nullcontext() if _HAS_NEEDS_VEC_ISA else _no_vector_instructions():
-        library = CppCodeCache.load(source, extra_flags=("-Wl,--no-as-needed", *linked), submit_fn=announce, **_NO_VECTORS)
+    with nullcontext() if _HAS_NEEDS_VEC_ISA else _skip_vector_instructions():
+        library = CppCodeCache.load(
+            source, extra_flags=("-Wl,--no-as-needed", *linked), submit_fn=announce_compile, **_NO_VECTORS
+        )
     assert isinstance(library, ctypes.CDLL)
     for name, (returned, given) in functions.items():
         function = getattr(library, f"{prefix}_{name}")

@@ -17,7 +17,7 @@ def is_recording_memory() -> bool:
 
 
 @contextmanager
-def recorded_memory(device: torch.device) -> Iterator[list[dict[str, Any]]]:
+def record_memory(device: torch.device) -> Iterator[list[dict[str, Any]]]:
     """Record the allocator inside; the list that is yielded has the actions on `device` afterwards."""
     trace: list[dict[str, Any]] = []
     torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
@@ -30,7 +30,7 @@ def recorded_memory(device: torch.device) -> Iterator[list[dict[str, Any]]]:
         trace += snapshot["device_traces"][index]
 
 
-def on_out_of_memory(note: Callable[[int, int], object]) -> None:
+def notify_out_of_memory(note: Callable[[int, int], object]) -> None:
     """Call ``note(index of the device, bytes asked for)`` from now on whenever the allocator of a CUDA device has no memory.
 
     This includes requests of libraries that then go on without.
@@ -39,11 +39,11 @@ def on_out_of_memory(note: Callable[[int, int], object]) -> None:
     attach(lambda index, asked_bytes, *_: note(index, asked_bytes))
 
 
-def raw_alloc(size_bytes: int, stream: torch.cuda.Stream) -> int:
+def allocate_raw(size_bytes: int, stream: torch.cuda.Stream) -> int:
     """Return the address of a new block of the caching allocator for work on `stream` of the current device."""
     return int(torch._C._cuda_cudaCachingAllocator_raw_alloc(size_bytes, stream.cuda_stream))
 
 
-def raw_free(address: int) -> None:
-    """Free a block from ``raw_alloc``."""
+def free_raw(address: int) -> None:
+    """Free a block from ``allocate_raw``."""
     torch._C._cuda_cudaCachingAllocator_raw_delete(address)

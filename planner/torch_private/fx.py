@@ -17,14 +17,14 @@ class CodeGen(_CodeGen):
     """Base class of code generators for graphs."""
 
     @abstractmethod
-    def source(self, nodes: Iterable[fx.Node]) -> tuple[str, dict[str, Any]]:
+    def write_source(self, nodes: Iterable[fx.Node]) -> tuple[str, dict[str, Any]]:
         """Return the source of a function ``forward``, and its globals."""
 
     def _gen_python_code(self, nodes: Any, *_: Any, **__: Any) -> PythonCode:
-        return PythonCode(*self.source(nodes), {})
+        return PythonCode(*self.write_source(nodes), {})
 
 
-def module_of(graph: fx.Graph, codegen: CodeGen, title: str) -> fx.GraphModule:
+def build_module(graph: fx.Graph, codegen: CodeGen, title: str) -> fx.GraphModule:
     """Return a module that runs `graph` with the code of `codegen`.
 
     Tracebacks show its lines as long as its function exists, in a file with a unique number and `title` in its name. Objects that

@@ -39,7 +39,7 @@ def create_compiler_config_extra(module: fx.GraphModule) -> CompilerConfigExtra:
     return _create_compiler_config_extra(wanted)
 
 
-def loaded_names(compiled: CompiledFxGraph) -> dict[str, Any]:
+def get_loaded_names(compiled: CompiledFxGraph) -> dict[str, Any]:
     """Return the names that the module of `compiled`, which has just been made, defines."""
     # With constants a module is loaded each time that a graph is compiled: take the last one.
     module = next(module for module in reversed(PyCodeCache.modules) if getattr(module, "key", None) == compiled.cache_key)

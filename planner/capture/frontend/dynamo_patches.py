@@ -29,10 +29,10 @@ from planner.torch_private.capture import (
     UserDefinedObjectVariable,
     VariableBuilder,
     VariableTracker,
-    constant_key,
+    find_tensor_method,
+    get_constant_key,
+    get_source_name,
     read_names_of_torch,
-    source_name,
-    tensor_method,
 )
 from planner.torch_private.core import FunctionalTensor
 
@@ -53,14 +53,14 @@ def allow_requires_grad_writes() -> Iterator[None]:
     """
     owner_of, method = SETATTR
     set_attribute = getattr(owner_of, method)
-    holder, name_of = tensor_method("requires_grad_")
+    holder, name_of = find_tensor_method("requires_grad_")
     write = getattr(holder, name_of)
 
     def is_made(owner: Any) -> bool:
         return bool(owner.is_tensor() and owner.as_proxy().node.op not in ("placeholder", "get_attr"))
 
     def refuse_input(owner: Any) -> None:
-        if owner.source is not None and source_name(owner.source).startswith(("L['args']", "L['kwargs']")):
+        if owner.source is not None and get_source_name(owner.source).startswith(("L['args']", "L['kwargs']")):
             raise TraceError(
                 f"{location(current_line())} changes requires_grad of a tensor of the batch, which a plan takes as it is given: "
                 "write x = x.detach().requires_grad_() instead, which is a tensor of the step's own, or call requires_grad_() on "
@@ -160,7 +160,7 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
     """
     owner_of, method = SETATTR
     set_attribute = getattr(owner_of, method)
-    holder, name_of = tensor_method("set_")
+    holder, name_of = find_tensor_method("set_")
     set_storage, compile_graph = getattr(holder, name_of), OutputGraph.compile_subgraph
     attribute = TensorVariable.var_getattr
     writes = _DataWrites()
@@ -219,11 +219,11 @@ def write_replaced_buffers() -> Iterator[None]:
 
 def _replaced_buffers(table: Any) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
     """Yield the items of a module's table of buffers, the key of a tensor that replaces another of its layout, and the other."""
-    if table.source is None or not source_name(table.source).endswith("._buffers"):
+    if table.source is None or not get_source_name(table.source).endswith("._buffers"):
         return
-    before = {constant_key(key): value for key, value in table.original_items.items()}
+    before = {get_constant_key(key): value for key, value in table.original_items.items()}
     for key, value in table.items.items():
-        pair = [each.realize() for each in (before.get(constant_key(key)), value) if each is not None]
+        pair = [each.realize() for each in (before.get(get_constant_key(key)), value) if each is not None]
         if len(pair) == 2 and pair[0] is not pair[1] and all(each.is_tensor() for each in pair):
             old, new = (each.as_proxy().node.meta["example_value"] for each in pair)
             if same_layout(old, new) and old.dtype is new.dtype and old.device == new.device and not new.requires_grad:

@@ -22,7 +22,7 @@ from planner.torch_private.capture import (
     TorchInGraphFunctionVariable,
     VariableTracker,
     dynamo_config,
-    tensor_method,
+    find_tensor_method,
 )
 from planner.torch_private.core import (
     BypassDispatchCache,
@@ -31,8 +31,8 @@ from planner.torch_private.core import (
     OpOverload,
     OpOverloadPacket,
     below_autograd,
-    python_kernels,
-    random_ops_kept_in_graphs,
+    keep_random_ops_in_graphs,
+    register_python_kernels,
 )
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def ops_as_eager() -> Iterator[None]:
         stack.enter_context(products_as_eager())
         stack.enter_context(_dynamo_as_eager())
         stack.enter_context(record_written_strides())
-        stack.enter_context(random_ops_kept_in_graphs())
+        stack.enter_context(keep_random_ops_in_graphs())
         stack.enter_context(_uncached_recurrent_layers())
         yield
 
@@ -117,7 +117,7 @@ def dynamo_as_eager_where(wanted: Callable[[InstructionTranslatorBase], bool], s
     handlers = TorchInGraphFunctionVariable._get_handlers()
     stack.callback(handlers.__setitem__, torch.addcdiv, handlers[torch.addcdiv])
     handlers[torch.addcdiv] = _whole_where(wanted, handlers[torch.addcdiv])
-    for holder, name in map(tensor_method, ("addcmul_", "addcdiv_")):
+    for holder, name in map(find_tensor_method, ("addcmul_", "addcdiv_")):
         stack.enter_context(patch.object(holder, name, _whole_where(wanted, getattr(holder, name))))
 
 
@@ -198,7 +198,7 @@ def _uncached_recurrent_layers() -> Iterator[None]:
 
     with (
         patch.object(FakeTensorMode, "_validate_cache_key", refuse),
-        python_kernels(backward, {DispatchKey.Meta: in_float}),
+        register_python_kernels(backward, {DispatchKey.Meta: in_float}),
     ):
         yield
 

@@ -20,7 +20,7 @@ from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.python_state import restoring_items
 from planner.capture.frontend.source_lines import is_our_code
 from planner.capture.guards.names import Scope, accessor, readable
-from planner.torch_private.capture import SideEffects, constant_key, source_name
+from planner.torch_private.capture import SideEffects, get_constant_key, get_source_name
 
 _Change = Literal["never", "once", "always"]
 
@@ -194,7 +194,7 @@ def _effects(effects: SideEffects) -> list[Effect]:
     found = []
     for variable in effects._get_modified_vars():
         try:
-            owner = source_name(variable.source)
+            owner = get_source_name(variable.source)
         except (AttributeError, NotImplementedError):
             continue  # made by the step itself
         frames = [frame for stack in effects.mutation_user_stacks.get(variable, ())[-1:] for frame in stack]
@@ -218,7 +218,7 @@ def _effects(effects: SideEffects) -> list[Effect]:
 def _replaced(tensors: Any) -> Iterator[str]:
     """Yield the names in a module's table of tensors that refer to another tensor than before; in-place writes do not count."""
     before, now = (
-        {constant_key(key): value for key, value in items.items()} for items in (tensors.original_items, tensors.items)
+        {get_constant_key(key): value for key, value in items.items()} for items in (tensors.original_items, tensors.items)
     )
     for name, value in now.items():
         if value is not before.get(name) and _storage(value) != _storage(before.get(name)):
@@ -247,7 +247,7 @@ def _is_itself(value: Any, owner: str, name: str) -> bool:
     source = getattr(value, "source", None)
     if source is None:
         return False
-    return source_name(source) in {f"{owner}.{name}", f"{owner}._buffers['{name}']", f"{owner}._parameters['{name}']"}
+    return get_source_name(source) in {f"{owner}.{name}", f"{owner}._buffers['{name}']", f"{owner}._parameters['{name}']"}
 
 
 def _changes(effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope) -> dict[Effect, _Change]:

@@ -57,7 +57,7 @@ from planner.torch_private.capture import (
     compiling_state,
     create_fx_graph_from_captured_output,
     dynamo_config,
-    dynamo_phase,
+    enter_dynamo_phase,
     forget_compiled,
     forget_saved_values,
     fullgraph_capture,
@@ -65,7 +65,7 @@ from planner.torch_private.capture import (
     get_traced_fn,
     tracing,
 )
-from planner.torch_private.core import FakeTensor, disable_current_modes, kept_in_graphs, unlogged_fakes
+from planner.torch_private.core import FakeTensor, disable_current_modes, keep_in_graphs, silence_fakes
 
 T = TypeVar("T")
 # Makes a result of a module that Dynamo captured, called in its tracing context.
@@ -167,7 +167,7 @@ def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
     """
 
     def once() -> T:
-        with preserve_state(step, batch), unlogged_fakes():
+        with preserve_state(step, batch), silence_fakes():
             return trace()
 
     try:
@@ -311,7 +311,7 @@ def _traced(step: TrainingStep, batch: Batch, values: Values | None, make: Make[
             generators = dynamo.enter_context(record_generators())
             effects = dynamo.enter_context(record_effects())
             frames = dynamo.enter_context(record_frames())
-            with compiling_state(), dynamo_phase("fullgraph_capture"):
+            with compiling_state(), enter_dynamo_phase("fullgraph_capture"):
                 output = fullgraph_capture(step, args, kwargs)
         module = create_fx_graph_from_captured_output(output, step, args, kwargs)
         forget_compiled(output)
@@ -321,7 +321,7 @@ def _traced(step: TrainingStep, batch: Batch, values: Values | None, make: Make[
         if not isinstance(values, DataBranches) and asks_for_values(module.graph):
             return None
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
-        with kept_in_graphs(CHECKS), hide_sparse_buffers(module), keep_attributes(module), _own_tensors(step):
+        with keep_in_graphs(CHECKS), hide_sparse_buffers(module), keep_attributes(module), _own_tensors(step):
             made = make(stack, module, args, kwargs)
         forget_saved_values()
         with disable_current_modes():  # guards look at real tensors

@@ -32,7 +32,7 @@ from planner.torch_private.capture import (
     SymNodeVariable,
     VariableBuilder,
     dynamo_utils,
-    source_name,
+    get_source_name,
 )
 from planner.torch_private.core import DimDynamic, ShapeEnv, get_proxy_mode, track_tensor_tree
 
@@ -91,7 +91,7 @@ class SymbolicNumbers:
         run_node: Callable[..., Any] = dynamo_utils.run_node
 
         def wrapped(builder: Any, value: Any) -> Any:
-            is_named = type(value) in (int, float) and math.isfinite(value) and source_name(builder.source) in self._names
+            is_named = type(value) in (int, float) and math.isfinite(value) and get_source_name(builder.source) in self._names
             return self._input(builder, value) if is_named else wrap(builder, value)
 
         def run(tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
@@ -203,7 +203,7 @@ class SymbolicNumbers:
         """Return Dynamo's variable for a number that is an input of its graph."""
         output, source = builder.tx.output, builder.source
         self._follow_restart(output.shape_env)
-        name = source_name(source)
+        name = get_source_name(source)
         if name not in output.unspec_variable_map:
             builder.install_guards(GuardBuilder.TYPE_MATCH)
             self._sources.append(name)

@@ -40,7 +40,7 @@ from planner.torch_private.core import (
     ShapeEnv,
     assert_async,
     assert_true,
-    kept_in_graphs,
+    keep_in_graphs,
     sympy_interp,
 )
 
@@ -133,7 +133,7 @@ class DataBranches:
         """Return concrete values to ops that ask for one where AOTAutograd executes the step again; they stay in the graph."""
         self._values.restart()
         asking = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
-        with kept_in_graphs(asking), self._values.propagate(lambda: False):
+        with keep_in_graphs(asking), self._values.propagate(lambda: False):
             yield
 
     def settle(self, module: fx.GraphModule) -> None:

@@ -24,7 +24,14 @@ from planner.capture.guards.replaced_names import Frames, Replaceable, asks_for_
 from planner.capture.program.numbers import StepNumbers
 from planner.capture.rewrites.sparse_products import is_sparse, part_addresses
 from planner.capture.signature import Batch, arguments
-from planner.torch_private.capture import CaptureOutput, CheckFunctionManager, Guard, GuardsSet, dynamo_phase, source_name
+from planner.torch_private.capture import (
+    CaptureOutput,
+    CheckFunctionManager,
+    Guard,
+    GuardsSet,
+    enter_dynamo_phase,
+    get_source_name,
+)
 from planner.torch_private.core import (
     disable_current_modes,
     is_in_torch_dispatch_mode,
@@ -221,10 +228,10 @@ def build_guards(
     graph = captured.output_graph
     graph._guards = GuardsSet(type(graph.guards.inner)(guard for guard in graph.guards if _matters(guard)))
     # The capture's dispatcher, which is active here, is not when a step is called: guards on tensors compare dispatch keys.
-    with dynamo_phase("build_guards"), no_python_dispatcher():
+    with enter_dynamo_phase("build_guards"), no_python_dispatcher():
         manager = captured.build_guards(code)
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
-    sources = [source_name(source) for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
+    sources = [get_source_name(source) for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
     external = tuple(_external_values([*sources, *constants], step, local, scope))
     strides = _strides(args, kwargs) if asks_for_layout(frames) else ()
     parts = tuple(code_of(part) for guard in graph.guards for part in guard.code_list or ())

@@ -33,7 +33,7 @@ from planner.torch_private.inductor import (
     compile_fx_backward,
     compile_fx_forward,
     create_compiler_config_extra,
-    loaded_names,
+    get_loaded_names,
     partition_fn,
     run_pre_grad_passes,
     select_decomp_table,
@@ -140,7 +140,7 @@ def compile_halves(
     def note(ends: _Ends, compiled: object, *, backward: bool) -> object:
         if not isinstance(compiled, CompiledFxGraph):
             raise NothingCompiledError
-        found[backward] = Half(compiled.source_code, loaded_names(compiled), *ends, compiled.constants or {})
+        found[backward] = Half(compiled.source_code, get_loaded_names(compiled), *ends, compiled.constants or {})
         return compiled
 
     context = TracingContext.try_get()

@@ -19,7 +19,7 @@ from planner.torch_private.capture import (
     SubclassGetAttrAOTInput,
     ViewBaseAOTInput,
 )
-from planner.torch_private.core import names_of_parts
+from planner.torch_private.core import list_names_of_parts
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
@@ -53,7 +53,7 @@ class StaticTensors:
 
     def _add_parts(self, kind: Kind, name: str, value: torch.Tensor, parts: tuple[str, ...] = ()) -> None:
         """Add a tensor of the model; of a subclass that is made of other tensors those that it is made of."""
-        made_of = names_of_parts(value)
+        made_of = list_names_of_parts(value)
         for part in made_of:
             self._add_parts(kind, name, getattr(value, part), (*parts, part))
         if not made_of:

@@ -11,7 +11,7 @@ from torch import fx
 from planner.capture.program.code import INLINE, STEP, VARIABLE, Parameter, StraightLine, free, variable
 from planner.capture.program.numbers import Number
 from planner.capture.program.program import Argument, Call, Program, Ref, Shared, Statement, item, read_by
-from planner.torch_private.fx import module_of
+from planner.torch_private.fx import build_module
 
 Line = tuple[str, int]  # file name, line number
 
@@ -176,7 +176,7 @@ class PassBuilder:
         self.step = None
         self._graph.output(self.value(returned))
         codegen = StraightLine(self._parameters, self._names)
-        module = module_of(self._graph, codegen, title)
+        module = build_module(self._graph, codegen, title)
         file, guard = module.forward.__code__.co_filename, self._program.guard
         read = frozenset(variable(node) for node in self._graph.find_nodes(op="placeholder") if node.users)
         lines = {(file, number): step for number, step in codegen.steps.items()}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from planner.torch_private.core import DispatchKey, OpOverload, disable_python_dispatcher, python_kernels
+from planner.torch_private.core import DispatchKey, OpOverload, disable_python_dispatcher, register_python_kernels
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ _OPS: dict[object, _BatchNorm] = {
 @contextmanager
 def batch_norms_as_eager() -> Iterator[None]:
     """Capture cuDNN's kernel of batch norm where eager PyTorch runs it."""
-    with python_kernels(aten.cudnn_batch_norm.default, {DispatchKey.Autograd: cudnn_batch_norm}):
+    with register_python_kernels(aten.cudnn_batch_norm.default, {DispatchKey.Autograd: cudnn_batch_norm}):
         yield
 
 

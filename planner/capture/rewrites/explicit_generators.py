@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from planner.capture.program.program import Program, leaves_of
-from planner.torch_private.capture import InstructionTranslatorBase, TensorVariable, TorchInGraphFunctionVariable, source_name
+from planner.torch_private.capture import InstructionTranslatorBase, TensorVariable, TorchInGraphFunctionVariable, get_source_name
 
 _MARK = "remat-planner: generator"
 
@@ -69,7 +69,7 @@ def _generator(variable: Any, found: dict[str, torch.Generator]) -> torch.Genera
     value = getattr(realized, "value", None)
     if not isinstance(value, torch.Generator) or realized.source is None:
         return None
-    found[source_name(realized.source)] = value
+    found[get_source_name(realized.source)] = value
     return value
 
 

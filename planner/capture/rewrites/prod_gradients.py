@@ -18,7 +18,7 @@ from planner.torch_private.core import (
     excluded_dispatch_keys,
     force_dispatch_keys,
     included_dispatch_keys,
-    python_kernels,
+    register_python_kernels,
 )
 
 aten = torch.ops.aten
@@ -78,5 +78,5 @@ def products_as_eager() -> Iterator[None]:
     kernels: dict[OpOverload, Callable[..., Tensor]] = {aten.prod.default: _whole, aten.prod.dim_int: _along}
     with ExitStack() as stack:
         for op, kernel in kernels.items():
-            stack.enter_context(python_kernels(op, {DispatchKey.Autograd: kernel}))
+            stack.enter_context(register_python_kernels(op, {DispatchKey.Autograd: kernel}))
         yield

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.torch_private.core import DispatchKey, OpOverload, below_autograd, disable_python_dispatcher, python_kernels
+from planner.torch_private.core import DispatchKey, OpOverload, below_autograd, disable_python_dispatcher, register_python_kernels
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ def gradients_with_symbols() -> Iterator[None]:
     """Capture the gradients of ``pow`` and ``lerp`` for any value of a symbol."""
     with ExitStack() as stack:
         for op, function in ((aten.pow.Tensor_Scalar, _Power), (aten.lerp.Scalar, _Lerp)):
-            stack.enter_context(python_kernels(op, {DispatchKey.Autograd: _with_symbols(op, function.apply)}))
+            stack.enter_context(register_python_kernels(op, {DispatchKey.Autograd: _with_symbols(op, function.apply)}))
         yield
 
 

@@ -20,7 +20,7 @@ from planner.torch_private.capture import (
     TorchInGraphFunctionVariable,
     UserDefinedObjectVariable,
     VariableBuilder,
-    source_name,
+    get_source_name,
     wrap_fx_proxy,
 )
 
@@ -134,7 +134,7 @@ def decompose_sparse_matrices() -> Iterator[SparseMatrices]:
             if len(args) == 2 and not kwargs and is_product(self):
                 matrix, dense = (arg.realize() for arg in args)
                 if isinstance(matrix, UserDefinedObjectVariable) and isinstance(matrix.value, Tensor) and dense.is_tensor():
-                    found.names.add(source_name(matrix.source))
+                    found.names.add(get_source_name(matrix.source))
                     return _product(tx, matrix.value, dense, found.parts)
             return call(self, tx, args, kwargs)
 

@@ -24,7 +24,7 @@ from planner.memory.release import release_unused
 from planner.runtime.arena import SharedSlab
 from planner.runtime.code import Backward, Forward, Returned
 from planner.torch_private.core import backward_retains_graph
-from planner.torch_private.cuda import raw_alloc, raw_free
+from planner.torch_private.cuda import allocate_raw, free_raw
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class SharedPool:
             pool = torch.cuda.MemPool(use_on_oom=True)
             self.slab_bytes = max(arena.steering.slab_bytes for arena in self._arenas)
             with _allocate_in(pool, self.device):
-                self.slab_address = raw_alloc(self.slab_bytes, stream)
-                raw_free(self.slab_address)
+                self.slab_address = allocate_raw(self.slab_bytes, stream)
+                free_raw(self.slab_address)
             self.pool, self.stream = pool, stream
         return self.pool
 
@@ -215,7 +215,7 @@ def create_shared_slab(device: torch.device) -> SharedSlab | SharedPool:
 
 @contextmanager
 def _allocate_in(pool: torch.cuda.MemPool, device: torch.device) -> Iterator[None]:
-    """Take memory of this thread from `pool` of `device`, which becomes the current one: ``raw_alloc`` knows no other."""
+    """Take memory of this thread from `pool` of `device`, which becomes the current one: ``allocate_raw`` knows no other."""
     with torch.cuda.device(device), torch.cuda.use_mem_pool(pool, device):
         yield
 
@@ -246,11 +246,11 @@ class _Begun:
         self._held: set[int] = set()
         with self.enter():
             if shared.slab_bytes > slab_bytes:
-                first = raw_alloc(slab_bytes, self._stream)
+                first = allocate_raw(slab_bytes, self._stream)
                 self._held.add(first)  # in case there is no memory for the next one
-                self._held.add(raw_alloc(shared.slab_bytes - slab_bytes, self._stream))
+                self._held.add(allocate_raw(shared.slab_bytes - slab_bytes, self._stream))
                 self._held.remove(first)
-                raw_free(first)
+                free_raw(first)
 
     def enter(self) -> AbstractContextManager[None]:
         """Return the context in which allocations of this thread come from the pool."""
@@ -266,7 +266,7 @@ class _Begun:
         """Hold and release memory as planned."""
         for action in () if self.is_lost else actions:
             if isinstance(action, Hold):
-                address = raw_alloc(action.size_bytes, self._stream)
+                address = allocate_raw(action.size_bytes, self._stream)
                 self._holds.append(address)
                 self._held.add(address)
                 if action.offset is not None and address != self._slab_address + action.offset:
@@ -277,12 +277,12 @@ class _Begun:
             else:
                 address = self._holds[action.number]
                 self._held.remove(address)
-                raw_free(address)
+                free_raw(address)
 
     def end(self) -> None:
         """Release all that is held: the step is over, or goes on outside of the slab."""
         for address in self._held:
-            raw_free(address)
+            free_raw(address)
         self._held.clear()
 
     def __del__(self) -> None:

@@ -41,7 +41,7 @@ from planner.torch_private.capture import (
     innermost_backend,
     refuse_double_backward,
 )
-from planner.torch_private.core import kept_in_graphs, pytree
+from planner.torch_private.core import keep_in_graphs, pytree
 from planner.train.backend import polyfills as polyfills  # registers them with Dynamo
 from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
 from planner.train.backend.missing_gradients import leave_out_unread
@@ -125,7 +125,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
 
     compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
     # As in training loops, backward() is called outside of autocast.
-    with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager(), kept_in_graphs(CHECKS):
+    with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager(), keep_in_graphs(CHECKS):
         compiled: Callable[..., Any] = compiler(module, inputs)
     forget_saved_values()
     compiled = refuse_double_backward(compiled, _DOUBLE_BACKWARD)

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from planner.torch_private.capture import backward_nodes, is_backward_node
+from planner.torch_private.capture import find_backward_nodes, is_backward_node
 from planner.torch_private.core import (
     at_end_of_backward,
     current_autograd_node,
     current_backward_pass,
-    hooks_after_gradient,
-    hooks_of_handle,
-    hooks_with_gradient,
+    list_hooks_after_gradient,
+    list_hooks_of_handle,
+    list_hooks_with_gradient,
     pytree,
 )
 from planner.train.backend.planned_graph import PlannedGraph
@@ -36,8 +36,8 @@ def leave_out_unread(graph: PlannedGraph, outputs: object, args: Sequence[object
     """
     # Not the tensors themselves, which would stay in memory. Hooks of leaves are found in the backward pass.
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    hooks = {i: hooks_with_gradient(t) for i, t in enumerate(tensors) if hooks_with_gradient(t) and not t.is_leaf}
-    for node in backward_nodes(outputs):
+    hooks = {i: list_hooks_with_gradient(t) for i, t in enumerate(tensors) if list_hooks_with_gradient(t) and not t.is_leaf}
+    for node in find_backward_nodes(outputs):
         node.register_hook(partial(_leave_out, graph, hooks))
 
 
@@ -72,9 +72,9 @@ def _skip_hooks_of_leaf(node: Any) -> None:
     reached: list[bool] = []
     before = node.register_prehook(lambda _: reached.append(True))
     after = node.register_hook(lambda *_: None)
-    for hooks in (hooks_with_gradient(node.variable), hooks_of_handle(before), hooks_of_handle(after)):
+    for hooks in (list_hooks_with_gradient(node.variable), list_hooks_of_handle(before), list_hooks_of_handle(after)):
         _skip(hooks)
-    _skip(hooks_after_gradient(node.variable), reached)
+    _skip(list_hooks_after_gradient(node.variable), reached)
     for handle in (before, after):
         at_end_of_backward(handle.remove)
 

@@ -351,7 +351,7 @@ bool add_to_key(Key& key, const IValue& value, bool pointwise) {
   return true;
 }
 
-// The settings that kernels read, as `planner.torch_private.core.kernel_settings` has them.
+// The settings that kernels read, as `planner.torch_private.core.get_kernel_settings` has them.
 using Settings = std::array<int64_t, 5>;
 
 Settings present_settings() {

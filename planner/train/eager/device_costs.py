@@ -15,7 +15,7 @@ from planner.capture.lowering.statics import allocated_bytes
 from planner.runtime.allocator import get_cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import begin_allocations, end_allocations, profiler_enabled
-from planner.torch_private.cuda import on_out_of_memory, raw_alloc, raw_free
+from planner.torch_private.cuda import allocate_raw, free_raw, notify_out_of_memory
 from planner.train.eager.deferred_log import note_failure
 from planner.train.eager.sizes import KnownOp
 
@@ -30,7 +30,7 @@ def _note_unserved() -> None:
         unserved[get_ident(), index] = asked_bytes
         note_failure(index)
 
-    on_out_of_memory(note)
+    notify_out_of_memory(note)
 
 
 class OpCosts(ABC):
@@ -155,7 +155,7 @@ class DeviceCosts(OpCosts):
         """Return the error of the allocator if it has no free block of `size_bytes`, else None."""
         try:
             with torch.cuda.device(self._device):  # a tensor would be filled under deterministic algorithms
-                raw_free(raw_alloc(size_bytes, torch.cuda.current_stream()))
+                free_raw(allocate_raw(size_bytes, torch.cuda.current_stream()))
         except torch.OutOfMemoryError as error:
             return error
         return None

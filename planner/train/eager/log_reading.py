@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from planner.runtime.random_state import RandomState
-from planner.torch_private.core import kernel_settings, storage_address
+from planner.torch_private.core import get_kernel_settings, storage_address
 from planner.train.eager.deferred_log import DeferredLog, OpExchange, UnreadOp
 from planner.train.eager.device_costs import MEASUREMENTS
 from planner.train.eager.draws import lock_of_draws, random_state_before
@@ -37,7 +37,7 @@ class LogReader:
         self._recorder = recorder
         self._other_bytes = memory.live_bytes - sum(storage.size_bytes for storage in memory.resident.values())
         self._unread: UnreadOp | None = None  # the op of the log that is being recorded
-        self._settings = kernel_settings()  # with which all ops in the log ran
+        self._settings = get_kernel_settings()  # with which all ops in the log ran
         self._draws: dict[int, tuple[torch.Generator, RandomState]] = {}  # of ops in the log, by position
         self._most_draws = _FEW_DRAWS
         recorder.handle = self._handle
@@ -100,7 +100,7 @@ class LogReader:
         if recorder.sources.saved or not recorder.follower.is_far:
             return False
         recorder.forget()
-        self._settings = kernel_settings()
+        self._settings = get_kernel_settings()
         resident = (held for storage in memory.resident.values() if (held := storage.held()) is not None)
         self.log.open(resident, self._other_bytes, memory.peak_bytes)
         return True

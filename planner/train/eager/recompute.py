@@ -10,7 +10,13 @@ from graphs.errors import BudgetError, PlannerError
 from graphs.units import format_bytes, format_enough
 from planner.capture.program.draws import draw_again
 from planner.runtime.allocator_failure import find_allocator_failure
-from planner.torch_private.core import AUTOCAST_AND_VMAP_KEYS, below_autograd, kernel_settings, set_kernel_settings, without_keys
+from planner.torch_private.core import (
+    AUTOCAST_AND_VMAP_KEYS,
+    below_autograd,
+    get_kernel_settings,
+    set_kernel_settings,
+    without_keys,
+)
 from planner.train.eager.device_costs import OpCosts
 from planner.train.eager.memory import Memory
 from planner.train.eager.sizes import takes_free_memory
@@ -55,7 +61,7 @@ class Recomputation:
     @contextmanager
     def own_ops(self) -> Iterator[None]:
         """Run ops without recording them, below autograd, autocast and vmap, where the recorded ops were recorded."""
-        self.running, grad_enabled, settings = True, torch.is_grad_enabled(), kernel_settings()
+        self.running, grad_enabled, settings = True, torch.is_grad_enabled(), get_kernel_settings()
         try:
             with below_autograd(), without_keys(AUTOCAST_AND_VMAP_KEYS):
                 yield
@@ -301,7 +307,7 @@ def _let_go(stack: list[_Rebuild]) -> bool:
 
 
 def _use(settings: tuple[Any, ...]) -> None:
-    if settings != kernel_settings():
+    if settings != get_kernel_settings():
         set_kernel_settings(settings)
 
 

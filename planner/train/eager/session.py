@@ -28,8 +28,8 @@ from planner.show.report.page import write_pages
 from planner.torch_private.core import (
     is_functional_tensor,
     is_functorch_wrapped,
+    let_transforms_disable_hooks,
     storage_address,
-    transforms_disable_hooks,
 )
 from planner.train.eager.deferred_log import DeferredLog
 from planner.train.eager.device_costs import costs_of
@@ -51,7 +51,7 @@ from solvers.online.ledger import Ledger
 
 _ACTIVE = threading.local()
 # In threads with a block, transforms of torch.func keep what autograd saves inside of them, as without a block.
-_TRANSFORMS = SharedContext(lambda: transforms_disable_hooks(lambda: getattr(_ACTIVE, "session", None) is not None))
+_TRANSFORMS = SharedContext(lambda: let_transforms_disable_hooks(lambda: getattr(_ACTIVE, "session", None) is not None))
 _SHOWN = 5  # operators and modules in the report
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from planner.capture.lowering.statics import allocated_bytes
-from planner.torch_private.core import FakeTensorMode, disable_current_modes, has_meta_kernel, pytree, unlogged_fakes
+from planner.torch_private.core import FakeTensorMode, disable_current_modes, has_meta_kernel, pytree, silence_fakes
 from planner.train.eager.size_rules import broadcast_elements, indexed_bytes, names_of_outs, rule_of, tensors_in
 
 Signature = Hashable
@@ -170,7 +170,7 @@ class OutputSizes:
             return copies[id(value)]
 
         try:
-            with mode, unlogged_fakes():
+            with mode, silence_fakes():
                 copied_args, copied_kwargs = pytree.tree_map(copy, (tuple(args), kwargs))
                 outputs = function(*copied_args, **copied_kwargs)
         except Exception:  # noqa: BLE001  a kernel may be missing or raise anything; the real op decides

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from planner.runtime.random_state import RandomState
-from planner.torch_private.core import kernel_settings, make_subclass, neg_view
+from planner.torch_private.core import get_kernel_settings, make_subclass, neg_view
 from planner.train.eager.operators import Operator
 
 # Makes a reference from a tuple of its fields, in a third of the time of its constructor.
@@ -187,7 +187,7 @@ class RecordedOp:
         kept: the storages of inputs that cannot be recomputed.
         recordable: it can be executed again.
         grad_enabled: gradient mode was enabled, on which some kernels decide what they keep for their backward pass.
-        settings: other settings with which it ran: ``kernel_settings``.
+        settings: other settings with which it ran: ``get_kernel_settings``.
         outputs: weak references to the storages that it made, with the position of the output; for an in-place op the storage
             that it writes.
         in_place: it writes a storage that existed before.
@@ -231,7 +231,7 @@ class RecordedOp:
         self.kept: list[torch.UntypedStorage] = []
         self.recordable = operator.repeatable
         self.grad_enabled = torch.is_grad_enabled()
-        self.settings = kernel_settings()
+        self.settings = get_kernel_settings()
         self.outputs: list[tuple[int, weakref.ref[TrackedStorage]]] = []
         self.in_place = False
         self.room_bytes = self.taken_bytes = 0

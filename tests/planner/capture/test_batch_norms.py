@@ -17,7 +17,7 @@ from planner.measure.steps import measure_outcome
 from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
-from planner.torch_private.core import DispatchKey, python_kernels, scoped_library
+from planner.torch_private.core import DispatchKey, register_python_kernels, scoped_library
 from tests.support.budgets import HALF_WAY, half_way_known, on_the_way
 from tests.support.models.steps import Call, random_schedule
 
@@ -42,7 +42,7 @@ def chosen_on_cuda() -> Iterator[list[bool]]:
         return batch_norms.cudnn_batch_norm(*args)[:3]  # type: ignore[arg-type]
 
     with (
-        python_kernels(aten.native_batch_norm.default, {DispatchKey.Autograd: native_batch_norm}),
+        register_python_kernels(aten.native_batch_norm.default, {DispatchKey.Autograd: native_batch_norm}),
         scoped_library("aten", "IMPL") as library,
     ):
         library.impl("cudnn_batch_norm", cpu_kernel, "CPU")

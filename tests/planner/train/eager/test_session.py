@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import planner
 from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError, UsageError
-from planner.torch_private.core import kernel_settings
+from planner.torch_private.core import get_kernel_settings
 from planner.train.eager import memory, sizes
 from planner.train.eager.deferred_log import DeferredLog
 from planner.train.eager.session import Rematerialization, rematerialize
@@ -694,9 +694,9 @@ def test_ops_are_recomputed_with_the_settings_with_which_they_ran(name: str) -> 
         loss = (y * w).sum() + h.square().sum()
         del y, h
         torch.empty(780_000, dtype=torch.uint8)  # evicts both
-        before = kernel_settings()
+        before = get_kernel_settings()
         found = torch.autograd.grad(loss, [w, layer.weight])
-        assert kernel_settings() == before
+        assert get_kernel_settings() == before
         return found
 
     expected = step()

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from planner.torch_private.core import unlogged_fakes
+from planner.torch_private.core import silence_fakes
 from planner.train.eager.size_rules import tensors_in
 from planner.train.eager.sizes import OutputSizes, lstm_workspace_bytes
 
@@ -106,13 +106,13 @@ def test_the_log_of_fake_tensors_is_suppressed_in_one_thread_alone() -> None:
     elsewhere: list[bool] = []
 
     def suppress() -> None:
-        with unlogged_fakes():
+        with silence_fakes():
             entered.set()
             assert ended.wait(20)
             elsewhere.append(bool(log.filter(record)))
 
     other = threading.Thread(target=suppress)
-    with unlogged_fakes():
+    with silence_fakes():
         other.start()
         assert entered.wait(20)
         assert not log.filter(record)

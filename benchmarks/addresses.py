@@ -102,7 +102,7 @@ def solve_plans(model: str, budgets: Sequence[str] = BUDGETS, *, limit_s: float 
     graph = build_graph(MODELS[model])
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     for budget in budgets:
-        schedule = solve_allocated(graph, read_budget(budget).in_bytes(peak_bytes), WallClock(limit_s), tolerance=0.01).schedule
+        schedule = solve_allocated(graph, read_budget(budget).resolve(peak_bytes), WallClock(limit_s), tolerance=0.01).schedule
         if schedule is not None:
             yield solve_addresses(model, buffers_of(graph, schedule), budget=budget, limit_s=limit_s)
 

@@ -30,7 +30,7 @@ from planner.runtime.allocator import measure_memory_rise
 from planner.runtime.arena import SharedSlab
 from planner.runtime.arena_allocator import keep_idle_pages
 from planner.runtime.executor import Executor
-from planner.settings.option_settings import with_recorded
+from planner.settings.option_settings import apply_recorded_options
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, iterate_results
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, find_missing_keys, order_by
@@ -96,7 +96,7 @@ def measure_plan(name: str, budget: str, library: str, plan: Plan, repeats: int)
     torch.manual_seed(0)
     model, loss_fn, batch = MODELS[name]()
     captured = capture(model, loss_fn, batch)
-    offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
+    offered = with_graph(captured, apply_recorded_options(captured.graph, plan.settings))
     in_arena = Executor(offered, plan.schedule, model, loss_fn)
     in_arena.use_arena(SharedSlab())
     arena = in_arena.arena

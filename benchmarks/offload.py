@@ -19,7 +19,7 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
-from planner.settings.option_settings import OptionSettings, option_settings
+from planner.settings.option_settings import OptionSettings, build_option_settings
 from planner.studies.experiment import Study
 from planner.studies.rows import (
     collect_provenance,
@@ -151,7 +151,7 @@ def compute_budget_bytes(budget: str, least_bytes: int | None, peak_bytes: int) 
         BudgetError: it cannot be read.
     """
     if least_bytes is None or not budget.startswith(_ABOVE_LEAST):
-        return read_budget(budget).in_bytes(peak_bytes)
+        return read_budget(budget).resolve(peak_bytes)
     share = budget.removeprefix(_ABOVE_LEAST)
     if not share.endswith("%"):
         raise BudgetError(f"budget {budget!r} is not of the form 'least + 25%'")
@@ -231,7 +231,10 @@ def main(words: Sequence[str] | None = None) -> int:
     for name, model in product(arguments.suites, arguments.models):
         suite = SUITES[name]
         if model in suite.budgets:
-            make, options = partial(build_graph, MODELS[model], suite.device), option_settings(["offload"], suite.link, HOST)
+            make, options = (
+                partial(build_graph, MODELS[model], suite.device),
+                build_option_settings(["offload"], suite.link, HOST),
+            )
             cases[name, model] = OffloadCase(name, model, make, options, suite.budgets[model])
     return carry_out(STUDY, arguments, cases)
 

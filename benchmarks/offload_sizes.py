@@ -16,7 +16,7 @@ from graphs.units import parse_budget
 from planner.capture.workload.workload import parse_spec
 from planner.plans.attributes import get_attributes
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.option_settings import option_settings
+from planner.settings.option_settings import build_option_settings
 from planner.settings.plan import PlanSettings
 from planner.studies.experiment import Study
 from planner.studies.max_batch import find_max_batch
@@ -83,7 +83,7 @@ def search(
         time_limit_s=limit_s,
         **get_attributes(case, "varies", "unit"),
         samples=list_samples(case.varies, sizes.first),
-        options=option_settings(["offload"], LINK, HOST),
+        options=build_option_settings(["offload"], LINK, HOST),
         memory=CountedMemory.ALLOCATED,
     )
     for answer in find_max_batch(sizes.trace_graph, wanted):

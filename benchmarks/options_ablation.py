@@ -130,7 +130,7 @@ def ablate_graph(graph: Graph, model: str, costs: str, work: float) -> Iterator[
             budget=budget,
             part=NOTHING,
             work=work,
-            budget_bytes=read_budget(budget).in_bytes(peak_bytes),
+            budget_bytes=read_budget(budget).resolve(peak_bytes),
             base_s=graph.time_s,
             offered=0,
             used=0,

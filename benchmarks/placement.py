@@ -191,7 +191,7 @@ def measure_schedule(step: Workload, pair: Pair, graph: Graph, schedule: Schedul
 def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *, limit_s: float) -> Iterator[PlacementRow]:
     """Yield the rows of one model, whose `step` is given, on one pair of devices at one budget."""
     unlimited = budget == NO_LIMIT
-    budget_bytes = read_budget("1000%" if unlimited else budget).in_bytes(summarize(devices.main).keep_everything_peak_bytes)
+    budget_bytes = read_budget("1000%" if unlimited else budget).resolve(summarize(devices.main).keep_everything_peak_bytes)
     both = devices.build_both(None if unlimited else budget_bytes)
     graphs, solvers = (devices.main, devices.other, both, both, both), ("windows", "windows", *_XENGINE, "windows")
     for method, graph, solver in zip(METHODS, graphs, solvers, strict=True):

@@ -20,7 +20,7 @@ _DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*([a-z]*)")
 
 def check_budget(text: str) -> str:
     """Return `text` if it is an amount of memory; percentages are resolved later."""
-    _parse_argument(lambda text: read_budget(text).in_bytes(10**15), text)  # refuses auto
+    _parse_argument(lambda text: read_budget(text).resolve(10**15), text)  # refuses auto
     return text
 
 

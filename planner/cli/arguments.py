@@ -20,7 +20,7 @@ from planner.plans.attributes import get_attributes
 from planner.progress.visible import escape_lines, escape_text
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import DEVICES
-from planner.settings.option_settings import LINK, OptionSettings, option_settings
+from planner.settings.option_settings import LINK, OptionSettings, build_option_settings
 from planner.settings.plan import PlanSettings
 from planner.show.views.text import format_aligned
 from planner.studies.workload_tracing import Tracing
@@ -239,7 +239,7 @@ def add_graph_options(parser: Parser) -> None:
 
 def parse_option_settings(arguments: argparse.Namespace) -> OptionSettings:
     """Return the settings from the options of ``add_graph_options``."""
-    return option_settings(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
+    return build_option_settings(arguments.options, arguments.link, arguments.host_budget, exact=arguments.exact)
 
 
 def _add_options(parser: Parser, offered: Sequence[str], said: str) -> None:

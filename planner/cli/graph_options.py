@@ -4,7 +4,7 @@ import argparse
 
 from planner.capture.options import OPTIONS, traced_options
 from planner.cli.arguments import DONE, Commands, add_command, format_table, print_result
-from planner.settings.compatibility import table
+from planner.settings.compatibility import build_table
 
 
 def add(commands: Commands) -> None:
@@ -23,6 +23,6 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the list of options, and which of them exclude each other; return the exit code."""
     described = {name: option.description for name, option in OPTIONS.items()}
-    refused = "\n".join(f"  {things} with {other}: {reason}" for things, other, reason in table())
+    refused = "\n".join(f"  {things} with {other}: {reason}" for things, other, reason in build_table())
     print_result(arguments, lambda: described, lambda: f"{format_table(described)}\n\ncombinations that are refused:\n{refused}")
     return DONE

@@ -187,4 +187,4 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     graph = with_options(graph, ())
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     ordered = order_for(graph, arguments.solver, reorder=arguments.reorder).graph
-    write_model(ordered, read_budget(arguments.budget).in_bytes(peak_bytes), arguments.write_model)
+    write_model(ordered, read_budget(arguments.budget).resolve(peak_bytes), arguments.write_model)

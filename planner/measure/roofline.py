@@ -13,7 +13,7 @@ from planner.capture.lowering.statics import allocated_bytes
 from planner.capture.options.traced import measured_uses
 from planner.capture.program.program import Composed, Repeated
 from planner.capture.rewrites.outputs import tensors_in
-from planner.settings.devices import DeviceSpec, op_time_s, workspace_bytes
+from planner.settings.devices import DeviceSpec, model_op_time_s, model_workspace_bytes
 from planner.torch_private.core import StorageWeakRef, TorchDispatchMode
 
 
@@ -46,7 +46,7 @@ def model_node(node: fx.Node, device: DeviceSpec) -> tuple[float, int]:
     """Return the seconds and the workspace of the call of `node`, on its fake values."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     call = (node.target, args, kwargs, node.meta["val"], device)
-    return op_time_s(*call), workspace_bytes(*call)
+    return model_op_time_s(*call), model_workspace_bytes(*call)
 
 
 def model_composed(composed: Composed, fakes: tuple[Any, ...], device: DeviceSpec) -> tuple[float, int]:
@@ -83,12 +83,12 @@ class _ModelledCalls(TorchDispatchMode):
         result = func(*args, **named)
         if not (made := tensors_in(result)):
             return result  # a query, such as for the device of a tensor
-        self.time_s += op_time_s(func, args, named, result, self._device)
+        self.time_s += model_op_time_s(func, args, named, result, self._device)
         for value in made:
             storage = value.untyped_storage()
             if storage._cdata not in read:
                 self._made[storage._cdata] = StorageWeakRef(storage), self.count_bytes(value)
         self._made = {key: (ref, size) for key, (ref, size) in self._made.items() if not ref.expired()}
         allocated = sum(size for _, size in self._made.values())
-        self.peak_bytes = max(self.peak_bytes, allocated + workspace_bytes(func, args, named, result, self._device))
+        self.peak_bytes = max(self.peak_bytes, allocated + model_workspace_bytes(func, args, named, result, self._device))
         return result

@@ -34,7 +34,7 @@ from planner.runtime.cuda.device_arena import create_shared_slab
 from planner.runtime.executor import Executor
 from planner.runtime.out_of_memory import report_errors
 from planner.settings.compatibility import check_compatible
-from planner.settings.option_settings import recorded_options, with_recorded
+from planner.settings.option_settings import apply_recorded_options, read_recorded_options
 from planner.settings.plan import PlanSettings
 
 _PLANNED, _KEEPING, _EAGER, _EAGER_AGAIN = "the plan", "keeping everything", "eager PyTorch", "eager PyTorch again"
@@ -164,7 +164,7 @@ def run(
             f"the plan is {quote(plan)}: must be one that planner.solve returns, or planner.Plan.load reads from a file"
         )
     if arena:
-        check_compatible({Feature.ARENA, *(name for name, _ in map(parsed, recorded_options(plan.settings)))})
+        check_compatible({Feature.ARENA, *(name for name, _ in map(parsed, read_recorded_options(plan.settings)))})
     with Stages(*list_views(on_progress), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
         workload = Workload(model, loss_fn, detach_batch(batch))
         report = _run(plan, workload, stages, repeats=repeats, seed=seed, arena=arena)
@@ -176,7 +176,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     model, loss_fn, batch = workload
     captured = _capture_again(plan, workload, stages)
     check_sizes(captured.graph, plan)
-    offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
+    offered = with_graph(captured, apply_recorded_options(captured.graph, plan.settings))
     captured = replace(captured, graph=remove_options(captured.graph).out_of_place())
     planned = Executor(offered, plan.schedule, model, loss_fn)
     is_made_for_arena = plan.arena_bytes is not None and (plan.reserved is not None) == (planned.device.type == "cuda")
@@ -243,7 +243,7 @@ def _capture_again(plan: Plan, workload: Workload, stages: Stages) -> Capture:
             name=str(provenance.get("model", "")),
         )
         captured = capture_step(workload, settings)
-    return restore_recorded(captured, provenance, recorded_options(plan.settings))
+    return restore_recorded(captured, provenance, read_recorded_options(plan.settings))
 
 
 def _add_comparison(

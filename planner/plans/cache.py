@@ -87,7 +87,7 @@ def _check_budget(plan: Plan, budget: Budget) -> None:
         raise FormatError(f"its budget is a share of {whole_bytes!r} B, which is no peak of this step")
     if isinstance(budget, Overhead):
         return  # its budget was found, and its file is named after the requested overhead
-    asked_bytes = budget.in_bytes(whole_bytes)
+    asked_bytes = budget.resolve(whole_bytes)
     if plan.budget_bytes != asked_bytes:
         raise BudgetError(f"its budget is {plan.budget_bytes} B, and {asked_bytes} B was asked for")
 

@@ -17,7 +17,7 @@ from graphs.units import format_bytes, format_seconds
 from planner.memory.reserved import arena_of, reserved_for
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.plans.summary import check_same_graph, get_other_peaks, summarize
-from planner.settings.option_settings import with_recorded
+from planner.settings.option_settings import apply_recorded_options
 
 _ROUNDING = 1e-9  # relative tolerance of sums of seconds
 _BOUND_ROUNDING = 1e-4  # relative tolerance of bounds from linear programs
@@ -86,7 +86,7 @@ def check_sizes(graph: Graph, plan: PlanRecord) -> None:
             or its times and its bound contradict each other or the schedule.
         ScheduleError: its schedule does not run on the graph.
     """
-    offered = with_recorded(graph, plan.settings)
+    offered = apply_recorded_options(graph, plan.settings)
     check_same_graph(plan.graph, summarize(offered))
     more_bytes = plan.graph.static_bytes - graph.static_bytes
     found, program = simulate(offered, plan.schedule), remove_options(graph).out_of_place()
@@ -120,7 +120,7 @@ def apply_plan_options(graph: Graph, plan: PlanRecord) -> Graph:
         GraphError: an option cannot be added to this graph.
         UsageError: the graph was traced without it.
     """
-    return graph if graph.fingerprint == plan.graph.fingerprint else with_recorded(graph, plan.settings)
+    return graph if graph.fingerprint == plan.graph.fingerprint else apply_recorded_options(graph, plan.settings)
 
 
 def find_graph_path(plan: PlanRecord, plan_path: str | os.PathLike[str]) -> Path | None:

@@ -155,7 +155,7 @@ def solve_graph(
         must_stop: polled; once it returns True, the solve ends with what it has, if anything.
         start: what is known from a solve at other costs.
     """
-    clock, traced = settings.clock(), graph
+    clock, traced = settings.start_clock(), graph
     graph = settings.options.apply(graph)
     if isinstance(budget, Overhead):
         check_compatible(settings.features | {Feature.MAX_OVERHEAD})
@@ -173,7 +173,7 @@ def solve_graph(
         run = get_solver(settings.solver)
         result = _solve_least_memory(run, graph, settings, budget.share, clock, on_progress, either(should_stop, must_stop))
         return plans.plan_of(result, clock)
-    budget_bytes = budget.in_bytes(plans.eager_bytes)
+    budget_bytes = budget.resolve(plans.eager_bytes)
 
     def tell(schedule: Schedule, bound_s: float) -> None:
         assert on_plan is not None
@@ -288,7 +288,7 @@ class _Plans:
             memory=self.memory,
             **get_attributes(result, "peak_bytes", "time_s", "bound_s", "solver", "versions", "ended"),
             seconds=clock.seconds,
-            settings={**result.settings, **limit, **self.settings.options.recorded(graph)},
+            settings={**result.settings, **limit, **self.settings.options.record(graph)},
             pool_peaks_bytes=get_other_peaks(graph, judged),
             differs=describe_differences(graph, schedule.computed),
             gradient_error=predict_gradient_error(graph, schedule.computed),

@@ -20,7 +20,7 @@ class Bytes:
 
     size_bytes: int
 
-    def in_bytes(self, peak_bytes: int) -> int:
+    def resolve(self, peak_bytes: int) -> int:
         """Return the amount; `peak_bytes` is not needed."""
         del peak_bytes
         return self.size_bytes
@@ -32,7 +32,7 @@ class Share:
 
     percent: float
 
-    def in_bytes(self, peak_bytes: int) -> int:
+    def resolve(self, peak_bytes: int) -> int:
         """Return the share of `peak_bytes`, or raise BudgetError if it is less than a byte."""
         return parse_budget(str(self), peak_bytes=peak_bytes)
 
@@ -44,7 +44,7 @@ class Share:
 class Auto:
     """The free memory of a device."""
 
-    def in_bytes(self, peak_bytes: int) -> int:
+    def resolve(self, peak_bytes: int) -> int:
         """Raise BudgetError: there is no device."""
         raise BudgetError(
             "budget 'auto' is the free memory of a device, and there is no device here, only a graph: write an amount such as "
@@ -58,7 +58,7 @@ class Overhead:
 
     share: float
 
-    def in_bytes(self, peak_bytes: int) -> int:
+    def resolve(self, peak_bytes: int) -> int:
         """Raise BudgetError: the bytes are found by a solve."""
         raise BudgetError("max_overhead= is not known in bytes before a solve: give a budget here")
 

@@ -113,7 +113,7 @@ _OF_FEATURES = (
 )
 
 
-def conflicts() -> tuple[Incompatibility, ...]:
+def list_conflicts() -> tuple[Incompatibility, ...]:
     """Return the table: conflicts of each graph option, then those between features."""
     refused = (
         Incompatibility(option.name, feature, option.refused[feature])
@@ -130,7 +130,7 @@ def find_conflict(asked: Collection[str]) -> Incompatibility | None:
     Args:
         asked: names of graph options, without numbers, and features.
     """
-    return next((one for one in conflicts() if one.one in asked and one.other in asked), None)
+    return next((one for one in list_conflicts() if one.one in asked and one.other in asked), None)
 
 
 def check_compatible(asked: Collection[str]) -> None:
@@ -143,9 +143,9 @@ def check_compatible(asked: Collection[str]) -> None:
         raise UsageError(str(found))
 
 
-def table() -> list[tuple[str, str, str]]:
+def build_table() -> list[tuple[str, str, str]]:
     """Return the conflicts as rows of text: features, the feature that they exclude, and the reason, which they share."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for one in conflicts():
+    for one in list_conflicts():
         rows.setdefault((one.other, one.reason), []).append(one.one)
     return [(", ".join(names), other, reason) for (other, reason), names in rows.items()]

@@ -92,7 +92,7 @@ def find_device(product: str) -> DeviceSpec | None:
     return next((device for device in DEVICES.values() if device.name in words), None)
 
 
-def op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: DeviceSpec) -> float:
+def model_op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: DeviceSpec) -> float:
     """Return the modelled seconds of one call of `target`; 0 for views, which run no kernel.
 
     Args:
@@ -101,13 +101,13 @@ def op_time_s(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
     """
     if is_view(target):
         return 0.0
-    moving_s = op_bytes(target, args, kwargs, out) / (device.bandwidth_bytes_per_s * device.bandwidth_efficiency)
-    flops = op_flops(target, args, kwargs, out)
-    computing_s = flops / _reached_flops(target, args, kwargs, device) if flops else 0.0
+    moving_s = count_op_bytes(target, args, kwargs, out) / (device.bandwidth_bytes_per_s * device.bandwidth_efficiency)
+    flops = count_op_flops(target, args, kwargs, out)
+    computing_s = flops / _get_reached_flops(target, args, kwargs, device) if flops else 0.0
     return device.launch_s + max(moving_s, computing_s)
 
 
-def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: DeviceSpec) -> int:
+def model_workspace_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: DeviceSpec) -> int:
     """Return the modelled memory of one call in bytes, besides inputs and outputs.
 
     Only the backward pass of fused attention on GPUs counts: it accumulates the query's gradient in float32 and, where query
@@ -117,7 +117,7 @@ def workspace_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     name = _name(target)
     if device.name == "cpu" or name not in _ATTENTION_BACKWARD:
         return 0
-    query, key, value = (_argument(target, args, kwargs, n) for n in ("query", "key", "value"))
+    query, key, value = (_get_argument(target, args, kwargs, n) for n in ("query", "key", "value"))
     batch, heads, seq, width = query.shape
     padded = -(-seq // 128) * 128
     # The gradient in rows padded to the tile of the kernel, and one float of softmax statistics per row.
@@ -136,7 +136,7 @@ def is_view(target: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def op_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+def count_op_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Return the floating-point operations of one call, with a multiply-add as two; 0 for ops bound by bandwidth.
 
     These are torch's own formulas, except that the causal half of attention is left out, that attention on the CPU is covered,
@@ -146,7 +146,7 @@ def op_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
 
     name = _name(target)
     if name in _ATTENTION_FORWARD or name in _ATTENTION_BACKWARD:
-        return _attention_flops(target, args, kwargs, backward=name in _ATTENTION_BACKWARD)
+        return _count_attention_flops(target, args, kwargs, backward=name in _ATTENTION_BACKWARD)
     if name == "aten.convolution_backward":
         grad_out, x, weight, *_, transposed, _padding, _groups, wanted = args
         points = x if transposed else grad_out
@@ -155,7 +155,7 @@ def op_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
-def op_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+def count_op_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Return the bytes that one call reads and writes in main memory.
 
     Counts every input and output once, an expanded tensor before its expansion, of a table the rows that are looked up, and
@@ -164,19 +164,19 @@ def op_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: A
     from planner.capture.rewrites.outputs import tensors_in
 
     name = _name(target)
-    written = sum(map(_distinct_bytes, tensors_in(out)))
+    written = sum(map(_count_distinct_bytes, tensors_in(out)))
     if name in _ALLOCATES_ONLY:
         return 0
     if name in _LOOKUPS:
         # The rows read have the size of the output; the indices are read as well.
         table, *rest = tensors_in((args, kwargs))
-        return min(written, _distinct_bytes(table)) + written + sum(map(_distinct_bytes, rest))
+        return min(written, _count_distinct_bytes(table)) + written + sum(map(_count_distinct_bytes, rest))
     if name in _PICKS_ONE_PER_ROW:
         scores, target_classes, *_ = args
-        return _distinct_bytes(target_classes) + int(target_classes.numel() * scores.element_size()) + written
-    unread = _argument(target, args, kwargs, _SHAPE_ONLY[name]) if name in _SHAPE_ONLY else None
+        return _count_distinct_bytes(target_classes) + int(target_classes.numel() * scores.element_size()) + written
+    unread = _get_argument(target, args, kwargs, _SHAPE_ONLY[name]) if name in _SHAPE_ONLY else None
     inputs = {id(t): t for t in tensors_in((args, kwargs)) if t is not unread}
-    read = sum(map(_distinct_bytes, inputs.values()))
+    read = sum(map(_count_distinct_bytes, inputs.values()))
     return written + (2 * read if name in _READS_TWICE else read)
 
 
@@ -240,7 +240,7 @@ def _name(target: Any) -> str:
     return str(getattr(target, "overloadpacket", target))
 
 
-def _reached_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: DeviceSpec) -> float:
+def _get_reached_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: DeviceSpec) -> float:
     """Return the FLOPs per second that kernels of this kind reach in the precision of the first matrix."""
     import torch
 
@@ -251,7 +251,7 @@ def _reached_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     matrices = [t for t in tensors_in(args) if t.dim() >= 2 and t.is_floating_point()]
     dtype = matrices[0].dtype if matrices else torch.float32
     is_convolution = name in _CONVOLUTIONS
-    if is_convolution and _argument(target, args, kwargs, "groups") not in (None, 1):
+    if is_convolution and _get_argument(target, args, kwargs, "groups") not in (None, 1):
         # Tensor cores are of no use where few channels meet.
         return device.float32_flops * device.convolution_efficiency
     if dtype in (torch.bfloat16, torch.float16):
@@ -267,17 +267,17 @@ def _reached_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     return peak * device.matmul_efficiency
 
 
-def _attention_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, backward: bool) -> int:
+def _count_attention_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, backward: bool) -> int:
     """Return the FLOPs of two matrix products forward, of five backward, which recomputes the scores; half if causal."""
-    query, key, value = (_argument(target, args, kwargs, n) for n in ("query", "key", "value"))
+    query, key, value = (_get_argument(target, args, kwargs, n) for n in ("query", "key", "value"))
     batch, heads, queries, width = query.shape
     keys, value_width = key.shape[2], value.shape[3]
     per_pair = 3 * width + 2 * value_width if backward else width + value_width
     flops = 2 * batch * heads * queries * keys * per_pair
-    return int(flops // 2 if _argument(target, args, kwargs, "is_causal") else flops)
+    return int(flops // 2 if _get_argument(target, args, kwargs, "is_causal") else flops)
 
 
-def _argument(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+def _get_argument(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     """Return the argument that the schema of `target` calls `name`, or its default; None if there is none."""
     if name in kwargs:
         return kwargs[name]
@@ -287,7 +287,7 @@ def _argument(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name:
     return None
 
 
-def _distinct_bytes(tensor: "torch.Tensor") -> int:
+def _count_distinct_bytes(tensor: "torch.Tensor") -> int:
     """Return the bytes of the distinct elements of `tensor`: a dimension of stride 0 counts once."""
     count = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0)
     return min(int(count) * tensor.element_size(), int(tensor.untyped_storage().nbytes()))

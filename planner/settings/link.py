@@ -101,7 +101,7 @@ class LinkProfile:
         return f"{self.beside} beside the step; {self.alone} alone; {format_seconds(self.latency_s)} a copy"
 
 
-def measured_link(provenance: Mapping[str, object]) -> LinkProfile | None:
+def get_measured_link(provenance: Mapping[str, object]) -> LinkProfile | None:
     """Return the measured link in the provenance of a graph; None if there is none.
 
     Raises:
@@ -119,7 +119,7 @@ def measured_link(provenance: Mapping[str, object]) -> LinkProfile | None:
         ) from None
 
 
-def published_link(device: str) -> Link | None:
+def get_published_link(device: str) -> Link | None:
     """Return the rate that a step reaches of the published one, by a device name as in a provenance; None if it is unknown."""
     found = find_device(device)
     return None if found is None else Link.even(_REACHED * _INTERFACES[found.name], _LATENCY_S)

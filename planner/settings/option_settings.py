@@ -14,7 +14,7 @@ from graphs.options.selection import list_exact_ops
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.units import format_seconds, parse_budget, parse_rate
 from planner.capture.options import DEFAULTS, check_complete, needing, needs, with_options
-from planner.settings.link import format_rate, measured_link, published_link
+from planner.settings.link import format_rate, get_measured_link, get_published_link
 from planner.settings.other_devices import DEVICES_KEY, decode_devices, encode_devices
 from solvers.registry import check_solver, check_takes
 
@@ -128,10 +128,10 @@ class OptionSettings:
         around = None
         if self.offloads or self.places:
             link = self.link(graph.provenance).link if self.offloads else None
-            around = Surroundings(link, self.host_bytes, self._devices(graph.provenance))
+            around = Surroundings(link, self.host_bytes, self._select_devices(graph.provenance))
         return with_options(graph, self.names, around, list_exact_ops(graph) if self.exact else None)
 
-    def recorded(self, graph: Graph) -> dict[str, object]:
+    def record(self, graph: Graph) -> dict[str, object]:
         """Return these settings in the form of plan settings, for a graph with these options; empty without options."""
         if not self.names:
             return {}
@@ -139,12 +139,12 @@ class OptionSettings:
         if self.exact:
             said["exact"] = list_exact_ops(graph)
         if self.places:
-            said[DEVICES_KEY] = encode_devices(self._devices(graph.provenance))
+            said[DEVICES_KEY] = encode_devices(self._select_devices(graph.provenance))
         if self.host_bytes is None:
             return said
         return {**said, "link": self.link(graph.provenance).recorded, "host_budget_bytes": self.host_bytes}
 
-    def _devices(self, provenance: Mapping[str, object]) -> tuple[OtherDevice, ...]:
+    def _select_devices(self, provenance: Mapping[str, object]) -> tuple[OtherDevice, ...]:
         """Return the devices for ops among those that a graph of this provenance was traced with."""
         known = decode_devices(provenance) if self.places else ()
         return tuple(device.exactly for device in known) if self.exact else known
@@ -157,9 +157,9 @@ class OptionSettings:
         """
         if self.link_bytes_per_s is not None:
             return KnownLink(Link.even(self.link_bytes_per_s), LinkSource.GIVEN)
-        if (measured := measured_link(provenance)) is not None:
+        if (measured := get_measured_link(provenance)) is not None:
             return KnownLink(measured.link, LinkSource.MEASURED)
-        if (published := published_link(str(provenance.get("device", "")))) is not None:
+        if (published := get_published_link(str(provenance.get("device", "")))) is not None:
             return KnownLink(published, LinkSource.PUBLISHED)
         return KnownLink(Link.even(parse_rate(LINK)), LinkSource.DEFAULT)
 
@@ -167,12 +167,12 @@ class OptionSettings:
 RECOMPUTATION = OptionSettings()  # nothing but recomputation
 
 
-def default_options(solver: str) -> tuple[str, ...]:
+def list_default_options(solver: str) -> tuple[str, ...]:
     """Return the options that are on by default, if `solver` takes them."""
     return DEFAULTS if check_solver(solver).alternatives else ()
 
 
-def option_settings(
+def build_option_settings(
     options: Sequence[str],
     link: str | float | None = None,
     host_budget: str | int | None = None,
@@ -215,40 +215,40 @@ def option_settings(
     return OptionSettings(tuple(options), rate, host_bytes, exact, asked)
 
 
-def recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
+def read_recorded_link(settings: Mapping[str, object]) -> KnownLink | None:
     """Return the link in the settings of a plan; None if no option of the plan transfers tensors.
 
     Raises:
         MismatchError: the settings are none that a solve records.
     """
-    if Need.LINK not in needs(recorded_options(settings)):
+    if Need.LINK not in needs(read_recorded_options(settings)):
         return None
     said = settings.get("link")
     try:
         source = msgspec.convert(said, dict[str, object]).get("source")
         return KnownLink(msgspec.convert(said, Link), msgspec.convert(source, LinkSource))
     except (msgspec.ValidationError, GraphError) as error:
-        raise _edited(f"a link of {said!r} ({error})") from None
+        raise _build_edited_error(f"a link of {said!r} ({error})") from None
 
 
-def with_recorded(graph: Graph, settings: Mapping[str, object]) -> Graph:
+def apply_recorded_options(graph: Graph, settings: Mapping[str, object]) -> Graph:
     """Return `graph` with exactly the options in the settings of a plan.
 
     Raises:
         MismatchError: the settings are none that a solve records.
         GraphError: there is no such option, or it cannot be added to this graph, or the graph was traced without it.
     """
-    names, only = recorded_options(settings), _recorded_exact(settings)
-    known, others = recorded_link(settings), decode_devices(settings)
+    names, only = read_recorded_options(settings), _read_recorded_exact(settings)
+    known, others = read_recorded_link(settings), decode_devices(settings)
     if known is None:
         return with_options(graph, names, Surroundings(others=others) if others else None, only)
     host_bytes = settings.get("host_budget_bytes")
     if not isinstance(host_bytes, int):
-        raise _edited(f"the options {names!r} with {host_bytes!r} bytes of host memory")
+        raise _build_edited_error(f"the options {names!r} with {host_bytes!r} bytes of host memory")
     return with_options(graph, names, Surroundings(known.link, host_bytes, others), only)
 
 
-def recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
+def read_recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
     """Return the options in the settings of a plan.
 
     Raises:
@@ -256,19 +256,19 @@ def recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:
     """
     names = settings.get("options") or ()
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise _edited(f"the options {names!r}")
+        raise _build_edited_error(f"the options {names!r}")
     return tuple(names)
 
 
-def _recorded_exact(settings: Mapping[str, object]) -> tuple[str, ...] | None:
+def _read_recorded_exact(settings: Mapping[str, object]) -> tuple[str, ...] | None:
     """Return the names of the exact ops that were offered; None if all ops were."""
     names = settings.get("exact")
     if names is None:
         return None
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise _edited(f"the exact ops {names!r}")
+        raise _build_edited_error(f"the exact ops {names!r}")
     return tuple(names)
 
 
-def _edited(what: str) -> MismatchError:
+def _build_edited_error(what: str) -> MismatchError:
     return MismatchError(f"the settings of the plan have {what}, which no solve records: its file was edited; solve again")

@@ -19,7 +19,7 @@ from planner.capture.options import parsed, traced_options
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import get_device
-from planner.settings.option_settings import RECOMPUTATION, OptionSettings, option_settings
+from planner.settings.option_settings import RECOMPUTATION, OptionSettings, build_option_settings
 from planner.settings.other_devices import parse_device
 from solvers.clock import Clock, WallClock, WorkClock
 from solvers.registry import check_params
@@ -153,7 +153,7 @@ class PlanSettings:
         for device in self.other_devices:
             parse_device(device)
         check_params(self.solver, self.params)
-        self.clock()
+        self.start_clock()
         self.options.check_solver(self.solver)
         for name, value, known in (("kernels", self.kernels, KERNELS), ("swap", self.swap, SWAPS)):
             if value not in known:
@@ -185,7 +185,7 @@ class PlanSettings:
         """
         about = {name: given.pop(name) for name in _ABOUT_OPTIONS if name in given}
         return cls(
-            options=options if isinstance(options, OptionSettings) else option_settings(options, **about),
+            options=options if isinstance(options, OptionSettings) else build_option_settings(options, **about),
             tolerance=Tolerance.of(tolerance),
             memory=CountedMemory.of(memory),
             wait=Wait.of(wait),
@@ -238,7 +238,7 @@ class PlanSettings:
         said = asdict(params) if is_dataclass(params) and not isinstance(params, type) else repr(params)
         return known | {"tolerance": self.tolerance.steps, "options": self.options.key, "params": said}
 
-    def clock(self) -> Clock:
+    def start_clock(self) -> Clock:
         """Return a clock that starts now, for the work limit if there is one, else for the time limit."""
         what, limit, unit = "time", self.time_limit_s, "seconds"
         if self.work_limit is not None:

@@ -23,7 +23,7 @@ from planner.memory.reserved import memory_on
 from planner.progress import OnProgress, Stage, Stages, list_views
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import get_device
-from planner.settings.option_settings import option_settings
+from planner.settings.option_settings import build_option_settings
 from planner.settings.plan import check_positive, select_settings
 from planner.studies.advice import Advice
 from planner.studies.budget_analysis import advise_graph
@@ -148,7 +148,7 @@ def curve(
         tolerance=Tolerance.of(tolerance).first,
         time_limit_s=math.inf,
         total_time_limit_s=time_limit_s,
-        options=option_settings(options, link=link, host_budget=host_budget),
+        options=build_option_settings(options, link=link, host_budget=host_budget),
         memory=CountedMemory.of(memory),
         jobs=jobs,
     )

@@ -12,7 +12,7 @@ from planner.memory.least_budget import LeastBudget, least_budget
 from planner.memory.reserved import context_bytes_of, eager_bytes, eager_memory, eager_reserved_bytes, memory_of, on_cuda
 from planner.plans.summary import summarize
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.option_settings import option_settings
+from planner.settings.option_settings import build_option_settings
 from planner.studies.advice import Advice, OptionAdvice, Price, Recommendation
 from planner.studies.frontier import Frontier, divide_evenly, order_outside_in
 from planner.studies.solves import solve_in_order
@@ -136,7 +136,7 @@ class _Analysis:
         for done, name in enumerate(names):
             self.tell(f"trying {name}")
             copying = (link, host_budget) if Need.LINK in needs((name,)) else ()
-            options = option_settings([name], *copying)
+            options = build_option_settings([name], *copying)
             clock = self.clock.start_part(max(0.1, measure_rest(self.clock) / (len(names) - done)))
             found.append(self._evaluate_option(name, options.apply(self.graph), budget_bytes, clock))
         return tuple(found)

@@ -151,7 +151,7 @@ def judge_of(graph: Graph, settings: StudySettings, memory: CountedMemory, machi
         base_peak_bytes=summarize(graph).keep_everything_peak_bytes,
         commit=commit(),
         machine=machine_name,
-        recorded={**settings.options.recorded(graph), **record_memory(memory)},
+        recorded={**settings.options.record(graph), **record_memory(memory)},
     )
 
 
@@ -235,7 +235,7 @@ def list_tasks(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[
     for method in methods:
         get_solver(method)
     whole_bytes = eager_bytes(judge.graph, judge.memory)
-    sizes = {str(budget): read_budget(budget).in_bytes(whole_bytes) for budget in budgets}
+    sizes = {str(budget): read_budget(budget).resolve(whole_bytes) for budget in budgets}
     return [Task(run_by, method, budget, size) for budget, size in sizes.items() for method in dict.fromkeys(methods)]
 
 

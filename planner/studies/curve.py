@@ -226,7 +226,7 @@ def _solve_curve(
         least = _find_least(known, how, clock.start_part(_LEAST_SHARE * clock.limit))
         wanted = divide_evenly(least.found_bytes, max(least.found_bytes, whole_bytes), budgets)
     else:
-        wanted = tuple(sorted({read_budget(budget).in_bytes(whole_bytes) for budget in budgets}))
+        wanted = tuple(sorted({read_budget(budget).resolve(whole_bytes) for budget in budgets}))
         if not wanted:
             raise BudgetError("there is no budget to solve for: name at least one")
         if finds_least:

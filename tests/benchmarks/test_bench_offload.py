@@ -27,11 +27,11 @@ from graphs.errors import BudgetError
 from graphs.synthetic.random_graphs import draw_training_step
 from graphs.units import format_ratio
 from planner.capture.workload.workload import parse_spec
-from planner.settings.option_settings import option_settings
+from planner.settings.option_settings import build_option_settings
 
 
 def case(*budgets: str) -> OffloadCase:
-    options = option_settings(["offload"], "2GB/s", "1GB")
+    options = build_option_settings(["offload"], "2GB/s", "1GB")
     return OffloadCase("suite", "step", partial(draw_training_step, 5, 20), options, budgets, limit_s=1.0)
 
 

@@ -25,7 +25,7 @@ def solves(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     solve = search.solve_graph
 
     def counted(graph: Any, budget: Budget, *settings: Any, **options: Any) -> Any:
-        asked.append(budget.in_bytes(0) if isinstance(budget, Bytes) else budget)
+        asked.append(budget.resolve(0) if isinstance(budget, Bytes) else budget)
         return solve(graph, budget, *settings, **options)
 
     monkeypatch.setattr(search, "solve_graph", counted)

@@ -15,7 +15,7 @@ from planner.measure import running, tracing
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan
-from planner.settings.option_settings import option_settings, with_recorded
+from planner.settings.option_settings import apply_recorded_options, build_option_settings
 from planner.settings.plan import PlanSettings
 from tests.support.cli import call, refused
 from tests.support.models.alternatives import make
@@ -37,7 +37,7 @@ def graph(workload: Workload) -> Graph:
 
 def test_only_exact_ops_are_offered_and_the_plan_says_which(graph: Graph, tmp_path: Path) -> None:
     plan = solve(graph, "100%", options=["chunks"], exact=True, tolerance=0.5)
-    held = with_recorded(graph, plan.settings)
+    held = apply_recorded_options(graph, plan.settings)
     optional = [op for op in held.ops if op.optional]
     assert [op.target for op in optional] == [
         f"chunks.{kind}.{count}" for kind in ("backward", "backward_kept") for count in (4, 8)
@@ -48,7 +48,7 @@ def test_only_exact_ops_are_offered_and_the_plan_says_which(graph: Graph, tmp_pa
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
     with pytest.raises(MismatchError, match="the exact ops 'all', which no solve records"):
-        with_recorded(graph, {**plan.settings, "exact": "all"})
+        apply_recorded_options(graph, {**plan.settings, "exact": "all"})
     assert "exact" not in solve(graph, "100%", options=["chunks"], tolerance=0.5).settings
 
 
@@ -62,7 +62,7 @@ def test_exact_plan_runs_on_a_recaptured_step(graph: Graph, workload: Workload) 
 def test_calls_go_with_the_ops_that_are_left(graph: Graph, workload: Workload) -> None:
     captured = tracing.restore_recorded(tracing.capture_step(workload, PlanSettings()), graph.provenance, ["chunks"])
     names = [op.name for op in graph.ops if op.optional and op.exact]
-    held = with_graph(captured, with_recorded(captured.graph, {"options": ["chunks"], "exact": names}))
+    held = with_graph(captured, apply_recorded_options(captured.graph, {"options": ["chunks"], "exact": names}))
     before = dict(zip((op.name for op in captured.graph.ops), captured.program.calls, strict=True))
     assert [before[op.name].outputs for op in held.graph.ops] == [c.outputs for c in held.program.calls]
     assert all(before[op.name].composed is call.composed for op, call in zip(held.graph.ops, held.program.calls, strict=True))
@@ -70,8 +70,8 @@ def test_calls_go_with_the_ops_that_are_left(graph: Graph, workload: Workload) -
 
 def test_exact_without_an_option_raises() -> None:
     with pytest.raises(PlannerError, match=r"exact is given, but no option .*--options chunks"):
-        option_settings([], exact=True)
-    assert option_settings(["chunks"], exact=True).as_json == {"options": ["chunks"], "exact": True}
+        build_option_settings([], exact=True)
+    assert build_option_settings(["chunks"], exact=True).as_json == {"options": ["chunks"], "exact": True}
 
 
 def test_commands_accept_exact(graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan, check_sizes, check_with_its_graph
 from planner.settings.link import MEASURED_LINK, LinkProfile, LinkRates
-from planner.settings.option_settings import LINK, RECOMPUTATION, KnownLink, LinkSource, option_settings
+from planner.settings.option_settings import LINK, RECOMPUTATION, KnownLink, LinkSource, build_option_settings
 from planner.show.facts.graph import collect_graph_facts
 from solvers.order.reorder import find_order
 from tests.support.cli import call, refused
@@ -123,17 +123,17 @@ def test_facts_have_the_least_budget_with_and_without(step: Graph) -> None:
 
 
 def test_defaults_are_half_of_the_free_memory_and_a_modest_link() -> None:
-    options = option_settings(["offload"])
+    options = build_option_settings(["offload"])
     assert options.host_bytes == pytest.approx(psutil.virtual_memory().available / 2, rel=0.1)
     assert options.link({}) == KnownLink(Link.even(25e9), LinkSource.DEFAULT) and LINK == "25GB/s"
-    assert option_settings([]) == RECOMPUTATION and not RECOMPUTATION.as_json
+    assert build_option_settings([]) == RECOMPUTATION and not RECOMPUTATION.as_json
 
 
 def test_given_link_precedes_measured_and_published_links() -> None:
     rates = LinkRates(20e9, 30e9, 19e9)
     measured = LinkProfile(rates, rates, 2e-5)
     there: dict[str, object] = {"device": "NVIDIA H100 80GB HBM3", MEASURED_LINK: measured.recorded}
-    given, found = option_settings(["offload"], "50GB/s"), option_settings(["offload"])
+    given, found = build_option_settings(["offload"], "50GB/s"), build_option_settings(["offload"])
     assert given is not None and found is not None
     assert given.link(there) == KnownLink(Link.even(50e9), LinkSource.GIVEN)
     assert found.link(there) == KnownLink(Link(20e9, 30e9, 2e-5), LinkSource.MEASURED)

@@ -20,7 +20,7 @@ from planner.capture.options import with_options
 from planner.cli.main import main
 from planner.plans.plan import read_plan
 from planner.plans.solving import solve
-from planner.settings.option_settings import option_settings, with_recorded
+from planner.settings.option_settings import apply_recorded_options, build_option_settings
 from planner.settings.other_devices import DEVICES_KEY, decode_devices, encode_devices, parse_device
 from tests.support.graphs.random_choices import found_in_a_step
 from tests.support.graphs.small_graphs import diamond
@@ -163,9 +163,9 @@ def edited(times_s: object) -> dict[str, object]:
 
 def test_malformed_device_measurements_raise() -> None:
     with pytest.raises(MismatchError, match="the measurements on other devices are not in the form that a trace writes"):
-        with_recorded(diamond(), edited("quick"))
+        apply_recorded_options(diamond(), edited("quick"))
     with pytest.raises(GraphError, match="device 'cpu' has 1 times for a program of 5 ops"):
-        with_recorded(diamond(), edited([1.0]))
+        apply_recorded_options(diamond(), edited([1.0]))
     with pytest.raises(UsageError, match="roofline= does not go with other_devices=: with a roofline nothing is run"):
         planner.trace(nn.Linear(2, 2), None, (torch.ones(2),), roofline="cpu", other_devices=["cuda"])
 
@@ -182,10 +182,10 @@ def test_recorded_settings_restore_the_graph_of_a_plan() -> None:
     }
     for options, exact in ((["placement"], False), (["offload", "placement"], False), (["placement", "offload"], True)):
         copies = "offload" in options
-        options_given = option_settings(options, "3GB/s" if copies else None, 1000 if copies else None, exact=exact)
+        options_given = build_option_settings(options, "3GB/s" if copies else None, 1000 if copies else None, exact=exact)
         offered = options_given.apply(graph)
-        assert with_recorded(graph, options_given.recorded(graph)) == offered
-        assert (len(offered.pools), "host_budget_bytes" in options_given.recorded(graph)) == (3 + copies, copies)
+        assert apply_recorded_options(graph, options_given.record(graph)) == offered
+        assert (len(offered.pools), "host_budget_bytes" in options_given.record(graph)) == (3 + copies, copies)
         stand_ins = [op for op in offered.ops if op.stream == "compute@cpu"]
         assert all(op.exact for op in stand_ins) is exact
         assert not exact or {op.replaces for op in stand_ins} <= {(0,), (2,)}

@@ -20,7 +20,7 @@ from planner.plans.document import write_plan
 from planner.plans.plan import Plan, read_plan
 from planner.plans.plan_check import check_plan
 from planner.plans.summary import get_other_peaks, summarize
-from planner.settings.option_settings import option_settings
+from planner.settings.option_settings import build_option_settings
 from planner.settings.plan import PlanSettings
 from planner.show.facts.graph import collect_graph_facts
 from planner.show.facts.step import StepFacts
@@ -54,7 +54,7 @@ def small() -> tuple[nn.Module, nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 
 def random_plan(graph: Graph, budget: int, *, seed: int, options: Sequence[str] = OPTIONS, host_budget: Any = 10**9) -> Plan:
     """What a solve could have found."""
-    options_given = option_settings(options, "1GB/s", host_budget, exact=True)
+    options_given = build_option_settings(options, "1GB/s", host_budget, exact=True)
     offered = options_given.apply(graph)
     schedule = order_by_passes(offered, any_schedule(offered, seed))
     found = simulate(offered, schedule)
@@ -67,7 +67,7 @@ def random_plan(graph: Graph, budget: int, *, seed: int, options: Sequence[str] 
         bound_s=None,
         solver="chance",
         seconds=0.0,
-        settings=options_given.recorded(offered),
+        settings=options_given.record(offered),
         pool_peaks_bytes=get_other_peaks(offered, found),
     )
 
@@ -83,7 +83,7 @@ def test_written_plan_with_placement_and_options_runs_exactly(seed: int, tmp_pat
     graph = planner.trace(model, loss_fn, batch, options=FOUND, other_devices=[SECOND], passes=1)
     write_plan(random_plan(graph, BUDGET, seed=seed), tmp_path / "plan.json")
     plan = read_plan(tmp_path / "plan.json")
-    offered = option_settings(OPTIONS, "1GB/s", 10**9, exact=True).apply(graph)  # type: ignore[union-attr]
+    offered = build_option_settings(OPTIONS, "1GB/s", 10**9, exact=True).apply(graph)  # type: ignore[union-attr]
     check_plan(offered, plan)
     assert list(plan.pool_peaks_bytes) == [SECOND, HOST]
     text = plan_text(plan)
@@ -123,7 +123,7 @@ def test_training_with_placement_and_options_equals_eager(monkeypatch: pytest.Mo
 def test_facts_of_a_graph_with_all_options_equal_those_as_traced() -> None:
     model, loss_fn, batch = small()
     graph = planner.trace(model, loss_fn, batch, options=FOUND, other_devices=[SECOND], passes=1)
-    offered = option_settings(OPTIONS, "1GB/s", 10**9).apply(graph)  # type: ignore[union-attr]
+    offered = build_option_settings(OPTIONS, "1GB/s", 10**9).apply(graph)  # type: ignore[union-attr]
     facts, alone = collect_graph_facts(offered), collect_graph_facts(graph)
     assert facts.traced == alone.traced and facts.placement == alone.placement
     assert facts.least_budget_bytes == alone.least_budget_bytes

@@ -14,8 +14,8 @@ from planner.plans.eager import describe_slower
 from planner.plans.plan import Plan
 from planner.progress.visible import escape_text
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.link import MEASURED_LINK, measured_link
-from planner.settings.option_settings import recorded_link, recorded_options
+from planner.settings.link import MEASURED_LINK, get_measured_link
+from planner.settings.option_settings import read_recorded_link, read_recorded_options
 from planner.settings.other_devices import DEVICES_KEY, decode_devices
 from planner.show.views.text import format_aligned, format_table
 
@@ -71,7 +71,7 @@ def plan_text(plan: Plan) -> str:
         ("predicted step time", f"{time_s}, {ratio} times that of keeping everything"),
         *_describe_eager_ops(plan),
         *((f"{escape_text(pool)} memory", format_bytes(peak)) for pool, peak in plan.pool_peaks_bytes.items()),
-        *(() if (link := recorded_link(plan.settings)) is None else [("link", str(link))]),
+        *(() if (link := read_recorded_link(plan.settings)) is None else [("link", str(link))]),
         *(("may differ", escape_text(what)) for what in plan.differs),
         *([("lossy", escape_text(plan.lossy))] if plan.lossy else []),
         ("overhead", f"{100 * plan.overhead:z.2f}%, {plan.recomputed:,} ops recomputed{_format_copied(plan)}"),
@@ -85,7 +85,7 @@ def plan_text(plan: Plan) -> str:
 def _format_copied(plan: Plan) -> str:
     if not plan.copied:
         return ""
-    if not all(needs((name,)) for name in recorded_options(plan.settings)):
+    if not all(needs((name,)) for name in read_recorded_options(plan.settings)):
         return f", {plan.copied:,} optional ops"
     return f", {plan.copied:,} copies{'' if plan.pool_peaks_bytes.keys() <= {HOST} else ' and ops on other devices'}"
 
@@ -242,7 +242,7 @@ def list_provenance(provenance: Mapping[str, object]) -> list[tuple[str, str]]:
 
     def format_value(name: str, value: object) -> str:
         if name == MEASURED_LINK:
-            return str(measured_link(provenance))
+            return str(get_measured_link(provenance))
         if name == "optimizer" and isinstance(value, Mapping):
             return str(value.get("name"))
         if name == DEVICES_KEY:

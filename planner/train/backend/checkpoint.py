@@ -94,7 +94,7 @@ def checkpoint(
     if budget is None:
         model._compiled_call_impl = None
         return model
-    read_budget(budget).in_bytes(2**30)  # only the syntax of a share can be checked before the first call
+    read_budget(budget).resolve(2**30)  # only the syntax of a share can be checked before the first call
     given |= {"budget": budget, "on_progress": on_progress}
     asked = {name: value for name, value in given.items() if value is not None and value != ()}
     settings_of(asked)  # raise before the first call

@@ -258,7 +258,7 @@ class SharedBudget:
         else:
             step_bytes = self._reserved(graphs, runs, [(graph, keeping_all(graph)) for graph in captured])
         self._largest_bytes = max(self._largest_bytes, step_bytes)
-        return self.budget.in_bytes(self._largest_bytes) if self._largest_bytes else 1  # all tensors are empty
+        return self.budget.resolve(self._largest_bytes) if self._largest_bytes else 1  # all tensors are empty
 
     def summary_of_only(self, graph: PlannedGraph) -> str:
         """Return the plan of a graph in one line; "" if the step has other graphs, with which it is planned again."""

@@ -15,7 +15,7 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.measure.optimizers import find_memory
 from planner.progress import OnProgress
 from planner.settings.budget import read_budget_or_overhead
-from planner.settings.option_settings import default_options
+from planner.settings.option_settings import list_default_options
 from planner.settings.plan import PlanSettings, Wait, select_settings
 from planner.train.compile.planning import Planning
 from planner.train.compile.step import PlannedStep
@@ -144,7 +144,7 @@ def compile(  # noqa: A001
     wrapper = unwrap(model)
     step = TrainingStep(wrapper.module, loss_fn)
     initialize_lazy_layers(step, batch)  # before their optimizer is measured
-    given |= {"optimizer": find_memory(optimizer, step), "options": default_options(solver) if options is None else options}
+    given |= {"optimizer": find_memory(optimizer, step), "options": list_default_options(solver) if options is None else options}
     settings = PlanSettings.of(**given)
     settings = replace(settings, measure_link=settings.options.measures_link)
     return Planning(wrapper, loss_fn, settings, on_progress).step(batch, read_budget_or_overhead(budget, max_overhead))

@@ -38,7 +38,7 @@ from planner.runtime.out_of_memory import report_errors
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.budget import Budget, Bytes, Overhead
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.option_settings import with_recorded
+from planner.settings.option_settings import apply_recorded_options
 from planner.settings.plan import PlanSettings
 from planner.torch_private.core import clear_cublas_workspaces
 from planner.train.compile.compare_eager import compare_with_eager, warn_of_differences
@@ -309,7 +309,7 @@ class Compiler:
         for step in steps:
             try:
                 same = self.captured_for(step.plan, captured, batch)
-                check_same_graph(step.plan.graph, summarize(with_recorded(same.graph, step.plan.settings)))
+                check_same_graph(step.plan.graph, summarize(apply_recorded_options(same.graph, step.plan.settings)))
             except PlannerError:  # a number has chosen other ops
                 continue
             if self.settings.arena and isinstance(self.slab, SharedSlab):  # its first step is recorded
@@ -336,7 +336,7 @@ class Compiler:
             MismatchError, ScheduleError: it is not one for this step.
             BudgetError: its measured peak is over its budget here, or it exceeds the host memory.
         """
-        check_same_graph(plan.graph, summarize(with_recorded(captured.graph, plan.settings)))
+        check_same_graph(plan.graph, summarize(apply_recorded_options(captured.graph, plan.settings)))
         host_bytes = plan.pool_peaks_bytes.get(HOST, 0)
         if self.channels is not None and host_bytes > self.channels.memory.capacity_bytes:
             raise BudgetError(
@@ -397,7 +397,7 @@ class Compiler:
             return executor, captured.graph.static_bytes + recorder.count_held_bytes()
 
     def _made_executor(self, captured: Capture, plan: Plan) -> Executor:
-        offered = with_graph(captured, with_recorded(captured.graph, plan.settings))
+        offered = with_graph(captured, apply_recorded_options(captured.graph, plan.settings))
         executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
         if self.settings.arena or plan.arena_bytes is not None:
             executor.use_arena(self.slab)

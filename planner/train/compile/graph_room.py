@@ -17,7 +17,7 @@ from planner.plans.plan import Plan
 from planner.runtime.cuda.graph_pool import compute_pool_bytes
 from planner.settings.budget import Budget, Bytes
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.option_settings import with_recorded
+from planner.settings.option_settings import apply_recorded_options
 
 _TRIES = 6  # solves: segments are coarse, so a plan with a lower peak may keep the same memory
 
@@ -46,7 +46,7 @@ class GraphBudget:
             InfeasibleError: nothing is left for the pool.
         """
         whole_bytes = eager_bytes(graph, memory)
-        budget_bytes = budget.in_bytes(whole_bytes)
+        budget_bytes = budget.resolve(whole_bytes)
         outside_bytes = reserved_with_graphs(graph, keep_everything(remove_options(graph)), memory, 0, 0).device_bytes
         if budget_bytes <= outside_bytes:
             raise InfeasibleError(
@@ -71,7 +71,7 @@ class GraphBudget:
         """Return `plan`, solved for allocated bytes of `graph`, as one for this budget, replayed with a pool of `pool_bytes`."""
         if plan.reserved is None:
             return plan
-        offered = with_recorded(graph, plan.settings)
+        offered = apply_recorded_options(graph, plan.settings)
         reserved = reserved_with_graphs(offered, plan.schedule, self.memory, self.eager_bytes, pool_bytes)
         return replace(plan, memory=self.memory, budget_bytes=self.budget_bytes, reserved=reserved)
 
@@ -105,4 +105,4 @@ def with_room_for_pool(
 
 def _count_kept_bytes(graph: Graph, libraries: Sequence[int], rules: Rules, plan: Plan) -> int:
     """Return the static memory that remains allocated once `plan` is recorded."""
-    return graph.static_bytes + compute_pool_bytes(with_recorded(graph, plan.settings), plan.schedule, libraries, rules)
+    return graph.static_bytes + compute_pool_bytes(apply_recorded_options(graph, plan.settings), plan.schedule, libraries, rules)

@@ -30,7 +30,7 @@ from planner.runtime.cuda.device_arena import DeviceArena
 from planner.runtime.executor import Executor
 from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.option_settings import with_recorded
+from planner.settings.option_settings import apply_recorded_options
 from planner.train.distributed.ranks import SingleProcess
 from solvers.result import OPTIMAL_GAP, SOLVED
 
@@ -262,7 +262,9 @@ class Improvement:
         gain = 1 - found.time_s / now.time_s
         lacks_proof = not _is_as_close(now, self.plan) and (now.gap is None or now.gap > OPTIMAL_GAP)
         proves_more = self._is_solved and gain > 0 and lacks_proof
-        fits = self._executor.earlier_gradients.fit_with(with_recorded(self._captured.graph, found.settings), found.schedule)
+        fits = self._executor.earlier_gradients.fit_with(
+            apply_recorded_options(self._captured.graph, found.settings), found.schedule
+        )
         alike = self._search.any_rounding or rounds_alike(self._captured.graph, self.plan, found)
         if (gain >= _GAIN or proves_more) and fits and alike:
             self.plan = now
@@ -280,7 +282,7 @@ class Improvement:
     @property
     def _offered(self) -> Graph:
         """The graph at the latest costs, with the options of the plan."""
-        return with_recorded(self.graph, self.plan.settings)
+        return apply_recorded_options(self.graph, self.plan.settings)
 
     def _judge(self) -> None:
         """Compute time and bound of the current plan at the latest costs."""
@@ -416,7 +418,7 @@ def rounds_alike(graph: Graph, one: Plan, other: Plan) -> bool:
 
 
 def _rounding(graph: Graph, plan: Plan) -> Sequence[str]:
-    offered = with_recorded(graph, plan.settings)
+    offered = apply_recorded_options(graph, plan.settings)
     rounding = {op.id for op in offered.ops if op.optional and not op.exact}
     replaced = {p for op in rounding for p in offered.ops[op].replaces}
     return [offered.ops[op].name for op in plan.schedule.computed if op in rounding or op in replaced]

@@ -50,7 +50,7 @@ class InductorCompiler(Compiler):
             eager = replace(self, settings=plain).profile(self._captured(batch, None), batch)
             whole_bytes = compute_eager_peak_bytes(eager.graph, captured.graph, self.settings.memory)
             captured = _shares_of(whole_bytes, captured)
-        wanted = Bytes(budget.in_bytes(whole_bytes))
+        wanted = Bytes(budget.resolve(whole_bytes))
         steps: list[PlannedStep] = []
         failure: BudgetError | LimitError | None = None
         try:

@@ -14,7 +14,7 @@ from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.signature import Batch, detach_batch
 from planner.plans.plan import Plan
 from planner.runtime.executor import Executor
-from planner.settings.option_settings import with_recorded
+from planner.settings.option_settings import apply_recorded_options
 from planner.show.facts.timeline import Timeline
 from planner.show.report.page import write_pages
 from planner.show.views.plan_views import render_plan
@@ -305,4 +305,4 @@ class PlannedStep:
                 "the plan was loaded from a cache, and its ops were not measured: there are no times to show; call "
                 "planner.compile without cache= for a report"
             )
-        write_pages(Timeline(with_recorded(self.measured, self.plan.settings), self.plan), path, trace)
+        write_pages(Timeline(apply_recorded_options(self.measured, self.plan.settings), self.plan), path, trace)

@@ -144,7 +144,7 @@ class Rematerialization:
             budget_bytes = auto_budget_bytes(self._device, tensors)
         else:
             context_bytes = measure_cuda_context_bytes(self._device) if self._counted.counts_context else 0
-            budget_bytes = self._budget.in_bytes(0) - context_bytes
+            budget_bytes = self._budget.resolve(0) - context_bytes
         sizes = OutputSizes(self._device)
         memory = Memory(budget_bytes, sizes, partial(Ledger, self._heuristic))
         for tensor in tensors:

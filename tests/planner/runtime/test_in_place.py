@@ -20,7 +20,7 @@ from planner.measure import running, tracing
 from planner.measure.steps import measure_outcome
 from planner.measure.tracing import capture_profiled
 from planner.runtime.executor import Executor
-from planner.settings.option_settings import OptionSettings, option_settings
+from planner.settings.option_settings import OptionSettings, build_option_settings
 from planner.settings.plan import PlanSettings
 from tests.support.budgets import on_the_way
 from tests.support.models.outcomes import executed
@@ -133,7 +133,7 @@ def test_plans_with_other_choices_are_run_in_the_memory_that_is_predicted(others
     names = ["in-place", *others]
     graph = tracing.trace(*workload, passes=1, options=traced_options(names))
     link = 25e9 if "offload" in others else None
-    offered = option_settings(names, link, exact=True).apply(graph)
+    offered = build_option_settings(names, link, exact=True).apply(graph)
     over = 0
     for budget in on_the_way(with_options(graph, ()), 0.15, 0.5):
         plan = solve(graph, budget, options=names, link=link, exact=True, work_limit=5.0)

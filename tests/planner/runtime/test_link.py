@@ -19,7 +19,7 @@ from planner.measure.link_rates import link_during_step
 from planner.measure.tracing import trace
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostTensor
-from planner.settings.link import MEASURED_LINK, LinkProfile, LinkRates, measured_link, published_link
+from planner.settings.link import MEASURED_LINK, LinkProfile, LinkRates, get_measured_link, get_published_link
 from tests.support.cuda_device import cuda_device, on_device
 from tests.support.cuda_device.streams import BYTES_PER_S, LAUNCH_S
 from tests.support.models.steps import make
@@ -107,7 +107,7 @@ def test_measuring_the_link_leaves_model_and_generator_unchanged() -> None:
     graph = trace(*workload, passes=1, measure_link=True)
     assert all(torch.equal(before[name], value) for name, value in workload.model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
-    found = measured_link(graph.provenance)
+    found = get_measured_link(graph.provenance)
     assert found is not None
     rates = (*vars_of(found.alone), *vars_of(found.beside))
     assert all(1e6 < rate < 1e13 for rate in rates) and 0 <= found.latency_s < 1
@@ -140,7 +140,7 @@ def test_link_on_a_gpu_has_plausible_rates() -> None:
     workload = make("resnet18")
     workload.model.cuda()
     workload = Workload(workload.model, workload.loss_fn, tuple(value.cuda() for value in workload.batch))
-    found = measured_link(trace(*workload, passes=1, measure_link=True).provenance)
+    found = get_measured_link(trace(*workload, passes=1, measure_link=True).provenance)
     assert found is not None
     assert all(1e9 < rate < 1e12 for rate in (*vars_of(found.alone), *vars_of(found.beside))) and found.latency_s < 1e-3
 
@@ -160,7 +160,7 @@ def test_link_on_a_gpu_has_plausible_rates() -> None:
     ],
 )
 def test_published_link_assumes_a_share_of_the_published_bandwidth(device: str, bytes_per_s: float | None) -> None:
-    found = published_link(device)
+    found = get_published_link(device)
     assert (found is None) == (bytes_per_s is None)
     if found is not None:
         assert found.out_bytes_per_s == found.in_bytes_per_s == pytest.approx(bytes_per_s) and found.latency_s == 1e-5

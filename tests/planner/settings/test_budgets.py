@@ -24,7 +24,7 @@ def graph() -> Graph:
     ("budget", "size_bytes"), [("60%", 600), ("2kB", 2000), (7, 7), (2**70, 2**63 - 1), ("1e30GB", 2**63 - 1), ("130 %", 1300)]
 )
 def test_budgets_come_to_bytes(budget: str | int, size_bytes: int) -> None:
-    assert read_budget(budget).in_bytes(1000) == size_bytes
+    assert read_budget(budget).resolve(1000) == size_bytes
 
 
 def test_a_float_is_a_share(graph: Graph) -> None:

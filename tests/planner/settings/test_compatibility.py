@@ -14,7 +14,7 @@ from graphs.errors import UsageError
 from graphs.options.option import Feature, Need
 from planner.capture.options import OPTIONS, needs
 from planner.cli.main import main
-from planner.settings.compatibility import Incompatibility, check_compatible, conflicts, table
+from planner.settings.compatibility import Incompatibility, build_table, check_compatible, list_conflicts
 
 X, Y = torch.ones(2, 4), torch.zeros(2, 3)
 
@@ -36,7 +36,7 @@ WAYS: dict[Feature, list[Callable[[str], None]]] = {
     Feature.VARYING_SIZES: [partial(compiled, dynamic=True)],
     Feature.INDUCTOR: [partial(compiled, kernels="inductor"), partial(under_torch_compile, kernels="inductor")],
 }
-OF_OPTIONS = [conflict for conflict in conflicts() if conflict.one in OPTIONS]
+OF_OPTIONS = [conflict for conflict in list_conflicts() if conflict.one in OPTIONS]
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -49,7 +49,7 @@ def test_no_step_is_made_with_an_option_that_the_table_refuses(name: str, featur
         assert isinstance(getattr(e.value, "inner_exception", e.value), UsageError)
 
 
-@pytest.mark.parametrize("conflict", conflicts(), ids=lambda one: f"{one.one}-{one.other}")
+@pytest.mark.parametrize("conflict", list_conflicts(), ids=lambda one: f"{one.one}-{one.other}")
 def test_each_conflict_of_the_table_is_one_clear_error(conflict: Incompatibility) -> None:
     with pytest.raises(UsageError, match=re.escape(str(conflict))):
         check_compatible({conflict.one, conflict.other})
@@ -59,11 +59,11 @@ def test_each_conflict_of_the_table_is_one_clear_error(conflict: Incompatibility
 
 def test_the_documentation_shows_the_table() -> None:
     page = (Path(__file__).parents[3] / "docs" / "options" / "index.md").read_text()
-    for row in table():
+    for row in build_table():
         assert f"| {' | '.join(row)} |" in page
 
 
 def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["options"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"{things} with {other}: {reason}" in printed for things, other, reason in table())
+    assert all(f"{things} with {other}: {reason}" in printed for things, other, reason in build_table())

@@ -12,7 +12,15 @@ from torch._subclasses import FakeTensorMode
 from graphs.errors import UsageError
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
-from planner.settings.devices import DEVICES, get_device, is_view, op_bytes, op_flops, op_time_s, workspace_bytes
+from planner.settings.devices import (
+    DEVICES,
+    count_op_bytes,
+    count_op_flops,
+    get_device,
+    is_view,
+    model_op_time_s,
+    model_workspace_bytes,
+)
 
 aten = torch.ops.aten
 H200 = DEVICES["h200"]
@@ -33,19 +41,19 @@ def tokens(*shape: int) -> Tensor:
 
 
 def flops(target: Any, *args: Any, **kwargs: Any) -> int:
-    return op_flops(target, args, kwargs, target(*args, **kwargs))
+    return count_op_flops(target, args, kwargs, target(*args, **kwargs))
 
 
 def moved(target: Any, *args: Any, **kwargs: Any) -> int:
-    return op_bytes(target, args, kwargs, target(*args, **kwargs))
+    return count_op_bytes(target, args, kwargs, target(*args, **kwargs))
 
 
 def time_s(target: Any, *args: Any, device: str = "h200", **kwargs: Any) -> float:
-    return op_time_s(target, args, kwargs, target(*args, **kwargs), DEVICES[device])
+    return model_op_time_s(target, args, kwargs, target(*args, **kwargs), DEVICES[device])
 
 
 def workspace(target: Any, *args: Any, device: str = "h200", **kwargs: Any) -> int:
-    return workspace_bytes(target, args, kwargs, target(*args, **kwargs), DEVICES[device])
+    return model_workspace_bytes(target, args, kwargs, target(*args, **kwargs), DEVICES[device])
 
 
 def attention_backward(query: Tensor, key: Tensor, *, is_causal: bool) -> tuple[Any, ...]:
@@ -172,7 +180,7 @@ def test_views_cost_nothing(target: Any, args: tuple[Any, ...]) -> None:
 
 
 def test_items_of_a_tuple_are_views_and_kernels_are_not() -> None:
-    assert op_time_s(operator.getitem, ((half(2), half(3)), 1), {}, half(3), H200) == 0.0
+    assert model_op_time_s(operator.getitem, ((half(2), half(3)), 1), {}, half(3), H200) == 0.0
     assert not is_view(aten.relu.default)
     assert not is_view(aten.relu_.default)
     assert not is_view(aten.copy_.default)
@@ -274,7 +282,7 @@ def test_flops_of_a_whole_training_step() -> None:
     for node in step.nodes:
         if node is not None:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            total += op_flops(node.target, args, kwargs, node.meta["val"])
-            assert op_time_s(node.target, args, kwargs, node.meta["val"], H200) >= H200.launch_s
+            total += count_op_flops(node.target, args, kwargs, node.meta["val"])
+            assert model_op_time_s(node.target, args, kwargs, node.meta["val"], H200) >= H200.launch_s
     first = 2 * batch * width * width
     assert total == 3 * (layers * first + 2 * batch * width * classes) - first

@@ -19,7 +19,7 @@ from planner.cli.main import main
 from planner.plans.plan import read_plan
 from planner.plans.search import StepSearch
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.option_settings import option_settings
+from planner.settings.option_settings import build_option_settings
 from planner.settings.plan import NOT_IN_PLANS, PlanSettings, select_settings
 from planner.train.backend.settings import OPTIONS_OF_COMPILE
 from solvers.baselines.dtr import DtrParams
@@ -35,7 +35,7 @@ PARAMS = WindowsParams(bound=BoundParams(small_ops=12))
         (lambda: PlanSettings(solver="simplex"), "there is no solver 'simplex'"),
         (lambda: PlanSettings(time_limit_s=0), "time limit is 0: must be seconds, above 0"),
         (lambda: PlanSettings(work_limit=-1.0), "work limit is -1.0: must be a number, above 0"),
-        (lambda: PlanSettings(solver="dtr", options=option_settings(["offload"])), "the solver 'dtr' recomputes only"),
+        (lambda: PlanSettings(solver="dtr", options=build_option_settings(["offload"])), "the solver 'dtr' recomputes only"),
         (lambda: planner.trace(nn.Linear(1, 1), None, (), options=["offload"]), "'offload' is not found in a step"),
         (lambda: PlanSettings(params=DtrParams()), "must be WindowsParams"),
         (lambda: PlanSettings(solver="dtr", params="many"), "params is 'many': must be DtrParams"),
@@ -93,7 +93,7 @@ def test_a_kept_plan_is_one_of_the_same_parameters(tmp_path: Path) -> None:
 _OTHER_VALUES: dict[str, Any] = {
     "roofline": "h100",
     "other_devices": ("cpu:1",),
-    "options": option_settings(["in-place"]),
+    "options": build_option_settings(["in-place"]),
     "solver": "chen-sqrt",
     "tolerance": Tolerance.of(0.01),
     "time_limit_s": 7.0,
@@ -117,9 +117,12 @@ def test_every_setting_is_in_the_key_of_cached_plans_unless_it_is_known_not_to_m
 
 
 def test_a_share_of_host_memory_keeps_its_key_and_amounts_are_bytes_in_it() -> None:
-    shares = [option_settings(["offload"], host_budget=share).key for share in ("50%", "50%", "40%", None)]
+    shares = [build_option_settings(["offload"], host_budget=share).key for share in ("50%", "50%", "40%", None)]
     assert shares[0] == shares[1] != shares[2] != shares[3] != shares[0]
-    assert option_settings(["offload"], host_budget="2GB").key == option_settings(["offload"], host_budget=2_000_000_000).key
+    assert (
+        build_option_settings(["offload"], host_budget="2GB").key
+        == build_option_settings(["offload"], host_budget=2_000_000_000).key
+    )
 
 
 def test_front_ends_take_only_known_settings() -> None:

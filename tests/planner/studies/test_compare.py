@@ -15,7 +15,7 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.cli.main import main
 from planner.memory.reserved import eager_bytes
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.option_settings import option_settings
+from planner.settings.option_settings import build_option_settings
 from planner.studies.compare import Shares, Task, compare, cut_short, parse_methods
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy, bound_of
 from planner.studies.comparisons import format_cell, format_tables, write_report
@@ -170,7 +170,7 @@ def test_where_time_is_up_the_last_rows_are_tried_for_a_moment_and_said_to_be_cu
 
 @pytest.mark.slow
 def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path: Path) -> None:
-    options = option_settings(["offload"], 50e9, 10**11)
+    options = build_option_settings(["offload"], 50e9, 10**11)
     names = ("windows", "chen-sqrt", "dtr", "save-on-cpu", "capuchin-swap", "delta")
     found = compare(graph, ["75%"], names, tmp_path, StudySettings(options=options, time_limit_s=4))
     by_method = {row.method: row for row in found}
@@ -183,13 +183,13 @@ def test_methods_that_offload_beside_those_that_recompute(graph: Graph, tmp_path
     assert all(json.loads(row.settings)["link"]["in_bytes_per_s"] == 50e9 for row in found)
     assert compare(graph, ["75%"], names, tmp_path, StudySettings(options=options)) == found
     with pytest.raises(OutputError, match="ask for the same"):
-        compare(graph, ["75%"], names, tmp_path, StudySettings(options=option_settings(["offload"], 25e9, 10**11)))
+        compare(graph, ["75%"], names, tmp_path, StudySettings(options=build_option_settings(["offload"], 25e9, 10**11)))
 
 
 def test_all_methods_run_on_graphs_with_offload(tmp_path: Path) -> None:
     everywhere = {name for name, entry in SOLVERS.items() if not entry.only_devices}
     assert set(parse_methods("all", offload=True)) == everywhere
-    options = option_settings(["offload"], 1.0, 10**6)
+    options = build_option_settings(["offload"], 1.0, 10**6)
     found = compare(
         make_training_chain(6),
         ["80%"],

@@ -22,7 +22,7 @@ from graphs.synthetic.small import make_training_chain
 from planner.cli import argument_types
 from planner.memory.reserved import counted_bytes, eager_bytes, reserved_at
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.option_settings import option_settings
+from planner.settings.option_settings import build_option_settings
 from planner.settings.other_devices import DEVICES_KEY, encode_devices
 from planner.studies.curve import Curve, solve_curve
 from planner.studies.curve_table import build_curve_data
@@ -147,7 +147,7 @@ def test_curves_of_random_graphs_keep_their_promises(seed: int, ops: int) -> Non
 @pytest.mark.slow
 def test_with_options_there_is_the_curve_without_beside() -> None:
     graph = draw_training_step(5, 30)
-    options = option_settings(["offload"], link=10e9, host_budget=10**12)
+    options = build_option_settings(["offload"], link=10e9, host_budget=10**12)
     found = solve_curve(graph, 3, StudySettings(options=options, tolerance=0.02, time_limit_s=1.5))
     assert found.options == ("offload",) and found.without is not None and found.without.without is None
     judged(options.apply(graph), found)
@@ -172,7 +172,7 @@ def test_curve_supports_schedules_faster_than_the_program() -> None:
     chain = make_training_chain(3)
     faster = OtherDevice("cpu:1", tuple(op.time_s / 4 for op in chain.ops), 8.0)
     graph = replace(chain, provenance={**chain.provenance, DEVICES_KEY: encode_devices([faster])})
-    options = option_settings(["placement"])
+    options = build_option_settings(["placement"])
     found = solve_curve(graph, ["80%", "100%"], StudySettings(options=options, time_limit_s=1.0))
     judged(options.apply(graph), found)
     assert found.points[1].time_s is not None and found.points[1].time_s < graph.time_s

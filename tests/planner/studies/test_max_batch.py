@@ -20,7 +20,7 @@ from planner.measure.scaling import GraphFit, has_same_ops
 from planner.memory.least_memory import StopWhenDecided
 from planner.memory.reserved import counted_bytes, reserved_at
 from planner.settings.counted_memory import CountedMemory
-from planner.settings.option_settings import RECOMPUTATION, option_settings
+from planner.settings.option_settings import RECOMPUTATION, build_option_settings
 from planner.settings.plan import PlanSettings
 from planner.studies.max_batch import find_largest, find_max_batch
 from planner.studies.sizes import METHODS, LargestSize, Wanted, list_samples
@@ -267,7 +267,7 @@ def test_a_line_through_two_graphs_gives_the_third() -> None:
 
 def test_offload_fits_more_and_both_judges_agree() -> None:
     """Blocks' outputs may run again, yet what is read last is made first: the host takes it."""
-    options = option_settings(["offload"], link=1e6, host_budget=10**6)
+    options = build_option_settings(["offload"], link=1e6, host_budget=10**6)
     for budget, overhead in ((3_000, None), (9_000, None), (9_000, 0.3)):
         wanted = Wanted(budget, overhead, limit=40, options=options)
         *without, offloading = find_max_batch(chain, wanted)

@@ -91,8 +91,8 @@ def test_percentage_refers_to_reserved_memory_of_the_whole_step(
     monkeypatch: pytest.MonkeyPatch, graphs: list[PlannedGraph]
 ) -> None:
     found: list[int] = []
-    in_bytes = Share.in_bytes
-    monkeypatch.setattr(Share, "in_bytes", lambda *given: found.append(given[1]) or in_bytes(*given))
+    in_bytes = Share.resolve
+    monkeypatch.setattr(Share, "resolve", lambda *given: found.append(given[1]) or in_bytes(*given))
     torch.manual_seed(0)
     trained(Parts(), torch.randn(ROWS, WIDTH), "100%", memory="reserved")
     assert max(found) == reserved_together(graphs)

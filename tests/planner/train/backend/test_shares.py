@@ -21,13 +21,13 @@ def model() -> nn.Module:
 def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What budgets were shares of, in order."""
     found: list[int] = []
-    in_bytes = Share.in_bytes
+    in_bytes = Share.resolve
 
     def noted(budget: Share, peak_bytes: int) -> int:
         found.append(peak_bytes)
         return in_bytes(budget, peak_bytes)
 
-    monkeypatch.setattr(Share, "in_bytes", noted)
+    monkeypatch.setattr(Share, "resolve", noted)
     return found
 
 

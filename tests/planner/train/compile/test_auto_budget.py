@@ -123,8 +123,8 @@ def test_auto_where_nothing_is_left_raises(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_backend_leaves_room_for_the_state_of_adamw(free: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     free(60 * MB)
     found: list[int] = []
-    in_bytes = Bytes.in_bytes
-    monkeypatch.setattr(Bytes, "in_bytes", lambda *given: found.append(in_bytes(*given)) or found[-1])
+    in_bytes = Bytes.resolve
+    monkeypatch.setattr(Bytes, "resolve", lambda *given: found.append(in_bytes(*given)) or found[-1])
     model, loss_fn, batch = workload()
     step = torch.compile(model, backend="planner", dynamic=False, options={"budget": "auto", "roofline": "cpu"})
     loss_fn(step(batch[0]), batch[1]).backward()

@@ -26,7 +26,7 @@ from planner.plans.solving import judge_on, solve, solve_graph
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
 from planner.settings.budget import Budget, Bytes
-from planner.settings.option_settings import with_recorded
+from planner.settings.option_settings import apply_recorded_options
 from planner.settings.plan import PlanSettings, Wait
 from planner.train.compile import compare_eager, compiler, improvement
 from planner.train.compile.improvement import rounds_alike, with_times
@@ -96,7 +96,7 @@ def worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def first_plan(search: StepSearch, graph: Graph, budget: Budget, stage: StageReport) -> Plan:
         plan = solve_graph(graph, budget, replace(search.settings, work_limit=2.0))
-        offered = with_recorded(graph, plan.settings)
+        offered = apply_recorded_options(graph, plan.settings)
         schedule = find_least_evicting_schedule(offered.out_of_place(), WorkClock(1.0))
         assert schedule is not None
         found = simulate(offered, schedule)
@@ -200,7 +200,7 @@ def test_a_proof_stays_until_the_program_was_solved_for_times_in_steps(monkeypat
     assert "for the costs measured in training steps" in str(step.plan)
     assert step.plan.graph == found.graph and step.plan.bound_s == pytest.approx(found.bound_s)
     assert (step.plan.status, step.plan.gap) == ("optimal", compute_gap(step.plan.time_s, step.plan.bound_s))
-    assert step.measured is not None and check_plan(with_recorded(step.measured, step.plan.settings), step.plan)
+    assert step.measured is not None and check_plan(apply_recorded_options(step.measured, step.plan.settings), step.plan)
 
 
 def test_a_proof_stays_in_short_runs_and_if_the_next_solve_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_a_short_run_of_short_steps_has_a_proof_for_its_own_times(monkeypatch: p
     assert Scripted.jobs == []
     assert step.plan.graph.provenance["times"] == "measured in training steps"
     assert step.plan.status == "optimal" and step.plan.gap is not None and step.plan.gap <= 0.001
-    assert step.measured is not None and check_plan(with_recorded(step.measured, step.plan.settings), step.plan)
+    assert step.measured is not None and check_plan(apply_recorded_options(step.measured, step.plan.settings), step.plan)
 
 
 def test_a_run_that_is_no_trial_is_solved_again_whatever_it_loses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.runtime.executor import Executor
-from planner.settings.link import measured_link
+from planner.settings.link import get_measured_link
 from tests.support.cli import call
 from tests.support.models.steps import make
 
@@ -69,10 +69,10 @@ def test_compiled_step_with_offload_is_exact_within_both_budgets(tmp_path: Path)
 def test_the_link_is_measured_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.measure.link_rates.LARGE_BYTES", 2**23)
     plan = compiled(small(), link=None, budget="95%").plan
-    measured = measured_link(plan.graph.provenance)
+    measured = get_measured_link(plan.graph.provenance)
     assert measured is not None
     assert plan.settings["link"] == {**asdict(measured.link), "source": "measured"}
-    assert measured_link(compiled(small()).plan.graph.provenance) is None
+    assert get_measured_link(compiled(small()).plan.graph.provenance) is None
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_the_commands_solve_and_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     model = "zoo:mlp,batch=64,layers=6,width=32,classes=3"
     graph_file, plan_file = tmp_path / "graph.json", tmp_path / "plan.json"
     assert call(capsys, "trace", model, "--measure-link", "-o", graph_file, "--quiet").code == 0
-    assert measured_link(read_graph(graph_file).provenance) is not None
+    assert get_measured_link(read_graph(graph_file).provenance) is not None
     asked = ("--options", "offload", "--link", "1000GB/s", "--host-budget", "1GB", "--time-limit", "10", "--quiet")
     assert call(capsys, "solve", graph_file, "--budget", "60%", *asked, "-o", plan_file).code == 0
     plan = read_plan(plan_file)

@@ -25,7 +25,7 @@ from planner.measure.steps import measure_memory
 from planner.plans.plan import Plan
 from planner.progress import Progress
 from planner.runtime.arena_allocator import Slab
-from planner.settings.option_settings import with_recorded
+from planner.settings.option_settings import apply_recorded_options
 from planner.train.compile import compiler
 from planner.train.compile.improvement import Improvement
 from planner.train.distributed.wrappers import unwrap
@@ -187,7 +187,7 @@ def check_swaps(rank: int, **options: bool) -> None:
     settings = {"passes": 1, "tolerance": 0.05, "swap": "exact", **options}
     step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, **settings)
     first = step.plan
-    offered = with_recorded(step.measured, first.settings).out_of_place()
+    offered = apply_recorded_options(step.measured, first.settings).out_of_place()
     other = find_least_evicting_schedule(offered, WorkClock(1.0))
     assert other is not None and other != first.schedule
 

@@ -21,7 +21,7 @@ from graphs.allocators.caching import EXPANDABLE
 from graphs.allocators.training import compute_reserved_with_pool_bytes, least_capacity_bytes, usage_of
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
-from planner.memory.reserved import requests_of
+from planner.memory.reserved import build_training
 from planner.plans.attributes import get_attributes
 from planner.plans.plan import Plan
 from planner.plans.solving import solve
@@ -86,7 +86,7 @@ def plan_row(model: str, graph: Graph, counts: str, budget: str, limit_s: float)
 
 
 def _measure(graph: Graph, plan: Plan) -> dict[str, object]:
-    training = requests_of(graph, plan.schedule)
+    training = build_training(graph, plan.schedule)
     usage = usage_of(training)
     addresses = solve_addresses(buffers_of(graph, plan.schedule, alignment=512), time_limit_s=ARENA_LIMIT_S)
     return {

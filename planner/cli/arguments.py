@@ -200,10 +200,10 @@ def build_counted_memory(arguments: argparse.Namespace) -> CountedMemory:
     Raises:
         UsageError: reserved memory is asked for on the CPU.
     """
-    from planner.memory.reserved import memory_on
+    from planner.memory.reserved import choose_memory_on
 
     device = arguments.device if arguments.roofline is None else "cpu" if arguments.roofline == "cpu" else "cuda"
-    return memory_on(device, CountedMemory.of(arguments.memory))
+    return choose_memory_on(device, CountedMemory.of(arguments.memory))
 
 
 def add_tolerance(parser: Parser, *, said: str = "0.1%% or 0.001 (default: 0.1%%)", default: float | Tolerance = 1e-3) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from planner.measure.timing import compute_typical
-from planner.memory.reserved import uses_libraries
+from planner.memory.reserved import needs_libraries
 from planner.runtime.allocator import MemoryRise, measure_memory_rise
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
@@ -111,7 +111,7 @@ class PeakWatch:
             self.stop()
             return run(static)
         returned: list[Returned] = []
-        if uses_libraries(self._executor.graph):
+        if needs_libraries(self._executor.graph):
             warm_up_libraries(self._device)
         self._forward_rise = measure_memory_rise(lambda: returned.append(run(static)), self._device)
         return returned[0]

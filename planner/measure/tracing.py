@@ -28,7 +28,7 @@ from planner.measure.sizes import set_dense_sizes, set_recorded_sizes
 from planner.measure.unrepeatable_ops import mark_custom_ops, mark_recorded_ops
 from planner.memory.free_memory import free_bytes
 from planner.memory.release import release_unused
-from planner.memory.reserved import uses_libraries
+from planner.memory.reserved import needs_libraries
 from planner.plans.keeping_everything import count_keep_everything_bytes, prepare_for_tight_memory
 from planner.progress import OnProgress, Stage, Stages, list_views
 from planner.runtime.libraries import warm_up_libraries
@@ -171,7 +171,7 @@ def profile_capture(
     """
     step, passes = TrainingStep(workload.model, workload.loss_fn), settings.passes
     static = real_static(captured, step, workload.batch)
-    if uses_libraries(captured.graph):
+    if needs_libraries(captured.graph):
         warm_up_libraries(static[0].device)
     captured = profile(captured, static, passes=passes, on_op=on_op)
     prepare_for_tight_memory(captured.graph, static[0].device)

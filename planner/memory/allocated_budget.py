@@ -7,8 +7,8 @@ from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.options import as_executed
-from planner.memory.arena_rules import arena_rules
-from planner.memory.reserved import on_cuda
+from planner.memory.arena_rules import build_arena_rules
+from planner.memory.reserved import is_on_cuda
 from planner.settings.plan import PlanSettings
 from solvers.arena.solve import solve_in_arena
 from solvers.order.reorder import Reordering, keep_program_order, permute, reorder_by
@@ -21,20 +21,20 @@ from solvers.result import Result
 REORDERED = frozenset({"windows"})
 
 
-def solver_of(settings: PlanSettings, graph: Graph) -> Callable[[Request], SolvedOrder]:
+def build_solver(settings: PlanSettings, graph: Graph) -> Callable[[Request], SolvedOrder]:
     """Return the function that solves requests for `graph` in the requested order of ops, or in the best of several orders.
 
     The order that is not to change is that of the request's start, if it has one. The schedules are as a step runs them.
     """
-    run = _in_memory_of(settings, graph)
+    run = _choose_solver(settings, graph)
 
     def solve_once(request: Request) -> SolvedOrder:
         graph = request.graph
 
-        def executed(schedule: Schedule) -> Schedule:
-            return as_step_runs(graph, schedule, request.budget_bytes)
+        def order_as_executed(schedule: Schedule) -> Schedule:
+            return map_schedule_to_step(graph, schedule, request.budget_bytes)
 
-        asked = request.map_to(graph, executed, lambda schedule: schedule)
+        asked = request.map_to(graph, order_as_executed, lambda schedule: schedule)
         if settings.reorder:
             solved = solve_reordered(run, asked)
         elif settings.reorder is None and settings.solver in REORDERED:
@@ -43,32 +43,32 @@ def solver_of(settings: PlanSettings, graph: Graph) -> Callable[[Request], Solve
             start = asked.start if graph.plain else None
             order = keep_program_order(graph) if start is None else reorder_by(graph, start.schedule)
             solved = solve_in(order, run, asked)
-        return replace(solved, result=result_as_step_runs(graph, solved.result))
+        return replace(solved, result=map_result_to_step(graph, solved.result))
 
     return solve_once
 
 
-def result_as_step_runs(graph: Graph, result: Result) -> Result:
+def map_result_to_step(graph: Graph, result: Result) -> Result:
     """Return `result` with its schedule as a step runs it, judged on `graph` if that is another schedule."""
-    if result.schedule is None or (found := as_step_runs(graph, result.schedule, result.budget_bytes)) is result.schedule:
+    if result.schedule is None or (found := map_schedule_to_step(graph, result.schedule, result.budget_bytes)) is result.schedule:
         return result
     return replace(result, graph=graph, schedule=found)
 
 
-def solver_in(order: Reordering, solver: str = "windows") -> Callable[[Request], SolvedOrder]:
+def build_solver_in_order(order: Reordering, solver: str = "windows") -> Callable[[Request], SolvedOrder]:
     """Return the solve of a graph like the source of `order` with its ops in that order, for a budget of allocated bytes."""
     return lambda request: solve_in(permute(request.graph, order.original), get_solver(solver), request)
 
 
-def _in_memory_of(settings: PlanSettings, graph: Graph) -> Solver:
+def _choose_solver(settings: PlanSettings, graph: Graph) -> Solver:
     """Return the solver, in an arena if the step runs in one; on CUDA that is part of what is reserved for a schedule."""
     run = get_solver(settings.solver)
-    if not settings.arena or on_cuda(graph):
+    if not settings.arena or is_on_cuda(graph):
         return run
-    return lambda request: solve_in_arena(run, request, arena_rules(request.graph))
+    return lambda request: solve_in_arena(run, request, build_arena_rules(request.graph))
 
 
-def as_step_runs(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
+def map_schedule_to_step(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
     """Return `schedule` as a step runs it, if that fits a budget of allocated bytes."""
     if (found := as_executed(graph, schedule)) is schedule:
         return schedule

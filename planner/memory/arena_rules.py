@@ -20,14 +20,14 @@ _SEARCH_WORK = 1.0  # of each search for addresses on a device, in work: the sam
 _SEARCHES = 4
 
 
-def arena_rules(graph: Graph) -> ArenaRules:
+def build_arena_rules(graph: Graph) -> ArenaRules:
     """Return the rules for the arena of `graph` on the CPU: all buffers but small ones and results returned to the caller."""
     results = frozenset(t for t in graph.kept if graph.tensors[t].kind is not Kind.GRADIENT)
     return ArenaRules(ALIGNMENT, LEAST_BYTES, results)
 
 
 @lru_cache(maxsize=8)
-def device_arena(training: Training) -> Steering:
+def plan_device_arena(training: Training) -> Steering:
     """Return the arena of a step on a CUDA device: a pool of PyTorch's allocator, steered to planned addresses.
 
     Those asked for last are remembered: a plan, its report and the executor of its step ask for the same one.
@@ -37,10 +37,10 @@ def device_arena(training: Training) -> Steering:
     """
     found: list[Steering] = []
     told_apart: set[int] = set()  # steps of the schedule
-    grain_bytes = _best_grain_bytes(training)
+    grain_bytes = _find_best_grain_bytes(training)
     while not found or (found[-1].missed and len(found) < _SEARCHES):
-        slots = _slots(training, told_apart, grain_bytes)
-        buffers = _slot_buffers(training, slots, told_apart, grain_bytes)
+        slots = _find_slots(training, told_apart, grain_bytes)
+        buffers = _build_slot_buffers(training, slots, told_apart, grain_bytes)
         offsets = solve(buffers, work_limit=_SEARCH_WORK).offsets if buffers else Offsets((), ())
         assert offsets is not None  # any arena will do
         at = {int(buffer.id): offset for buffer, offset in zip(offsets.buffers, offsets.offsets, strict=True)}
@@ -50,35 +50,35 @@ def device_arena(training: Training) -> Steering:
     return min(found, key=lambda steering: steering.pool_bytes)
 
 
-def least_slab_bytes(training: Training) -> int:
+def bound_slab_bytes(training: Training) -> int:
     """Return a size below which no slab has room for the holes of a step, without looking for addresses."""
-    grain_bytes = _best_grain_bytes(training)
-    return live_bytes(_slot_buffers(training, _slots(training, (), grain_bytes), (), grain_bytes))
+    grain_bytes = _find_best_grain_bytes(training)
+    return live_bytes(_build_slot_buffers(training, _find_slots(training, (), grain_bytes), (), grain_bytes))
 
 
 @lru_cache(maxsize=8)
-def _best_grain_bytes(training: Training) -> int:
+def _find_best_grain_bytes(training: Training) -> int:
     """Return the grain with which the slots of a step take the fewest bytes at once, of those that divide a request.
 
     Requests of one model are mostly small multiples of each other: with the least grain, those of a ResNet-50 take 1.5% more.
     """
-    slots = _slots(training, (), LEAST_GRAIN_BYTES)
+    slots = _find_slots(training, (), LEAST_GRAIN_BYTES)
     requests = np.array([max(training.buffers[index].size for index in slot.buffers) for slot in slots])
-    buffers = _slot_buffers(training, slots, (), LEAST_GRAIN_BYTES)
+    buffers = _build_slot_buffers(training, slots, (), LEAST_GRAIN_BYTES)
     lower, upper = (np.array([getattr(buffer, end) for buffer in buffers], dtype=int) for end in ("lower", "upper"))
     grains = {LEAST_GRAIN_BYTES}
     for size in {int(size) for size in requests}:
         counts = range(-(-size // (2 * LEAST_GRAIN_BYTES)), size // LEAST_GRAIN_BYTES + 1)
         grains |= {-(-size // (count * BLOCK_BYTES)) * BLOCK_BYTES for count in counts}
 
-    def most_bytes(grain_bytes: int) -> int:
+    def count_most_bytes(grain_bytes: int) -> int:
         changes = np.zeros(max(upper, default=0) + 1, dtype=int)
         sizes = -(-requests // grain_bytes) * grain_bytes
         np.add.at(changes, lower, sizes)
         np.add.at(changes, upper, -sizes)
         return int(changes.cumsum().max())
 
-    return min(sorted(grains), key=most_bytes) if slots else LEAST_GRAIN_BYTES
+    return min(sorted(grains), key=count_most_bytes) if slots else LEAST_GRAIN_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +89,7 @@ class _Slot:
     buffers: list[int]
 
 
-def _slot_buffers(training: Training, slots: Sequence[_Slot], told_apart: Container[int], grain_bytes: int) -> list[Buffer]:
+def _build_slot_buffers(training: Training, slots: Sequence[_Slot], told_apart: Container[int], grain_bytes: int) -> list[Buffer]:
     """Return slots as buffers, in use throughout their ops, with gaps behind those of the steps `told_apart`."""
     return [
         Buffer(
@@ -103,7 +103,7 @@ def _slot_buffers(training: Training, slots: Sequence[_Slot], told_apart: Contai
     ]
 
 
-def _slots(training: Training, told_apart: Container[int], grain_bytes: int) -> list[_Slot]:
+def _find_slots(training: Training, told_apart: Container[int], grain_bytes: int) -> list[_Slot]:
     """Return the slots of the buffers that are placed; in the steps `told_apart` such that best fit does not confuse them.
 
     Workspaces that an op has one after the other share a slot.
@@ -119,7 +119,7 @@ def _slots(training: Training, told_apart: Container[int], grain_bytes: int) -> 
             slot = max(again, key=lambda slot: slot.size_bytes)
             slot.size_bytes = max(slot.size_bytes, compute_least_hole_bytes(buffer.size, grain_bytes))
         elif step in told_apart:
-            slot = _told_apart(training, index, others, again, grain_bytes)
+            slot = _tell_apart(training, index, others, again, grain_bytes)
         else:
             slot = _Slot(compute_least_hole_bytes(buffer.size, grain_bytes), [])
         if not slot.buffers:
@@ -129,7 +129,7 @@ def _slots(training: Training, told_apart: Container[int], grain_bytes: int) -> 
     return slots
 
 
-def _told_apart(training: Training, index: int, others: Sequence[_Slot], again: Sequence[_Slot], grain_bytes: int) -> _Slot:
+def _tell_apart(training: Training, index: int, others: Sequence[_Slot], again: Sequence[_Slot], grain_bytes: int) -> _Slot:
     """Return the slot of a buffer beside those of earlier requests of its op: a new one, or one of those that are free `again`.
 
     Best fit gives the earlier requests their slots if this one is too small for them, or larger than theirs. It gives this one
@@ -137,10 +137,10 @@ def _told_apart(training: Training, index: int, others: Sequence[_Slot], again: 
     """
     buffer, size_bytes = training.buffers[index], compute_least_hole_bytes(training.buffers[index].size, grain_bytes)
 
-    def confused(other: _Slot) -> bool:
+    def may_be_confused(other: _Slot) -> bool:
         return min(training.buffers[i].size for i in other.buffers) <= size_bytes <= other.size_bytes
 
-    while (other := next(filter(confused, others), None)) is not None and other not in again:
+    while (other := next(filter(may_be_confused, others), None)) is not None and other not in again:
         size_bytes = other.size_bytes + grain_bytes
     fitting = [slot for slot in again if buffer.size <= slot.size_bytes <= size_bytes]
     return min(fitting, key=lambda slot: slot.size_bytes, default=_Slot(size_bytes, []))

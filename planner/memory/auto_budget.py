@@ -21,7 +21,7 @@ _ROUNDED_TO = 128  # parts of a power of two: nearly the same free memory gives 
 _log = logging.getLogger(__name__)
 
 
-def auto_budget_bytes(
+def compute_auto_budget_bytes(
     device: torch.device,
     static: Iterable[torch.Tensor],
     inputs: Iterable[torch.Tensor] = (),
@@ -41,7 +41,7 @@ def auto_budget_bytes(
         BudgetError: nothing is left.
         PlannerError: the free memory of such a device is not known.
     """
-    free, allocated = free_bytes(device), _bytes_on(device, static, inputs)
+    free, allocated = free_bytes(device), _count_bytes_on(device, static, inputs)
     reserve = reserve_bytes(device.type, free) + other_static_bytes
     budget = free + allocated - reserve
     said = (
@@ -62,21 +62,21 @@ def reserve_bytes(device_type: str, free: int) -> int:
     return fixed + int(share * free)
 
 
-def _bytes_on(device: torch.device, static: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> int:
+def _count_bytes_on(device: torch.device, static: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the storages of these tensors on `device`, each counted once, as in the static memory of a plan."""
     found: dict[int, int] = {}
     held: list[torch.Tensor] = []  # keeps the identities of storages valid
     for tensors, whole in ((static, True), (inputs, False)):
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if _same_device(local.device, device):
+            if _is_same_device(local.device, device):
                 size = local.untyped_storage().nbytes() if whole else local.numel() * local.element_size()
                 found.setdefault(storage(local), allocated_bytes(size, device))
                 held.append(local)
     return sum(found.values())
 
 
-def _same_device(one: torch.device, other: torch.device) -> bool:
+def _is_same_device(one: torch.device, other: torch.device) -> bool:
     if one.type != "cuda" or other.type != "cuda":
         return one.type == other.type
     indices = {torch.cuda.current_device() if device.index is None else device.index for device in (one, other)}

@@ -50,7 +50,7 @@ class Bracket:
             self.misses = min(asked_bytes, peak_bytes), taken_bytes
             self.missed += 1
 
-    def next_bytes(self, close_bytes: float, excess_bytes: int = 0) -> int | None:
+    def choose_next_bytes(self, close_bytes: float, excess_bytes: int = 0) -> int | None:
         """Return the budget of allocated bytes to solve for next; None if the ends are within `close_bytes`, or nothing missed.
 
         Args:
@@ -92,7 +92,7 @@ def fit(
     """
     least, least_bytes = found, measure(found)
     bracket.learn(allocated(found), allocated(found), least_bytes)
-    while tries and bracket.fits is None and (asked_bytes := bracket.next_bytes(1)) is not None:
+    while tries and bracket.fits is None and (asked_bytes := bracket.choose_next_bytes(1)) is not None:
         tries -= 1
         try:
             found = solve(Bytes(asked_bytes))

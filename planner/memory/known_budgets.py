@@ -12,8 +12,8 @@ from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES, format_enough
 from planner.capture.options import as_executed, option_called, options_to_try, with_options
 from planner.memory.allocated_budget import REORDERED
-from planner.memory.least_budget import LeastBudget, least_budget
-from planner.memory.reserved import counted_bytes, reserved_beside
+from planner.memory.least_budget import LeastBudget, find_least_budget
+from planner.memory.reserved import predict_beside, predict_counted_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
 from solvers.bounds import bound_least_budget
@@ -82,7 +82,7 @@ class KnownBudgets:
         graph, clock, budget_bytes = self.request.graph, self.request.clock, self.request.budget_bytes
         least_bytes = bound_least_budget(*remove_offload(graph)).budget_bytes
         if self.memory is not CountedMemory.ALLOCATED:
-            beside = reserved_beside(graph, self.memory)
+            beside = predict_beside(graph, self.memory)
             least_bytes = beside.bound(least_bytes) - beside.context_bytes
             budget_bytes -= beside.context_bytes  # which makes no budget tighter
         if self.names_least and least_bytes <= budget_bytes < _TIGHT * least_bytes:
@@ -97,9 +97,9 @@ class KnownBudgets:
 
     def learn(self, schedule: Schedule) -> None:
         """Note what a schedule needs that the solve has found, though it does not fit."""
-        self._learned_bytes = min(self._learned_bytes, self._counted_bytes(schedule))
+        self._learned_bytes = min(self._learned_bytes, self._predict_counted_bytes(schedule))
 
-    def completed(self, solved: SolvedOrder) -> Result:
+    def complete(self, solved: SolvedOrder) -> Result:
         """Return the result of a solve; if it has no schedule, with that of the least budget or, if that is larger, with hints.
 
         The bound of the solve holds for that schedule if it is in the same order.
@@ -109,7 +109,7 @@ class KnownBudgets:
             return result
         self._look(self._is_late)
         if self._least is None or self._witness is None:
-            return result.map_to(message=result.message + self._hints())
+            return result.map_to(message=result.message + self._describe_hints())
         same = self._least.order == solved.order.original and result.bound_s is not None
         bound_s = result.bound_s if same else graph.time_s if graph.plain else None
         return replace(
@@ -125,7 +125,7 @@ class KnownBudgets:
             ended=self.request.choose_ending(),
         )
 
-    def _hints(self) -> str:
+    def _describe_hints(self) -> str:
         """Return sentences with budgets that are known to do, for the message that nothing fits; "" if none is known."""
         least = self._least
         if least is None or least.found_bytes <= self.request.budget_bytes:
@@ -140,44 +140,46 @@ class KnownBudgets:
         if late and not self._found and self.names_least:
             self._look(self._is_late)
         if request.on_progress is not None:
-            request.on_progress(progress if self._found else self._with_least(progress))
+            request.on_progress(progress if self._found else self._add_least(progress))
 
-    def _with_least(self, progress: SolveProgress) -> SolveProgress:
+    def _add_least(self, progress: SolveProgress) -> SolveProgress:
         """Return the progress of a solve without a schedule, with what is known of the least budget."""
         graph = self.request.graph
         if self._witness is not None:  # whose bound is not that of an order without a schedule
             return replace(progress, best_s=simulate(graph, self._witness).time_s, bound_s=graph.time_s if graph.plain else None)
-        return replace(progress, activity=f"{progress.activity}.{said}") if (said := self._hints()) else progress
+        return replace(progress, activity=f"{progress.activity}.{said}") if (said := self._describe_hints()) else progress
 
     def _look(self, should_stop: Callable[[], bool]) -> None:
         """Look for the least budget and, if it is above the budget, for that with each further option."""
         request, budget_bytes = self.request, self.request.budget_bytes
-        refused = self.memory is not CountedMemory.ALLOCATED and reserved_beside(request.graph, self.memory).refusal(budget_bytes)
+        refused = self.memory is not CountedMemory.ALLOCATED and predict_beside(request.graph, self.memory).explain_refusal(
+            budget_bytes
+        )
         if self._least is not None or refused or should_stop():
             return
         request.tell("looking for the least budget", None, None)
-        self._least = self._least_budget(request.graph, should_stop)
+        self._least = self._find_least_budget(request.graph, should_stop)
         if self._least.found_bytes > budget_bytes:
-            options = (self._with_option(name, should_stop) for name in self._further_options())
+            options = (self._find_budget_with_option(name, should_stop) for name in self._list_further_options())
             self._options = tuple(o for o in options if o is not None and o.found_bytes < self._least.found_bytes)
         elif self.names_least:
             executed = as_executed(request.graph, self._least.schedule)
-            fits = self._counted_bytes(executed) <= budget_bytes
+            fits = self._predict_counted_bytes(executed) <= budget_bytes
             self._witness = executed if fits else self._least.schedule
             if request.on_schedule is not None:
                 request.on_schedule(self._witness, request.graph.time_s if request.graph.plain else 0.0)
 
-    def _counted_bytes(self, schedule: Schedule) -> int:
-        return counted_bytes(self.request.graph, schedule, self.memory, arena=self.settings.arena)
+    def _predict_counted_bytes(self, schedule: Schedule) -> int:
+        return predict_counted_bytes(self.request.graph, schedule, self.memory, arena=self.settings.arena)
 
-    def _least_budget(self, graph: Graph, should_stop: Callable[[], bool]) -> LeastBudget:
+    def _find_least_budget(self, graph: Graph, should_stop: Callable[[], bool]) -> LeastBudget:
         reorders, arena = self.settings.reorder is not False, self.settings.arena
-        return least_budget(graph, self.memory, arena=arena, reorders=reorders, should_stop=should_stop)
+        return find_least_budget(graph, self.memory, arena=arena, reorders=reorders, should_stop=should_stop)
 
     def _is_late(self) -> bool:
         return measure_rest(self.request.clock) <= 0 or self.must_stop()
 
-    def _further_options(self) -> Sequence[str]:
+    def _list_further_options(self) -> Sequence[str]:
         """Return the options that the solve could have besides its own."""
         asked = self.settings.options
         if asked.places:
@@ -186,13 +188,13 @@ class KnownBudgets:
         offered = [name for name in options_to_try(self.traced) if option_called(name).name not in known]
         return [name for name in offered if self.settings.features.isdisjoint(option_called(name).refused)]
 
-    def _with_option(self, name: str, should_stop: Callable[[], bool]) -> OptionBudget | None:
+    def _find_budget_with_option(self, name: str, should_stop: Callable[[], bool]) -> OptionBudget | None:
         """Return the least budget with one more option, for any link and host; None if it offers nothing."""
         asked = self.settings.options
         exact = list_exact_ops(self.traced) if asked.exact else None
         graph = with_options(self.traced, (*asked.names, name), Surroundings(Link.even(1.0), asked.host_bytes), exact)
         if len(graph.ops) == len(self.request.graph.ops) and graph.writes_over_inputs == self.request.graph.writes_over_inputs:
             return None
-        least = self._least_budget(graph, should_stop)
+        least = self._find_least_budget(graph, should_stop)
         _, *others = simulate(graph, least.schedule).pool_peaks_bytes
         return OptionBudget(name, least.found_bytes, sum(others))

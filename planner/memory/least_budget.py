@@ -15,8 +15,8 @@ from graphs.options.offload import remove_offload
 from graphs.options.selection import TRACED
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from planner.memory.allocated_budget import solver_in
-from planner.memory.reserved import arena_choice, counted_bytes, reserved_beside
+from planner.memory.allocated_budget import build_solver_in_order
+from planner.memory.reserved import choose_arena, predict_beside, predict_counted_bytes
 from planner.memory.reserved_budget import solve_counted
 from planner.settings.counted_memory import CountedMemory
 from solvers.bounds import bound_least_budget
@@ -65,7 +65,7 @@ class LeastBudget:
 _remembered: dict[Hashable, LeastBudget] = {}
 
 
-def least_budget(
+def find_least_budget(
     graph: Graph,
     memory: CountedMemory = CountedMemory.ALLOCATED,
     *,
@@ -78,20 +78,20 @@ def least_budget(
     Args:
         graph: with the options that schedules may use.
         memory: kind of memory that the budget counts.
-        arena: as in ``planner.memory.reserved.arena_choice``.
+        arena: as in ``planner.memory.reserved.choose_arena``.
         reorders: False for schedules in program order only.
         should_stop: polled; once True, the best so far is returned, and not remembered.
     """
     origin = {key: value for key, value in graph.provenance.items() if key != TRACED}  # the ops say which options there are
-    arena = arena_choice(graph, memory, asked=arena)
+    arena = choose_arena(graph, memory, asked=arena)
     key = (graph.ops, graph.tensors, graph.kept, graph.pools, graph.limits, repr(origin), memory, arena, reorders)
     if (known := _remembered.get(key)) is not None:
         return known
     stop = should_stop or (lambda: False)
     if memory is CountedMemory.ALLOCATED or arena is False:
-        found = _search(_with_even_links(graph), memory, stop, reorders=reorders)
+        found = _search(_set_even_links(graph), memory, stop, reorders=reorders)
     else:
-        found = _in_arena(graph, memory, least_budget(graph, reorders=reorders, should_stop=stop), arena=arena)
+        found = _find_in_arena(graph, memory, find_least_budget(graph, reorders=reorders, should_stop=stop), arena=arena)
     if not stop():
         _remembered[key] = found
         if len(_remembered) > _REMEMBERED:
@@ -99,18 +99,18 @@ def least_budget(
     return found
 
 
-def _in_arena(graph: Graph, memory: CountedMemory, least: LeastBudget, *, arena: bool | None) -> LeastBudget:
+def _find_in_arena(graph: Graph, memory: CountedMemory, least: LeastBudget, *, arena: bool | None) -> LeastBudget:
     """Return the least budget of reserved memory, given that of allocated bytes: little more is reserved in an arena."""
 
-    def judged(found: LeastBudget) -> LeastBudget:
-        found_bytes = counted_bytes(graph, found.schedule, memory, arena=arena)
-        proved_bytes = min(found_bytes, reserved_beside(graph, memory).bound(found.proved_bytes))
+    def judge_bracket(found: LeastBudget) -> LeastBudget:
+        found_bytes = predict_counted_bytes(graph, found.schedule, memory, arena=arena)
+        proved_bytes = min(found_bytes, predict_beside(graph, memory).bound(found.proved_bytes))
         return replace(found, proved_bytes=proved_bytes, found_bytes=found_bytes, larger=())
 
-    return replace(judged(least), larger=tuple(map(judged, least.larger)))
+    return replace(judge_bracket(least), larger=tuple(map(judge_bracket, least.larger)))
 
 
-def _with_even_links(graph: Graph) -> Graph:
+def _set_even_links(graph: Graph) -> Graph:
     """Return `graph` with transfers of one usual rate: what schedules hold does not depend on the rates of links.
 
     Which tensors are sent does, and with that what an allocator reserves: at no usual rate are all transfers dear, or free.
@@ -132,61 +132,59 @@ def _search(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, re
     orders = [keep_program_order(graph)]
     if reorders and (other := find_order(graph, WorkClock(_ORDER), stop)).changed:
         orders.append(other)
-    found = [_without_programs(order, memory, stop) for order in orders]
+    found = [_find_without_programs(order, memory, stop) for order in orders]
     if graph.plain:
-        best = (_narrowed if memory is CountedMemory.ALLOCATED else _narrowed_reserved)(graph, found, memory, stop)
+        best = (_narrow if memory is CountedMemory.ALLOCATED else _narrow_reserved)(graph, found, memory, stop)
         proved_bytes = best.proved_bytes
     else:
         proved_bytes = min(least.proved_bytes for least in found)
-        found += _without_options(graph, memory, stop, reorders=reorders)
+        found += _find_without_options(graph, memory, stop, reorders=reorders)
         best = min(found, key=lambda least: least.found_bytes)
     return replace(best, proved_bytes=min(proved_bytes, best.found_bytes))
 
 
-def _without_programs(order: Reordering, memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
+def _find_without_programs(order: Reordering, memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
     """Return the least budget in an order that is found without solving a program."""
     whole = add_pass_ends(order.graph).graph
     proved_bytes = bound_least_budget(*remove_offload(whole)).budget_bytes
     schedule = find_least_known(order.graph, WorkClock(_KNOWN), should_stop=stop, proved_bytes=proved_bytes)
-    return _judged(order, schedule, memory, proved_bytes)
+    return _judge(order, schedule, memory, proved_bytes)
 
 
-def _without_options(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, reorders: bool) -> list[LeastBudget]:
+def _find_without_options(graph: Graph, memory: CountedMemory, stop: Callable[[], bool], *, reorders: bool) -> list[LeastBudget]:
     """Return the least budget of the program alone, whose schedules are also schedules with options.
 
     Empty if the step with options does not allow the schedule, which reads a tensor that is overwritten there.
     """
     program = remove_options(graph).out_of_place()
-    alone = least_budget(program, memory, arena=False, reorders=reorders, should_stop=stop)
+    alone = find_least_budget(program, memory, arena=False, reorders=reorders, should_stop=stop)
     order = (*alone.order, *range(len(program.ops), len(graph.ops)))
     try:
-        return [replace(alone, found_bytes=counted_bytes(graph, alone.schedule, memory, arena=False), order=order)]
+        return [replace(alone, found_bytes=predict_counted_bytes(graph, alone.schedule, memory, arena=False), order=order)]
     except ScheduleError:
         return []
 
 
-def _judged(order: Reordering, schedule: Schedule, memory: CountedMemory, proved_bytes: int) -> LeastBudget:
+def _judge(order: Reordering, schedule: Schedule, memory: CountedMemory, proved_bytes: int) -> LeastBudget:
     """Return the bracket of a schedule of the graph of `order` and of a bound, which is of allocated bytes."""
     graph, schedule = order.source, order.map_back(schedule)
     if memory is not CountedMemory.ALLOCATED:
-        proved_bytes = reserved_beside(graph, memory).bound(proved_bytes)
-    return LeastBudget(proved_bytes, counted_bytes(graph, schedule, memory, arena=False), schedule, order.original)
+        proved_bytes = predict_beside(graph, memory).bound(proved_bytes)
+    return LeastBudget(proved_bytes, predict_counted_bytes(graph, schedule, memory, arena=False), schedule, order.original)
 
 
-def _narrowed(graph: Graph, found: Sequence[LeastBudget], memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
+def _narrow(graph: Graph, found: Sequence[LeastBudget], memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
     """Return the bracket of allocated bytes after solves for less, in the order of the least of `found`."""
     known = min(found, key=lambda least: least.found_bytes)
     others = [least.proved_bytes for least in found if least is not known]
     order = permute(graph, known.order)
     schedule = order.schedule_of_graph(known.schedule)
     solved = narrow_bracket(order.graph, schedule, WorkClock(_SOLVES), precision=_PRECISION, should_stop=stop)
-    best = _judged(order, solved.schedule, memory, solved.proved_bytes)
+    best = _judge(order, solved.schedule, memory, solved.proved_bytes)
     return replace(best, proved_bytes=min([best.proved_bytes, *others]))
 
 
-def _narrowed_reserved(
-    graph: Graph, found: Sequence[LeastBudget], memory: CountedMemory, stop: Callable[[], bool]
-) -> LeastBudget:
+def _narrow_reserved(graph: Graph, found: Sequence[LeastBudget], memory: CountedMemory, stop: Callable[[], bool]) -> LeastBudget:
     """Return the bracket of reserved bytes after solves for less, in the last order of `found`.
 
     The schedule that needs the fewest allocated bytes may reserve much more than another. So budgets of reserved memory below
@@ -195,16 +193,16 @@ def _narrowed_reserved(
     different times. The fastest within the precision counts.
     """
     *others, known = found
-    clock, run, failures, seen = WorkClock(_SOLVES), solver_in(permute(graph, known.order)), 0, list(found)
+    clock, run, failures, seen = WorkClock(_SOLVES), build_solver_in_order(permute(graph, known.order)), 0, list(found)
 
     def learn(schedule: Schedule) -> None:
-        found_bytes = counted_bytes(graph, schedule, memory, arena=False)
+        found_bytes = predict_counted_bytes(graph, schedule, memory, arena=False)
         seen.append(replace(known, found_bytes=found_bytes, schedule=schedule))
 
-    def least_bytes() -> int:
+    def get_least_bytes() -> int:
         return min(least.found_bytes for least in seen)
 
-    budget_bytes = most_bytes = int((1 + _PRECISION) * least_bytes())
+    budget_bytes = most_bytes = int((1 + _PRECISION) * get_least_bytes())
     refused_bytes = known.proved_bytes  # nothing was found at this budget, though nothing was proved
     while failures < _FAILURES and not stop():
         limited = clock.start_part(max(_SLICE_LEAST, _SLICE * measure_rest(clock)))
@@ -217,10 +215,10 @@ def _narrowed_reserved(
             refused_bytes, failures = budget_bytes + 1, failures + 1
         if result.status is Status.INFEASIBLE:
             known = replace(known, proved_bytes=budget_bytes + 1)
-        if least_bytes() - refused_bytes <= _PRECISION * least_bytes():
+        if get_least_bytes() - refused_bytes <= _PRECISION * get_least_bytes():
             break
-        budget_bytes = int(refused_bytes + _NEXT * (least_bytes() - refused_bytes))
-    near = [least for least in seen if least.found_bytes <= (1 + _PRECISION) * least_bytes()]
+        budget_bytes = int(refused_bytes + _NEXT * (get_least_bytes() - refused_bytes))
+    near = [least for least in seen if least.found_bytes <= (1 + _PRECISION) * get_least_bytes()]
     fastest = min(near, key=lambda least: (simulate(graph, least.schedule).time_s, least.found_bytes))
     proved_bytes = min(least.proved_bytes for least in (known, *others))
     return replace(fastest, proved_bytes=proved_bytes, larger=tuple(least for least in seen if least is not fastest))

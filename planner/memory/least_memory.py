@@ -21,7 +21,7 @@ _ROUNDING = 1e-9
 SolveAt = Callable[[int, Clock, Callable[[SolveProgress], None] | None, Callable[[], bool] | None], Result]
 
 
-def least_memory(
+def solve_least_memory(
     graph: Graph,
     max_overhead: float,
     solve_at: SolveAt,
@@ -59,17 +59,17 @@ def least_memory(
             break
         budget_bytes = (low_bytes + high_bytes) // 2
         decision = StopWhenDecided(limit_s, should_stop, on_progress)
-        result = solve_at(budget_bytes, clock.start_part(slice_s), decision, decision.reached)
+        result = solve_at(budget_bytes, clock.start_part(slice_s), decision, decision.is_reached)
         if result.time_s is not None and result.time_s <= limit_s:
             assert result.schedule is not None and result.peak_bytes is not None
             best, best_s, high_bytes = result.schedule, result.time_s, result.peak_bytes
             continue
         low_bytes = budget_bytes
-        if result.status is Status.INFEASIBLE or decision.refuted(result.bound_s):
+        if result.status is Status.INFEASIBLE or decision.is_refuted(result.bound_s):
             proved_bytes = max(proved_bytes, budget_bytes)
     found = solve_at(high_bytes, clock.start_part(max(1e-3, measure_rest(clock))), on_progress, should_stop)
     if found.time_s is None or found.time_s > best_s:
-        status = decide_status(best_s, found.bound_s, _tolerance(found))
+        status = decide_status(best_s, found.bound_s, _get_tolerance(found))
         found = found.map_to(status=status, schedule=best, time_s=best_s, peak_bytes=high_bytes, reason=None, message="")
     settings = {**found.settings, "max_overhead": max_overhead, "least_budget_proved_bytes": proved_bytes + 1}
     return found.map_to(settings=settings)
@@ -86,19 +86,19 @@ class StopWhenDecided:
 
     def __call__(self, progress: SolveProgress) -> None:
         """Update the answer from the progress of the current solve."""
-        self.decided = (progress.best_s is not None and progress.best_s <= self.limit_s) or self.refuted(progress.bound_s)
+        self.decided = (progress.best_s is not None and progress.best_s <= self.limit_s) or self.is_refuted(progress.bound_s)
         if self.on_progress is not None:
             self.on_progress(progress)
 
-    def refuted(self, bound_s: float | None) -> bool:
+    def is_refuted(self, bound_s: float | None) -> bool:
         """Return True if the bound excludes every schedule that is fast enough."""
         return bound_s is not None and bound_s > self.limit_s
 
-    def reached(self) -> bool:
+    def is_reached(self) -> bool:
         """Return True if to end the solve."""
         return self.decided or (self.should_stop is not None and self.should_stop())
 
 
-def _tolerance(result: Result) -> float:
+def _get_tolerance(result: Result) -> float:
     tolerance = result.settings.get("tolerance", 0.0)
     return float(tolerance) if isinstance(tolerance, int | float) else 0.0

@@ -34,7 +34,7 @@ class Reserved:
         """Reserved bytes, with CUDA's context if the budget counts it."""
         return self.total_bytes + self.context_bytes
 
-    def lines(self) -> list[tuple[str, str]]:
+    def list_lines(self) -> list[tuple[str, str]]:
         """Return the prediction as names and values, for people."""
         share = f", {self.total_bytes / self.allocated_bytes:.3f} times what is in use" if self.allocated_bytes else ""
         allocator = "expandable segments" if self.expandable else "PyTorch's default allocator"

@@ -24,7 +24,7 @@ def release_unused(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    if (libc := _glibc()) is not None:
+    if (libc := _load_glibc()) is not None:
         libc.malloc_trim(0)
 
 
@@ -35,7 +35,7 @@ def return_large_blocks() -> None:
     need. Allocating a block again costs time, so this is only for steps that need the memory. The first call logs a message.
     """
     global _returns_large_blocks  # per process, like the C library's own setting
-    if (libc := _glibc()) is not None:
+    if (libc := _load_glibc()) is not None:
         libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
         libc.malloc_trim(0)
         if not _returns_large_blocks and os.environ.get(_LARGE_PAGES) != "1":
@@ -48,9 +48,9 @@ def return_large_blocks() -> None:
 
 
 @contextmanager
-def large_blocks_returned() -> Iterator[None]:
+def release_large_blocks() -> Iterator[None]:
     """Return large blocks to the system inside the context, so that a step that runs once leaves no fragmented heap."""
-    libc = _glibc()
+    libc = _load_glibc()
     if libc is None or _returns_large_blocks:
         yield
         return
@@ -65,7 +65,7 @@ def large_blocks_returned() -> Iterator[None]:
 
 
 @cache
-def _glibc() -> ctypes.CDLL | None:
+def _load_glibc() -> ctypes.CDLL | None:
     """Return the C library; None if it is not glibc."""
     try:
         libc = ctypes.CDLL(None)

@@ -29,7 +29,7 @@ from graphs.pools import DEVICE
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
-from planner.memory.arena_rules import device_arena, least_slab_bytes
+from planner.memory.arena_rules import bound_slab_bytes, plan_device_arena
 from planner.memory.predicted import Reserved
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
@@ -46,22 +46,22 @@ _HOPPER = ("gh200", "h200", "h100")
 _PRODUCT = re.compile(r"(mm|mv|dot|matmul|linear|linalg\w*|rnn\w*|cdist\w*|[bm]m_(dtype|activation))\b")  # ends of names
 
 
-def on_cuda(graph: Graph) -> bool:
+def is_on_cuda(graph: Graph) -> bool:
     """Return True if the step runs on a device whose memory PyTorch's caching allocator hands out: traced there, or modelled."""
     return not str(graph.provenance.get("device", "cpu")).startswith("cpu")
 
 
-def uses_libraries(graph: Graph) -> bool:
+def needs_libraries(graph: Graph) -> bool:
     """Return True if the step multiplies matrices on such a device, for which libraries keep workspaces."""
-    return on_cuda(graph) and any(_PRODUCT.search(op.target) for op in graph.ops)
+    return is_on_cuda(graph) and any(_PRODUCT.search(op.target) for op in graph.ops)
 
 
-def memory_of(graph: Graph, asked: CountedMemory | None) -> CountedMemory:
-    """Return the kind of memory that a budget of `graph` counts; as ``memory_on``."""
-    return memory_on("cuda" if on_cuda(graph) else "cpu", asked)
+def choose_memory(graph: Graph, asked: CountedMemory | None) -> CountedMemory:
+    """Return the kind of memory that a budget of `graph` counts; as ``choose_memory_on``."""
+    return choose_memory_on("cuda" if is_on_cuda(graph) else "cpu", asked)
 
 
-def memory_on(device: str, asked: CountedMemory | None) -> CountedMemory:
+def choose_memory_on(device: str, asked: CountedMemory | None) -> CountedMemory:
     """Return the kind of memory that a budget counts on a kind of device: `asked`, or the default of the device.
 
     Raises:
@@ -74,14 +74,14 @@ def memory_on(device: str, asked: CountedMemory | None) -> CountedMemory:
     return asked
 
 
-def rules_of(memory: CountedMemory) -> Rules:
+def get_rules(memory: CountedMemory) -> Rules:
     """Return the settings of the allocator: the default ones where the budget counts allocated memory."""
     return EXPANDABLE if memory.is_expandable else DEFAULT
 
 
-def context_bytes_of(graph: Graph) -> int:
+def get_context_bytes(graph: Graph) -> int:
     """Return the bytes of CUDA's context: as measured when `graph` was traced, else those usual for its device; 0 on the CPU."""
-    if not on_cuda(graph):
+    if not is_on_cuda(graph):
         return 0
     measured = graph.provenance.get(CONTEXT_BYTES)
     if isinstance(measured, int):
@@ -90,16 +90,16 @@ def context_bytes_of(graph: Graph) -> int:
     return USUAL_CONTEXT_BYTES if device is None else device.context_bytes
 
 
-def _counted_context_bytes(graph: Graph, memory: CountedMemory) -> int:
-    return context_bytes_of(graph) if memory.counts_context else 0
+def _get_counted_context_bytes(graph: Graph, memory: CountedMemory) -> int:
+    return get_context_bytes(graph) if memory.counts_context else 0
 
 
-def requests_of(graph: Graph, schedule: Schedule) -> Training:
+def build_training(graph: Graph, schedule: Schedule) -> Training:
     """Return the requests of a training loop by `schedule`, with the workspaces of cuBLAS where matrices are multiplied.
 
     They belong to a thread and a stream: the forward pass runs in the caller's thread, the backward pass in autograd's.
     """
-    return training_of(graph, schedule, library_bytes=_libraries(graph))
+    return training_of(graph, schedule, library_bytes=_list_libraries(graph))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +130,12 @@ class Beside:
         """Return the least that a budget must have, given a bound on the allocated bytes of the step."""
         return max(allocated_bytes + self.kept_bytes, self.least_bytes)
 
-    def lines(self) -> str:
+    def describe_parts(self) -> str:
         """Return the parts of `kept_bytes` in words; "" if there are none."""
         parts = [(self.library_bytes, "workspaces that libraries keep"), (self.context_bytes, "CUDA's context")]
         return " and ".join(f"{format_bytes(size)} are {name}" for size, name in parts if size)
 
-    def refusal(self, budget_bytes: int) -> str:
+    def explain_refusal(self, budget_bytes: int) -> str:
         """Return a message that no plan can meet a budget too small for this memory, and what to do; "" if it is large enough."""
         if budget_bytes >= self.least_bytes:
             return ""
@@ -148,26 +148,26 @@ class Beside:
         )
 
 
-def reserved_beside(graph: Graph, memory: CountedMemory) -> Beside:
+def predict_beside(graph: Graph, memory: CountedMemory) -> Beside:
     """Return the memory that a budget of `memory` must have for the step of `graph` whatever the plan."""
-    library_bytes, parameters = sum(_libraries(graph)), graph.static_bytes_by_kind.get(Kind.PARAMETER, 0)
+    library_bytes, parameters = sum(_list_libraries(graph)), graph.static_bytes_by_kind.get(Kind.PARAMETER, 0)
     temporaries = get_optimizer_memory(get_traced_optimizer(graph.provenance)).list_temporary_sizes([parameters])
     kept_bytes = sum(graph.tensors[t].size_bytes for t in graph.kept if graph.tensors[t].pool == DEVICE)
     in_use_bytes = graph.static_bytes + kept_bytes + sum(temporaries) + library_bytes
-    return Beside(library_bytes, _counted_context_bytes(graph, memory), in_use_bytes)
+    return Beside(library_bytes, _get_counted_context_bytes(graph, memory), in_use_bytes)
 
 
-def reserved_for(
+def predict_reserved(
     graph: Graph, schedule: Schedule, memory: CountedMemory, eager_bytes: int, arena: Steering | None = None
 ) -> Reserved:
     """Return the memory reserved on the CUDA device of `graph` for a training loop by `schedule`.
 
     Args:
         memory: the kind of memory that the budget counts.
-        eager_bytes: bytes for plain eager PyTorch, from ``eager_reserved_bytes``.
-        arena: the arena of the step, from ``arena_of``; None if it runs in none.
+        eager_bytes: bytes for plain eager PyTorch, from ``predict_eager_reserved_bytes``.
+        arena: the arena of the step, from ``plan_arena``; None if it runs in none.
     """
-    training, rules = requests_of(graph, schedule), rules_of(memory)
+    training, rules = build_training(graph, schedule), get_rules(memory)
     usage = usage_of(training, rules)
     reserved_bytes = usage.reserved_bytes
     if arena is not None:
@@ -178,12 +178,14 @@ def reserved_for(
         eager_bytes=eager_bytes,
         library_bytes=sum(training.libraries),
         optimizer_bytes=sum(training.temporaries),
-        context_bytes=_counted_context_bytes(graph, memory),
+        context_bytes=_get_counted_context_bytes(graph, memory),
         expandable=memory.is_expandable,
     )
 
 
-def reserved_with_graphs(graph: Graph, schedule: Schedule, memory: CountedMemory, eager_bytes: int, pool_bytes: int) -> Reserved:
+def predict_reserved_with_graphs(
+    graph: Graph, schedule: Schedule, memory: CountedMemory, eager_bytes: int, pool_bytes: int
+) -> Reserved:
     """Return the memory reserved for training where both passes of `schedule` are replayed as CUDA graphs.
 
     Tensors of the passes are in the graphs' pool. Outside the pool are the static tensors that the passes read, the optimizer's
@@ -192,14 +194,14 @@ def reserved_with_graphs(graph: Graph, schedule: Schedule, memory: CountedMemory
 
     Args:
         graph: the step with the copies as static memory (``planner.runtime.cuda.graphed_step.prepare_for_recording``).
-        memory, eager_bytes: as in ``reserved_for``.
+        memory, eager_bytes: as in ``predict_reserved``.
         pool_bytes: size of the graphs' pool.
     """
     copied = [graph.tensors[t].size_bytes for t in sorted(graph.kept)]
     copies = tuple(Buffer(f"copy {i}", i, len(copied) + 1, size) for i, size in enumerate(copied) if size)
     tensors = (replace(t, size_bytes=0) if t.static and t.kind in (Kind.OUTPUT, Kind.GRADIENT) else t for t in graph.tensors)
-    training = requests_of(replace(graph, tensors=tuple(tensors)), schedule)
-    rules = rules_of(memory)
+    training = build_training(replace(graph, tensors=tuple(tensors)), schedule)
+    rules = get_rules(memory)
     usage = usage_of(replace(training, buffers=copies, moments=1), rules)
     return Reserved(
         total_bytes=usage.reserved_bytes + rules.choose_segment_bytes(sum(_GENERATOR_BYTES)) + pool_bytes,
@@ -207,31 +209,31 @@ def reserved_with_graphs(graph: Graph, schedule: Schedule, memory: CountedMemory
         eager_bytes=eager_bytes,
         library_bytes=sum(training.libraries),
         optimizer_bytes=sum(training.temporaries),
-        context_bytes=_counted_context_bytes(graph, memory),
+        context_bytes=_get_counted_context_bytes(graph, memory),
         pool_bytes=pool_bytes,
         expandable=memory.is_expandable,
     )
 
 
-def kept_beside_passes(graphs: Sequence[Graph], memory: CountedMemory) -> int:
+def predict_kept_beside_passes(graphs: Sequence[Graph], memory: CountedMemory) -> int:
     """Return the bytes that no tensor of a step of several graphs can have in a budget of `memory`."""
     if memory is CountedMemory.ALLOCATED:
         return 0
-    return max(reserved_beside(graph, memory).kept_bytes for graph in graphs)
+    return max(predict_beside(graph, memory).kept_bytes for graph in graphs)
 
 
-def reserved_for_passes(parts: Sequence[tuple[Graph, Schedule]], static: Sequence[int], memory: CountedMemory) -> int:
+def predict_reserved_for_passes(parts: Sequence[tuple[Graph, Schedule]], static: Sequence[int], memory: CountedMemory) -> int:
     """Return the bytes reserved on CUDA for training by several graphs (``combine_passes``), as `memory` counts them."""
-    training = combine_passes(parts, static, library_bytes=max((_libraries(graph) for graph, _ in parts), key=sum))
-    return usage_of(training, rules_of(memory)).reserved_bytes + _counted_context_bytes(parts[0][0], memory)
+    training = combine_passes(parts, static, library_bytes=max((_list_libraries(graph) for graph, _ in parts), key=sum))
+    return usage_of(training, get_rules(memory)).reserved_bytes + _get_counted_context_bytes(parts[0][0], memory)
 
 
-def arena_of(graph: Graph, schedule: Schedule) -> Steering:
+def plan_arena(graph: Graph, schedule: Schedule) -> Steering:
     """Return the arena of a step by `schedule` on the CUDA device of `graph`."""
-    return device_arena(requests_of(graph, schedule))
+    return plan_device_arena(build_training(graph, schedule))
 
 
-def reserved_bytes_of(
+def predict_reserved_bytes(
     graph: Graph, schedule: Schedule | None, memory: CountedMemory | None = None, *, arena: bool = False
 ) -> int | None:
     """Return the bytes reserved on CUDA for training by `schedule`; None without a schedule, or on the CPU.
@@ -240,24 +242,24 @@ def reserved_bytes_of(
         memory: the kind of memory that is counted; None for that of PyTorch's allocator with default settings.
         arena: True if the steps run in an arena.
     """
-    if schedule is None or not on_cuda(graph):
+    if schedule is None or not is_on_cuda(graph):
         return None
-    steering = arena_of(graph, schedule) if arena else None
-    return reserved_for(graph, schedule, memory or CountedMemory.RESERVED, 0, steering).device_bytes
+    steering = plan_arena(graph, schedule) if arena else None
+    return predict_reserved(graph, schedule, memory or CountedMemory.RESERVED, 0, steering).device_bytes
 
 
-def arena_choice(graph: Graph, memory: CountedMemory, *, asked: bool | None = None) -> bool | None:
+def choose_arena(graph: Graph, memory: CountedMemory, *, asked: bool | None = None) -> bool | None:
     """Return True or False if steps of `graph` run in an arena or in none, None if that is decided for each schedule.
 
     An arena on CUDA is reserved memory of PyTorch's allocator without expandable segments, of steps that use no other memory.
     """
     if asked is not None:
         return asked
-    countable = on_cuda(graph) and memory in (CountedMemory.RESERVED, CountedMemory.DEVICE)
+    countable = is_on_cuda(graph) and memory in (CountedMemory.RESERVED, CountedMemory.DEVICE)
     return None if countable and len(graph.pools) == 1 else False
 
 
-def runs_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int, *, arena: bool | None) -> bool:
+def is_run_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int, *, arena: bool | None) -> bool:
     """Return True if steps by `schedule` run in an arena on CUDA.
 
     Args:
@@ -265,58 +267,63 @@ def runs_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory, budge
     """
     if arena is not None:
         return arena
-    reserved_bytes = reserved_bytes_of(graph, schedule, memory)
+    reserved_bytes = predict_reserved_bytes(graph, schedule, memory)
     return reserved_bytes is not None and reserved_bytes > budget_bytes
 
 
-def least_reserved_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory) -> int:
+def bound_reserved_in_arena(graph: Graph, schedule: Schedule, memory: CountedMemory) -> int:
     """Return a lower bound on the bytes reserved for training by `schedule` in an arena on CUDA; does not plan addresses."""
-    training = requests_of(graph, schedule)
-    outside_bytes = compute_outside_pool_bytes(training, rules_of(memory))
-    return outside_bytes + least_slab_bytes(training) + _counted_context_bytes(graph, memory)
+    training = build_training(graph, schedule)
+    outside_bytes = compute_outside_pool_bytes(training, get_rules(memory))
+    return outside_bytes + bound_slab_bytes(training) + _get_counted_context_bytes(graph, memory)
 
 
-def counted_bytes(graph: Graph, schedule: Schedule, memory: CountedMemory, *, arena: bool | None = None) -> int:
+def predict_counted_bytes(graph: Graph, schedule: Schedule, memory: CountedMemory, *, arena: bool | None = None) -> int:
     """Return the bytes of `memory` that training by `schedule` needs, which a budget that counts it must have.
 
     Args:
-        arena: as in ``arena_choice``. If it is decided for each schedule, the least counts.
+        arena: as in ``choose_arena``. If it is decided for each schedule, the least counts.
     """
     if memory is CountedMemory.ALLOCATED:
         return simulate(graph, schedule).peak_bytes
-    arena = arena_choice(graph, memory, asked=arena)
-    usual_bytes = None if arena else reserved_bytes_of(graph, schedule, memory)
-    if usual_bytes is not None and (arena is False or usual_bytes <= least_reserved_in_arena(graph, schedule, memory)):
+    arena = choose_arena(graph, memory, asked=arena)
+    usual_bytes = None if arena else predict_reserved_bytes(graph, schedule, memory)
+    if usual_bytes is not None and (arena is False or usual_bytes <= bound_reserved_in_arena(graph, schedule, memory)):
         return usual_bytes
-    arena_bytes = reserved_bytes_of(graph, schedule, memory, arena=True)
+    arena_bytes = predict_reserved_bytes(graph, schedule, memory, arena=True)
     assert arena_bytes is not None  # on CUDA
     return arena_bytes if usual_bytes is None else min(usual_bytes, arena_bytes)
 
 
-def reserved_at(graph: Graph, schedule: Schedule | None, memory: CountedMemory, budget_bytes: int) -> int | None:
-    """Return the bytes reserved for training by a plan of `schedule` for a budget of `memory`; None as ``reserved_bytes_of``."""
-    if schedule is None or not on_cuda(graph):
+def predict_reserved_at(graph: Graph, schedule: Schedule | None, memory: CountedMemory, budget_bytes: int) -> int | None:
+    """Return the bytes reserved for training by a plan of `schedule` for a budget of `memory`.
+
+    None as ``predict_reserved_bytes``.
+    """
+    if schedule is None or not is_on_cuda(graph):
         return None
-    has_arena = runs_in_arena(graph, schedule, memory, budget_bytes, arena=arena_choice(graph, memory))
-    return reserved_bytes_of(graph, schedule, memory, arena=has_arena)
+    has_arena = is_run_in_arena(graph, schedule, memory, budget_bytes, arena=choose_arena(graph, memory))
+    return predict_reserved_bytes(graph, schedule, memory, arena=has_arena)
 
 
-def growth_above_budget(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int) -> dict[int, int]:
+def find_growth_above_budget(graph: Graph, schedule: Schedule, memory: CountedMemory, budget_bytes: int) -> dict[int, int]:
     """Return, by step of `schedule`, the bytes by which the reserved memory grows above a budget in that step."""
-    training = requests_of(graph, schedule)
-    return find_growth_above(training, usage_of(training, rules_of(memory)), budget_bytes - _counted_context_bytes(graph, memory))
+    training = build_training(graph, schedule)
+    return find_growth_above(
+        training, usage_of(training, get_rules(memory)), budget_bytes - _get_counted_context_bytes(graph, memory)
+    )
 
 
-def eager_bytes(graph: Graph, memory: CountedMemory) -> int:
+def predict_eager_bytes(graph: Graph, memory: CountedMemory) -> int:
     """Return the bytes of `memory` that plain eager PyTorch needs for the step of `graph`, which shares are shares of."""
     if memory is CountedMemory.ALLOCATED:
-        return keep_everything_peak_bytes(_eager_program(graph))
-    return eager_reserved_bytes(graph, memory)
+        return keep_everything_peak_bytes(_build_eager_program(graph))
+    return predict_eager_reserved_bytes(graph, memory)
 
 
-def eager_reserved_bytes(graph: Graph, memory: CountedMemory) -> int:
+def predict_eager_reserved_bytes(graph: Graph, memory: CountedMemory) -> int:
     """Return the bytes that plain eager PyTorch reserves on CUDA for the step of `graph`, as the budget counts `memory`."""
-    return usage_of(_eager_requests(graph), rules_of(memory)).reserved_bytes + _counted_context_bytes(graph, memory)
+    return usage_of(_build_eager_training(graph), get_rules(memory)).reserved_bytes + _get_counted_context_bytes(graph, memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +343,7 @@ class EagerMemory:
     context_bytes: int | None = None
     resident_bytes: int | None = None
 
-    def lines(self) -> list[tuple[str, str]]:
+    def list_lines(self) -> list[tuple[str, str]]:
         """Return the facts as names and values, for people."""
         if self.resident_bytes is not None:
             return [("resident", f"{format_bytes(self.resident_bytes)} with glibc's allocator, besides Python and its libraries")]
@@ -353,31 +360,31 @@ class EagerMemory:
         ]
 
 
-def eager_memory(graph: Graph) -> EagerMemory:
+def predict_eager_memory(graph: Graph) -> EagerMemory:
     """Return the memory that training with plain eager PyTorch takes on the device of `graph`, by models of allocators."""
-    training = _eager_requests(graph)
-    if not on_cuda(graph):
+    training = _build_eager_training(graph)
+    if not is_on_cuda(graph):
         return EagerMemory(resident_bytes=play(training, GlibcAllocator()).reserved_bytes)
     return EagerMemory(
         usage_of(training).reserved_bytes,
         usage_of(training, EXPANDABLE).reserved_bytes,
         least_capacity_bytes(training),
-        context_bytes_of(graph),
+        get_context_bytes(graph),
     )
 
 
-def _eager_requests(graph: Graph) -> Training:
+def _build_eager_training(graph: Graph) -> Training:
     """Return the requests of training with plain eager PyTorch."""
-    program = _eager_program(graph)
-    return requests_of(program, keep_everything(program))
+    program = _build_eager_program(graph)
+    return build_training(program, keep_everything(program))
 
 
-def _eager_program(graph: Graph) -> Graph:
+def _build_eager_program(graph: Graph) -> Graph:
     return remove_options(graph).out_of_place()
 
 
-def _libraries(graph: Graph) -> tuple[int, ...]:
-    if not uses_libraries(graph):
+def _list_libraries(graph: Graph) -> tuple[int, ...]:
+    if not needs_libraries(graph):
         return ()
     device = find_device(str(graph.provenance.get("device", "")))
     is_hopper = device is not None and device.name in _HOPPER

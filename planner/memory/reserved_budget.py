@@ -13,7 +13,13 @@ from graphs.schedule import Compute, Schedule
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
 from planner.memory.fit import Bracket
-from planner.memory.reserved import arena_choice, growth_above_budget, least_reserved_in_arena, reserved_beside, reserved_bytes_of
+from planner.memory.reserved import (
+    bound_reserved_in_arena,
+    choose_arena,
+    find_growth_above_budget,
+    predict_beside,
+    predict_reserved_bytes,
+)
 from planner.settings.counted_memory import CountedMemory
 from solvers.clock import measure_rest
 from solvers.margins import Margins, MarginSearch, add_margins
@@ -60,24 +66,24 @@ def solve_counted(
         memory: kind of memory that the budget counts.
         arena: True: reserved memory is that of steps in an arena. No single op is to blame for it there, so that none has a
             margin. False: they run in none. None: a schedule that reserves too much without an arena may have one, where steps
-            can (``planner.memory.reserved.arena_choice``).
+            can (``planner.memory.reserved.choose_arena``).
         must_stop: polled; once it returns True, all ends with what there is, if anything.
         on_least: called with each schedule that reserves less than those before, also where it does not fit; messages then do not
             name the least.
     """
     if memory is CountedMemory.ALLOCATED:
-        return run(replace(request, should_stop=either(request.should_stop, must_stop)))
+        return run(replace(request, should_stop=combine_stops(request.should_stop, must_stop)))
     graph, budget_bytes, clock = request.graph, request.budget_bytes, request.clock
-    arena = arena_choice(graph, memory, asked=arena)
-    beside = reserved_beside(graph, memory)
-    if refusal := beside.refusal(budget_bytes):
+    arena = choose_arena(graph, memory, asked=arena)
+    beside = predict_beside(graph, memory)
+    if refusal := beside.explain_refusal(budget_bytes):
         refused = Result(graph, budget_bytes, Status.INFEASIBLE, None, None, "", clock.seconds, message=refusal)
         return SolvedOrder(refused, keep_program_order(graph))
     most_bytes = budget_bytes - beside.kept_bytes
     search = _Search(run, request, memory, must_stop or (lambda: False), arena, on_least, Bracket(budget_bytes))
-    first = search.solved(most_bytes, _FIRST, {})
+    first = search.solve(most_bytes, _FIRST, {})
     if first.result.schedule is None:
-        said = f" Of the {format_bytes(budget_bytes)}, {beside.lines()}." if beside.kept_bytes else ""
+        said = f" Of the {format_bytes(budget_bytes)}, {beside.describe_parts()}." if beside.kept_bytes else ""
         message = first.result.message + (said if first.result.status is Status.INFEASIBLE else "")
         return replace(first, result=first.result.map_to(budget_bytes=budget_bytes, message=message))
     search.bound_s = first.result.bound_s
@@ -85,11 +91,11 @@ def solve_counted(
     if search.best is None and arena is False:
         _solve_with_margins(search, most_bytes, first.result.schedule, excess_bytes)
     for _ in range(1, _SOLVES):
-        asked_bytes = search.next_bytes()
+        asked_bytes = search.choose_next_bytes()
         if asked_bytes is None or search.is_over():
             break
-        search.learn(asked_bytes, search.solved(asked_bytes, _NEXT if search.is_new(asked_bytes) else 1.0, {}).result)
-    return replace(first, result=search.ended(first.result))
+        search.learn(asked_bytes, search.solve(asked_bytes, _NEXT if search.is_new(asked_bytes) else 1.0, {}).result)
+    return replace(first, result=search.end(first.result))
 
 
 def _solve_with_margins(search: "_Search", most_bytes: int, schedule: Schedule | None, excess_bytes: int) -> None:
@@ -101,17 +107,17 @@ def _solve_with_margins(search: "_Search", most_bytes: int, schedule: Schedule |
     margins = MarginSearch(_CLOSE * search.request.budget_bytes, _LOCAL_SOLVES, _LOCAL_BETTER)
     before_bytes: int | None = None  # the excess of the last schedule that did not fit
 
-    def more(now: Margins) -> Margins:
+    def raise_margins(now: Margins) -> Margins:
         """Return larger margins than those `now`, with which `schedule` was found; none if they are no way to the budget."""
         nonlocal before_bytes
         assert schedule is not None  # which does not fit
-        larger = {op: size for op, size in search.margins_for(schedule, most_bytes).items() if size > now.get(op, 0)}
+        larger = {op: size for op, size in search.compute_margins(schedule, most_bytes).items() if size > now.get(op, 0)}
         helps = before_bytes is None or excess_bytes <= _LESS * before_bytes
         before_bytes = excess_bytes
         return {**now, **larger} if larger and helps else {}
 
-    while margins.learn(fits=None if schedule is None else excess_bytes <= 0, more=more) and not search.is_over():
-        result = search.solved(most_bytes, _LOCAL_NEXT, margins.now).result
+    while margins.learn(fits=None if schedule is None else excess_bytes <= 0, more=raise_margins) and not search.is_over():
+        result = search.solve(most_bytes, _LOCAL_NEXT, margins.now).result
         schedule, excess_bytes = result.schedule, search.offer(result)
 
 
@@ -144,7 +150,7 @@ class _Search:
     _start: Start | None = None  # what the last solve has found
     _error: Result | None = None  # of a solve that failed
 
-    def solved(self, asked_bytes: int, share: float, margins: Margins) -> SolvedOrder:
+    def solve(self, asked_bytes: int, share: float, margins: Margins) -> SolvedOrder:
         """Solve for a budget of allocated bytes and a share of the clock; with margins there is no bound.
 
         The solve is stopped only when it has found a schedule, unless it must stop. Observers are told that nothing is known of
@@ -159,7 +165,7 @@ class _Search:
             if request.on_progress is not None:
                 request.on_progress(progress)
 
-        def interim(schedule: Schedule, bound_s: float) -> None:
+        def report_interim(schedule: Schedule, bound_s: float) -> None:
             if schedule in self._judged:
                 return
             found = Status.FEASIBLE, schedule, None if margins else bound_s, "", request.clock.seconds, request.settings
@@ -175,7 +181,7 @@ class _Search:
                 clock=request.clock.start_part(share * measure_rest(request.clock)),
                 on_progress=tell,
                 should_stop=lambda: (self._found and request.is_interrupted()) or self.must_stop(),
-                on_schedule=interim,
+                on_schedule=report_interim,
                 start=self._start or request.start,
                 tolerance=request.tolerance if self._start is None else Tolerance.of(_TIGHTER * request.tolerance.first),
             )
@@ -196,14 +202,14 @@ class _Search:
         if result.schedule is None:
             return 0
         self._found = True
-        excess_bytes = self._excess_bytes(result.schedule)
+        excess_bytes = self._predict_excess_bytes(result.schedule)
         if excess_bytes <= 0 and self._is_better(result):
             self.best = result
             if request.on_schedule is not None:
                 request.on_schedule(result.schedule, self.bound_s or result.bound_s or 0.0)
         return excess_bytes
 
-    def _excess_bytes(self, schedule: Schedule) -> int:
+    def _predict_excess_bytes(self, schedule: Schedule) -> int:
         """Return the bytes that `schedule` reserves above the budget, in an arena if it may have one."""
         if schedule not in self._judged:  # solves that are close begin with the same schedules, and end with them
             self._judged[schedule] = self._judge(schedule)
@@ -215,17 +221,17 @@ class _Search:
     def _judge(self, schedule: Schedule) -> tuple[int, int | None]:
         """Return the bytes that `schedule` reserves above the budget, and the least in an arena, where it may need one."""
         graph, budget_bytes = self.request.graph, self.request.budget_bytes
-        usual_bytes = None if self.arena else self._reserved_bytes(schedule, arena=False)
+        usual_bytes = None if self.arena else self._predict_reserved_bytes(schedule, arena=False)
         if usual_bytes is not None and (self.arena is False or usual_bytes <= budget_bytes):
             return usual_bytes - budget_bytes, None
-        least_bytes = arena_bytes = least_reserved_in_arena(graph, schedule, self.memory)
+        least_bytes = arena_bytes = bound_reserved_in_arena(graph, schedule, self.memory)
         if arena_bytes <= budget_bytes:  # addresses take a second or more: not for what cannot fit
-            arena_bytes = self._reserved_bytes(schedule, arena=True)
+            arena_bytes = self._predict_reserved_bytes(schedule, arena=True)
         return min(arena_bytes, arena_bytes if usual_bytes is None else usual_bytes) - budget_bytes, least_bytes - budget_bytes
 
-    def _reserved_bytes(self, schedule: Schedule, *, arena: bool) -> int:
+    def _predict_reserved_bytes(self, schedule: Schedule, *, arena: bool) -> int:
         """Return the bytes reserved for `schedule`, and remember the least."""
-        reserved_bytes = reserved_bytes_of(self.request.graph, schedule, self.memory, arena=arena)
+        reserved_bytes = predict_reserved_bytes(self.request.graph, schedule, self.memory, arena=arena)
         assert reserved_bytes is not None  # on CUDA
         if self._least_bytes is None or reserved_bytes < self._least_bytes:
             self._least_bytes = reserved_bytes
@@ -237,7 +243,7 @@ class _Search:
         """Return True if `result` takes less time than the best that fits."""
         return self.best is None or (result.time_s or math.inf) < (self.best.time_s or 0.0)
 
-    def margins_for(self, schedule: Schedule, most_bytes: int) -> Margins:
+    def compute_margins(self, schedule: Schedule, most_bytes: int) -> Margins:
         """Return margins that lower the memory at each op where reserved memory grows above the budget by this growth.
 
         An op whose own tensors and workspace need more than the lowered memory has none.
@@ -248,7 +254,7 @@ class _Search:
         graph = self.request.graph
         in_memory = simulate(graph, schedule).memory_bytes
         found: dict[int, int] = {}
-        for index, more_bytes in growth_above_budget(graph, schedule, self.memory, self.request.budget_bytes).items():
+        for index, more_bytes in find_growth_above_budget(graph, schedule, self.memory, self.request.budget_bytes).items():
             step = schedule.steps[index]
             assert isinstance(step, Compute)  # which alone asks for memory
             op = graph.ops[step.op]
@@ -277,59 +283,59 @@ class _Search:
         """
         if self._error is not None or self._is_late():
             return True
-        return self.best is not None and (self._status(self.best) in SOLVED or self.request.is_interrupted())
+        return self.best is not None and (self._get_status(self.best) in SOLVED or self.request.is_interrupted())
 
     def is_new(self, asked_bytes: int) -> bool:
         """Return True if no schedule that fits was found for this budget of allocated bytes."""
         return self.bracket.fits is None or asked_bytes != self.bracket.fits[0]
 
-    def next_bytes(self) -> int | None:
+    def choose_next_bytes(self) -> int | None:
         """Return the budget of allocated bytes to solve for next; None if nothing can be gained any more.
 
         The largest budget that is not too much is solved again if that solve had too little time.
         """
         bracket = self.bracket
         close_bytes = 1 if self.best is None else _CLOSEST * self.request.budget_bytes
-        asked_bytes = bracket.next_bytes(close_bytes, self._arena_excess_bytes if bracket.missed > 1 else 0)
+        asked_bytes = bracket.choose_next_bytes(close_bytes, self._arena_excess_bytes if bracket.missed > 1 else 0)
         if asked_bytes is None and bracket.misses and bracket.fits and self._is_unfinished:
             return bracket.fits[0]
         return asked_bytes
 
-    def ended(self, first: Result) -> Result:
+    def end(self, first: Result) -> Result:
         """Return the result of all solves, of which `first` was for the whole budget."""
         request, best = self.request, self.best
         if self._error is not None:
             return self._error
         return first.map_to(
             budget_bytes=request.budget_bytes,
-            status=Status.LIMIT if best is None else self._status(best),
+            status=Status.LIMIT if best is None else self._get_status(best),
             schedule=None if best is None else best.schedule,
             time_s=None if best is None else best.time_s,
             peak_bytes=None if best is None else best.peak_bytes,
             bound_s=self.bound_s if best is None or self.bound_s is not None else best.bound_s,
             seconds=request.clock.seconds,
-            settings=first.settings if best is None else self._settings(best),
-            message=self._nothing_found() if best is None else best.message,
+            settings=first.settings if best is None else self._build_settings(best),
+            message=self._explain_nothing_found() if best is None else best.message,
             reason=None if best is not None else Reason.TIME if self._is_late() else Reason.MEMORY,
-            ended=self._ending(best, first),
+            ended=self._get_ending(best, first),
         )
 
-    def _ending(self, best: Result | None, first: Result) -> Ending | None:
+    def _get_ending(self, best: Result | None, first: Result) -> Ending | None:
         """Return the reason for the end; None if the gap is within the tolerance."""
-        if best is not None and self._status(best) in SOLVED:
+        if best is not None and self._get_status(best) in SOLVED:
             return None
         return Ending.STOPPED if self.must_stop() else self.request.choose_ending(first.ended)
 
-    def _settings(self, best: Result) -> dict[str, object]:
+    def _build_settings(self, best: Result) -> dict[str, object]:
         """Return the settings of the result of all solves."""
-        settled = {"tolerance": self._tolerance(best)} if "tolerance" in best.settings else {}
+        settled = {"tolerance": self._get_tolerance(best)} if "tolerance" in best.settings else {}
         return {**best.settings, **settled, "allocated_budget_bytes": best.budget_bytes}
 
     def _is_late(self) -> bool:
         """Return True if the clock is at its limit, or the caller insists on the end."""
         return measure_rest(self.request.clock) <= 0 or self.must_stop()
 
-    def _nothing_found(self) -> str:
+    def _explain_nothing_found(self) -> str:
         """Return the message that no schedule fits."""
         told = self._least_bytes is None or self.on_least is not None  # the caller names what it is told of
         known = "" if told else f": the least found is {format_enough(self._least_bytes or 0)}"
@@ -340,16 +346,16 @@ class _Search:
         segments = "" if self.memory.is_expandable else f"expandable segments ({expandable}), or "
         return f"{none}, or let it count {segments}only allocated memory (memory={CountedMemory.ALLOCATED.value!r})"
 
-    def _status(self, result: Result) -> Status:
-        return decide_status(result.time_s, self.bound_s, self._tolerance(result))
+    def _get_status(self, result: Result) -> Status:
+        return decide_status(result.time_s, self.bound_s, self._get_tolerance(result))
 
-    def _tolerance(self, result: Result) -> float:
+    def _get_tolerance(self, result: Result) -> float:
         """Return the tolerance that `result` was settled for, by the time of all solves."""
         request = self.request
         return request.tolerance.compute_settled(request.clock.now, partial(is_within, result.time_s, self.bound_s))
 
 
-def either(stop: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:
+def combine_stops(stop: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:
     """Return a function that is True if one of the two is; None if both are None."""
     if stop is None or other is None:
         return stop or other

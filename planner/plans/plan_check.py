@@ -14,7 +14,7 @@ from graphs.options.selection import describe_differences
 from graphs.schedule import keep_everything
 from graphs.simulate import Simulation, simulate
 from graphs.units import format_bytes, format_seconds
-from planner.memory.reserved import arena_of, reserved_for
+from planner.memory.reserved import plan_arena, predict_reserved
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.plans.summary import check_same_graph, get_other_peaks, summarize
 from planner.settings.option_settings import apply_recorded_options
@@ -102,8 +102,8 @@ def check_sizes(graph: Graph, plan: PlanRecord) -> None:
         least_bytes = found_bytes + more_bytes
         if least_bytes > said_bytes:
             raise MismatchError(
-                f"the plan says {what} of {_format_exact(said_bytes)}, but its tensors alone take {_format_exact(least_bytes)}: its file was "
-                "edited; solve again"
+                f"the plan says {what} of {_format_exact(said_bytes)}, but its tensors alone take {_format_exact(least_bytes)}: "
+                "its file was edited; solve again"
             )
     stood_for = any(offered.ops[op].replaces for op in plan.schedule.computed)  # other times than the program has
     wrong = _list_other_peaks(plan, offered, found)
@@ -154,8 +154,8 @@ def _list_reserved_differences(plan: PlanRecord, graph: Graph) -> list[str]:
     said = plan.reserved
     if said is None:
         return []
-    arena = None if plan.arena_bytes is None else arena_of(graph, plan.schedule)
-    found = reserved_for(graph, plan.schedule, plan.memory, said.eager_bytes, arena)
+    arena = None if plan.arena_bytes is None else plan_arena(graph, plan.schedule)
+    found = predict_reserved(graph, plan.schedule, plan.memory, said.eager_bytes, arena)
     found = replace(found, context_bytes=said.context_bytes)  # that was measured where the graph was traced
     return [] if found == said else [f"that {_format_exact(said.total_bytes)} are reserved, but its schedule has {found}"]
 

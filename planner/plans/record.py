@@ -114,7 +114,7 @@ class PlanRecord:
         gap = "unknown" if self.gap is None else format_ratio(self.gap)
         lines = (
             f"{peaks}, {measured} (keeping everything: {whole})",
-            *(() if self.reserved is None else (f"{name} {value}" for name, value in self.reserved.lines())),
+            *(() if self.reserved is None else (f"{name} {value}" for name, value in self.reserved.list_lines())),
             f"step time {self._step_time()}, {self.status}, gap {gap}{self._format_costs()}",
             "" if self.ended is None or self.status in SOLVED else f"solved for {self.seconds:.3g} s: {self.ending}",
             "" if self.eager is None else str(self.eager),

@@ -12,20 +12,20 @@ from graphs.options.selection import describe_differences
 from graphs.schedule import Schedule
 from graphs.short_tracebacks import shorten_traceback, warn_caller
 from graphs.simulate import simulate
-from planner.memory.allocated_budget import REORDERED, result_as_step_runs, solver_of
+from planner.memory.allocated_budget import REORDERED, build_solver, map_result_to_step
 from planner.memory.known_budgets import KnownBudgets
-from planner.memory.least_memory import least_memory
+from planner.memory.least_memory import solve_least_memory
 from planner.memory.reserved import (
-    arena_choice,
-    arena_of,
-    eager_bytes,
-    eager_reserved_bytes,
-    memory_of,
-    on_cuda,
-    reserved_for,
-    runs_in_arena,
+    choose_arena,
+    choose_memory,
+    is_on_cuda,
+    is_run_in_arena,
+    plan_arena,
+    predict_eager_bytes,
+    predict_eager_reserved_bytes,
+    predict_reserved,
 )
-from planner.memory.reserved_budget import either, solve_counted
+from planner.memory.reserved_budget import combine_stops, solve_counted
 from planner.plans.attributes import get_attributes
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
@@ -159,7 +159,7 @@ def solve_graph(
     graph = settings.options.apply(graph)
     if isinstance(budget, Overhead):
         check_compatible(settings.features | {Feature.MAX_OVERHEAD})
-    memory = CountedMemory.ALLOCATED if isinstance(budget, Overhead) else memory_of(graph, settings.memory)
+    memory = CountedMemory.ALLOCATED if isinstance(budget, Overhead) else choose_memory(graph, settings.memory)
     arena = _get_arena_setting(graph, settings, memory)
     plans = _Plans(
         graph=graph,
@@ -167,11 +167,13 @@ def solve_graph(
         summary=summarize(graph),
         memory=memory,
         arena=arena,
-        eager_reserved_bytes=eager_reserved_bytes(graph, memory) if on_cuda(graph) else None,
+        eager_reserved_bytes=predict_eager_reserved_bytes(graph, memory) if is_on_cuda(graph) else None,
     )
     if isinstance(budget, Overhead):
         run = get_solver(settings.solver)
-        result = _solve_least_memory(run, graph, settings, budget.share, clock, on_progress, either(should_stop, must_stop))
+        result = _solve_least_memory(
+            run, graph, settings, budget.share, clock, on_progress, combine_stops(should_stop, must_stop)
+        )
         return plans.plan_of(result, clock)
     budget_bytes = budget.resolve(plans.eager_bytes)
 
@@ -192,14 +194,14 @@ def solve_graph(
     )
     known = KnownBudgets(traced, request, memory, replace(settings, arena=arena), must_stop or (lambda: False))
     solved = solve_counted(
-        solver_of(settings, graph),
+        build_solver(settings, graph),
         known.begin(),
         memory,
         arena=arena,
         must_stop=known.must_stop_solve,
         on_least=known.learn if known.names_least else None,
     )
-    result = known.completed(solved)
+    result = known.complete(solved)
     if result.status is Status.INFEASIBLE:
         raise InfeasibleError(result.message)
     return plans.plan_of(result, clock)
@@ -212,9 +214,9 @@ def _get_arena_setting(graph: Graph, settings: PlanSettings, memory: CountedMemo
         UsageError: an arena is asked for, and steps cannot run in one, or a budget of `memory` cannot count it.
     """
     if not settings.arena:
-        return arena_choice(graph, memory, asked=settings.arena)
+        return choose_arena(graph, memory, asked=settings.arena)
     check_compatible(settings.features)
-    if on_cuda(graph) and arena_choice(graph, memory) is False:
+    if is_on_cuda(graph) and choose_arena(graph, memory) is False:
         raise UsageError(
             f"memory is {memory.value!r}, and on CUDA an arena is reserved memory of PyTorch's default allocator, without "
             f"expandable segments: take memory={CountedMemory.RESERVED.value!r} or {CountedMemory.DEVICE.value!r}, or leave out "
@@ -298,11 +300,11 @@ class _Plans:
         )
         if self.eager_reserved_bytes is None:
             return plan
-        has_arena = runs_in_arena(graph, schedule, self.memory, result.budget_bytes, arena=self.arena)
-        arena = arena_of(graph, schedule) if has_arena else None
+        has_arena = is_run_in_arena(graph, schedule, self.memory, result.budget_bytes, arena=self.arena)
+        arena = plan_arena(graph, schedule) if has_arena else None
         if arena is not None:
             plan = replace(plan, arena_bytes=arena.slab_bytes, outside_arena_bytes=arena.outside_bytes)
-        return replace(plan, reserved=reserved_for(graph, schedule, self.memory, self.eager_reserved_bytes, arena))
+        return replace(plan, reserved=predict_reserved(graph, schedule, self.memory, self.eager_reserved_bytes, arena))
 
 
 def _solve_least_memory(
@@ -320,8 +322,8 @@ def _solve_least_memory(
     def solve_at(budget_bytes: int, clock: Clock, tell: Tell | None, stop: Stop | None) -> Result:
         return run(Request(order.graph, budget_bytes, settings.tolerance, clock, tell, stop, settings.params))
 
-    found = least_memory(order.graph, overhead, solve_at, clock, on_progress=on_progress, should_stop=should_stop)
-    return result_as_step_runs(graph, order.map_result_back(found))
+    found = solve_least_memory(order.graph, overhead, solve_at, clock, on_progress=on_progress, should_stop=should_stop)
+    return map_result_to_step(graph, order.map_result_back(found))
 
 
 def order_for(graph: Graph, solver: str, *, reorder: bool | None, clock: Clock | None = None) -> Reordering:
@@ -348,8 +350,8 @@ def compute_eager_peak_bytes(eager: Graph, planned: Graph, asked: CountedMemory 
         planned: the same step as it is planned, with all static memory that its process holds.
         asked: the kind of memory that the budget counts; None for the default.
     """
-    memory = memory_of(planned, asked)
-    return eager_bytes(eager, memory) - eager.static_bytes + planned.static_bytes
+    memory = choose_memory(planned, asked)
+    return predict_eager_bytes(eager, memory) - eager.static_bytes + planned.static_bytes
 
 
 def judge_on(graph: Graph, plan: Plan) -> Plan:
@@ -359,8 +361,8 @@ def judge_on(graph: Graph, plan: Plan) -> Plan:
     """
     found = simulate(graph, plan.schedule)
     bound_s = graph.time_s if graph.plain else None
-    arena = arena_of(graph, plan.schedule) if plan.reserved and plan.arena_bytes is not None else None
-    reserved = plan.reserved and reserved_for(graph, plan.schedule, plan.memory, plan.reserved.eager_bytes, arena)
+    arena = plan_arena(graph, plan.schedule) if plan.reserved and plan.arena_bytes is not None else None
+    reserved = plan.reserved and predict_reserved(graph, plan.schedule, plan.memory, plan.reserved.eager_bytes, arena)
     return replace(
         plan,
         graph=summarize(graph),

@@ -18,7 +18,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.program.program import Source
 from planner.capture.signature import Batch, arguments, join_returned
 from planner.capture.step import TrainingStep
-from planner.memory.reserved import arena_of, uses_libraries
+from planner.memory.reserved import needs_libraries, plan_arena
 from planner.runtime.arena import Arena, SharedSlab
 from planner.runtime.changed_inputs import ChangedInputs
 from planner.runtime.code import Backward, Code, Forward, Stage, check_runnable, compile_schedule
@@ -83,7 +83,7 @@ class Executor:
         self.schedule = schedule
         self.training_step = TrainingStep(model, loss_fn)
         self.device = device = next(self.training_step.parameters()).device
-        if uses_libraries(self.graph):
+        if needs_libraries(self.graph):
             library_users.add(self)
             warm_up_libraries(device)  # before the first step, as predictions of reserved memory say
         self.devices = Devices(capture.graph, device, channels)
@@ -158,7 +158,7 @@ class Executor:
         if isinstance(shared, SharedSlab):
             self.arena = Arena(shared, accumulate=accumulate)
         else:
-            self.arena = DeviceArena(shared, arena_of(self.graph, self.schedule), accumulate=accumulate)
+            self.arena = DeviceArena(shared, plan_arena(self.graph, self.schedule), accumulate=accumulate)
             self.launched = self._compile_passes()
             self.memory = self._describe_memory(self.launched)
         self.code = self._wrap_in_stages()

@@ -136,7 +136,7 @@ class Advice:
         counted = f"{self.memory.said}, of which eager PyTorch takes {format_bytes(self.eager_bytes)}"
         facts = [
             ("eager PyTorch needs", f"{eager}, {static} of it throughout the step"),
-            *((f"  {name}", value) for name, value in self.eager_memory.lines()),
+            *((f"  {name}", value) for name, value in self.eager_memory.list_lines()),
             *([("budgets count", counted)] if self._on_cuda else ()),
             ("least budget", f"{format_enough(self.least.budget_bytes)} ({self.least}), proved to be no less than {proved}"),
             ("available", available),

@@ -18,8 +18,8 @@ from planner.capture.signature import Batch, leaves
 from planner.capture.step import LossFn
 from planner.measure.steps import describe_device
 from planner.measure.tracing import trace
-from planner.memory.auto_budget import auto_budget_bytes, reserve_bytes
-from planner.memory.reserved import memory_on
+from planner.memory.auto_budget import compute_auto_budget_bytes, reserve_bytes
+from planner.memory.reserved import choose_memory_on
 from planner.progress import OnProgress, Stage, Stages, list_views
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import get_device
@@ -85,7 +85,7 @@ def advise(
     check_positive("time limit", time_limit_s, "seconds")
     names = _list_options_to_try(roofline) if options is None else tuple(options)
     kind, device, available_bytes = _find_device(model, batch, roofline)
-    counted = memory_on(kind, CountedMemory.of(memory))
+    counted = choose_memory_on(kind, CountedMemory.of(memory))
     graph = trace(model, loss_fn, batch, **given | {"options": traced_options(names)}, on_progress=on_progress)
     with _report_solves(on_progress) as say:
         return advise_graph(
@@ -184,5 +184,5 @@ def _find_device(model: nn.Module, batch: Batch, roofline: str | None) -> tuple[
     inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     gradients = [p.grad for p in parameters if p.grad is not None]
     device = next((tensor.device for tensor in (*parameters, *inputs)), torch.device("cpu"))
-    available_bytes = auto_budget_bytes(device, (*parameters, *model.buffers(), *gradients), inputs)
+    available_bytes = compute_auto_budget_bytes(device, (*parameters, *model.buffers(), *gradients), inputs)
     return device.type, describe_device(device), available_bytes

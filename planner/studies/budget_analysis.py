@@ -8,8 +8,15 @@ from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.units import format_bytes, format_enough
 from planner.capture.options import needs, option_called, options_to_try, with_options
-from planner.memory.least_budget import LeastBudget, least_budget
-from planner.memory.reserved import context_bytes_of, eager_bytes, eager_memory, eager_reserved_bytes, memory_of, on_cuda
+from planner.memory.least_budget import LeastBudget, find_least_budget
+from planner.memory.reserved import (
+    choose_memory,
+    get_context_bytes,
+    is_on_cuda,
+    predict_eager_bytes,
+    predict_eager_memory,
+    predict_eager_reserved_bytes,
+)
 from planner.plans.summary import summarize
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import build_option_settings
@@ -59,9 +66,9 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
     Raises:
         UsageError: an option cannot be tried alone, or the graph was traced without it.
     """
-    counted, clock = memory_of(graph, memory), WallClock(time_limit_s)
+    counted, clock = choose_memory(graph, memory), WallClock(time_limit_s)
     if available_bytes is not None and counted.counts_context:
-        available_bytes += context_bytes_of(graph)
+        available_bytes += get_context_bytes(graph)
     work = _Analysis(graph, counted, clock, on_activity, should_stop)
     names = options_to_try(graph) if options is None else tuple(options)
     for name in names:
@@ -86,7 +93,7 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
         between=tuple(work.get_price(budget) for budget in budgets),
         options=offered,
         recommended=_recommend(work, available_bytes, budgets, offered),
-        eager_memory=eager_memory(graph),
+        eager_memory=predict_eager_memory(graph),
         seconds=work.clock.seconds,
     )
 
@@ -104,14 +111,14 @@ class _Analysis:
     ) -> None:
         self.graph, self.memory, self.clock, self.tell, self.should_stop = graph, memory, clock, on_activity, should_stop
         plain = with_options(graph, ())
-        self.summary, self.eager_bytes = summarize(plain), eager_bytes(plain, memory)
+        self.summary, self.eager_bytes = summarize(plain), predict_eager_bytes(plain, memory)
         self.tell("looking for the least budget")
         self.known, self.least = self._find_least(plain, clock.start_part(_LEAST * clock.limit))
 
     def _find_least(self, graph: Graph, clock: Clock) -> tuple[Frontier, LeastBudget]:
         """Return the least budget that is found before the limit, and what is known in an order of the ops, with its schedule."""
         known = Frontier(find_order(graph, clock), _TOLERANCE, self.memory)
-        least = least_budget(graph, self.memory, should_stop=lambda: measure_rest(clock) <= 0 or self.should_stop())
+        least = find_least_budget(graph, self.memory, should_stop=lambda: measure_rest(clock) <= 0 or self.should_stop())
         known.learn_least(least)
         return known, least
 
@@ -188,7 +195,7 @@ def _recommend(
         return Recommendation(cheap.budget_bytes, (), cheap.overhead, reason, cheap.reserved_bytes)
     available = f"{format_bytes(available_bytes)} are available"
     if whole_bytes <= available_bytes:
-        reserved_bytes = eager_reserved_bytes(work.graph, work.memory) if on_cuda(work.graph) else None
+        reserved_bytes = predict_eager_reserved_bytes(work.graph, work.memory) if is_on_cuda(work.graph) else None
         return Recommendation(None, (), 0.0, f"no plan, for eager PyTorch fits: {available}", reserved_bytes)
     if least_bytes <= available_bytes:
         price = work.get_price(available_bytes)

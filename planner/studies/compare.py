@@ -12,7 +12,7 @@ from graphs.ir import Graph
 from graphs.options import remove_options
 from graphs.schedule import Schedule
 from planner.measure.machine import commit, describe_machine
-from planner.memory.reserved import eager_bytes, memory_of, reserved_at
+from planner.memory.reserved import choose_memory, predict_eager_bytes, predict_reserved_at
 from planner.plans.attributes import get_attributes
 from planner.plans.summary import summarize
 from planner.progress.visible import escape_text
@@ -93,7 +93,7 @@ class SolveRow:
         row = replace(
             row,
             **get_attributes(result, "status", "time_s", "peak_bytes", "bound_s", "seconds"),
-            reserved_bytes=reserved_at(graph, result.schedule, self.memory, task.budget_bytes),
+            reserved_bytes=predict_reserved_at(graph, result.schedule, self.memory, task.budget_bytes),
             reason=result.reason or "",
             settings=self._format_settings(result.settings if result.schedule is not None else {}),
             message=_join_lines(result.message),
@@ -204,7 +204,7 @@ def compare(
         UsageError: no such method, options out of range, or reserved memory on the CPU.
     """
     graph = settings.options.apply(graph)
-    judge = judge_of(graph, settings, memory_of(graph, settings.memory))
+    judge = judge_of(graph, settings, choose_memory(graph, settings.memory))
     tasks = list_tasks(judge, budgets, methods, RunBy.SIMULATOR)
     places = {task.key: place for place, task in enumerate(tasks)}
     kept = open_rows(folder, graph, judge.recorded, order=lambda row: places.get(row.key, -1))  # other rows come first
@@ -234,7 +234,7 @@ def list_tasks(judge: SolveRow, budgets: Sequence[str | int], methods: Sequence[
         raise BudgetError("there is no budget to compare at: name at least one")
     for method in methods:
         get_solver(method)
-    whole_bytes = eager_bytes(judge.graph, judge.memory)
+    whole_bytes = predict_eager_bytes(judge.graph, judge.memory)
     sizes = {str(budget): read_budget(budget).resolve(whole_bytes) for budget in budgets}
     return [Task(run_by, method, budget, size) for budget, size in sizes.items() for method in dict.fromkeys(methods)]
 

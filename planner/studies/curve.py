@@ -11,8 +11,8 @@ from graphs.errors import BudgetError, FormatError, OutputError
 from graphs.ir import Graph
 from graphs.units import format_bytes
 from planner.capture.options import with_options
-from planner.memory.least_budget import LeastBudget, least_budget
-from planner.memory.reserved import eager_bytes, memory_of
+from planner.memory.least_budget import LeastBudget, find_least_budget
+from planner.memory.reserved import choose_memory, predict_eager_bytes
 from planner.plans.attributes import get_attributes
 from planner.plans.record import GraphSummary
 from planner.plans.solving import order_for
@@ -214,8 +214,8 @@ def _solve_curve(
     Args:
         finds_least: True to look for the least feasible budget where budgets are given, too.
     """
-    memory = memory_of(graph, how.settings.memory)
-    whole_bytes = eager_bytes(graph, memory)
+    memory = choose_memory(graph, how.settings.memory)
+    whole_bytes = predict_eager_bytes(graph, memory)
     how.on_activity("looking for an order of the ops that needs less memory")
     order = order_for(graph, how.solver, reorder=how.reorder, clock=clock.start_part(_ORDER_SHARE * clock.limit))
     known = Frontier(order, how.settings.tolerance, memory)
@@ -261,7 +261,7 @@ def _find_least(known: Frontier, how: _How, clock: Clock) -> LeastBudget:
     """Return the least budget of the graph that is found before the limit, and add its schedule to what is known."""
     how.on_activity("looking for the least feasible budget")
     graph, reorders = known.order.source, how.reorder is not False
-    least = least_budget(
+    least = find_least_budget(
         graph, known.memory, reorders=reorders, should_stop=lambda: measure_rest(clock) <= 0 or how.should_stop()
     )
     known.learn_least(least)

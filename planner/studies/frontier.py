@@ -11,7 +11,7 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.memory.least_budget import LeastBudget
-from planner.memory.reserved import counted_bytes, reserved_beside, reserved_bytes_of
+from planner.memory.reserved import predict_beside, predict_counted_bytes, predict_reserved_bytes
 from planner.plans.attributes import get_attributes
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.workers import ignore
@@ -118,8 +118,8 @@ class Frontier:
     def _judge(self, schedule: Schedule) -> _Known:
         found = simulate(self.order.source, schedule)
         graph, memory = self.order.source, self.memory
-        needed_bytes = counted_bytes(graph, schedule, memory)
-        return _Known(found.time_s, needed_bytes, found.peak_bytes, reserved_bytes_of(graph, schedule, memory), schedule)
+        needed_bytes = predict_counted_bytes(graph, schedule, memory)
+        return _Known(found.time_s, needed_bytes, found.peak_bytes, predict_reserved_bytes(graph, schedule, memory), schedule)
 
     def learn_least(self, least: LeastBudget) -> None:
         """Add the schedules of the search for the least budget of the graph, and the bound of single ops in this order.
@@ -128,7 +128,7 @@ class Frontier:
         """
         proved_bytes = bound_least_budget(*remove_offload(add_pass_ends(self.order.graph).graph)).budget_bytes
         if not self._counts_allocated:
-            proved_bytes = reserved_beside(self.order.source, self.memory).bound(proved_bytes)
+            proved_bytes = predict_beside(self.order.source, self.memory).bound(proved_bytes)
         self.infeasible_bytes = max(self.infeasible_bytes, proved_bytes - 1)
         for found in (least, *least.larger):
             if found.order == self.order.original:

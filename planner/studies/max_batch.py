@@ -14,7 +14,7 @@ from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio
 from planner.measure.scaling import GraphFit
 from planner.memory.least_memory import StopWhenDecided
-from planner.memory.reserved import memory_of, reserved_at
+from planner.memory.reserved import choose_memory, predict_reserved_at
 from planner.plans.solving import order_for
 from planner.studies.sizes import OPTIMAL, LargestSize, SizedMethod, Wanted
 from planner.studies.solves import solve_in_order
@@ -138,7 +138,9 @@ class _SizeSearch:
             complete=complete,
             extrapolated=units in self.extrapolated,
             result=result,
-            reserved_bytes=reserved_at(offered, schedule, memory_of(offered, self.wanted.memory), self.wanted.budget_bytes),
+            reserved_bytes=predict_reserved_at(
+                offered, schedule, choose_memory(offered, self.wanted.memory), self.wanted.budget_bytes
+            ),
             keep_everything_time_s=self.build_graph(units).time_s,
         )
 
@@ -159,11 +161,11 @@ class _SizeSearch:
         max_overhead = self.wanted.max_overhead
         cap_s = math.inf if max_overhead is None else graph.time_s * (1 + max_overhead)
         decision = StopWhenDecided(cap_s, self.should_stop)
-        tolerance, stop = _ANY_GAP if max_overhead is None else _CLOSE_GAP, decision.reached
+        tolerance, stop = _ANY_GAP if max_overhead is None else _CLOSE_GAP, decision.is_reached
         result = self.solve(method, graph, limit_s, tolerance=tolerance, on_progress=decision, should_stop=stop)
         if result.time_s is not None and result.time_s <= cap_s:
             return _Decision(True, result)
-        proved = result.status in (Status.INFEASIBLE, *SOLVED) or decision.refuted(result.bound_s)
+        proved = result.status in (Status.INFEASIBLE, *SOLVED) or decision.is_refuted(result.bound_s)
         return _Decision(False if method.solver != OPTIMAL or proved else None, result)
 
     def solve_best(self, method: SizedMethod, units: int) -> Result:
@@ -176,9 +178,12 @@ class _SizeSearch:
         return min(self.found[units], key=lambda result: result.time_s or 0.0)
 
     def solve(self, method: SizedMethod, graph: Graph, limit_s: float, **settings: Any) -> Result:
-        """Return the result of `method` for `graph`, reordered if that lowers the peak; `settings` are those of ``solve_in_order``."""
+        """Return the result of `method` for `graph`, reordered if that lowers the peak.
+
+        `settings` are those of ``solve_in_order``.
+        """
         order = order_for(method.apply_options(graph), method.solver, reorder=None if self.wanted.reorder else False)
-        asked = self.wanted.budget_bytes, memory_of(graph, self.wanted.memory), WallClock(limit_s), method.solver
+        asked = self.wanted.budget_bytes, choose_memory(graph, self.wanted.memory), WallClock(limit_s), method.solver
         return solve_in_order(order, *asked, must_stop=self.should_stop, **settings)
 
     def guess(self, method: SizedMethod, beyond: int) -> int:
@@ -192,7 +197,7 @@ class _SizeSearch:
         def fits(units: int) -> bool:
             self.check()
             activity, limit_s = f"guessing, {self.describe_work(method, units)}", min(_GUESS_S, self.wanted.time_limit_s)
-            return bool(self.decide(method, line.graph((units,)), activity, limit_s).fits)
+            return bool(self.decide(method, line.build_graph((units,)), activity, limit_s).fits)
 
         return max(1, find_largest(fits, first=first, limit=self.wanted.limit, low=beyond))
 

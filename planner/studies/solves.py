@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from graphs.ir import Graph
-from planner.memory.allocated_budget import solver_in
+from planner.memory.allocated_budget import build_solver_in_order
 from planner.memory.reserved_budget import solve_counted
 from planner.settings.counted_memory import CountedMemory
 from solvers.clock import Clock
@@ -40,4 +40,4 @@ def solve_in_order(  # what is solved, how, and who may end it
         settings: further fields of the request.
     """
     request = Request(order.source, budget_bytes, Tolerance.of(tolerance), clock, **settings)
-    return solve_counted(solver_in(order, solver), request, memory, must_stop=must_stop).result
+    return solve_counted(build_solver_in_order(order, solver), request, memory, must_stop=must_stop).result

@@ -9,8 +9,8 @@ from graphs.allocators.training import Training
 from graphs.errors import LimitError, MismatchError, UsageError
 from graphs.ir import Graph
 from graphs.synthetic.small import make_training_chain
-from planner.memory.arena_rules import device_arena
-from planner.memory.reserved import arena_of, reserved_for
+from planner.memory.arena_rules import plan_device_arena
+from planner.memory.reserved import plan_arena, predict_reserved
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.plans.plan_check import check_plan
@@ -32,19 +32,19 @@ def step(*buffers: tuple[int, int, int]) -> Training:
 
 def test_requests_of_one_op_are_told_apart() -> None:
     # The shorter one of two equal requests comes second, and must lie where the third begins.
-    steering = device_arena(step((0, 3, 12), (0, 1, 12), (1, 3, 24), (0, 1, 12)))
+    steering = plan_device_arena(step((0, 3, 12), (0, 1, 12), (1, 3, 24), (0, 1, 12)))
     assert not steering.missed
     assert steering.pool_bytes <= (12 + 24 + 12 + 6 * 2) * MIB
 
 
 def test_a_step_without_large_requests_has_the_smallest_slab() -> None:
-    steering = device_arena(Training((), (Buffer("0", 0, 1, 100),)))
+    steering = plan_device_arena(Training((), (Buffer("0", 0, 1, 100),)))
     assert (steering.slab_bytes, steering.outside_bytes, steering.missed) == (10 * MIB, 2 * MIB, frozenset())
 
 
 def test_holes_are_as_large_as_requests_that_are_multiples_of_each_other() -> None:
     step = Training((), tuple(Buffer(str(i), i, i + 4, int(size * MIB)) for i, size in enumerate((6.125, 12.25, 24.5, 49))))
-    steering = device_arena(step)
+    steering = plan_device_arena(step)
     assert not steering.missed and steering.outside_bytes == 0
     assert steering.slab_bytes == 92 * MIB  # of segments of 2 MiB, for 91.875
 
@@ -62,7 +62,7 @@ def test_plans_in_an_arena_are_within_their_budget_and_no_slower(share: int) -> 
     plain, plan = (solve(graph, f"{share}%", work_limit=6.0, arena=arena) for arena in (False, True))
     assert plan.reserved_bytes is not None and plan.reserved_bytes <= plan.budget_bytes == plain.budget_bytes
     assert plan.time_s <= plain.time_s
-    steering = arena_of(graph, plan.schedule)
+    steering = plan_arena(graph, plan.schedule)
     assert (plan.arena_bytes, plan.outside_arena_bytes) == (steering.slab_bytes, steering.outside_bytes)
     assert plan.reserved_bytes == plan.predicted_bytes == graph.static_bytes + steering.pool_bytes
     assert plan.memory is CountedMemory.RESERVED
@@ -76,8 +76,8 @@ def test_a_plan_that_would_reserve_too_much_has_an_arena_by_itself(share: int) -
     plan = solve(graph, f"{share}%", work_limit=6.0, on_plan=seen.append)
     without = solve(graph, f"{share}%", work_limit=6.0, arena=False)
     assert all(one.reserved_bytes is not None and one.reserved_bytes <= plan.budget_bytes for one in seen)
-    steering = arena_of(graph, plan.schedule)
-    in_segments = reserved_for(graph, plan.schedule, plan.memory, 0).total_bytes
+    steering = plan_arena(graph, plan.schedule)
+    in_segments = predict_reserved(graph, plan.schedule, plan.memory, 0).total_bytes
     assert graph.static_bytes + steering.pool_bytes == plan.reserved_bytes <= plan.budget_bytes < in_segments
     assert (plan.arena_bytes, without.arena_bytes) == (steering.slab_bytes, None)
     assert plan.time_s < without.time_s
@@ -137,7 +137,7 @@ def test_plans_that_need_no_arena_or_can_have_none_run_in_none() -> None:
 def test_a_plan_in_an_arena_reserves_less_than_in_segments() -> None:
     graph = mixed()
     plan = solve(graph, "60%", work_limit=6.0, arena=True)
-    usual = reserved_for(graph, plan.schedule, plan.memory, 0)
+    usual = predict_reserved(graph, plan.schedule, plan.memory, 0)
     assert plan.reserved is not None
     assert plan.peak_bytes <= plan.reserved.total_bytes < usual.total_bytes
 

@@ -7,8 +7,8 @@ from itertools import accumulate
 from graphs.addresses import Buffer, buffers_of
 from graphs.allocators.caching import CachingAllocator
 from graphs.allocators.training import Training, play
-from planner.memory.arena_rules import device_arena
-from planner.memory.reserved import on_cuda, requests_of, rules_of
+from planner.memory.arena_rules import plan_device_arena
+from planner.memory.reserved import build_training, get_rules, is_on_cuda
 from planner.show.facts.timeline import Timeline
 from solvers.addresses.solve import solve
 
@@ -56,12 +56,12 @@ def compute_reserved_addresses(timeline: Timeline) -> StepAddresses | None:
     Static memory and workspaces of libraries lie where no stay is. Of a step in an arena, they are those in the arena.
     """
     graph, plan = timeline.graph, timeline.plan
-    if not on_cuda(graph):
+    if not is_on_cuda(graph):
         return None
-    training = requests_of(graph, plan.schedule)
+    training = build_training(graph, plan.schedule)
     if plan.arena_bytes is not None:
         return _compute_arena_addresses(timeline, training)
-    allocator = CachingAllocator(rules=rules_of(plan.memory))
+    allocator = CachingAllocator(rules=get_rules(plan.memory))
     usage = play(training, allocator)
     begins = dict(zip(allocator.segments, accumulate((s.size_bytes for s in allocator), initial=0), strict=False))
     changes = {time // training.moments: size for (time, _, _), size in zip(training.events, usage.by_step[-1], strict=True)}
@@ -84,7 +84,7 @@ def compute_reserved_addresses(timeline: Timeline) -> StepAddresses | None:
 
 def _compute_arena_addresses(timeline: Timeline, training: Training) -> StepAddresses:
     """Return the addresses of a step in the arena of its plan."""
-    arena = device_arena(training)
+    arena = plan_device_arena(training)
     placed = [index for index in arena.holes if index not in arena.missed]
     buffers = [training.buffers[index] for index in placed]
     return StepAddresses(

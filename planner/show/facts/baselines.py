@@ -7,7 +7,7 @@ from graphs.ir import Graph
 from graphs.options import remove_options
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
-from planner.memory.reserved import reserved_bytes_of
+from planner.memory.reserved import predict_reserved_bytes
 from planner.plans.record import PlanRecord
 from planner.settings.counted_memory import CountedMemory
 from solvers.baselines.common.blocks import find_blockings
@@ -58,7 +58,7 @@ def build_baselines(graph: Graph, plan: PlanRecord) -> tuple[Baseline, ...]:
 
 
 def _judge_baseline(name: str, graph: Graph, schedule: Schedule, memory: CountedMemory) -> Baseline:
-    found, reserved_bytes = simulate(graph, schedule), reserved_bytes_of(graph, schedule, memory)
+    found, reserved_bytes = simulate(graph, schedule), predict_reserved_bytes(graph, schedule, memory)
     times_s, memory_bytes = zip(*_iterate_executions(graph, schedule, found.memory_bytes), strict=True)
     return Baseline(
         name=name,

@@ -13,8 +13,8 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.options import restricted_to
-from planner.memory.least_budget import least_budget
-from planner.memory.reserved import EagerMemory, eager_memory, on_cuda
+from planner.memory.least_budget import find_least_budget
+from planner.memory.reserved import EagerMemory, is_on_cuda, predict_eager_memory
 from planner.plans.attributes import get_attributes
 from planner.plans.record import GraphSummary
 from planner.plans.summary import summarize
@@ -149,9 +149,9 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     graph = remove_options(graph).out_of_place()
     whole = OFFLOAD.add_to(graph, Surroundings(Link.even(1.0)))  # for any link and host
     order = find_order(graph).graph
-    bound, least, offloading = bound_least_budget(order), least_budget(graph), least_budget(whole)
-    reserved = least_budget(graph, CountedMemory.RESERVED) if on_cuda(graph) else None
-    reserved_offloading = least_budget(whole, CountedMemory.RESERVED) if on_cuda(graph) else None
+    bound, least, offloading = bound_least_budget(order), find_least_budget(graph), find_least_budget(whole)
+    reserved = find_least_budget(graph, CountedMemory.RESERVED) if is_on_cuda(graph) else None
+    reserved_offloading = find_least_budget(whole, CountedMemory.RESERVED) if is_on_cuda(graph) else None
     ops = sorted((_collect_op_facts(graph, op) for op in graph.ops), key=lambda op: -op.total_bytes)
     made = sorted((t for t in graph.tensors if not t.static), key=lambda t: -t.size_bytes)
     return GraphFacts(
@@ -165,7 +165,7 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
         least_budget_offload_bytes=offloading.proved_bytes,
         least_budget_offload_found_bytes=offloading.found_bytes,
         least_budget_offload_host_bytes=simulate(whole, offloading.schedule).pool_peaks_bytes[1],
-        eager_memory=eager_memory(graph),
+        eager_memory=predict_eager_memory(graph),
         least_reserved_bytes=reserved.proved_bytes if reserved else None,
         least_reserved_found_bytes=reserved.found_bytes if reserved else None,
         least_reserved_offload_bytes=reserved_offloading.proved_bytes if reserved_offloading else None,
@@ -187,7 +187,7 @@ def _keep_traced_options(graph: Graph) -> Graph:
 
 def _collect_option_facts(graph: Graph) -> OptionFacts:
     """Return the facts about `graph` with one option enabled."""
-    least = least_budget(graph)
+    least = find_least_budget(graph)
     offered = [op for op in graph.ops if op.optional or op.overwrites]
     return OptionFacts(
         ops=len(offered),
@@ -204,7 +204,7 @@ def _collect_device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
         GraphError: it lacks a time, or None, for one of the ops.
     """
     offered = find_movable(graph, device)
-    least = least_budget(PLACEMENT.add_to(graph, Surroundings(others=(device,)))) if offered else None
+    least = find_least_budget(PLACEMENT.add_to(graph, Surroundings(others=(device,)))) if offered else None
     return DeviceFacts(
         ops=len(offered),
         inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),

@@ -65,7 +65,7 @@ def plan_text(plan: Plan) -> str:
         ("budget", f"{format_bytes(plan.budget_bytes)}{counted}{share}"),
         *_describe_price(plan.settings),
         ("predicted peak", format_bytes(plan.peak_bytes)),
-        *(() if plan.reserved is None else plan.reserved.lines()),
+        *(() if plan.reserved is None else plan.reserved.list_lines()),
         *(() if plan.measured_peak_bytes is None else [("measured peak", format_bytes(plan.measured_peak_bytes))]),
         *([("arena", plan.arena.removeprefix("arena: "))] if plan.arena else []),
         ("predicted step time", f"{time_s}, {ratio} times that of keeping everything"),

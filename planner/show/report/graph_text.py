@@ -33,7 +33,7 @@ def describe_graph(facts: GraphFacts) -> str:
         ("static memory", format_bytes(summary.static_bytes)),
         *((f"  {kind}", format_bytes(size)) for kind, size in facts.static_bytes_by_kind.items()),
         ("peak", f"{format_bytes(summary.keep_everything_peak_bytes)} without recomputation{_describe_reordered(facts)}"),
-        *((f"  {name}", value) for name, value in facts.eager_memory.lines()),
+        *((f"  {name}", value) for name, value in facts.eager_memory.list_lines()),
         ("least budget", f"no less than {_describe_least_budget(facts)}: {escape_text(facts.least_budget_reason)}"),
         ("  known", format_enough(facts.least_budget_found_bytes)),
         *_describe_reserved(facts.least_reserved_bytes, facts.least_reserved_found_bytes),

@@ -29,9 +29,15 @@ from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
-from planner.memory.auto_budget import auto_budget_bytes
+from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.memory.fit import Bracket, fit
-from planner.memory.reserved import eager_bytes, kept_beside_passes, memory_of, memory_on, reserved_for_passes
+from planner.memory.reserved import (
+    choose_memory,
+    choose_memory_on,
+    predict_eager_bytes,
+    predict_kept_beside_passes,
+    predict_reserved_for_passes,
+)
 from planner.plans.line import describe_saved
 from planner.plans.search import StepSearch
 from planner.plans.summary import summarize
@@ -124,7 +130,7 @@ class SharedBudget:
         if device.type == "cuda":
             check_compatible({*self.settings.features, Feature.SHARED_GPU})
         asked = self.settings.memory
-        self.memory = memory_on(device.type, None) if asked is None else memory_of(captured.graph, asked)
+        self.memory = choose_memory_on(device.type, None) if asked is None else choose_memory(captured.graph, asked)
         captured = replace(captured, graph=self._options.apply(captured.graph))
         channels = None if self._shared_channels is None else self._shared_channels.channels(device)
         return PlannedGraph(joint, captured, channels, self._arena(), outputs=outputs)
@@ -234,7 +240,7 @@ class SharedBudget:
 
     def _given(self, order: Sequence[PlannedGraph], whole: int, *, alone: bool) -> int:
         """Return the part of the budget for which the graphs of a step are planned: all of it if there is only one."""
-        return whole if alone else whole - kept_beside_passes([graph.captured.graph for graph in order], self.memory)
+        return whole if alone else whole - predict_kept_beside_passes([graph.captured.graph for graph in order], self.memory)
 
     @property
     def limit_s(self) -> float:
@@ -254,7 +260,7 @@ class SharedBudget:
         if self.memory is CountedMemory.ALLOCATED:
             step_bytes = _eager_peak_bytes(captured, runs)
         elif len(graphs) == 1:
-            step_bytes = eager_bytes(captured[0], self.memory) + bytes_of_others(runs, 0, [])
+            step_bytes = predict_eager_bytes(captured[0], self.memory) + bytes_of_others(runs, 0, [])
         else:
             step_bytes = self._reserved(graphs, runs, [(graph, keeping_all(graph)) for graph in captured])
         self._largest_bytes = max(self._largest_bytes, step_bytes)
@@ -277,7 +283,7 @@ class SharedBudget:
         """Return the bytes of the counted memory that a step reserves if its graphs follow the schedules in `parts`."""
         last = order[-1]
         tangents = [last.captured.graph.tensors[t].size_bytes for t in last.tangents]  # made by ops outside of graphs
-        return reserved_for_passes(parts, [*sizes_beside_requests(seen), *tangents], self.memory)
+        return predict_reserved_for_passes(parts, [*sizes_beside_requests(seen), *tangents], self.memory)
 
     def _begin(self, graph: PlannedGraph, args: Sequence[object]) -> Callable[[list[Any], torch.Tensor], None]:
         """Record the start of a forward pass; if a step has ended, plan the graphs of that step together."""
@@ -453,4 +459,4 @@ def _auto_bytes(inputs: Sequence[object], model: Sequence[torch.Tensor]) -> int:
     trained = {id(t): t for t in (*model, *tensors) if t.requires_grad and t.is_leaf}
     gradients = [t.grad for t in trained.values() if t.grad is not None]
     state_bytes = OPTIMIZERS["adamw"].copies * sum(t.nbytes for t in trained.values())
-    return auto_budget_bytes(tensors[0].device, (*model, *gradients), tensors, other_static_bytes=state_bytes)
+    return compute_auto_budget_bytes(tensors[0].device, (*model, *gradients), tensors, other_static_bytes=state_bytes)

@@ -6,7 +6,7 @@ import torch
 
 from graphs.errors import BudgetError
 from planner.capture.signature import Batch, leaves
-from planner.memory.auto_budget import auto_budget_bytes
+from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.settings.budget import Auto, Budget, Bytes
 from planner.train.distributed.wrappers import Unwrapped
 
@@ -38,7 +38,7 @@ def with_auto_resolved(
     gradients = (p.grad for p in module.parameters() if p.grad is not None)
     inputs = (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
     static = (*module.parameters(), *module.buffers(), *gradients, *_state(optimizer))
-    return Bytes(min(wrapper.ranks.gather(wrapper.ranks.each(lambda: auto_budget_bytes(device, static, inputs)))))
+    return Bytes(min(wrapper.ranks.gather(wrapper.ranks.each(lambda: compute_auto_budget_bytes(device, static, inputs)))))
 
 
 def _state(optimizer: torch.optim.Optimizer | None) -> Iterable[torch.Tensor]:

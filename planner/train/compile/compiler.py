@@ -20,8 +20,8 @@ from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload.models import Workload
 from planner.measure.pool_memory import measure_peak
 from planner.measure.tracing import profile_capture, restore_recorded
-from planner.memory.release import large_blocks_returned, release_unused
-from planner.memory.reserved import memory_of
+from planner.memory.release import release_large_blocks, release_unused
+from planner.memory.reserved import choose_memory
 from planner.plans.keeping_everything import explain_not_fitting
 from planner.plans.line import plan_line
 from planner.plans.plan import Plan
@@ -190,7 +190,7 @@ class Compiler:
 
     def _graph_budget(self, graph: Graph, budget: Budget) -> GraphBudget | None:
         """Return the budget of reserved memory for a step that is recorded; None for others, and for other budgets."""
-        memory = memory_of(graph, self.settings.memory)
+        memory = choose_memory(graph, self.settings.memory)
         if self.recorder is None or memory is CountedMemory.ALLOCATED or isinstance(budget, Overhead):
             return None
         return GraphBudget.of(graph, budget, memory)
@@ -381,11 +381,7 @@ class Compiler:
 
     def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
         """Return the executor of `plan`, and its measured peak."""
-        with (
-            self.stages.run_stage(Stage.CHECK),
-            report_errors("rehearsing the plan to measure its peak"),
-            large_blocks_returned(),
-        ):
+        with self.stages.run_stage(Stage.CHECK), report_errors("rehearsing the plan to measure its peak"), release_large_blocks():
             executor = self._made_executor(captured, plan)
             step = TrainingStep(self.wrapper.module, self.loss_fn)
             if self.recorder is None:

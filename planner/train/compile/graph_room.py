@@ -12,7 +12,7 @@ from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.units import format_bytes, format_enough
 from planner.memory.fit import Bracket, fit
-from planner.memory.reserved import eager_bytes, reserved_with_graphs, rules_of
+from planner.memory.reserved import get_rules, predict_eager_bytes, predict_reserved_with_graphs
 from planner.plans.plan import Plan
 from planner.runtime.cuda.graph_pool import compute_pool_bytes
 from planner.settings.budget import Budget, Bytes
@@ -45,9 +45,9 @@ class GraphBudget:
         Raises:
             InfeasibleError: nothing is left for the pool.
         """
-        whole_bytes = eager_bytes(graph, memory)
+        whole_bytes = predict_eager_bytes(graph, memory)
         budget_bytes = budget.resolve(whole_bytes)
-        outside_bytes = reserved_with_graphs(graph, keep_everything(remove_options(graph)), memory, 0, 0).device_bytes
+        outside_bytes = predict_reserved_with_graphs(graph, keep_everything(remove_options(graph)), memory, 0, 0).device_bytes
         if budget_bytes <= outside_bytes:
             raise InfeasibleError(
                 f"budget {format_bytes(budget_bytes)} is no more than the {format_bytes(outside_bytes)} that are reserved "
@@ -72,7 +72,7 @@ class GraphBudget:
         if plan.reserved is None:
             return plan
         offered = apply_recorded_options(graph, plan.settings)
-        reserved = reserved_with_graphs(offered, plan.schedule, self.memory, self.eager_bytes, pool_bytes)
+        reserved = predict_reserved_with_graphs(offered, plan.schedule, self.memory, self.eager_bytes, pool_bytes)
         return replace(plan, memory=self.memory, budget_bytes=self.budget_bytes, reserved=reserved)
 
 
@@ -89,7 +89,7 @@ def with_room_for_pool(
     Raises:
         InfeasibleError: none is found; with the budget that has room for the closest plan.
     """
-    measure = partial(_count_kept_bytes, graph, libraries, rules_of(budget.memory))
+    measure = partial(_count_kept_bytes, graph, libraries, get_rules(budget.memory))
     bracket = Bracket(plan.budget_bytes, graph.static_bytes)
     closest, closest_bytes = fit(plan, solve, measure, bracket, allocated=attrgetter("peak_bytes"), tries=_TRIES)
     if closest_bytes <= plan.budget_bytes:

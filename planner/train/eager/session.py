@@ -16,8 +16,8 @@ from graphs.errors import BudgetError, PlannerError, UsageError
 from graphs.io.formats import write_graph
 from graphs.short_tracebacks import shorten, shorten_traceback
 from graphs.units import format_bytes, format_enough, format_seconds
-from planner.memory.auto_budget import auto_budget_bytes
-from planner.memory.reserved import memory_on
+from planner.memory.auto_budget import compute_auto_budget_bytes
+from planner.memory.reserved import choose_memory_on
 from planner.plans.solving import solve_graph
 from planner.runtime.allocator import limit_allocator, measure_cuda_context_bytes
 from planner.settings.budget import Auto, Budget, Bytes, Share, read_budget
@@ -101,7 +101,7 @@ def rematerialize(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.empty(0, device=device).device  # with its index
-    counted = memory_on(device.type, CountedMemory.of(memory))
+    counted = choose_memory_on(device.type, CountedMemory.of(memory))
     wanted = read_budget(budget)
     if isinstance(wanted, Share):
         raise BudgetError(
@@ -141,7 +141,7 @@ class Rematerialization:
         gc.collect()
         tensors = list(_tensors(self._device))
         if isinstance(self._budget, Auto):
-            budget_bytes = auto_budget_bytes(self._device, tensors)
+            budget_bytes = compute_auto_budget_bytes(self._device, tensors)
         else:
             context_bytes = measure_cuda_context_bytes(self._device) if self._counted.counts_context else 0
             budget_bytes = self._budget.resolve(0) - context_bytes

@@ -51,13 +51,13 @@ def test_no_more_plans_are_made_than_allowed() -> None:
 
 def test_budgets_of_a_bracket_are_between_its_ends() -> None:
     bracket = Bracket(5_000, floor_bytes=1_000)
-    assert bracket.next_bytes(1) is None  # nothing was too much
+    assert bracket.choose_next_bytes(1) is None  # nothing was too much
     bracket.learn(PEAK, 9_000, 7_000)
-    assert bracket.next_bytes(1) == 9_000 - 2_000
-    assert bracket.next_bytes(1, excess_bytes=3_000) == 9_000 - 3_000
+    assert bracket.choose_next_bytes(1) == 9_000 - 2_000
+    assert bracket.choose_next_bytes(1, excess_bytes=3_000) == 9_000 - 3_000
     bracket.learn(7_000, 7_000, 4_000)
-    assert bracket.next_bytes(1) == 7_000 + (9_000 - 7_000) // 3  # where the measure would be the budget
-    assert bracket.next_bytes(2_000) is None
+    assert bracket.choose_next_bytes(1) == 7_000 + (9_000 - 7_000) // 3  # where the measure would be the budget
+    assert bracket.choose_next_bytes(2_000) is None
 
 
 def test_the_largest_number_at_which_something_is_found() -> None:

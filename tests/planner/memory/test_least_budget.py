@@ -16,8 +16,8 @@ from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_enough
 from planner.capture.options import with_options
 from planner.memory import least_budget as remembered
-from planner.memory.least_budget import least_budget
-from planner.memory.reserved import counted_bytes
+from planner.memory.least_budget import find_least_budget
+from planner.memory.reserved import predict_counted_bytes
 from planner.progress import Progress
 from planner.settings.counted_memory import CountedMemory
 from planner.show.facts.graph import collect_graph_facts
@@ -51,7 +51,7 @@ def finds_nothing(request: Request) -> Result:
 @pytest.mark.parametrize("seed", [1, 5])
 def test_info_curve_and_advice_name_the_same_budget(seed: int) -> None:
     graph = draw_graph(seed, 12)
-    least = least_budget(graph)
+    least = find_least_budget(graph)
     facts = collect_graph_facts(graph)
     found = solve_curve(graph, 3, StudySettings(total_time_limit_s=1.0, jobs=1))
     advice = advise_graph(graph, time_limit_s=1.0, options=("offload",))
@@ -65,24 +65,24 @@ def test_info_curve_and_advice_name_the_same_budget(seed: int) -> None:
 @pytest.mark.parametrize("memory", [CountedMemory.ALLOCATED, CountedMemory.RESERVED])
 def test_the_least_budget_is_a_function_of_the_graph(memory: CountedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = on_a_gpu(1)
-    first = least_budget(graph, memory)
-    assert least_budget(replace(graph), memory) is first  # remembered
+    first = find_least_budget(graph, memory)
+    assert find_least_budget(replace(graph), memory) is first  # remembered
     monkeypatch.setattr(remembered, "_remembered", {})
-    assert least_budget(graph, memory) == first
+    assert find_least_budget(graph, memory) == first
 
 
 def test_the_rate_of_a_link_does_not_change_the_least_budget() -> None:
     graph = draw_training_step(7, 8)
     slow, fast = (OFFLOAD.add_to(graph, Surroundings(Link.even(rate))) for rate in (1.0, 50e9))
-    found = [least_budget(one) for one in (slow, fast)]
+    found = [find_least_budget(one) for one in (slow, fast)]
     assert found[0] == found[1]
-    assert simulate(fast, found[1].schedule).peak_bytes == found[1].found_bytes <= least_budget(graph).found_bytes
+    assert simulate(fast, found[1].schedule).peak_bytes == found[1].found_bytes <= find_least_budget(graph).found_bytes
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 5])
 def test_the_least_budget_is_the_better_of_two_orders(seed: int) -> None:
     graph = draw_graph(seed, 12)
-    least = least_budget(graph)
+    least = find_least_budget(graph)
     for order in (keep_program_order(graph), find_order(graph)):
         schedule = order.map_back(find_least_known(order.graph, WorkClock(1.0)))
         assert least.proved_bytes <= least.found_bytes <= simulate(graph, schedule).peak_bytes
@@ -94,9 +94,9 @@ def test_the_least_budget_is_the_better_of_two_orders(seed: int) -> None:
 )
 def test_least_budget_bracket_is_in_counted_memory(memory: CountedMemory) -> None:
     graph = on_a_gpu(1)
-    found = least_budget(graph, memory)
-    assert found.proved_bytes <= counted_bytes(graph, found.schedule, memory) == found.found_bytes
-    assert found.proved_bytes >= least_budget(graph).proved_bytes
+    found = find_least_budget(graph, memory)
+    assert found.proved_bytes <= predict_counted_bytes(graph, found.schedule, memory) == found.found_bytes
+    assert found.proved_bytes >= find_least_budget(graph).proved_bytes
     known = Frontier(keep_program_order(graph), 0.01, memory)
     known.learn_least(found)
     assert known.get_point(found.found_bytes, None).schedule == found.schedule
@@ -105,8 +105,8 @@ def test_least_budget_bracket_is_in_counted_memory(memory: CountedMemory) -> Non
 
 def test_another_schedule_than_that_of_least_peak_reserves_less() -> None:
     graph = on_a_gpu(25)
-    reserved, allocated = least_budget(graph, CountedMemory.RESERVED, arena=False), least_budget(graph)
-    assert reserved.found_bytes < 0.9 * counted_bytes(graph, allocated.schedule, CountedMemory.RESERVED, arena=False)
+    reserved, allocated = find_least_budget(graph, CountedMemory.RESERVED, arena=False), find_least_budget(graph)
+    assert reserved.found_bytes < 0.9 * predict_counted_bytes(graph, allocated.schedule, CountedMemory.RESERVED, arena=False)
     assert simulate(graph, reserved.schedule).peak_bytes > allocated.found_bytes
 
 
@@ -115,9 +115,11 @@ def test_of_schedules_that_reserve_about_the_same_the_fastest_counts() -> None:
     orders = (keep_program_order(graph), find_order(graph, WorkClock(2.0)))
     unsolved = [order.map_back(find_least_known(order.graph, WorkClock(1.0))) for order in orders]
     memory = CountedMemory.RESERVED
-    needs = [(counted_bytes(graph, schedule, memory, arena=False), simulate(graph, schedule).time_s) for schedule in unsolved]
+    needs = [
+        (predict_counted_bytes(graph, schedule, memory, arena=False), simulate(graph, schedule).time_s) for schedule in unsolved
+    ]
     known_bytes, time_s = min(needs)
-    least = least_budget(graph, memory, arena=False)
+    least = find_least_budget(graph, memory, arena=False)
     assert least.found_bytes <= 1.005 * known_bytes
     assert simulate(graph, least.schedule).time_s < 0.97 * time_s
     known = Frontier(orders[1], 0.01, memory)
@@ -128,21 +130,21 @@ def test_of_schedules_that_reserve_about_the_same_the_fastest_counts() -> None:
 
 def test_the_program_of_a_graph_is_searched_once_for_all_options_that_it_was_traced_with() -> None:
     graph = draw_training_step(1, 8)
-    least = least_budget(graph)
-    assert least_budget(replace(graph, provenance={**graph.provenance, "options": ["chunks"]})) is least
-    assert least_budget(replace(graph, provenance={**graph.provenance, "device": "h200"})) is not least
+    least = find_least_budget(graph)
+    assert find_least_budget(replace(graph, provenance={**graph.provenance, "options": ["chunks"]})) is least
+    assert find_least_budget(replace(graph, provenance={**graph.provenance, "device": "h200"})) is not least
 
 
 def test_stopped_search_returns_a_valid_bracket_and_is_not_remembered() -> None:
     graph = on_a_gpu(25)
-    found = least_budget(graph, CountedMemory.RESERVED, should_stop=lambda: True)
-    assert counted_bytes(graph, found.schedule, CountedMemory.RESERVED) == found.found_bytes >= found.proved_bytes
-    assert least_budget(graph, CountedMemory.RESERVED).found_bytes <= found.found_bytes
+    found = find_least_budget(graph, CountedMemory.RESERVED, should_stop=lambda: True)
+    assert predict_counted_bytes(graph, found.schedule, CountedMemory.RESERVED) == found.found_bytes >= found.proved_bytes
+    assert find_least_budget(graph, CountedMemory.RESERVED).found_bytes <= found.found_bytes
 
 
 def test_a_schedule_in_another_order_counts_where_none_in_this_order_fits() -> None:
     graph = draw_training_step(1, 8)
-    least = least_budget(graph)
+    least = find_least_budget(graph)
     known = Frontier(keep_program_order(graph), 0.01)
     known.learn_least(replace(least, order=tuple(reversed(range(len(graph.ops))))))
     known.infeasible_bytes = least.found_bytes  # in this order
@@ -155,7 +157,7 @@ def test_a_schedule_in_another_order_counts_where_none_in_this_order_fits() -> N
 def test_a_named_budget_does_where_the_solve_finds_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = draw_training_step(seed, 8)
     monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)
-    least = least_budget(graph)
+    least = find_least_budget(graph)
     with pytest.raises((LimitError, InfeasibleError)) as refused:
         planner.solve(graph, least.found_bytes - 1)
     named = re.search(r"A schedule is known for ([\d.]+ .?B)\.", str(refused.value))
@@ -167,7 +169,7 @@ def test_a_named_budget_does_where_the_solve_finds_nothing(seed: int, monkeypatc
 
 def test_a_solve_at_the_least_budget_improves_on_its_schedule() -> None:
     graph = draw_graph(3, 30)  # in another order of lower peak there is no schedule within this budget
-    least = least_budget(graph)
+    least = find_least_budget(graph)
     plan = planner.solve(graph, least.found_bytes, work_limit=10.0)
     assert plan.time_s < simulate(graph, least.schedule).time_s
     assert (plan.status, plan.ended, plan.settings["reordered"]) == (Status.OPTIMAL, None, False)
@@ -176,7 +178,7 @@ def test_a_solve_at_the_least_budget_improves_on_its_schedule() -> None:
 @pytest.mark.parametrize("memory", [CountedMemory.ALLOCATED, CountedMemory.RESERVED])
 def test_the_schedule_of_the_least_budget_is_the_start(memory: CountedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = on_a_gpu(25)
-    least = least_budget(graph, memory, arena=False)
+    least = find_least_budget(graph, memory, arena=False)
     given: list[Request] = []
 
     def solve(request: Request) -> Result:
@@ -193,7 +195,7 @@ def test_the_schedule_of_the_least_budget_is_the_start(memory: CountedMemory, mo
 @pytest.mark.parametrize("memory", [CountedMemory.RESERVED, CountedMemory.DEVICE])
 def test_less_is_reserved_in_an_arena_and_each_command_says_how_much(memory: CountedMemory) -> None:
     graph = on_a_gpu(25)
-    least, without = (least_budget(graph, memory, arena=arena) for arena in (None, False))
+    least, without = (find_least_budget(graph, memory, arena=arena) for arena in (None, False))
     assert least.proved_bytes <= least.found_bytes < 0.9 * without.found_bytes
     plan = planner.solve(graph, least.found_bytes, memory=memory, work_limit=2.0)
     assert plan.arena_bytes is not None and plan.reserved is not None and plan.reserved.device_bytes <= least.found_bytes
@@ -208,17 +210,17 @@ def test_less_is_reserved_in_an_arena_and_each_command_says_how_much(memory: Cou
 
 def test_steps_that_may_have_no_arena_are_counted_without() -> None:
     graph = with_options(on_a_gpu(7), ("offload",), Surroundings(Link.even(1e9)))
-    schedule = least_budget(graph).schedule
+    schedule = find_least_budget(graph).schedule
     for memory in (CountedMemory.RESERVED, CountedMemory.DEVICE):
-        assert counted_bytes(graph, schedule, memory) == counted_bytes(graph, schedule, memory, arena=False)
+        assert predict_counted_bytes(graph, schedule, memory) == predict_counted_bytes(graph, schedule, memory, arena=False)
     program = on_a_gpu(7)
-    schedule, memory = least_budget(program).schedule, CountedMemory.RESERVED_EXPANDABLE
-    assert counted_bytes(program, schedule, memory) == counted_bytes(program, schedule, memory, arena=False)
+    schedule, memory = find_least_budget(program).schedule, CountedMemory.RESERVED_EXPANDABLE
+    assert predict_counted_bytes(program, schedule, memory) == predict_counted_bytes(program, schedule, memory, arena=False)
 
 
 def test_a_named_budget_of_reserved_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = on_a_gpu(25)
-    least = least_budget(graph, CountedMemory.RESERVED)
+    least = find_least_budget(graph, CountedMemory.RESERVED)
     monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)
     plan = planner.solve(graph, least.found_bytes)
     assert plan.reserved_bytes == least.found_bytes
@@ -227,7 +229,7 @@ def test_a_named_budget_of_reserved_memory_does(monkeypatch: pytest.MonkeyPatch)
 def test_a_plan_in_program_order_is_in_program_order(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = draw_graph(1, 12)
     monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: finds_nothing)
-    least = least_budget(graph)
+    least = find_least_budget(graph)
     assert planner.solve(graph, least.found_bytes).settings["reordered"] is True
     with pytest.raises(LimitError):
         planner.solve(graph, least.found_bytes, reorder=False)
@@ -264,7 +266,7 @@ def test_the_least_budget_is_looked_for_in_the_first_seconds(monkeypatch: pytest
         return finds_nothing(request)
 
     monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: solve)
-    budget = least_budget(graph).found_bytes + 1
+    budget = find_least_budget(graph).found_bytes + 1
     monkeypatch.setattr(remembered, "_remembered", {})
     heard: list[Progress] = []
     plans: list[planner.Plan] = []
@@ -277,5 +279,5 @@ def test_the_least_budget_is_looked_for_in_the_first_seconds(monkeypatch: pytest
 def test_a_baseline_gives_no_schedule_that_is_not_its_own() -> None:
     graph = draw_training_step(7, 8)
     with pytest.raises(LimitError) as refused:
-        planner.solve(graph, least_budget(graph).found_bytes, solver="keep-everything")
+        planner.solve(graph, find_least_budget(graph).found_bytes, solver="keep-everything")
     assert "A schedule is known" not in str(refused.value)

@@ -16,8 +16,8 @@ from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_enough
 from planner.memory import reserved_budget
-from planner.memory.least_budget import least_budget
-from planner.memory.reserved import EagerMemory, eager_reserved_bytes, requests_of, reserved_beside
+from planner.memory.least_budget import find_least_budget
+from planner.memory.reserved import EagerMemory, build_training, predict_beside, predict_eager_reserved_bytes
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.plans.plan_check import check_plan
@@ -44,7 +44,7 @@ def chain(device: str = "h200", *, size_bytes: int = 12 * MIB) -> Graph:
 
 
 def reserved(graph: Graph, plan: Plan) -> int:
-    return usage_of(requests_of(graph, plan.schedule)).reserved_bytes
+    return usage_of(build_training(graph, plan.schedule)).reserved_bytes
 
 
 def test_budgets_count_reserved_memory_on_cuda_and_allocated_on_the_cpu() -> None:
@@ -86,7 +86,7 @@ def test_less_in_memory_at_single_ops_is_faster_than_less_everywhere(monkeypatch
     assert plan.bound_s is not None and plan.bound_s <= plan.time_s < everywhere.time_s
     assert reserved(graph, plan) <= plan.budget_bytes
     assert plan.settings["allocated_budget_bytes"] == plan.budget_bytes
-    assert plan.peak_bytes <= usage_of(requests_of(graph, plan.schedule)).allocated_bytes
+    assert plan.peak_bytes <= usage_of(build_training(graph, plan.schedule)).allocated_bytes
 
 
 def test_less_in_memory_at_single_ops_finds_plans_where_less_everywhere_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_expandable_segments_are_another_kind_of_memory() -> None:
     graph = chain(size_bytes=11 * MIB)
     plan = solve(graph, "100%", memory="reserved-expandable")
     assert plan.reserved is not None and plan.reserved.expandable
-    assert plan.reserved_bytes == usage_of(requests_of(graph, plan.schedule), EXPANDABLE).reserved_bytes == 100 * MIB
+    assert plan.reserved_bytes == usage_of(build_training(graph, plan.schedule), EXPANDABLE).reserved_bytes == 100 * MIB
 
 
 def test_a_budget_below_every_schedule_is_refused_with_a_proof() -> None:
@@ -125,7 +125,7 @@ def test_a_budget_that_no_plan_is_found_for_names_ways_out() -> None:
 
 def test_hints_are_in_reserved_memory() -> None:
     for graph, budget in ((chain(size_bytes=1024), "1MB"), (chain(), 30 * MIB)):
-        least = format_enough(least_budget(graph, CountedMemory.RESERVED).found_bytes)
+        least = format_enough(find_least_budget(graph, CountedMemory.RESERVED).found_bytes)
         with pytest.raises((LimitError, InfeasibleError), match=rf"A schedule is known for {re.escape(least)}\."):
             solve(graph, budget, work_limit=2.0)
 
@@ -136,11 +136,11 @@ def test_workspaces_of_libraries_count() -> None:
     graph = replace(plain, ops=ops)
     h100, a100 = (replace(graph, provenance={"device": name}) for name in ("NVIDIA H100 80GB HBM3", "a100"))
     assert (
-        reserved_beside(plain, CountedMemory.RESERVED).library_bytes == 0
-        and reserved_beside(graph, CountedMemory.RESERVED).library_bytes == 2 * 33 * MIB
+        predict_beside(plain, CountedMemory.RESERVED).library_bytes == 0
+        and predict_beside(graph, CountedMemory.RESERVED).library_bytes == 2 * 33 * MIB
     )
-    assert reserved_beside(h100, CountedMemory.RESERVED).library_bytes == 2 * 33 * MIB
-    assert reserved_beside(a100, CountedMemory.RESERVED).library_bytes == 2 * (2 * 4096 + 8 * 16 + 1024) * 1024
+    assert predict_beside(h100, CountedMemory.RESERVED).library_bytes == 2 * 33 * MIB
+    assert predict_beside(a100, CountedMemory.RESERVED).library_bytes == 2 * (2 * 4096 + 8 * 16 + 1024) * 1024
     plan = solve(graph, "100%", work_limit=2.0)
     assert plan.reserved is not None and plan.reserved.library_bytes == 66 * MIB
     assert plan.reserved_bytes == 9 * 12 * MIB + 66 * MIB
@@ -152,7 +152,7 @@ def test_optimizer_memory_counts_as_reserved() -> None:
     graph = replace(chain(size_bytes=3 * MIB).holding(Kind.PARAMETER, "w", 60 * MIB), provenance={"device": "a100"})
     with_adam = replace(graph, provenance={"device": "a100", "optimizer": "adamw"})
     schedule = keep_everything(graph)
-    without, counted = (usage_of(requests_of(one, schedule)) for one in (graph, with_adam))
+    without, counted = (usage_of(build_training(one, schedule)) for one in (graph, with_adam))
     assert counted.reserved_bytes == without.reserved_bytes + 60 * MIB
     plan = solve(with_adam, "100%", work_limit=2.0)
     assert plan.reserved is not None and plan.reserved.optimizer_bytes == 60 * MIB
@@ -161,7 +161,7 @@ def test_optimizer_memory_counts_as_reserved() -> None:
 
 def test_a_budget_without_room_for_the_optimizer_is_refused_with_a_proof() -> None:
     graph = replace(chain().holding(Kind.PARAMETER, "w", 60 * MIB), provenance={"device": "a100", "optimizer": "adamw"})
-    assert reserved_beside(graph, CountedMemory.RESERVED).optimizing_bytes == 60 * MIB + 60 * MIB
+    assert predict_beside(graph, CountedMemory.RESERVED).optimizing_bytes == 60 * MIB + 60 * MIB
     with pytest.raises(InfeasibleError, match=r"below the 125\.83 MB in use while the optimizer runs.*fused=True"):
         solve(graph, 120 * MIB - 1)
 
@@ -170,12 +170,12 @@ def test_plans_on_the_way_fit_the_budget() -> None:
     graph = transformer(TransformerSize(layers=3, vocabulary=8192, batch=2, sequence=512))
     graph = replace(graph, provenance={"device": "h200"})
     seen: list[Plan] = []
-    budget_bytes = int(0.85 * eager_reserved_bytes(graph, CountedMemory.RESERVED))
+    budget_bytes = int(0.85 * predict_eager_reserved_bytes(graph, CountedMemory.RESERVED))
     plan = solve(graph, budget_bytes, work_limit=5.0, arena=False, on_plan=seen.append)
     assert seen and all(reserved(graph, one) <= budget_bytes == one.budget_bytes for one in (*seen, plan))
     assert [one.time_s for one in seen] == sorted((one.time_s for one in seen), reverse=True)
     assert plan.time_s == seen[-1].time_s and {one.memory for one in seen} == {CountedMemory.RESERVED}
-    least_device_bytes = least_capacity_bytes(requests_of(graph, plan.schedule))
+    least_device_bytes = least_capacity_bytes(build_training(graph, plan.schedule))
     assert plan.peak_bytes <= least_device_bytes <= plan.reserved_bytes  # type: ignore[operator]
 
 
@@ -238,9 +238,9 @@ def test_budget_of_the_whole_device_counts_the_context(memory: str) -> None:
 def test_cuda_context_is_that_measured_by_the_trace() -> None:
     graph = chain()
     measured = replace(graph, provenance={**graph.provenance, "context_bytes": 500 * 10**6})
-    assert reserved_beside(measured, CountedMemory.DEVICE).context_bytes == 500 * 10**6
-    assert reserved_beside(measured, CountedMemory.RESERVED).context_bytes == 0
-    assert reserved_beside(chain("NVIDIA Unheard-Of 5"), CountedMemory.DEVICE).context_bytes == 800 * 10**6
+    assert predict_beside(measured, CountedMemory.DEVICE).context_bytes == 500 * 10**6
+    assert predict_beside(measured, CountedMemory.RESERVED).context_bytes == 0
+    assert predict_beside(chain("NVIDIA Unheard-Of 5"), CountedMemory.DEVICE).context_bytes == 800 * 10**6
     check_plan(graph, solve(measured, "100%", memory="device", work_limit=3.0))
     with pytest.raises(InfeasibleError, match=r"Of the 510\.00 MB, 500\.00 MB are CUDA's context"):
         solve(measured, 510 * 10**6, memory="device")

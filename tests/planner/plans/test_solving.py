@@ -20,7 +20,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph
 from graphs.synthetic.small import make_training_chain
-from planner.memory.least_budget import LeastBudget, least_budget
+from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import plan_from_dict
 from planner.plans.plan_check import check_plan
@@ -129,9 +129,9 @@ def test_time_limit_bounds_the_search_for_a_feasible_budget(graph: Graph, monkey
         while not (ended := should_stop()) and time.monotonic() < began + 0.5:
             time.sleep(0.01)
         stopped.append(ended)
-        return least_budget(graph, memory, **settings)
+        return find_least_budget(graph, memory, **settings)
 
-    monkeypatch.setattr("planner.memory.known_budgets.least_budget", least)
+    monkeypatch.setattr("planner.memory.known_budgets.find_least_budget", least)
     for limit_s in (0.25, 3600.0):
         with pytest.raises(InfeasibleError, match="A schedule is known for"):
             planner.solve(graph, 1, time_limit_s=limit_s)
@@ -170,7 +170,7 @@ def test_where_time_is_up_nothing_is_said_of_other_budgets(graph: Graph, monkeyp
         return get_solver("windows")(request)
 
     monkeypatch.setattr("planner.memory.allocated_budget.get_solver", lambda _: solve)
-    monkeypatch.setattr("planner.memory.known_budgets.least_budget", None)
+    monkeypatch.setattr("planner.memory.known_budgets.find_least_budget", None)
     with pytest.raises(InfeasibleError, match=r"is below .*lower the batch size\.$"):
         planner.solve(graph, 1, work_limit=20.0)
 

@@ -13,7 +13,7 @@ from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.measure.steps import get_loss
 from planner.measure.tracing import profile_capture
-from planner.memory.reserved import requests_of
+from planner.memory.reserved import build_training
 from planner.runtime.cuda.device_arena import DeviceArena, SharedPool
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
@@ -240,10 +240,10 @@ def test_a_step_that_takes_further_large_segments_has_a_new_pool() -> None:
     with cuda_device() as cuda:
         step = on_device(workload())
         executor, arena = in_arena(step, 0)
-        steering = steer(requests_of(executor.graph, executor.schedule), {}, 0)  # without holes, in the smallest slab
+        steering = steer(build_training(executor.graph, executor.schedule), {}, 0)  # without holes, in the smallest slab
         assert steering.grows and not arena.steering.grows
         monkeypatch = pytest.MonkeyPatch()
-        monkeypatch.setattr("planner.runtime.executor.arena_of", lambda *_: steering)
+        monkeypatch.setattr("planner.runtime.executor.plan_arena", lambda *_: steering)
         executor.use_arena(arena.shared)
         monkeypatch.undo()
         arena = executor.arena  # type: ignore[assignment]

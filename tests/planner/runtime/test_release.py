@@ -35,7 +35,7 @@ def test_cost_of_released_memory_is_logged_once(monkeypatch: pytest.MonkeyPatch)
 
         def malloc_trim(self, pad: int) -> None: ...
 
-    monkeypatch.setattr(release, "_glibc", Libc)
+    monkeypatch.setattr(release, "_load_glibc", Libc)
     for setting, said in (("0", 1), ("1", 0)):
         monkeypatch.setattr(release, "_returns_large_blocks", False)
         monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", setting)

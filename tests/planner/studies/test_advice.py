@@ -18,8 +18,8 @@ from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_bytes
 from planner.capture.options import options_to_try
-from planner.memory.least_budget import LeastBudget, least_budget
-from planner.memory.reserved import eager_bytes
+from planner.memory.least_budget import LeastBudget, find_least_budget
+from planner.memory.reserved import predict_eager_bytes
 from planner.plans.summary import summarize
 from planner.progress import Progress, Stage
 from planner.settings.counted_memory import CountedMemory
@@ -180,7 +180,7 @@ def test_cuda_advice_counts_and_reports_reserved_memory(memory: CountedMemory | 
     graph = replace(chain, tensors=tensors, provenance={"device": "h200", "context_bytes": 5_000_000})
     counted = memory or CountedMemory.RESERVED
     found = advise_graph(graph, available_bytes=80 * 10**6, memory=memory, time_limit_s=4.0, options=())
-    assert (found.memory, found.eager_bytes) == (counted, eager_bytes(graph, counted))
+    assert (found.memory, found.eager_bytes) == (counted, predict_eager_bytes(graph, counted))
     assert found.least_proved_bytes <= found.least.budget_bytes < found.eager_bytes
     assert found.available_bytes == 80 * 10**6 + (5_000_000 if counted.counts_context else 0)
     assert (found.recommended.budget_bytes, found.recommended.options) == (found.available_bytes, ())
@@ -201,13 +201,13 @@ def test_a_slow_search_for_the_least_budget_leaves_time_to_solve_for_it(graph: G
         while not should_stop():
             assert time.monotonic() - began < 10.0, "the search was not stopped"
             time.sleep(0.01)
-        return least_budget(graph, memory, should_stop=should_stop)
+        return find_least_budget(graph, memory, should_stop=should_stop)
 
     def noted(order: Reordering, budget_bytes: int, memory: CountedMemory, clock: Clock, **settings: Any) -> Result:
         solved[budget_bytes] = clock.limit
         return solve_in_order(order, budget_bytes, memory, clock, **settings)
 
-    monkeypatch.setattr(budget_analysis, "least_budget", slow)
+    monkeypatch.setattr(budget_analysis, "find_least_budget", slow)
     monkeypatch.setattr(budget_analysis, "solve_in_order", noted)
     advice = advised(graph)
     assert advice.least.budget_bytes in solved and min(solved.values()) > 0.1

@@ -13,7 +13,7 @@ from graphs.ir import Graph
 from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from planner.cli.main import main
-from planner.memory.reserved import eager_bytes
+from planner.memory.reserved import predict_eager_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import build_option_settings
 from planner.studies.compare import Shares, Task, compare, cut_short, parse_methods
@@ -70,7 +70,7 @@ def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: Counted
     graph = replace(chain, tensors=tensors, provenance={"device": "h200", "context_bytes": 5_000_000})
     counted, settings = memory or CountedMemory.RESERVED, StudySettings(memory=memory, time_limit_s=4.0)
     found = compare(graph, ["100%", "70%"], METHODS, tmp_path, settings)
-    assert {row.budget_bytes for row in found} == {eager_bytes(graph, counted) * share // 100 for share in (100, 70)}
+    assert {row.budget_bytes for row in found} == {predict_eager_bytes(graph, counted) * share // 100 for share in (100, 70)}
     for row in found:
         bound_s = bound_of(found, row.budget_bytes or 0)
         assert row.memory is counted and bound_s is not None

@@ -20,7 +20,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.small import make_training_chain
 from planner.cli import argument_types
-from planner.memory.reserved import counted_bytes, eager_bytes, reserved_at
+from planner.memory.reserved import predict_counted_bytes, predict_eager_bytes, predict_reserved_at
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import build_option_settings
 from planner.settings.other_devices import DEVICES_KEY, encode_devices
@@ -92,13 +92,13 @@ def on_a_gpu() -> Graph:
 def test_cuda_percentages_refer_to_and_are_met_in_counted_memory(memory: CountedMemory) -> None:
     graph = on_a_gpu()
     found = solve_curve(graph, ["100%", "80%"], StudySettings(memory=memory, time_limit_s=5.0))
-    assert [row.budget_bytes for row in found.rows] == [eager_bytes(graph, memory) * share // 100 for share in (80, 100)]
+    assert [row.budget_bytes for row in found.rows] == [predict_eager_bytes(graph, memory) * share // 100 for share in (80, 100)]
     assert [row.budget_share for row in found.rows] == pytest.approx([0.8, 1.0])
     for point in found.points:
         assert point.schedule is not None and point.bound_s is not None and point.time_s is not None
-        assert counted_bytes(graph, point.schedule, memory) <= point.budget_bytes
+        assert predict_counted_bytes(graph, point.schedule, memory) <= point.budget_bytes
         assert point.bound_s <= point.time_s
-        assert point.reserved_bytes == reserved_at(graph, point.schedule, memory, point.budget_bytes)
+        assert point.reserved_bytes == predict_reserved_at(graph, point.schedule, memory, point.budget_bytes)
     assert {row.memory for row in found.rows} == {str(memory)}
     text = str(found)
     assert memory.taken in text.splitlines()[0].split() and f"budgets count {memory.said}, of which eager PyTorch takes" in text
@@ -116,8 +116,8 @@ def test_the_grid_reaches_from_the_least_to_eager_pytorch_in_reserved_memory() -
     graph = on_a_gpu()
     found = solve_curve(graph, 3, StudySettings(time_limit_s=2.0))
     assert found.least is not None and found.least.proved_bytes <= found.least.found_bytes == found.points[0].budget_bytes
-    assert counted_bytes(graph, found.least.schedule, CountedMemory.RESERVED) == found.least.found_bytes
-    assert found.points[-1].budget_bytes == eager_bytes(graph, CountedMemory.RESERVED) == 7 * 12 * 2**20
+    assert predict_counted_bytes(graph, found.least.schedule, CountedMemory.RESERVED) == found.least.found_bytes
+    assert found.points[-1].budget_bytes == predict_eager_bytes(graph, CountedMemory.RESERVED) == 7 * 12 * 2**20
     assert all(point.schedule is not None for point in found.points)
 
 

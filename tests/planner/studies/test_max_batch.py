@@ -18,7 +18,7 @@ from graphs.synthetic.draft import Draft
 from planner.capture.workload.workload import parse_spec
 from planner.measure.scaling import GraphFit, has_same_ops
 from planner.memory.least_memory import StopWhenDecided
-from planner.memory.reserved import counted_bytes, reserved_at
+from planner.memory.reserved import predict_counted_bytes, predict_reserved_at
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import RECOMPUTATION, build_option_settings
 from planner.settings.plan import PlanSettings
@@ -115,13 +115,13 @@ def test_max_batch_on_cuda_fits_reserved_memory() -> None:
     for method, _ in METHODS:
         answer = reserved[method]
         assert answer.size is not None and answer.result is not None and answer.result.schedule is not None
-        needed = reserved_at(large(answer.size), answer.result.schedule, CountedMemory.RESERVED, budget)
+        needed = predict_reserved_at(large(answer.size), answer.result.schedule, CountedMemory.RESERVED, budget)
         assert answer.reserved_bytes == needed and needed is not None and needed <= budget
         assert answer.size <= (allocated[method].size or 0)
     kept = reserved["keep everything"].size
     assert kept is not None
     larger = large(kept + 1)
-    assert counted_bytes(larger, keep_everything(larger), CountedMemory.RESERVED) > budget
+    assert predict_counted_bytes(larger, keep_everything(larger), CountedMemory.RESERVED) > budget
     assert (allocated["keep everything"].reserved_bytes or 0) > budget
 
 
@@ -215,7 +215,7 @@ def test_a_solve_ends_once_the_question_is_answered() -> None:
     def after(progress: SolveProgress, *, limit_s: float = 10.0) -> bool:
         decision = StopWhenDecided(limit_s)
         decision(progress)
-        return decision.reached()
+        return decision.is_reached()
 
     assert after(SolveProgress(1, "", 10.0, 9.0))
     assert not after(SolveProgress(1, "", 10.5, 9.0))

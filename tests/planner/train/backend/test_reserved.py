@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphs.errors import UsageError
-from planner.memory.reserved import eager_reserved_bytes, reserved_bytes_of
+from planner.memory.reserved import predict_eager_reserved_bytes, predict_reserved_bytes
 from planner.settings.budget import Share
 from planner.settings.counted_memory import CountedMemory
 from planner.train.backend import shared_budget
@@ -63,8 +63,8 @@ def test_single_graph_is_planned_within_a_reserved_budget(graphs: list[PlannedGr
     model, x = stack(4), torch.randn(ROWS, WIDTH)
     twin = trained(model, x, "80%", memory="reserved")
     (graph,) = (planned.captured.graph for planned in graphs)
-    whole_bytes = eager_reserved_bytes(graph, CountedMemory.RESERVED)
-    reserved_bytes = reserved_bytes_of(graph, graphs[0].schedule)
+    whole_bytes = predict_eager_reserved_bytes(graph, CountedMemory.RESERVED)
+    reserved_bytes = predict_reserved_bytes(graph, graphs[0].schedule)
     assert reserved_bytes is not None and reserved_bytes <= 0.8 * whole_bytes
     assert len(graphs[0].schedule.computed) > len(graph.ops)
     model(x).sum().backward()
@@ -100,7 +100,7 @@ def test_percentage_refers_to_reserved_memory_of_the_whole_step(
 
 @pytest.mark.slow
 def test_graphs_reserving_more_than_the_budget_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_budget, "reserved_for_passes", lambda *_: 10**12)
+    monkeypatch.setattr(shared_budget, "predict_reserved_for_passes", lambda *_: 10**12)
     with pytest.warns(
         UserWarning, match=r"the 2 graphs of the model reserve 1,000\.00 GB with a budget of 10\.00 GB.*memory='allocated'"
     ):

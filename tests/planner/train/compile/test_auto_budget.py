@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import planner
 from graphs.errors import BudgetError, PlannerError
 from planner.memory import auto_budget
-from planner.memory.auto_budget import auto_budget_bytes
+from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.settings.budget import Auto, Bytes
 from planner.train.compile.per_batch import BatchPlans
 from planner.train.distributed.wrappers import unwrap
@@ -81,17 +81,17 @@ def test_trainers_count_optimizer_state_that_is_allocated(free: Callable[[int], 
 def test_auto_budget_counts_shared_storages_once_and_slices_by_size(free: Callable[[int], None]) -> None:
     free(MB)
     data = torch.zeros(1000, 1000)
-    assert auto_budget_bytes(CPU, (), [data[:10], data[10:20]]) == pytest.approx(MB + 40_000, rel=0.01)
-    assert auto_budget_bytes(CPU, [data, data[3]]) == pytest.approx(5 * MB, rel=0.01)
-    assert auto_budget_bytes(CPU, [torch.zeros(9, device="meta")]) == pytest.approx(MB, rel=0.01)
+    assert compute_auto_budget_bytes(CPU, (), [data[:10], data[10:20]]) == pytest.approx(MB + 40_000, rel=0.01)
+    assert compute_auto_budget_bytes(CPU, [data, data[3]]) == pytest.approx(5 * MB, rel=0.01)
+    assert compute_auto_budget_bytes(CPU, [torch.zeros(9, device="meta")]) == pytest.approx(MB, rel=0.01)
 
 
 def test_nearly_the_same_free_memory_gives_the_same_budget(free: Callable[[int], None]) -> None:
     found = set()
     for size in range(1000 * MB, 1003 * MB, MB // 2):
         free(size)
-        found.add(auto_budget_bytes(CPU, ()))
-        assert size - 8 * MB < auto_budget_bytes(CPU, ()) <= size
+        found.add(compute_auto_budget_bytes(CPU, ()))
+        assert size - 8 * MB < compute_auto_budget_bytes(CPU, ()) <= size
     assert len(found) <= 2
 
 
@@ -105,7 +105,7 @@ def test_a_reserve_is_left_and_the_budget_logged(monkeypatch: pytest.MonkeyPatch
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
-        budget = auto_budget_bytes(CPU, (), other_static_bytes=500 * MB)
+        budget = compute_auto_budget_bytes(CPU, (), other_static_bytes=500 * MB)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -116,7 +116,7 @@ def test_a_reserve_is_left_and_the_budget_logged(monkeypatch: pytest.MonkeyPatch
 def test_auto_where_nothing_is_left_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_budget, "free_bytes", lambda device: MB)
     with pytest.raises(BudgetError, match=r"budget 'auto' leaves nothing: 1.00 MB free on cpu .*; free some memory"):
-        auto_budget_bytes(CPU, ())
+        compute_auto_budget_bytes(CPU, ())
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -19,7 +19,7 @@ import torch
 import planner
 from benchmarks.command import Setting, limit_threads, make_main
 from graphs.units import format_bytes
-from planner.capture.options.traced import with_graph
+from planner.capture.options.traced import replace_graph
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
@@ -96,7 +96,7 @@ def measure_plan(name: str, budget: str, library: str, plan: Plan, repeats: int)
     torch.manual_seed(0)
     model, loss_fn, batch = MODELS[name]()
     captured = capture(model, loss_fn, batch)
-    offered = with_graph(captured, apply_recorded_options(captured.graph, plan.settings))
+    offered = replace_graph(captured, apply_recorded_options(captured.graph, plan.settings))
     in_arena = Executor(offered, plan.schedule, model, loss_fn)
     in_arena.use_arena(SharedSlab())
     arena = in_arena.arena

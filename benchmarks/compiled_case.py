@@ -15,7 +15,7 @@ from benchmarks.solves import find_least_bytes
 from graphs.errors import BudgetError, LimitError, PlannerError
 from graphs.units import format_bytes
 from planner.capture.options.in_place import IN_PLACE
-from planner.capture.options.traced import with_traced
+from planner.capture.options.traced import add_traced
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
 from planner.measure.steps import compute_ratio
@@ -214,7 +214,7 @@ class _Comparison:
         if method not in self._least:
             captures = self._models[method].captures.values()
             timed = (tracing.profile_capture(captured, self._workload, PlanSettings(passes=1)) for captured in captures)
-            graphs = [(captured if method == ATEN else with_traced(captured, (IN_PLACE.name,))).graph for captured in timed]
+            graphs = [(captured if method == ATEN else add_traced(captured, (IN_PLACE.name,))).graph for captured in timed]
             self._least[method] = min(find_least_bytes(graph, _LEAST_S) for graph in graphs)
         return self._least[method]
 

@@ -27,7 +27,7 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
@@ -163,7 +163,7 @@ def begin(workload: Workload, recipe: Recipe, seed: int) -> dict[str, Curve]:
     settings = PlanSettings(optimizer=recipe.optimizer, passes=1, options=OptionSettings(("compress",)))
     captured = tracing.capture_profiled(workload, settings)
     program = remove_options(captured.graph)
-    offered = with_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
+    offered = apply_options(captured.graph, ["compress:1"])  # the loosest limit: each form is within it
     keeping = replace(captured, graph=program), keep_everything(program)
     wanted = measure.measure_outcome(build_executor(*keeping, workload), workload.model, workload.batch, seed=seed)
     ways = {EXACT: keeping, OTHER_WEIGHTS: keeping} | {

@@ -13,7 +13,7 @@ from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure import steps as measure
@@ -115,7 +115,7 @@ class _Step:
     def of(cls, captured: Capture, workload: Workload, option: str, clock: Callable[[], Clock]) -> "_Step":
         program = remove_options(captured.graph)
         keeping = Executor(replace(captured, graph=program), keep_everything(program), workload.model, workload.loss_fn)
-        order = find_order(with_options(captured.graph, (option,)))
+        order = find_order(apply_options(captured.graph, (option,)))
         least_bytes = bracket_least_budget(order.graph, clock=clock()).found_bytes
         return cls(captured, workload, keeping, _run_step(keeping, workload), order, least_bytes)
 

@@ -26,7 +26,7 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_ratio, format_seconds
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
@@ -157,7 +157,7 @@ class Pair:
     def build_both(self, capacity_bytes: int | None) -> Graph:
         """Return the step with placement, and this capacity of the other memory, None for no limit."""
         second = replace(self.second, capacity_bytes=capacity_bytes)
-        return with_options(self.main, ("placement",), Surroundings(others=(second,)))
+        return apply_options(self.main, ("placement",), Surroundings(others=(second,)))
 
 
 def pair_of(step: Workload, pair: str) -> Pair:

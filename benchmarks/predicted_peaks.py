@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.command import make_main
 from benchmarks.executor import MODELS
-from planner.capture.signature import leaves
+from planner.capture.signature import list_leaves
 from planner.measure.tracing import trace
 from planner.plans.summary import summarize
 from planner.studies.baselines import build_eager
@@ -40,7 +40,7 @@ def measure(name: str, known: Sequence[PeakRow]) -> Iterator[PeakRow]:
     torch.manual_seed(0)
     built = MODELS[name]()
     graph = trace(*built, passes=1)
-    first = next(leaf for leaf in leaves(built.batch) if isinstance(leaf, torch.Tensor))
+    first = next(leaf for leaf in list_leaves(built.batch) if isinstance(leaf, torch.Tensor))
     predicted = predict_memory(built.model, tuple(first.shape[1:]), batch_size=first.shape[0], optimizer="none")
     yield PeakRow(
         model=name,

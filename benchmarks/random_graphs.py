@@ -22,7 +22,7 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph, draw_options, draw_overwriting, draw_training_step
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.plans.attributes import get_attributes
 from planner.studies.experiment import Study
 from planner.studies.rows import Key, declare_column, declare_key, declare_value, read_rows
@@ -75,10 +75,10 @@ def draw_case(kind: str, seed: int) -> tuple[Graph, int, float]:
     link = Link.even(rate * draw.choice((0.2, 0.5, 1.0, 2.0)))
     room = draw.choice((None, None, int(peak_bytes * draw.uniform(0.3, 0.8))))
     if kind == "offload" or (kind == "options" and seed % 3 == 0):
-        graph = with_options(graph, ("offload",), Surroundings(link, room))
+        graph = apply_options(graph, ("offload",), Surroundings(link, room))
     if kind == "devices":
         devices = [_draw_device(name, graph, draw, link, room) for name in ("second", "third")[: 2 if draw.random() < 0.2 else 1]]
-        graph = with_options(graph, ("placement",), Surroundings(link, others=tuple(devices)))
+        graph = apply_options(graph, ("placement",), Surroundings(link, others=tuple(devices)))
     return graph, budget_bytes, limit
 
 

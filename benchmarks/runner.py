@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.storages import LiveStorages
 from benchmarks.training_loop import generate_batches
-from planner.capture.signature import Batch, call, leaves
+from planner.capture.signature import Batch, call, list_leaves
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
 from planner.measure.steps import Step, StepOutcome, get_loss, measure_memory, turn_times
@@ -82,7 +82,7 @@ class Runner:
         """Return what the step returns, after the model's ``update_between`` the passes, which takes its leaves."""
         returned = self.step(*inputs, **named)
         if hasattr(self.workload.model, "update_between"):
-            self.workload.model.update_between(leaves(returned))
+            self.workload.model.update_between(list_leaves(returned))
         return returned
 
     def _list_state(self) -> list[torch.Tensor]:
@@ -90,7 +90,7 @@ class Runner:
         return [*whole.parameters(), *whole.buffers()]
 
     def _list_static(self, batch: Batch) -> list[torch.Tensor]:
-        inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor)]
         return [*self._list_state(), *inputs]
 
     def _clear(self) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from planner.capture.lowering.statics import StaticTensors, allocated_bytes
+from planner.capture.lowering.statics import StaticTensors, compute_allocated_bytes
 from planner.capture.signature import Batch, call
 from planner.capture.workload.models import Workload
 from planner.measure.steps import Step, get_loss, measure_memory, wait_for_device
@@ -128,7 +128,7 @@ class Loop:
         state = [value for values in self._optimizer.state.values() for value in values.values()]
         held = [v.nbytes for v in state if isinstance(v, torch.Tensor) and v.device == self._device]
         there = [tensor.size_bytes for tensor in StaticTensors(self._model, batch, self._device).tensors]
-        return sum(there) + sum(allocated_bytes(size, self._device) for size in held)
+        return sum(there) + sum(compute_allocated_bytes(size, self._device) for size in held)
 
     @contextmanager
     def _keep_own_random_state(self) -> Iterator[None]:

@@ -9,13 +9,13 @@ from torch import nn
 from graphs.ir import Op
 from graphs.schedule import Compute, Schedule, schedule_of
 from planner.capture.frontend.preserved_state import preserve_tensor
-from planner.capture.frontend.random_states import gpus_of, preserve_random_states
+from planner.capture.frontend.random_states import list_gpus, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.builder import PassBuilder
 from planner.capture.program.program import Call
 from planner.capture.program.writer import PassWriter
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
-from planner.capture.signature import Batch, leaves
+from planner.capture.signature import Batch, list_leaves
 
 
 class RealStep:
@@ -27,10 +27,10 @@ class RealStep:
     """
 
     def __init__(self, capture: Capture, step: nn.Module, batch: Batch) -> None:
-        """Initialize for the `capture` of `step`; arguments as in ``real_static``."""
+        """Initialize for the `capture` of `step`; arguments as in ``collect_static``."""
         self.capture = capture
-        self.static = real_static(capture, step, batch)
-        self._written = written_tensors(capture, step, batch)
+        self.static = collect_static(capture, step, batch)
+        self._written = collect_written_tensors(capture, step, batch)
         self.device: torch.device = self.static[0].device
         self._schedule = _replay(capture)
 
@@ -38,7 +38,7 @@ class RealStep:
         """Execute the step; after each op, before tensors are freed, make the call that `look` returns for it, if any."""
         graph, program = self.capture.graph, self.capture.program
         builder, writer = PassBuilder(program), PassWriter(graph, program)
-        builder.tensor_list("static", [source.tensor for source in program.sources])
+        builder.add_tensor_list("static", [source.tensor for source in program.sources])
         for step in self._schedule.steps:
             writer.write(builder, [step])
             if isinstance(step, Compute) and (call := look(graph.ops[step.op])) is not None:
@@ -46,12 +46,12 @@ class RealStep:
         builder.finish(None, f"profile of {graph.fingerprint}").run(self.static)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def preserve_state(self) -> Iterator[None]:
         """Disable autograd and autocast, and restore parameters, buffers and random state at the end."""
         with ExitStack() as stack:
             for tensor in self._written:
                 stack.enter_context(preserve_tensor(tensor))
-            stack.enter_context(preserve_random_states(gpus_of(self.device)))
+            stack.enter_context(preserve_random_states(list_gpus(self.device)))
             stack.enter_context(preserve_generator_states(self.capture.program))
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
@@ -80,14 +80,14 @@ def _replay(capture: Capture) -> Schedule:
     return schedule_of(graph, order, again)
 
 
-def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
+def collect_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
     """Return the static tensors of `capture` for a call; the gradient of the loss is one of them.
 
     Args:
         step: the module that was captured (``planner.capture.step.TrainingStep``), with real parameters.
         batch: real tensors of the captured shapes.
     """
-    static = capture.program.gather(step, leaves(batch))
+    static = capture.program.gather(step, list_leaves(batch))
     device = next(tensor.device for tensor in static if tensor is not None)
     for i, source in enumerate(capture.program.sources):
         if source.is_tangent:
@@ -96,8 +96,8 @@ def real_static(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.T
     return static
 
 
-def written_tensors(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
-    """Return the buffers, inputs and parameters that the step overwrites; arguments as in ``real_static``."""
+def collect_written_tensors(capture: Capture, step: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    """Return the buffers, inputs and parameters that the step overwrites; arguments as in ``collect_static``."""
     written = {t for op in capture.graph.ops for t in op.mutates}
-    static = zip(capture.program.sources, capture.program.gather(step, leaves(batch)), strict=True)
+    static = zip(capture.program.sources, capture.program.gather(step, list_leaves(batch)), strict=True)
     return [tensor for source, tensor in static if source.tensor in written]

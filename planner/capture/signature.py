@@ -16,7 +16,7 @@ from planner.torch_private.core import pytree
 Batch = Sequence[object] | Mapping[str, object]
 
 
-def arguments(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
+def split_arguments(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the positional and keyword arguments of the step.
 
     Raises:
@@ -34,8 +34,8 @@ def arguments(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]]:
 
 def check_batch(batch: Batch) -> None:
     """Raise a TraceError if `batch` has values that no step can be captured with."""
-    given = arguments(batch)
-    for name, leaf in zip(_names(given), pytree.tree_leaves(given), strict=True):
+    given = split_arguments(batch)
+    for name, leaf in zip(_list_names(given), pytree.tree_leaves(given), strict=True):
         if isinstance(leaf, np.ndarray | np.generic):
             raise TraceError(
                 f"{name} is a numpy.{type(leaf).__name__}, which no step takes: pass a tensor (torch.as_tensor) or a plain number"
@@ -48,14 +48,14 @@ def check_batch(batch: Batch) -> None:
             )
 
 
-def leaves(batch: Batch) -> list[object]:
+def list_leaves(batch: Batch) -> list[object]:
     """Return the tensors and other values in `batch`, in the order of the step's inputs."""
-    return pytree.tree_leaves(arguments(batch))
+    return pytree.tree_leaves(split_arguments(batch))
 
 
 def call(step: Callable[..., Any], batch: Batch) -> Any:
     """Return the result of `step` on `batch`."""
-    args, kwargs = arguments(batch)
+    args, kwargs = split_arguments(batch)
     return step(*args, **kwargs)
 
 
@@ -64,23 +64,23 @@ def detach_batch(batch: Batch) -> Batch:
 
     A measurement on it leaves no gradient in the caller's tensors, and does not run backward through their history.
     """
-    if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves(batch)):
+    if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in list_leaves(batch)):
         return batch
 
     leaf_of: dict[int, torch.Tensor] = {}
 
-    def leaf(value: object) -> object:
+    def detach_leaf(value: object) -> object:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
         return leaf_of.setdefault(id(value), value.detach().requires_grad_())  # a tensor that is passed twice stays one
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
-    args, kwargs = pytree.tree_map(leaf, arguments(batch))
+    args, kwargs = pytree.tree_map(detach_leaf, split_arguments(batch))
     return kwargs or args
 
 
-def target_names(loss_fn: Callable[..., object] | None) -> frozenset[str]:
+def list_target_names(loss_fn: Callable[..., object] | None) -> frozenset[str]:
     """Return the names of the arguments of a loss function, without the model's output."""
     try:
         function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
@@ -150,10 +150,10 @@ class Signature:
     @staticmethod
     def of(batch: Batch, returned: pytree.TreeSpec, unread: Collection[int] = ()) -> "Signature":
         """Return the signature of a step that was captured on `batch`; `unread` as in the class."""
-        flat, given = pytree.tree_flatten(arguments(batch))
+        flat, given = pytree.tree_flatten(split_arguments(batch))
         values = tuple(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in flat)
         trained = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat)
-        return Signature(given, _names(arguments(batch)), values, trained, returned, frozenset(unread))
+        return Signature(given, _list_names(split_arguments(batch)), values, trained, returned, frozenset(unread))
 
     def flatten(self, *args: object, **kwargs: object) -> list[object]:
         """Return the leaves of a call, in the order of the captured one.
@@ -166,7 +166,7 @@ class Signature:
             if given != self.given:  # dicts in another order will do
                 flat = self.given.flatten_up_to((args, kwargs))
         except ValueError:
-            names = ", ".join(_names((args, kwargs))) or "nothing"
+            names = ", ".join(_list_names((args, kwargs))) or "nothing"
             raise MismatchError(
                 f"the batch has {names}, but the step was planned for {', '.join(self.names)}: pass what it was planned with"
             ) from None
@@ -186,12 +186,12 @@ class Signature:
                     ", which is part of its graph: make another plan for this value, or pass it as a tensor",
                 )
 
-    def differs_in_numbers_only(self, leaves: Sequence[object]) -> bool:
+    def is_equal_but_for_numbers(self, leaves: Sequence[object]) -> bool:
         """Return True if the leaves that are no tensors have the captured values, except numbers, such as a count of rows."""
         pairs = ((value[0], leaf) for value, leaf in zip(self.values, leaves, strict=True) if value is not None)
         return all(_is_same(leaf, value) or type(value) is type(leaf) in (int, float) for value, leaf in pairs)
 
-    def unflatten(self, results: Sequence[torch.Tensor]) -> object:
+    def build_results(self, results: Sequence[torch.Tensor]) -> object:
         """Return the results of the step, from the loss and the other tensors."""
         return join_returned(*pytree.tree_unflatten(results, self.returned))
 
@@ -205,12 +205,12 @@ def _is_same(value: object, other: object) -> bool:
     return type(value) is type(other) and bool(value == other or (value != value and other != other))
 
 
-def _names(given: tuple[tuple[object, ...], dict[str, object]]) -> tuple[str, ...]:
+def _list_names(given: tuple[tuple[object, ...], dict[str, object]]) -> tuple[str, ...]:
     paths, _ = pytree.tree_flatten_with_path(given)
-    return tuple(f"input {_path(path)}" for path, _ in paths)
+    return tuple(f"input {_format_path(path)}" for path, _ in paths)
 
 
-def _path(path: tuple[pytree.KeyEntry, ...]) -> str:
+def _format_path(path: tuple[pytree.KeyEntry, ...]) -> str:
     """Return `0` for the first positional argument or `'mask'` for a keyword argument, then the path of the leaf in it."""
     _, first, *inner = path
     name = repr(first.key) if isinstance(first, pytree.MappingKey) else str(first).strip("[]")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphs.errors import TraceError, quote
-from planner.capture.signature import Batch, arguments, split_returned, target_names
+from planner.capture.signature import Batch, list_target_names, split_arguments, split_returned
 from planner.torch_private.core import pytree
 
 LossFn = Callable[..., object]
@@ -60,7 +60,7 @@ class TrainingStep(nn.Module):
         check_loss_fn(loss_fn)
         self.model = model
         self.loss_fn = loss_fn
-        self._target_names = target_names(loss_fn)
+        self._target_names = list_target_names(loss_fn)
 
     def forward(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, object]:
         """Return the loss and the other results (see ``split_returned``)."""
@@ -69,33 +69,35 @@ class TrainingStep(nn.Module):
         elif args:
             returned = self.loss_fn(self.model(*args[:-1]), args[-1])
         else:
-            inputs, targets = self._by_name(kwargs)
+            inputs, targets = self._split_by_name(kwargs)
             returned = self.loss_fn(self.model(**inputs), **targets)
         loss, rest = split_returned(returned)
         return loss, pytree.tree_map(torch.Tensor.detach, rest)
 
-    def wrong_call(self, batch: Batch) -> str | None:
+    def describe_wrong_call(self, batch: Batch) -> str | None:
         """Return a message if the model or the loss function does not accept its part of `batch`, else None."""
-        args, kwargs = arguments(batch)
+        args, kwargs = split_arguments(batch)
         names = [f"input {i}" for i in range(len(args))]
         if self.loss_fn is None:
-            return _wrong_call("the model", self.model, names, list(kwargs))
+            return _describe_wrong_call("the model", self.model, names, list(kwargs))
         if args:
-            return _wrong_call("the model", self.model, names[:-1], []) or _wrong_call(
+            return _describe_wrong_call("the model", self.model, names[:-1], []) or _describe_wrong_call(
                 "the loss function", self.loss_fn, ["the model's output", names[-1]], []
             )
-        inputs, targets = self._by_name(kwargs)
-        return _wrong_call("the model", self.model, [], list(inputs)) or _wrong_call(
+        inputs, targets = self._split_by_name(kwargs)
+        return _describe_wrong_call("the model", self.model, [], list(inputs)) or _describe_wrong_call(
             "the loss function", self.loss_fn, ["the model's output"], list(targets)
         )
 
-    def _by_name(self, kwargs: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    def _split_by_name(self, kwargs: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
         """Return the arguments of the model and of the loss function, of a batch by name."""
         targets = {name: value for name, value in kwargs.items() if name in self._target_names}
         return {name: value for name, value in kwargs.items() if name not in targets}, targets
 
 
-def _wrong_call(what: str, function: Callable[..., object], positional: Sequence[str], by_name: Sequence[str]) -> str | None:
+def _describe_wrong_call(
+    what: str, function: Callable[..., object], positional: Sequence[str], by_name: Sequence[str]
+) -> str | None:
     """Return a message if `function` does not accept so many arguments, or not by these names, else None."""
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)

@@ -18,16 +18,16 @@ from graphs.errors import TraceError
 from graphs.ir import Kind
 from graphs.optimizers import MeasuredOptimizer, get_optimizer_memory
 from planner.capture.frontend.eager_ops import refuse_cpu_only_kernels, separate_biases
-from planner.capture.frontend.joint import compiled_graph, device_of, joint_graph
+from planner.capture.frontend.joint import capture_compiled, capture_joint_graph, find_device
 from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.lowering.lower import Capture, lower
-from planner.capture.lowering.statics import StaticTensors, allocated_bytes
-from planner.capture.program.draws import default_generator_of
+from planner.capture.lowering.statics import StaticTensors, compute_allocated_bytes
+from planner.capture.program.draws import get_default_generator
 from planner.capture.rewrites.constants import read_constants
-from planner.capture.rewrites.dropout import dropout_as_eager
-from planner.capture.rewrites.layouts import layouts_as_eager
+from planner.capture.rewrites.dropout import replace_dropout
+from planner.capture.rewrites.layouts import record_eager_layouts
 from planner.capture.rewrites.outputs import fix_outputs
-from planner.capture.signature import Batch, Signature, check_batch, leaves
+from planner.capture.signature import Batch, Signature, check_batch, list_leaves
 from planner.capture.step import LossFn, TrainingStep, check_module, check_tensors
 
 if TYPE_CHECKING:
@@ -61,23 +61,23 @@ def capture(  # noqa: PLR0913  # what a step consists of, and how it is captured
         TraceError: the step cannot be captured as one static graph, or has no scalar loss to train on.
     """
     step = _step(model, loss_fn, batch)
-    device = device_of(model, batch)
-    joint, guards, branches = joint_graph(step, batch, as_on_cuda=as_on_cuda, numbers=numbers)
+    device = find_device(model, batch)
+    joint, guards, branches = capture_joint_graph(step, batch, as_on_cuda=as_on_cuda, numbers=numbers)
     graph = joint.graph_module.graph
-    conditions = branches.guards(graph, step, batch) if branches else None
+    conditions = branches.build_guards(graph, step, batch) if branches else None
     if as_on_cuda:
         refuse_cpu_only_kernels(graph)
     separate_biases(graph)
     read_constants(graph)
-    layouts_as_eager(graph)
+    record_eager_layouts(graph)
     fix_outputs(graph)
     if not as_on_cuda:
-        dropout_as_eager(graph)
+        replace_dropout(graph)
     planned_device = torch.device("cuda") if as_on_cuda else device
-    statics = _statics(step, batch, planned_device, optimizer, accumulate=accumulate)
-    provenance = _provenance(model, batch, planned_device, optimizer, accumulate=accumulate, name=name)
-    signature = Signature.of(batch, joint.out_spec, set() if guards is None else guards.unread(batch))
-    lowered = lower(graph, statics, signature, generator=default_generator_of(device), provenance=provenance)
+    statics = _build_statics(step, batch, planned_device, optimizer, accumulate=accumulate)
+    provenance = _build_provenance(model, batch, planned_device, optimizer, accumulate=accumulate, name=name)
+    signature = Signature.of(batch, joint.out_spec, set() if guards is None else guards.find_unread(batch))
+    lowered = lower(graph, statics, signature, generator=get_default_generator(device), provenance=provenance)
     if guards is not None and guards.numbers is not None:
         lowered = replace(lowered, program=replace(lowered.program, numbers=guards.numbers.count))
     return replace(lowered, guards=guards, conditions=conditions)
@@ -106,16 +106,16 @@ def capture_kernels(
 
     step = _step(model, loss_fn, batch)
     begin = time.perf_counter()
-    halves, guards, conditions = compiled_graph(
+    halves, guards, conditions = capture_compiled(
         step, batch, lambda export: partial(compile_halves, variant=variant, export=export)
     )
-    device = device_of(model, batch)
-    statics = _statics(step, batch, device, optimizer, accumulate=accumulate)
-    provenance = _provenance(model, batch, device, optimizer, accumulate=accumulate, name=name)
+    device = find_device(model, batch)
+    statics = _build_statics(step, batch, device, optimizer, accumulate=accumulate)
+    provenance = _build_provenance(model, batch, device, optimizer, accumulate=accumulate, name=name)
     provenance |= {"kernels": "inductor", "variant": str(variant), "compile_seconds": round(time.perf_counter() - begin, 2)}
     signature = Signature.of(batch, halves.joint.out_spec)
-    lowered = lower_step(halves, statics, signature, generator=default_generator_of(device), provenance=provenance)
-    return replace(lowered, guards=guards, conditions=conditions, whole=halves.called_as(step))
+    lowered = lower_step(halves, statics, signature, generator=get_default_generator(device), provenance=provenance)
+    return replace(lowered, guards=guards, conditions=conditions, whole=halves.build_call(step))
 
 
 def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch) -> TrainingStep:
@@ -129,25 +129,25 @@ def _step(model: nn.Module, loss_fn: LossFn | None, batch: Batch) -> TrainingSte
     return step
 
 
-def _statics(
+def _build_statics(
     step: TrainingStep, batch: Batch, device: torch.device, optimizer: str | MeasuredOptimizer, *, accumulate: bool
 ) -> StaticTensors:
     """Return the static tensors of the step; `device` is the one that is planned for."""
     statics = StaticTensors(step, batch, device)
     trained = [p.nbytes for p in step.parameters() if p.requires_grad]
     state = get_optimizer_memory(optimizer).list_state_sizes(trained, is_cpu=device.type == "cpu")
-    statics.reserve("optimizer_state", Kind.OPTIMIZER_STATE, sum(allocated_bytes(size, device) for size in state))
-    gradients_bytes = sum(allocated_bytes(size, device) for size in trained)
+    statics.reserve("optimizer_state", Kind.OPTIMIZER_STATE, sum(compute_allocated_bytes(size, device) for size in state))
+    gradients_bytes = sum(compute_allocated_bytes(size, device) for size in trained)
     statics.reserve("accumulated_gradients", Kind.ACCUMULATED_GRADIENT, accumulate * gradients_bytes)
     return statics
 
 
-def _provenance(
+def _build_provenance(
     model: nn.Module, batch: Batch, device: torch.device, optimizer: str | MeasuredOptimizer, *, accumulate: bool, name: str
 ) -> dict[str, object]:
     return {
         "model": name or type(model).__name__,
-        "inputs": [_describe(leaf) for leaf in leaves(batch)],
+        "inputs": [_describe(leaf) for leaf in list_leaves(batch)],
         "parameters": sum(p.numel() for p in model.parameters()),
         "parameter_dtype": "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
         "device": device.type,

@@ -14,7 +14,7 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from graphs.optimizers import OPTIMIZERS
-from planner.capture.options import OPTIONS, traced_options
+from planner.capture.options import OPTIONS, list_step_option_names
 from planner.cli import argument_types
 from planner.plans.attributes import get_attributes
 from planner.progress.visible import escape_lines, escape_text
@@ -223,7 +223,7 @@ def add_reorder(parser: Parser, *, default: bool | None, said: str) -> None:
 
 def add_traced_options(parser: Parser) -> None:
     """Add the choice among options that are found when a step is traced."""
-    _add_options(parser, traced_options(tuple(OPTIONS)), "what to look for besides recomputation, and add to the graph")
+    _add_options(parser, list_step_option_names(tuple(OPTIONS)), "what to look for besides recomputation, and add to the graph")
 
 
 def add_graph_options(parser: Parser) -> None:

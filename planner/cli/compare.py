@@ -194,14 +194,14 @@ def _measure(
 
     spec = parse_spec(arguments.model)
     progress.show_activity(f"building {spec}")
-    from planner.capture.options import traced_options
+    from planner.capture.options import list_step_option_names
     from planner.runtime.transfers.channels import HostChannels
     from planner.studies.baselines import list_baseline_methods, select_policies
     from planner.studies.compare_measured import compare_measured, load_or_profile
     from planner.studies.offloading import list_offloading_methods
 
     folder = Path(arguments.output)
-    traced = traced_options(settings.options.names)
+    traced = list_step_option_names(settings.options.names)
     how = build_tracing(arguments, options=OptionSettings(traced), measure_link=settings.options.measures_link, name=str(spec))
     built = how.load(spec)
     progress.show_activity(f"tracing {spec}")

@@ -2,7 +2,7 @@
 
 import argparse
 
-from planner.capture.options import OPTIONS, traced_options
+from planner.capture.options import OPTIONS, list_step_option_names
 from planner.cli.arguments import DONE, Commands, add_command, format_table, print_result
 from planner.settings.compatibility import build_table
 
@@ -13,7 +13,7 @@ def add(commands: Commands) -> None:
         commands,
         "options",
         "list what --options may name: what a schedule may do besides recomputing",
-        f"Graphs must be traced with {', '.join(traced_options(tuple(OPTIONS)))} to be solved with them.\n\n"
+        f"Graphs must be traced with {', '.join(list_step_option_names(tuple(OPTIONS)))} to be solved with them.\n\n"
         "examples:\n"
         "  planner trace zoo:gpt2 --options chunks,pack -o model.json\n"
         "  planner solve model.json --budget 40% --options chunks,pack,offload",

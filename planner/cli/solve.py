@@ -178,13 +178,13 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
         raise UsageError("--write-model writes the program of the solver checkmate: add --solver checkmate")
     if arguments.budget is None:
         raise UsageError("--write-model writes the program of one budget: give --budget in place of --max-overhead")
-    from planner.capture.options import with_options
+    from planner.capture.options import apply_options
     from planner.plans.solving import order_for
     from planner.plans.summary import summarize
     from planner.settings.budget import read_budget
     from solvers.baselines.checkmate import write_model
 
-    graph = with_options(graph, ())
+    graph = apply_options(graph, ())
     peak_bytes = summarize(graph).keep_everything_peak_bytes
     ordered = order_for(graph, arguments.solver, reorder=arguments.reorder).graph
     write_model(ordered, read_budget(arguments.budget).resolve(peak_bytes), arguments.write_model)

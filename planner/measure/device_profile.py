@@ -13,10 +13,10 @@ from graphs.options.placement import find_fixed
 from graphs.options.surroundings import OtherDevice
 from planner.capture.frontend.preserved_state import has_same_values
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.statics import allocated_bytes
-from planner.capture.options import needing
+from planner.capture.lowering.statics import compute_allocated_bytes
+from planner.capture.options import list_needing
 from planner.capture.program.builder import PassBuilder
-from planner.capture.program.moved import moved
+from planner.capture.program.moved import move_calls
 from planner.capture.program.program import Ref
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.measure.profile import MeasuredOp, find_distinct_ops, isolate_ops
@@ -54,7 +54,7 @@ def profile_other_devices(
     if len(set(names)) < len(names):
         raise GraphError(f"other devices are {', '.join(names)}: name each once (threads of a CPU tell them apart: cpu:1, cpu:2)")
     if any(calls.launches for calls in capture.program.calls):
-        check_compatible((*needing(Need.DEVICES), Feature.INDUCTOR))
+        check_compatible((*list_needing(Need.DEVICES), Feature.INDUCTOR))
     return tuple(_Profile(capture, static, parse_device(name)).measure_device(passes) for name in names)
 
 
@@ -78,7 +78,7 @@ class _Profile:
         ops = find_distinct_ops(self._capture, self._static, self._calls)
         with isolate_ops(self._here), preserve_generator_states(self._capture.program):
             for measured, equal in ops:
-                tensors = measured.tensors()
+                tensors = measured.build_tensors()
                 inputs = [tensors[t] for t in measured.call.op.inputs]
                 outputs = measured.run(*(tensors[t] for t in measured.call.reads))
                 if (is_exact := self._compare(measured.call.op.id, inputs, outputs)) is None:
@@ -106,10 +106,10 @@ class _Profile:
         program, functions = self._capture.program, dict[int, Callable[..., tuple[Any, ...]]]()
         stay = find_fixed(self._graph)
         for op in self._graph.program:
-            calls = None if op.id in stay else moved(program, op, op, self._here, self._place)
+            calls = None if op.id in stay else move_calls(program, op, op, self._here, self._place)
             if calls is not None:
                 builder = PassBuilder(program)
-                builder.tensor_parameters(op.inputs)
+                builder.add_tensor_parameters(op.inputs)
                 builder.execute(calls.statements, op.outputs)
                 functions[op.id] = builder.finish(tuple(map(Ref, op.outputs)), f"op {op.name} on {self._named.name}").run
         return functions
@@ -128,7 +128,7 @@ class _Profile:
     def _is_like(self, made: torch.Tensor | None, wanted: torch.Tensor | None, most_bytes: int) -> bool:
         if made is None or wanted is None:
             return made is wanted
-        size_bytes = allocated_bytes(made.untyped_storage().nbytes(), self._place)
+        size_bytes = compute_allocated_bytes(made.untyped_storage().nbytes(), self._place)
         return made.device.type == self._place.type and made.stride() == wanted.stride() and size_bytes <= most_bytes
 
     def _time_s(self, op: int, inputs: Sequence[torch.Tensor], passes: int) -> float:
@@ -143,7 +143,7 @@ class _Profile:
 
         def run(mark: Mark) -> None:
             for measured, _ in ops:
-                op, tensors = measured.call.op, measured.tensors()
+                op, tensors = measured.call.op, measured.build_tensors()
                 given = self._copy_to_device(op.id, [tensors[t] for t in op.inputs])
                 mark()
                 made = self._calls[op.id](*given)
@@ -179,7 +179,7 @@ class _Profile:
             transfer = channel.transfer()
             transfer.send(sent)
             transfer.set_target(made)
-            transfer.arrived(made)
+            transfer.wait_for_arrival(made)
             transfer.finish()
             for device in (source, target):
                 wait_for_device(device)

@@ -7,7 +7,7 @@ import torch
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.differing import differing
+from planner.capture.options.differing import describe_differing
 from planner.capture.program.program import Call, Comparable, Ref
 from planner.capture.replay import RealStep
 
@@ -37,8 +37,8 @@ def mark_exact_ops(capture: Capture, real: RealStep | None) -> Capture:
     def mark_op(op: Op) -> Op:
         if (composed := _get_comparable(capture, op)) is None:
             return op
-        rounded = composed.rounds(equal.get(op.id, (False,) * len(op.outputs)))
-        return replace(op, differs=differing(capture, op.outputs, rounded))
+        rounded = composed.list_rounding(equal.get(op.id, (False,) * len(op.outputs)))
+        return replace(op, differs=describe_differing(capture, op.outputs, rounded))
 
     return replace(capture, graph=replace(capture.graph, ops=tuple(map(mark_op, capture.graph.ops))))
 
@@ -56,6 +56,6 @@ def _compare_outputs(real: RealStep) -> dict[int, tuple[bool, ...]]:
             return None
         return Call(compare, (op.id, calls[op.id].call, list(map(Ref, op.outputs))))
 
-    with real.running():
+    with real.preserve_state():
         real.run(look)
     return found

@@ -52,7 +52,7 @@ class IsolatedOp:
     def load(self, program: Program) -> OpFunction:
         """Return the function ``run(*tensors)``."""
         builder = PassBuilder(program)
-        builder.tensor_parameters(self.reads)
+        builder.add_tensor_parameters(self.reads)
         builder.execute(self.calls.statements, self.op.outputs)
         return builder.finish(tuple(map(Ref, self.op.outputs)), f"op {self.op.name} alone").run
 

@@ -9,7 +9,7 @@ import torch
 from graphs.pools import HOST
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
-from planner.capture.replay import written_tensors
+from planner.capture.replay import collect_written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.measure.steps import Isolated, MemoryUse, Step, measure_memory, run_both
@@ -24,7 +24,7 @@ def measure_peak(captured: Capture, executor: Step, step: TrainingStep, batch: B
     """
     # Autograd makes the gradient of the loss while the step runs: it is measured.
     tangent = sum(captured.graph.tensors[s.tensor].size_bytes for s in captured.program.sources if s.is_tangent)
-    with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
+    with preserve_training_state(step, batch, written=collect_written_tensors(captured, step, batch)):
         device = next(step.parameters()).device
         isolated = Isolated(executor, step, batch)
         memory = measure_memory(isolated, batch, static_bytes=captured.graph.static_bytes - tangent, device=device)
@@ -47,7 +47,7 @@ def measure_other_peaks(captured: Capture, executor: Executor, step: TrainingSte
     if len(devices.pools) > 1:
         record_cpu_allocations(lambda _: None)  # the profiler starts in this thread, or raises
     isolated = Isolated(executor, step, batch)
-    with preserve_training_state(step, batch, written=written_tensors(captured, step, batch)):
+    with preserve_training_state(step, batch, written=collect_written_tensors(captured, step, batch)):
         for pool in devices.pools[1:]:
             place = devices.places[pool.name]
             measure = _measure_cuda_peak if place.type == "cuda" else _measure_cpu_peak

@@ -18,10 +18,10 @@ from graphs.errors import PlannerError, first_line
 from graphs.ir import Kind, Op, Tensor
 from graphs.requests import MemoryRequest
 from graphs.short_tracebacks import warn_caller
-from planner.capture.frontend.random_states import RandomStates, gpus_of, preserve_random_states
+from planner.capture.frontend.random_states import RandomStates, list_gpus, preserve_random_states
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.statics import allocated_bytes, dtype_name
-from planner.capture.options.added import value_of
+from planner.capture.lowering.statics import compute_allocated_bytes, format_dtype
+from planner.capture.options.added import get_value
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.measure.isolated_op import IsolatedOp, OpFunction
 from planner.measure.kernel_settings import SETTINGS, collect_kernel_settings, format_settings
@@ -186,7 +186,7 @@ def isolate_ops(device: torch.device) -> Iterator[None]:
         no_python_dispatcher(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
-        preserve_random_states(gpus_of(device)),
+        preserve_random_states(list_gpus(device)),
     ):
         yield
 
@@ -246,7 +246,7 @@ class _Profiler:
         self._measure_workspaces(list(new.values()))
         for key, measured in new.items():
             output_bytes = sum(_count_asked_bytes(spec, self.device) for spec in measured.outputs)
-            workspace = allocated_bytes(max(0, measured.rise_bytes - output_bytes), self.device)
+            workspace = compute_allocated_bytes(max(0, measured.rise_bytes - output_bytes), self.device)
             cost = OpCost(measured.time_s, workspace, measured.outputs, measured.repeats, measured.requests)
             costs = _COSTS if measured.call.is_shared else self._local_costs
             costs[key] = cost
@@ -319,7 +319,7 @@ class _Profiler:
         """Execute the op once for the layouts of its outputs, then for its time; long ones again in ``_measure_workspaces``."""
         arguments = measured.build_arguments()
         times: list[float] = []
-        states = RandomStates(gpus_of(self.device))
+        states = RandomStates(list_gpus(self.device))
         first_s, made = time_call(measured.run, arguments, self.device)
         measured.outputs = tuple(TensorSpec.of(value) if isinstance(value, torch.Tensor) else None for value in made)
         measured.repeats = not has_undeclared_draws(measured.call.op, states, self.device)
@@ -342,7 +342,7 @@ class _Profiler:
         def run(mark: Mark) -> None:
             for done, measured in enumerate(ops):
                 self._report((1 + done / len(ops)) / 2)
-                arguments = measured.arguments()
+                arguments = measured.build_arguments()
                 mark()
                 seconds, made = time_call(measured.run, arguments, self.device)
                 mark()
@@ -355,7 +355,7 @@ class _Profiler:
         for measured, rise in zip(ops, measure_segment_peaks(run, self.device)[1::2], strict=True):
             measured.rise_bytes = rise
             if self.device.type == "cuda":
-                measured.requests = record_cuda_requests(partial(measured.run, *measured.arguments()), self.device)
+                measured.requests = record_cuda_requests(partial(measured.run, *measured.build_arguments()), self.device)
 
     def _model_cost(self, call: IsolatedOp, error: Exception) -> OpCost:
         """Return a modelled cost for an op that failed."""
@@ -371,7 +371,7 @@ class _Profiler:
             return OpCost(time_s, workspace, tuple(map(TensorSpec.make_smallest, composed(*fakes))))
         assert node is not None
         time_s, workspace = model_node(node, model)
-        outputs = tuple(TensorSpec.make_smallest(value_of(node, path)) for _, path in calls.outputs)
+        outputs = tuple(TensorSpec.make_smallest(get_value(node, path)) for _, path in calls.outputs)
         return OpCost(time_s, workspace, outputs, repeats=not is_custom(self.capture, op))
 
     def _get_device_model(self, call: IsolatedOp, error: Exception) -> DeviceSpec:
@@ -440,11 +440,11 @@ def _set_allocated_size(tensor: Tensor, spec: TensorSpec | None, device: torch.d
     tensor = replace(tensor, size_bytes=_count_bytes(spec, device))
     if tensor.dtype:
         return tensor
-    return replace(tensor, shape=spec.shape, dtype=dtype_name(spec.dtype))  # a buffer without a description in Inductor's code
+    return replace(tensor, shape=spec.shape, dtype=format_dtype(spec.dtype))  # a buffer without a description in Inductor's code
 
 
 def _count_bytes(spec: TensorSpec | None, device: torch.device) -> int:
-    return allocated_bytes(_count_asked_bytes(spec, device), device)
+    return compute_allocated_bytes(_count_asked_bytes(spec, device), device)
 
 
 def _count_asked_bytes(spec: TensorSpec | None, device: torch.device) -> int:

@@ -9,10 +9,10 @@ from torch import fx
 
 from graphs.ir import Graph
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.statics import allocated_bytes
-from planner.capture.options.traced import measured_uses
+from planner.capture.lowering.statics import compute_allocated_bytes
+from planner.capture.options.traced import measure_uses
 from planner.capture.program.program import Composed, Repeated
-from planner.capture.rewrites.outputs import tensors_in
+from planner.capture.rewrites.outputs import list_tensors
 from planner.settings.devices import DeviceSpec, model_op_time_s, model_workspace_bytes
 from planner.torch_private.core import StorageWeakRef, TorchDispatchMode
 
@@ -39,7 +39,7 @@ def model_times(capture: Capture, device: DeviceSpec) -> Graph:
         ops.append(replace(op, time_s=time_s, workspace_bytes=bytes_))
     provenance = {**capture.graph.provenance, "times": "modelled", "device": device.name, "torch": torch.__version__}
     graph = Graph(tuple(ops), capture.graph.tensors, capture.graph.kept, provenance)
-    return measured_uses(replace(capture, graph=graph), None)
+    return measure_uses(replace(capture, graph=graph), None)
 
 
 def model_node(node: fx.Node, device: DeviceSpec) -> tuple[float, int]:
@@ -73,15 +73,15 @@ class _ModelledCalls(TorchDispatchMode):
 
     def count_bytes(self, value: torch.Tensor) -> int:
         """Return the allocated bytes of the storage of `value`."""
-        return allocated_bytes(value.untyped_storage().nbytes(), self._planned)
+        return compute_allocated_bytes(value.untyped_storage().nbytes(), self._planned)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        read = {value.untyped_storage()._cdata for value in tensors_in((args, dict(named)))}
+        read = {value.untyped_storage()._cdata for value in list_tensors((args, dict(named)))}
         result = func(*args, **named)
-        if not (made := tensors_in(result)):
+        if not (made := list_tensors(result)):
             return result  # a query, such as for the device of a tensor
         self.time_s += model_op_time_s(func, args, named, result, self._device)
         for value in made:

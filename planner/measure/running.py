@@ -16,9 +16,9 @@ from graphs.short_tracebacks import shorten_traceback
 from graphs.units import format_bytes, format_seconds
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import parsed
-from planner.capture.options.traced import with_graph
-from planner.capture.replay import written_tensors
+from planner.capture.options import parse_option
+from planner.capture.options.traced import replace_graph
+from planner.capture.replay import collect_written_tensors
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.workload.models import Workload
@@ -164,7 +164,7 @@ def run(
             f"the plan is {quote(plan)}: must be one that planner.solve returns, or planner.Plan.load reads from a file"
         )
     if arena:
-        check_compatible({Feature.ARENA, *(name for name, _ in map(parsed, read_recorded_options(plan.settings)))})
+        check_compatible({Feature.ARENA, *(name for name, _ in map(parse_option, read_recorded_options(plan.settings)))})
     with Stages(*list_views(on_progress), stages=(Stage.CAPTURE, Stage.CHECK, Stage.COMPARE)) as stages:
         workload = Workload(model, loss_fn, detach_batch(batch))
         report = _run(plan, workload, stages, repeats=repeats, seed=seed, arena=arena)
@@ -176,7 +176,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     model, loss_fn, batch = workload
     captured = _capture_again(plan, workload, stages)
     check_sizes(captured.graph, plan)
-    offered = with_graph(captured, apply_recorded_options(captured.graph, plan.settings))
+    offered = replace_graph(captured, apply_recorded_options(captured.graph, plan.settings))
     captured = replace(captured, graph=remove_options(captured.graph).out_of_place())
     planned = Executor(offered, plan.schedule, model, loss_fn)
     is_made_for_arena = plan.arena_bytes is not None and (plan.reserved is not None) == (planned.device.type == "cuda")
@@ -186,7 +186,7 @@ def _run(plan: Plan, workload: Workload, stages: Stages, *, repeats: int, seed: 
     not_compared = explain_not_fitting(captured.graph, next(model.parameters()).device)
     steps: dict[str, measure.Step] = {_PLANNED: planned}
     outcomes: dict[str, measure.StepOutcome] = {}
-    written = written_tensors(captured, eager, batch)
+    written = collect_written_tensors(captured, eager, batch)
     if not not_compared:
         steps |= {_KEEPING: Executor(captured, keep_everything(captured.graph), model, loss_fn), _EAGER: eager}
     named = ", ".join(steps)

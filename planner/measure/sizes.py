@@ -8,7 +8,7 @@ import torch
 
 from graphs.ir import Op, Tensor
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.lowering.statics import compute_allocated_bytes
 
 # Key in the provenance of a graph: [id, bytes] of each tensor whose kernel allocates another size than its shape needs.
 ALLOCATED = "allocated_bytes"
@@ -25,7 +25,7 @@ def set_dense_sizes(capture: Capture) -> Capture:
         if tensor.static or not tensor.dtype or tensor.size_bytes == 0:
             return tensor
         elements: int = math.prod(tensor.shape)
-        return replace(tensor, size_bytes=allocated_bytes(elements * getattr(torch, tensor.dtype).itemsize, device))
+        return replace(tensor, size_bytes=compute_allocated_bytes(elements * getattr(torch, tensor.dtype).itemsize, device))
 
     return replace_ops_and_tensors(capture, capture.graph.ops, tuple(map(set_dense_size, capture.graph.tensors)))
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from planner.capture.frontend.preserved_state import UndoWrites, has_same_values, preserve_training_state
-from planner.capture.signature import Batch, arguments, call, detach_batch, leaves
+from planner.capture.signature import Batch, call, detach_batch, list_leaves, split_arguments
 from planner.measure.machine import describe_machine
 from planner.plans.eager import Difference
 from planner.runtime.allocator import measure_memory_rise
@@ -83,7 +83,7 @@ def turn_times(
         warm_up: True for a turn before, which is not timed.
     """
     device, batch = parameters[0].device, detach_batch(batch)
-    inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+    inputs = [leaf for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor)]
     times: dict[str, list[float]] = {name: [] for name in steps}
     with keep_idle_pages():
         for turn in range(-warm_up, repeats):
@@ -186,7 +186,7 @@ class Isolated:
     def __init__(self, step: Step, model: nn.Module, batch: Batch) -> None:
         """Initialize for `step`, which trains `model`, and calls with `batch`."""
         self._step = step
-        self._args, self._kwargs = arguments(detach_batch(batch))
+        self._args, self._kwargs = split_arguments(detach_batch(batch))
         given = enumerate(pytree.tree_leaves((self._args, self._kwargs)))
         inputs = {f"input {i}": leaf for i, leaf in given if isinstance(leaf, torch.Tensor)}
         self._known = {name: t for name, t in (*model.named_parameters(), *inputs.items()) if t.requires_grad}

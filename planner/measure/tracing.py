@@ -12,8 +12,8 @@ from graphs.short_tracebacks import shorten_traceback
 from planner.capture.frontend.preserved_state import initialize_lazy_layers
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import check_traced
-from planner.capture.options.traced import measured_uses, needs_measuring, offered_as, with_traced, without_useless_ops
-from planner.capture.replay import RealStep, real_static
+from planner.capture.options.traced import add_traced, measure_uses, needs_measuring, remove_useless_ops, restrict_to_recorded
+from planner.capture.replay import RealStep, collect_static
 from planner.capture.signature import Batch, detach_batch
 from planner.capture.step import LossFn, TrainingStep
 from planner.capture.trace import capture, capture_kernels
@@ -119,8 +119,8 @@ def _capture_with_model(workload: Workload, settings: PlanSettings, device: Devi
         as_on_cuda=device.name != "cpu",
         name=settings.name,
     )
-    captured = with_traced(mark_custom_ops(captured), settings.traced_options)
-    return without_useless_ops(replace(captured, graph=model_times(captured, device)))
+    captured = add_traced(mark_custom_ops(captured), settings.traced_options)
+    return remove_useless_ops(replace(captured, graph=model_times(captured, device)))
 
 
 def capture_profiled(workload: Workload, settings: PlanSettings, stages: Stages | None = None) -> Capture:
@@ -170,13 +170,13 @@ def profile_capture(
         on_op: called with the number of measured ops, and of all ops.
     """
     step, passes = TrainingStep(workload.model, workload.loss_fn), settings.passes
-    static = real_static(captured, step, workload.batch)
+    static = collect_static(captured, step, workload.batch)
     if needs_libraries(captured.graph):
         warm_up_libraries(static[0].device)
     captured = profile(captured, static, passes=passes, on_op=on_op)
     prepare_for_tight_memory(captured.graph, static[0].device)
     if settings.traced_options:
-        offered = with_traced(captured, settings.traced_options)
+        offered = add_traced(captured, settings.traced_options)
         captured = profile(offered, static, passes=passes) if len(offered.graph.ops) > len(captured.graph.ops) else offered
         captured = _compare_options(captured, step, workload.batch)
     recorded: dict[str, object] = {}
@@ -186,7 +186,7 @@ def profile_capture(
         recorded[DEVICES_KEY] = encode_devices(measured_devices(captured, static, settings.other_devices, passes=passes))
     release_unused(static[0].device)
     graph = replace(captured.graph, provenance={**captured.graph.provenance, **recorded})
-    return without_useless_ops(replace(captured, graph=graph))
+    return remove_useless_ops(replace(captured, graph=graph))
 
 
 def _compare_options(captured: Capture, step: TrainingStep, batch: Batch) -> Capture:
@@ -196,7 +196,7 @@ def _compare_options(captured: Capture, step: TrainingStep, batch: Batch) -> Cap
     executed = RealStep(captured, step, batch)
     real = executed if count_keep_everything_bytes(captured.graph) <= free_bytes(executed.device) else None
     captured = mark_exact_ops(captured, real)
-    return replace(captured, graph=measured_uses(captured, real))
+    return replace(captured, graph=measure_uses(captured, real))
 
 
 def restore_recorded(captured: Capture, provenance: Mapping[str, object], options: Sequence[str]) -> Capture:
@@ -208,4 +208,4 @@ def restore_recorded(captured: Capture, provenance: Mapping[str, object], option
     """
     captured = mark_recorded_ops(set_recorded_sizes(captured, provenance), provenance)
     prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
-    return offered_as(set_recorded_sizes(with_traced(captured, options), provenance), provenance)
+    return restrict_to_recorded(set_recorded_sizes(add_traced(captured, options), provenance), provenance)

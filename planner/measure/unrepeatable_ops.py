@@ -11,7 +11,7 @@ import torch
 
 from graphs.ir import Op
 from graphs.short_tracebacks import warn_caller
-from planner.capture.checksum import checksum
+from planner.capture.checksum import compute_checksum
 from planner.capture.frontend.random_states import RandomStates
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
@@ -31,12 +31,12 @@ def is_custom(capture: Capture, op: Op) -> bool:
 def has_undeclared_draws(op: Op, states: RandomStates, device: torch.device) -> bool:
     """Return True if `op`, executed since the random states were `states`, has drawn from a generator without declaring it."""
     # A declared random op draws from the generator of its device, whose state is saved.
-    return bool(states.changed() - ({device.type} if op.random else set()))
+    return bool(states.find_changed() - ({device.type} if op.random else set()))
 
 
 def compute_checksums(made: Sequence[torch.Tensor | None]) -> list[int]:
     """Return the checksums of the outputs of an op."""
-    return [int(checksum(value)) for value in made if value is not None]
+    return [int(compute_checksum(value)) for value in made if value is not None]
 
 
 def mark_executed_once(capture: Capture, ops: Collection[int]) -> Capture:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from planner.capture.options import as_executed
+from planner.capture.options import order_as_executed
 from planner.memory.arena_rules import build_arena_rules
 from planner.memory.reserved import is_on_cuda
 from planner.settings.plan import PlanSettings
@@ -70,6 +70,6 @@ def _choose_solver(settings: PlanSettings, graph: Graph) -> Solver:
 
 def map_schedule_to_step(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
     """Return `schedule` as a step runs it, if that fits a budget of allocated bytes."""
-    if (found := as_executed(graph, schedule)) is schedule:
+    if (found := order_as_executed(graph, schedule)) is schedule:
         return schedule
     return found if simulate(graph, found).peak_bytes <= budget_bytes else schedule

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from graphs.errors import BudgetError
 from graphs.units import format_bytes
-from planner.capture.lowering.statics import allocated_bytes
-from planner.capture.rewrites.outputs import storage
+from planner.capture.lowering.statics import compute_allocated_bytes
+from planner.capture.rewrites.outputs import get_storage
 from planner.memory.free_memory import free_bytes
 
 # Reserve by device type: bytes, and a share of the free memory. CUDA: workspaces of cuBLAS (32 MiB on Hopper for each of two
@@ -71,7 +71,7 @@ def _count_bytes_on(device: torch.device, static: Iterable[torch.Tensor], inputs
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if _is_same_device(local.device, device):
                 size = local.untyped_storage().nbytes() if whole else local.numel() * local.element_size()
-                found.setdefault(storage(local), allocated_bytes(size, device))
+                found.setdefault(get_storage(local), compute_allocated_bytes(size, device))
                 held.append(local)
     return sum(found.values())
 

@@ -10,7 +10,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES, format_enough
-from planner.capture.options import as_executed, option_called, options_to_try, with_options
+from planner.capture.options import apply_options, get_option, list_options_to_try, order_as_executed
 from planner.memory.allocated_budget import REORDERED
 from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import predict_beside, predict_counted_bytes
@@ -163,7 +163,7 @@ class KnownBudgets:
             options = (self._find_budget_with_option(name, should_stop) for name in self._list_further_options())
             self._options = tuple(o for o in options if o is not None and o.found_bytes < self._least.found_bytes)
         elif self.names_least:
-            executed = as_executed(request.graph, self._least.schedule)
+            executed = order_as_executed(request.graph, self._least.schedule)
             fits = self._predict_counted_bytes(executed) <= budget_bytes
             self._witness = executed if fits else self._least.schedule
             if request.on_schedule is not None:
@@ -184,15 +184,15 @@ class KnownBudgets:
         asked = self.settings.options
         if asked.places:
             return ()
-        known = {option_called(name).name for name in asked.names}
-        offered = [name for name in options_to_try(self.traced) if option_called(name).name not in known]
-        return [name for name in offered if self.settings.features.isdisjoint(option_called(name).refused)]
+        known = {get_option(name).name for name in asked.names}
+        offered = [name for name in list_options_to_try(self.traced) if get_option(name).name not in known]
+        return [name for name in offered if self.settings.features.isdisjoint(get_option(name).refused)]
 
     def _find_budget_with_option(self, name: str, should_stop: Callable[[], bool]) -> OptionBudget | None:
         """Return the least budget with one more option, for any link and host; None if it offers nothing."""
         asked = self.settings.options
         exact = list_exact_ops(self.traced) if asked.exact else None
-        graph = with_options(self.traced, (*asked.names, name), Surroundings(Link.even(1.0), asked.host_bytes), exact)
+        graph = apply_options(self.traced, (*asked.names, name), Surroundings(Link.even(1.0), asked.host_bytes), exact)
         if len(graph.ops) == len(self.request.graph.ops) and graph.writes_over_inputs == self.request.graph.writes_over_inputs:
             return None
         least = self._find_least_budget(graph, should_stop)

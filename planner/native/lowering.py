@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from planner.capture.program.code import INLINE, VARIABLE, Parameter, free, variable
+from planner.capture.program.code import INLINE, VARIABLE, Parameter, free, get_variable
 from planner.torch_private.core import OpOverload
 
 Described = tuple[Any, ...]  # an argument or an instruction, as ``passes.cpp`` reads it
@@ -110,7 +110,7 @@ class _Lowering:
         """Add a parameter, and return its description."""
         if parameter.unpacked is None:
             return (self._hold(parameter.name), None, False)
-        return (-1, [self._hold(variable(node)) for node in parameter.unpacked], parameter.emptied)
+        return (-1, [self._hold(get_variable(node)) for node in parameter.unpacked], parameter.emptied)
 
     def add_line(self, node: fx.Node) -> None:
         """Add the instructions of a line of the Python code."""
@@ -118,15 +118,15 @@ class _Lowering:
         if node.target is free:
             (freed,) = node.args
             assert isinstance(freed, fx.Node)
-            self._free(self._release(variable(freed)))
+            self._free(self._release(get_variable(freed)))
             return
         if self._is_output(node):
             made, index = node.args
             assert isinstance(made, fx.Node) and isinstance(index, int)
-            self._bind(variable(node), self._outputs[variable(made)][index])
-            self._outputs[variable(made)][index] = -1
+            self._bind(get_variable(node), self._outputs[get_variable(made)][index])
+            self._outputs[get_variable(made)][index] = -1
             return
-        name = variable(node)
+        name = get_variable(node)
         if (outputs := _find_outputs_read_by_items(node)) is not None:
             results = [self._new() if i in outputs else -1 for i in range(len(node.target._schema.returns))]  # type: ignore[union-attr]
             if (called := self._operator(node, results, is_returned=False)) is not None:
@@ -151,7 +151,7 @@ class _Lowering:
             case fx.Node() if value.meta.get(INLINE):
                 return (Form.REGISTER, self._view(value, is_returned=is_returned))
             case fx.Node():
-                return (Form.REGISTER, self._held[variable(value)])
+                return (Form.REGISTER, self._held[get_variable(value)])
             case list():
                 return (Form.LIST, [self.describe(each, is_returned=is_returned) for each in value])
             case tuple():
@@ -202,7 +202,9 @@ class _Lowering:
         return views[key]
 
     def _is_output(self, node: fx.Node) -> bool:
-        return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and variable(node.args[0]) in self._outputs
+        return (
+            node.target is operator.getitem and isinstance(node.args[0], fx.Node) and get_variable(node.args[0]) in self._outputs
+        )
 
     def _add(self, instruction: Described) -> None:
         """Add an instruction to the line."""
@@ -298,7 +300,7 @@ def _is_constant(value: Any) -> bool:
 def _find_root(node: fx.Node) -> str | None:
     """Return the variable that an inlined node is a view of; None if it may have memory of its own."""
     if not node.meta.get(INLINE):
-        return variable(node)
+        return get_variable(node)
     if node.target is not operator.getitem and not (isinstance(node.target, OpOverload) and _is_view(node.target)):
         return None
     bases = {_find_root(base) for base in node.all_input_nodes}
@@ -318,7 +320,7 @@ def _make_key(value: Any) -> object:
         case fx.Node() if value.meta.get(INLINE):
             return (value.target, _make_key(value.args), _make_key(value.kwargs))
         case fx.Node():
-            return variable(value)
+            return get_variable(value)
         case list() | tuple():
             return tuple(map(_make_key, value))
         case Mapping():

@@ -24,7 +24,7 @@ from graphs.options.selection import remove_computed
 from graphs.pools import COMPUTE, DEVICE
 from graphs.schedule import Compute, Schedule, Step
 from planner.capture.program.builder import Line, Pass, PassBuilder
-from planner.capture.program.moved import moved
+from planner.capture.program.moved import move_calls
 from planner.capture.program.program import Call, OpCalls, Program, Ref, read_by
 from planner.capture.program.writer import CallBefore, PassWriter
 from planner.native.passes import SwitchedPass
@@ -169,7 +169,7 @@ def _write_main_part(writer: PassWriter, halves: _Halves, *, static_given_up: bo
     title = f"schedule of {graph.fingerprint}, {sum(map(len, halves))} steps"
 
     first = PassBuilder(program)
-    first.static_list(emptied=static_given_up)
+    first.add_static_list(emptied=static_given_up)
     writer.write(first, halves[0])
     streams = writer.streams
     gradients = tuple(gradient for _, gradient in program.gradients)
@@ -185,9 +185,9 @@ def _write_main_part(writer: PassWriter, halves: _Halves, *, static_given_up: bo
     forward = first.finish(returned, title)
 
     second = PassBuilder(program)
-    second.static_list(emptied=static_given_up)
+    second.add_static_list(emptied=static_given_up)
     names = [f"transfer_{i}" for i in range(len(under_way))]
-    writer.end_forward(second.tensor_list("saved", alive, names, emptied=True))
+    writer.end_forward(second.add_tensor_list("saved", alive, names, emptied=True))
     writer.write(second, halves[1])
     if static_given_up:
         second.free_read([source.tensor for source in program.sources], gradients)
@@ -198,12 +198,12 @@ def _write_other_part(writer: PassWriter, halves: _Halves) -> _DevicePasses:
     """Return the passes of another device: they take the list of the tensors that it holds between the passes."""
     title = f"part of a schedule of {writer.graph.fingerprint}"
     first = PassBuilder(writer.program)
-    state = first.parameter("state")
+    state = first.add_parameter("state")
     writer.write(first, halves[0])
     streams, alive = writer.streams, tuple(writer.live)
     first.call(Call("extend", (state, tuple(map(Ref, alive)))))
     second = PassBuilder(writer.program)
-    second.tensor_list("state", alive, emptied=True)
+    second.add_tensor_list("state", alive, emptied=True)
     writer.write(second, halves[1])
     return _DevicePasses((first.finish(None, title), second.finish(None, title)), (streams, writer.streams), alive)
 
@@ -246,7 +246,7 @@ def _build_calls_elsewhere(graph: Graph, program: Program, schedule: Schedule, d
     here, found = devices.places[DEVICE], dict[int, OpCalls]()
     for op in executed:
         if op.stream in places:
-            calls = moved(program, graph.ops[op.replaces[0]], op, here, places[op.stream])
+            calls = move_calls(program, graph.ops[op.replaces[0]], op, here, places[op.stream])
             if calls is None:
                 raise GraphError(
                     f"op {op.name!r} cannot be called elsewhere than on {here}: it names a device, or an object that exists "

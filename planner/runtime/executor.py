@@ -16,7 +16,7 @@ from graphs.schedule import Schedule, find_boundary, live_after
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.program import Source
-from planner.capture.signature import Batch, arguments, join_returned
+from planner.capture.signature import Batch, join_returned, split_arguments
 from planner.capture.step import TrainingStep
 from planner.memory.reserved import needs_libraries, plan_arena
 from planner.runtime.arena import Arena, SharedSlab
@@ -193,7 +193,7 @@ class Executor:
         if self._recorded is not None:
             return self._recorded.wrap_in_stages(*observers)
         launched = next((ticking for _, ticking in self._observers if ticking is not None), self.launched)
-        return launched.within(*observers, None if self.arena is None else self.arena.stage(), self._rollback)
+        return launched.wrap_in_stages(*observers, None if self.arena is None else self.arena.build_stage(), self._rollback)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run one forward pass on a batch.
@@ -230,7 +230,7 @@ class Executor:
         results: tuple[torch.Tensor, ...] = _Step.apply(self, check_earlier_gradients, *static)  # type: ignore[no-untyped-call]
         if self._trains and self._guards is not None:
             self._guards.count(self.training_step, numbers)
-        return self.signature.unflatten(results)
+        return self.signature.build_results(results)
 
     def check(self, *args: object, **kwargs: object) -> list[object]:
         """Return the leaves of a batch and the numbers of the program, after checking that the step was planned for them.
@@ -249,7 +249,7 @@ class Executor:
 
     def find_changed_numbers(self, batch: Batch) -> set[str]:
         """Return the names of the numbers that differ from those that the step was planned for, as Dynamo writes them."""
-        return set() if self._guards is None else self._guards.find_changed_numbers(self.training_step, *arguments(batch))
+        return set() if self._guards is None else self._guards.find_changed_numbers(self.training_step, *split_arguments(batch))
 
     @property
     def free_numbers(self) -> frozenset[str]:
@@ -280,8 +280,8 @@ class Executor:
                 )
         if _describe_autocast(self._device_type) != self._autocast:
             raise MismatchError(
-                f"autocast is {_describe_autocast(self._device_type)}, but the step was planned with autocast {self._autocast}: the casts "
-                "are part of its graph; call planner.compile and the step under the same torch.autocast"
+                f"autocast is {_describe_autocast(self._device_type)}, but the step was planned with autocast {self._autocast}: "
+                "the casts are part of its graph; call planner.compile and the step under the same torch.autocast"
             )
 
     def _iterate_inputs(self) -> Iterator[Source]:
@@ -309,7 +309,7 @@ class Executor:
                 for name, given, planned in other
             )
             smaller = all(_is_smaller(tuple(given.shape), planned.shape) for _, given, planned in other)
-            if smaller and self.signature.differs_in_numbers_only(leaves):
+            if smaller and self.signature.is_equal_but_for_numbers(leaves):
                 raise SmallerBatchError(differing, f". {_SMALLER}{_OTHER_SIZES}")
             raise MismatchError(differing, f". {_OTHER_SIZES}")
 

@@ -9,7 +9,7 @@ import torch
 
 from graphs.ir import Graph
 from planner.capture.program.program import Program
-from planner.capture.rewrites.explicit_generators import generators_of
+from planner.capture.rewrites.explicit_generators import list_generators
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.random_state import RandomState
 from planner.runtime.unseen_writes import get_version
@@ -39,7 +39,7 @@ class Rollback:
         overwritten = {t for op in graph.ops for t in op.mutates}
         self._written = [i for i, source in enumerate(program.sources) if source.tensor in overwritten]
         draws = any(op.random for op in graph.ops)
-        drawn_from: list[Any] = [program.generator, *generators_of(program)] if draws else []
+        drawn_from: list[Any] = [program.generator, *list_generators(program)] if draws else []
         self._generators: list[torch.Generator] = drawn_from
         self._increment = int(versions_follow)
         self._in_backward = in_backward

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from graphs.errors import PlannerError
-from planner.capture.checksum import checksum
+from planner.capture.checksum import compute_checksum
 
 
 class UnseenWrites:
@@ -16,7 +16,7 @@ class UnseenWrites:
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Compute the checksums of `tensors`, each with a name for messages."""
-        self._known = [(name, get_version(tensor), checksum(tensor)) for name, tensor in tensors]
+        self._known = [(name, get_version(tensor), compute_checksum(tensor)) for name, tensor in tensors]
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
         """Raise if the checksums of the same `tensors` have changed. Writes that autograd sees are left to autograd.
@@ -25,7 +25,7 @@ class UnseenWrites:
             PlannerError: a tensor has changed; with its name.
         """
         for (name, version, before), tensor in zip(self._known, tensors, strict=True):
-            if version == get_version(tensor) and not torch.equal(before, checksum(tensor)):
+            if version == get_version(tensor) and not torch.equal(before, compute_checksum(tensor)):
                 raise PlannerError(
                     f"{name} was written between the step and its backward pass in a way that autograd does not see (.data, "
                     "NumPy, DLPack), and the backward pass reads it: gradients would not be those of the loss. Write after "

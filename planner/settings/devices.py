@@ -161,21 +161,21 @@ def count_op_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     Counts every input and output once, an expanded tensor before its expansion, of a table the rows that are looked up, and
     nothing of inputs that only give their shape. Normalizations over more than a row read twice.
     """
-    from planner.capture.rewrites.outputs import tensors_in
+    from planner.capture.rewrites.outputs import list_tensors
 
     name = _name(target)
-    written = sum(map(_count_distinct_bytes, tensors_in(out)))
+    written = sum(map(_count_distinct_bytes, list_tensors(out)))
     if name in _ALLOCATES_ONLY:
         return 0
     if name in _LOOKUPS:
         # The rows read have the size of the output; the indices are read as well.
-        table, *rest = tensors_in((args, kwargs))
+        table, *rest = list_tensors((args, kwargs))
         return min(written, _count_distinct_bytes(table)) + written + sum(map(_count_distinct_bytes, rest))
     if name in _PICKS_ONE_PER_ROW:
         scores, target_classes, *_ = args
         return _count_distinct_bytes(target_classes) + int(target_classes.numel() * scores.element_size()) + written
     unread = _get_argument(target, args, kwargs, _SHAPE_ONLY[name]) if name in _SHAPE_ONLY else None
-    inputs = {id(t): t for t in tensors_in((args, kwargs)) if t is not unread}
+    inputs = {id(t): t for t in list_tensors((args, kwargs)) if t is not unread}
     read = sum(map(_count_distinct_bytes, inputs.values()))
     return written + (2 * read if name in _READS_TWICE else read)
 
@@ -244,11 +244,11 @@ def _get_reached_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, An
     """Return the FLOPs per second that kernels of this kind reach in the precision of the first matrix."""
     import torch
 
-    from planner.capture.rewrites.outputs import tensors_in
+    from planner.capture.rewrites.outputs import list_tensors
 
     name = _name(target)
     # The first tensor of addmm and baddbmm is the summand.
-    matrices = [t for t in tensors_in(args) if t.dim() >= 2 and t.is_floating_point()]
+    matrices = [t for t in list_tensors(args) if t.dim() >= 2 and t.is_floating_point()]
     dtype = matrices[0].dtype if matrices else torch.float32
     is_convolution = name in _CONVOLUTIONS
     if is_convolution and _get_argument(target, args, kwargs, "groups") not in (None, 1):

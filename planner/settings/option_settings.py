@@ -13,7 +13,7 @@ from graphs.options.option import Need
 from graphs.options.selection import list_exact_ops
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.units import format_seconds, parse_budget, parse_rate
-from planner.capture.options import DEFAULTS, check_complete, needing, needs, with_options
+from planner.capture.options import DEFAULTS, apply_options, check_complete, list_needing, needs
 from planner.settings.link import format_rate, get_measured_link, get_published_link
 from planner.settings.other_devices import DEVICES_KEY, decode_devices, encode_devices
 from solvers.registry import check_solver, check_takes
@@ -129,7 +129,7 @@ class OptionSettings:
         if self.offloads or self.places:
             link = self.link(graph.provenance).link if self.offloads else None
             around = Surroundings(link, self.host_bytes, self._select_devices(graph.provenance))
-        return with_options(graph, self.names, around, list_exact_ops(graph) if self.exact else None)
+        return apply_options(graph, self.names, around, list_exact_ops(graph) if self.exact else None)
 
     def record(self, graph: Graph) -> dict[str, object]:
         """Return these settings in the form of plan settings, for a graph with these options; empty without options."""
@@ -200,7 +200,7 @@ def build_option_settings(
     if Need.LINK not in needs(options):
         given = [name for name, value in (("link", link), ("host_budget", host_budget)) if value is not None]
         if given:
-            copying = needing(Need.LINK)[0]
+            copying = list_needing(Need.LINK)[0]
             raise UsageError(
                 f"{' and '.join(given)} given, but no option that transfers tensors: add options=[{copying!r}] "
                 f"(--options {copying})"
@@ -241,11 +241,11 @@ def apply_recorded_options(graph: Graph, settings: Mapping[str, object]) -> Grap
     names, only = read_recorded_options(settings), _read_recorded_exact(settings)
     known, others = read_recorded_link(settings), decode_devices(settings)
     if known is None:
-        return with_options(graph, names, Surroundings(others=others) if others else None, only)
+        return apply_options(graph, names, Surroundings(others=others) if others else None, only)
     host_bytes = settings.get("host_budget_bytes")
     if not isinstance(host_bytes, int):
         raise _build_edited_error(f"the options {names!r} with {host_bytes!r} bytes of host memory")
-    return with_options(graph, names, Surroundings(known.link, host_bytes, others), only)
+    return apply_options(graph, names, Surroundings(known.link, host_bytes, others), only)
 
 
 def read_recorded_options(settings: Mapping[str, object]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 from graphs.errors import UsageError
 from graphs.optimizers import OPTIMIZERS, MeasuredOptimizer
 from graphs.options.option import Feature
-from planner.capture.options import parsed, traced_options
+from planner.capture.options import list_step_option_names, parse_option
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import get_device
@@ -208,12 +208,14 @@ class PlanSettings:
             Feature.VARYING_SIZES: self.dynamic,
             Feature.REPLAN: self.replan,
         }
-        return {name for name, _ in map(parsed, self.options.names)} | {feature for feature, asked in given.items() if asked}
+        return {name for name, _ in map(parse_option, self.options.names)} | {
+            feature for feature, asked in given.items() if asked
+        }
 
     @property
     def traced_options(self) -> tuple[str, ...]:
         """The options that are found in the step when it is traced."""
-        return traced_options(self.options.names)
+        return list_step_option_names(self.options.names)
 
     @property
     def reads_numbers(self) -> bool:

@@ -5,7 +5,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from graphs.units import format_bytes, format_enough
-from planner.capture.options import option_called
+from planner.capture.options import get_option
 from planner.memory.reserved import EagerMemory
 from planner.plans.record import GraphSummary
 from planner.settings.counted_memory import CountedMemory
@@ -174,6 +174,6 @@ class Advice:
     def _build_option_row(self, option: OptionAdvice) -> tuple[str, ...]:
         if not option.ops:
             return option.name, "nothing to choose in this step", "", ""
-        lossy = option_called(option.name).lossy
+        lossy = get_option(option.name).lossy
         results = "exact" if option.exact else "lossy" if lossy else "may be rounded differently"
         return option.name, format_enough(option.least_found_bytes), str(option.price), results

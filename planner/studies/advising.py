@@ -13,8 +13,8 @@ from graphs.errors import BudgetError
 from graphs.ir import Graph, check_is_graph
 from graphs.options.option import Need
 from graphs.short_tracebacks import shorten_traceback
-from planner.capture.options import OPTIONS, needs, traced_options
-from planner.capture.signature import Batch, leaves
+from planner.capture.options import OPTIONS, list_step_option_names, needs
+from planner.capture.signature import Batch, list_leaves
 from planner.capture.step import LossFn
 from planner.measure.steps import describe_device
 from planner.measure.tracing import trace
@@ -86,7 +86,7 @@ def advise(
     names = _list_options_to_try(roofline) if options is None else tuple(options)
     kind, device, available_bytes = _find_device(model, batch, roofline)
     counted = choose_memory_on(kind, CountedMemory.of(memory))
-    graph = trace(model, loss_fn, batch, **given | {"options": traced_options(names)}, on_progress=on_progress)
+    graph = trace(model, loss_fn, batch, **given | {"options": list_step_option_names(names)}, on_progress=on_progress)
     with _report_solves(on_progress) as say:
         return advise_graph(
             graph,
@@ -181,7 +181,7 @@ def _find_device(model: nn.Module, batch: Batch, roofline: str | None) -> tuple[
         reserve = reserve_bytes(kind, known.memory_bytes)
         return kind, f"{roofline} (modelled)", known.memory_bytes - reserve
     parameters = list(model.parameters())
-    inputs = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+    inputs = [leaf for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor)]
     gradients = [p.grad for p in parameters if p.grad is not None]
     device = next((tensor.device for tensor in (*parameters, *inputs)), torch.device("cpu"))
     available_bytes = compute_auto_budget_bytes(device, (*parameters, *model.buffers(), *gradients), inputs)

@@ -7,7 +7,7 @@ from graphs.errors import UsageError
 from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.units import format_bytes, format_enough
-from planner.capture.options import needs, option_called, options_to_try, with_options
+from planner.capture.options import apply_options, get_option, list_options_to_try, needs
 from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import (
     choose_memory,
@@ -55,7 +55,7 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
         graph: traced with those of the options that are found in the step itself.
         available_bytes: bytes that a step may use on the device, without CUDA's context; None if unknown.
         device: its name, for people.
-        options: options to try, each alone; None for ``options_to_try``.
+        options: options to try, each alone; None for ``list_options_to_try``.
         memory: kind of memory that budgets count; None: on CUDA what PyTorch's allocator reserves, on the CPU the bytes of
             tensors.
         link, host_budget: for options with transfers, as in ``planner.solve``.
@@ -70,7 +70,7 @@ def advise_graph(  # noqa: PLR0913  # those of planner.advise
     if available_bytes is not None and counted.counts_context:
         available_bytes += get_context_bytes(graph)
     work = _Analysis(graph, counted, clock, on_activity, should_stop)
-    names = options_to_try(graph) if options is None else tuple(options)
+    names = list_options_to_try(graph) if options is None else tuple(options)
     for name in names:
         if Need.DEVICES in needs((name,)):
             raise UsageError(f"the option {name!r} runs ops on other devices, which advice is not given on: leave it out")
@@ -110,7 +110,7 @@ class _Analysis:
         should_stop: Callable[[], bool],
     ) -> None:
         self.graph, self.memory, self.clock, self.tell, self.should_stop = graph, memory, clock, on_activity, should_stop
-        plain = with_options(graph, ())
+        plain = apply_options(graph, ())
         self.summary, self.eager_bytes = summarize(plain), predict_eager_bytes(plain, memory)
         self.tell("looking for the least budget")
         self.known, self.least = self._find_least(plain, clock.start_part(_LEAST * clock.limit))
@@ -159,7 +159,7 @@ class _Analysis:
         if price.overhead is None or (alone.overhead is not None and alone.overhead < price.overhead):
             # A schedule without an option is valid with it.
             price = replace(price, overhead=alone.overhead, reserved_bytes=alone.reserved_bytes)
-        exact = all(op.exact for op in offered) and not option_called(name).lossy
+        exact = all(op.exact for op in offered) and not get_option(name).lossy
         return OptionAdvice(
             name=name,
             ops=len(offered),

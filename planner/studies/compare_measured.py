@@ -14,7 +14,7 @@ from statistics import median
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Kind
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.traced import with_graph
+from planner.capture.options.traced import replace_graph
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
 from planner.measure.steps import compute_ratio, describe_device
@@ -95,7 +95,7 @@ def compare_measured(  # noqa: PLR0913  # what is compared, where it is kept, wh
     Raises:
         BudgetError, OutputError, PlannerError: as in ``planner.studies.compare``.
     """
-    offered = with_graph(captured, settings.options.apply(captured.graph))
+    offered = replace_graph(captured, settings.options.apply(captured.graph))
     name = describe_device(next(workload.model.parameters()).device)
     judge = judge_of(offered.graph, settings, CountedMemory.ALLOCATED, name)  # as the peaks that are measured
     tasks = list_tasks(judge, budgets, methods, RunBy.EXECUTOR)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from graphs.errors import BudgetError, FormatError, OutputError
 from graphs.ir import Graph
 from graphs.units import format_bytes
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import choose_memory, predict_eager_bytes
 from planner.plans.attributes import get_attributes
@@ -184,7 +184,7 @@ def solve_curve(
     get_solver(solver)
     clock, options = WallClock(settings.total_time_limit_s), settings.options
     how = _How(settings, solver, reorder, on_activity, should_stop)
-    program = with_options(graph, ())
+    program = apply_options(graph, ())
     options.check_solver(solver)
     if not options.names:
         return _solve_curve(program, budgets, how, clock)

@@ -12,7 +12,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import COMPUTE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.synthetic.random_graphs import draw_graph
 from graphs.synthetic.small import make_training_chain
-from planner.capture.options import OPTIONS, with_options
+from planner.capture.options import OPTIONS, apply_options
 
 AROUND = Surroundings(Link.even(25e9), host_bytes=10**12)
 
@@ -28,7 +28,7 @@ def mixed() -> Graph:
 
 
 def test_large_tensors_get_offload_and_reload_ops() -> None:
-    graph = with_options(mixed(), ("offload",), AROUND)
+    graph = apply_options(mixed(), ("offload",), AROUND)
     assert graph.program == mixed().ops
     out, back = graph.ops[4:]
     assert (out.stream, back.stream) == (DEVICE_TO_HOST, HOST_TO_DEVICE)
@@ -94,13 +94,13 @@ def test_other_optional_ops_and_pools_raise() -> None:
 
 def test_invalid_options_raise() -> None:
     with pytest.raises(UsageError, match="there is no option 'squeeze' of a graph: choose from offload"):
-        with_options(mixed(), ("squeeze",), AROUND)
+        apply_options(mixed(), ("squeeze",), AROUND)
     with pytest.raises(UsageError, match="named twice"):
-        with_options(mixed(), ("offload", "offload"), AROUND)
+        apply_options(mixed(), ("offload", "offload"), AROUND)
     with pytest.raises(GraphError, match="already"):
-        with_options(with_options(mixed(), ("offload",), AROUND), ("offload",), AROUND)
+        apply_options(apply_options(mixed(), ("offload",), AROUND), ("offload",), AROUND)
     with pytest.raises(UsageError, match="the option 'offload' needs to know the link to the host"):
-        with_options(mixed(), ("offload",))
+        apply_options(mixed(), ("offload",))
     for speed in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(GraphError, match="must be above 0"):
             Link.even(speed)

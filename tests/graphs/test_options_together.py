@@ -14,7 +14,7 @@ from graphs.options.placement import PLACEMENT, get_placement, get_placement_wit
 from graphs.options.selection import remove_computed
 from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE, name_channel
 from graphs.simulate import simulate
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from tests.support.graphs.event_judge import judged, runs
 from tests.support.graphs.random_choices import BESIDE, any_schedule, around, found_in_a_step
 
@@ -23,7 +23,7 @@ def test_order_of_option_names_does_not_matter() -> None:
     for seed in range(10):
         graph = found_in_a_step(seed)
         known = around(graph, "second", "third")
-        first, *rest = (with_options(graph, names, known) for names in permutations(BESIDE))
+        first, *rest = (apply_options(graph, names, known) for names in permutations(BESIDE))
         assert all((first.ops, first.tensors, first.pools) == (other.ops, other.tensors, other.pools) for other in rest)
         assert (first.program, first.kept, dict(first.limits)[VARIANCE]) == (graph.program, graph.kept, 0.5)
         # The program, what is computed otherwise, what other devices do, and last the transfers to the host.
@@ -39,7 +39,7 @@ def test_order_of_option_names_does_not_matter() -> None:
 def test_transfers_are_of_one_kind() -> None:
     for seed in range(10):
         graph = found_in_a_step(seed)
-        whole = with_options(graph, BESIDE, around(graph, "second", "third"))
+        whole = apply_options(graph, BESIDE, around(graph, "second", "third"))
         transfers = [op for op in whole.ops if op.is_transfer]
         assert {HOST, "second", "third"} <= {pool for op in transfers for pool in whole.ends(op)}
         for op in transfers:
@@ -54,7 +54,7 @@ def test_optional_ops_and_copies_refer_to_the_program_alone() -> None:
     offered = 0
     for seed in range(20):
         graph = found_in_a_step(seed)
-        whole = with_options(graph, BESIDE, around(graph))
+        whole = apply_options(graph, BESIDE, around(graph))
         made = {t for op in graph.program for t in (*op.inputs, *op.outputs)}
         for op in whole.ops[len(graph.ops) :]:
             assert made.issuperset(t for t in (*op.inputs, *op.outputs) if whole.tensors[t].pool == DEVICE)
@@ -71,7 +71,7 @@ def test_each_option_can_be_removed() -> None:
     for seed in range(20):
         graph = found_in_a_step(seed)
         known = around(graph, "second", "third")
-        whole, both = with_options(graph, BESIDE, known), PLACEMENT.add_to(graph, known)
+        whole, both = apply_options(graph, BESIDE, known), PLACEMENT.add_to(graph, known)
         rest, offloads = remove_offload(whole)
         assert rest == both and offloads
         assert offloads.host_bytes is None or offloads.host_bytes == 1000
@@ -92,7 +92,7 @@ def test_each_option_can_be_removed() -> None:
 
 def test_incompatible_options_raise() -> None:
     graph = found_in_a_step(3)
-    whole, both = with_options(graph, BESIDE, around(graph)), PLACEMENT.add_to(graph, around(graph))
+    whole, both = apply_options(graph, BESIDE, around(graph)), PLACEMENT.add_to(graph, around(graph))
     for twice in (
         lambda: PLACEMENT.add_to(both, around(graph)),
         lambda: PLACEMENT.add_to(OFFLOAD.add_to(graph, around(graph)), around(graph)),
@@ -102,7 +102,7 @@ def test_incompatible_options_raise() -> None:
     with pytest.raises(GraphError, match="already has other pools or streams: add it once, and after placement"):
         OFFLOAD.add_to(whole, around(graph))
     with pytest.raises(UsageError, match="named twice"):
-        with_options(graph, ("placement", "offload", "placement"), around(graph))
+        apply_options(graph, ("placement", "offload", "placement"), around(graph))
     names = ("second", "second"), ("host",), ("device",), ("a_to_b", "c", "a", "b_to_c")
     for wrong, taken in zip(names, ("second", "host", "device", "a_to_b_to_c"), strict=True):
         with pytest.raises(
@@ -130,7 +130,7 @@ def test_both_judges_agree_with_all_options() -> None:
     streams, written_over = set[str](), 0
     for seed in range(25):
         graph = found_in_a_step(seed)
-        whole = with_options(graph, BESIDE, around(graph, "second", "third"))
+        whole = apply_options(graph, BESIDE, around(graph, "second", "third"))
         schedule = any_schedule(whole, seed)
         assert runs(whole, schedule.steps)
         found, verdict = simulate(whole, schedule), judged(whole, schedule)

@@ -13,7 +13,7 @@ from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import draw_graph
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from tests.support.graphs.event_judge import judged, runs
 from tests.support.graphs.options import on_devices, with_trips
 from tests.support.graphs.small_graphs import diamond
@@ -123,7 +123,7 @@ def test_judge_checks_each_memory_and_each_clock() -> None:
 def test_invalid_graphs_and_devices_raise() -> None:
     cpu = OtherDevice("cpu", (1.0, 1.0), 1.0)
     with pytest.raises(GraphError, match="needs another device"):
-        with_options(layer(), ("placement",), Surroundings(Link.even(1.0)))
+        apply_options(layer(), ("placement",), Surroundings(Link.even(1.0)))
     with pytest.raises(GraphError, match="has 2 times for a program of 5 ops"):
         on_devices(diamond(), cpu)
     with pytest.raises(GraphError, match="already has other pools or streams: add it once"):

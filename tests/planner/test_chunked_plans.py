@@ -16,7 +16,7 @@ from graphs.options import remove_options
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import solve
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.capture.workload.models import Workload, build
 from planner.measure import running, tracing
 from planner.plans import search
@@ -184,7 +184,7 @@ def test_graph_facts_report_chunks_and_their_least_budget(graph: Graph) -> None:
     assert chunks.least_budget_bytes <= chunks.least_budget_found_bytes < facts.least_budget_bytes
     said = describe_graph(facts)
     assert f"{chunks.ops} optional ops, {chunks.inexact_ops} of them not exact" in said
-    assert collect_graph_facts(with_options(graph, ())).traced == {}
+    assert collect_graph_facts(apply_options(graph, ())).traced == {}
 
 
 @pytest.mark.slow

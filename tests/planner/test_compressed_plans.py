@@ -15,7 +15,7 @@ from graphs.options.compress import COMPRESS, KEEP, RESTORE, VARIANCE
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure import running, tracing
@@ -50,7 +50,7 @@ def outcome(executor: Executor, workload: Workload) -> measure.StepOutcome:
 
 @pytest.mark.parametrize("form", ["2", "4", "8", "float8"])
 def test_loss_and_random_state_are_exact_and_gradients_as_predicted(workload: Workload, captured: Capture, form: str) -> None:
-    graph = with_options(captured.graph, ["compress:1"])
+    graph = apply_options(captured.graph, ["compress:1"])
     model, loss_fn, _ = workload
     schedule = compress_all(graph, form)
     planned = Executor(replace(captured, graph=graph), schedule, model, loss_fn)
@@ -83,7 +83,7 @@ def test_a_solved_plan_is_lossy_where_that_pays_and_says_how_much(captured: Capt
     )
     program = remove_options(graph)
     peak = simulate(program, keep_everything(program)).peak_bytes
-    least = simulate(with_options(graph, ["compress:1"]), compress_all(graph, "4")).peak_bytes
+    least = simulate(apply_options(graph, ["compress:1"]), compress_all(graph, "4")).peak_bytes
     budget, graph_s = (3 * least + peak) // 4, len(program.ops)
     plans = {bits: solve(cheap, budget, options=[f"compress:{bits}"], work_limit=2) for bits in (4, 8)}
     exact = solve(cheap, budget, work_limit=2)
@@ -93,7 +93,7 @@ def test_a_solved_plan_is_lossy_where_that_pays_and_says_how_much(captured: Capt
         assert plan.peak_bytes <= budget and plan.time_s <= exact.time_s
     four = plans[4]
     assert four.gradient_error is not None and any(said.startswith("lossy: ") for said in four.differs)
-    offered = with_options(cheap, ["compress:4"])
+    offered = apply_options(cheap, ["compress:4"])
     assert 0 < four.gradient_error <= math.sqrt(dict(offered.limits)[VARIANCE]) * (1 + 1e-6)
     assert "gradient error" in str(four)
     check_plan(offered, four)

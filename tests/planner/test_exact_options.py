@@ -9,7 +9,7 @@ from graphs.errors import MismatchError, PlannerError
 from graphs.io.formats import write_graph
 from graphs.ir import Graph
 from planner import solve
-from planner.capture.options.traced import with_graph
+from planner.capture.options.traced import replace_graph
 from planner.capture.workload.models import Workload
 from planner.measure import running, tracing
 from planner.plans.document import write_plan
@@ -62,7 +62,7 @@ def test_exact_plan_runs_on_a_recaptured_step(graph: Graph, workload: Workload) 
 def test_calls_go_with_the_ops_that_are_left(graph: Graph, workload: Workload) -> None:
     captured = tracing.restore_recorded(tracing.capture_step(workload, PlanSettings()), graph.provenance, ["chunks"])
     names = [op.name for op in graph.ops if op.optional and op.exact]
-    held = with_graph(captured, apply_recorded_options(captured.graph, {"options": ["chunks"], "exact": names}))
+    held = replace_graph(captured, apply_recorded_options(captured.graph, {"options": ["chunks"], "exact": names}))
     before = dict(zip((op.name for op in captured.graph.ops), captured.program.calls, strict=True))
     assert [before[op.name].outputs for op in held.graph.ops] == [c.outputs for c in held.program.calls]
     assert all(before[op.name].composed is call.composed for op, call in zip(held.graph.ops, held.program.calls, strict=True))

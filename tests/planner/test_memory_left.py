@@ -47,7 +47,7 @@ def tensor_bytes() -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("plan", [compile_step, checkpoint, backend])
 def test_a_planned_step_leaves_no_tensors(plan: Callable[..., Callable[..., Any]], dtype: torch.dtype) -> None:
-    for made in (synthetic_inputs._build_random_block, checksum._weights):
+    for made in (synthetic_inputs._build_random_block, checksum._build_weights):
         made.cache_clear()  # type: ignore[attr-defined]
     before = tensor_bytes()
     model, x = Loss(dtype), torch.randn(16, 32, dtype=dtype)

@@ -23,7 +23,7 @@ from graphs.options.transfers import OptionBuilder
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_training_step
 from planner.capture import options
-from planner.capture.options import OPTIONS, register, with_options
+from planner.capture.options import OPTIONS, apply_options, register
 from planner.capture.workload.models import Workload
 from planner.measure import running
 from planner.plans.document import write_plan
@@ -67,7 +67,7 @@ def test_it_is_found_solved_written_judged_and_run(tmp_path: Path, capsys: pytes
     recomputing = planner.solve(graph, "60%", work_limit=20.0)
     plan = planner.solve(graph, "60%", options=["bfloat16"], work_limit=20.0)
     assert plan.time_s < recomputing.time_s and not recomputing.differs
-    held = with_options(graph, ["bfloat16"])
+    held = apply_options(graph, ["bfloat16"])
     assert simulate(held, plan.schedule).peak_bytes == plan.peak_bytes <= plan.budget_bytes
     assert plan.differs and all("kept in bfloat16" in said for said in plan.differs)
     check_plan(held, plan)
@@ -112,7 +112,7 @@ def test_an_option_of_the_device_alone_needs_no_surroundings(monkeypatch: pytest
     with pytest.raises(PlannerError, match="the solver 'dtr' recomputes only"):
         planner.solve(graph, "75%", options=["fast"], solver="dtr")
     with pytest.raises(UsageError, match="the option 'offload' needs to know the link to the host"):
-        with_options(graph, ["fast", "offload"])
+        apply_options(graph, ["fast", "offload"])
 
 
 @pytest.mark.usefixtures("_registered")

@@ -14,7 +14,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.pools import HOST
 from graphs.synthetic.random_graphs import draw_training_step
 from planner import solve
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan, check_sizes, check_with_its_graph
@@ -47,7 +47,7 @@ def test_a_plan_with_both_is_faster_than_with_either(step: Graph) -> None:
     assert both.copied and both.recomputed and not recomputing.copied
     assert sending.recomputed == 0 < recomputing.recomputed
     assert both.bound_s is not None and both.bound_s <= both.time_s
-    offered = with_options(step, ["offload"], Surroundings(Link.even(10e9), GB * 64))
+    offered = apply_options(step, ["offload"], Surroundings(Link.even(10e9), GB * 64))
     simulation = check_plan(offered, both)
     assert simulation.peak_bytes == both.peak_bytes <= both.budget_bytes
     assert both.pool_peaks_bytes == {HOST: simulation.pool_peaks_bytes[1]}
@@ -61,7 +61,7 @@ def test_a_plan_with_both_is_faster_than_with_either(step: Graph) -> None:
 
 
 def test_graph_with_offload_options_is_solved_unchanged(step: Graph) -> None:
-    offered = with_options(step, ["offload"], Surroundings(Link.even(50e9)))
+    offered = apply_options(step, ["offload"], Surroundings(Link.even(50e9)))
     plan = solve(offered, "60%", work_limit=2)
     assert plan.copied
     check_plan(offered, plan)
@@ -107,7 +107,7 @@ def test_infeasible_budget_error_names_the_budget_with_offload(step: Graph) -> N
 
 
 def test_reordering_keeps_optional_ops(step: Graph) -> None:
-    offered = with_options(step, ["offload"], Surroundings(Link.even(1e9)))
+    offered = apply_options(step, ["offload"], Surroundings(Link.even(1e9)))
     order = find_order(offered)
     n = len(step.ops)
     assert order.original[:n] == find_order(step).original and order.original[n:] == tuple(range(n, len(offered.ops)))
@@ -118,7 +118,7 @@ def test_facts_have_the_least_budget_with_and_without(step: Graph) -> None:
     facts = collect_graph_facts(once(step))
     assert facts.least_budget_offload_bytes <= facts.least_budget_offload_found_bytes < facts.least_budget_bytes
     assert facts.least_budget_bytes <= facts.least_budget_found_bytes and facts.least_budget_offload_host_bytes > 0
-    offered = with_options(once(step), ["offload"], Surroundings(Link.even(1e9)))
+    offered = apply_options(once(step), ["offload"], Surroundings(Link.even(1e9)))
     assert replace(collect_graph_facts(offered), summary=facts.summary) == facts
 
 

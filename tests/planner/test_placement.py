@@ -16,7 +16,7 @@ from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph, Op
 from graphs.options.placement import find_fixed
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.cli.main import main
 from planner.plans.plan import read_plan
 from planner.plans.solving import solve
@@ -130,7 +130,7 @@ def test_a_graph_without_other_devices_says_how_to_get_them() -> None:
     with pytest.raises(GraphError, match=r"trace the step with --other-devices cpu:2, or cuda \(planner.trace\("):
         solve(diamond(), "100%", solver="xengine", options=["placement"])
     with pytest.raises(UsageError, match=r"needs to know other devices: Surroundings\(others="):
-        with_options(diamond(), ("placement",))
+        apply_options(diamond(), ("placement",))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_recorded_settings_restore_the_graph_of_a_plan() -> None:
     rounds = OtherDevice("cpu", (1.0,) * ops, 1.0, differs="rounding", exact=(0, 2))
     provenance = {DEVICES_KEY: encode_devices([OtherDevice("b", (2.0,) * ops, 1.0, 99), rounds])}
     graph = replace(found_in_a_step(5), provenance=provenance)
-    assert {op.differs for op in with_options(graph, ["placement"], Surroundings(Link.even(1.0), others=(rounds,))).ops} == {
+    assert {op.differs for op in apply_options(graph, ["placement"], Surroundings(Link.even(1.0), others=(rounds,))).ops} == {
         "",
         "rounding",
     }
@@ -202,14 +202,14 @@ CHANGES: dict[str, tuple[OtherDevice, Callable[[Op, Graph], Any], object]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_measured_device_figures_reach_the_graph(name: str) -> None:
     device, look, wanted = CHANGES[name]
-    graph = with_options(diamond(), ("placement",), Surroundings(Link.even(1.0), others=(device,)))
+    graph = apply_options(diamond(), ("placement",), Surroundings(Link.even(1.0), others=(device,)))
     first = next(op for op in graph.ops if op.replaces == (0,))
     assert look(first, graph) == wanted
 
 
 def test_copies_take_a_latency_besides_their_bytes() -> None:
     device = OtherDevice("b", (1.0,) * 5, 2.0, latency_s=0.25)
-    graph = with_options(diamond(), ("placement",), Surroundings(Link.even(1.0), others=(device,)))
+    graph = apply_options(diamond(), ("placement",), Surroundings(Link.even(1.0), others=(device,)))
     copies = [op for op in graph.ops if op.target == "copy"]
     assert copies and all(op.time_s == 0.25 + graph.tensors[op.inputs[0]].size_bytes / 2 for op in copies)
     with pytest.raises(GraphError, match=r"a copy from 'device' to 'b' has a latency of -1.0 s"):

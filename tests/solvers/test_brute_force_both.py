@@ -9,7 +9,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_options, draw_overwriting
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from solvers.result import Status
 from solvers.windows import solve
 from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_models
@@ -34,7 +34,7 @@ def cases(seeds: range) -> list[Case]:
         peak = simulate(program, keep_everything(program)).peak_bytes
         budget = max(1, round(peak * draw.uniform(0.6, 1.0)))
         host_bytes = draw.choice((None, None, draw.randint(3, 20)))
-        graph = with_options(graph, ("offload",), Surroundings(Link.even(draw.choice((1.0, 2.0, 4.0))), host_bytes))
+        graph = apply_options(graph, ("offload",), Surroundings(Link.even(draw.choice((1.0, 2.0, 4.0))), host_bytes))
         try:
             found.append(Case(seed, graph, budget, fastest_with_copies(graph, budget, most=40_000)))
         except TimeoutError:

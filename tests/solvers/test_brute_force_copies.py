@@ -10,7 +10,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph, draw_overwriting
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock
 from solvers.highs import solve_program
@@ -53,7 +53,7 @@ def case(seed: int, most_ops: int) -> Case | None:
     host_bytes = draw.choice((None, None, draw.randint(3, 20)))
     rates = (1.0, 2.0, 4.0)
     link = Link(draw.choice(rates), draw.choice(rates), draw.choice((0.0, 0.0, 0.5)))
-    graph = with_options(program, ("offload",), Surroundings(link, host_bytes))
+    graph = apply_options(program, ("offload",), Surroundings(link, host_bytes))
     offloads = build_problem(graph, 1).offloads
     least = bound_least_budget(program, offloads).budget_bytes
     peak = simulate(program, keep_everything(program)).peak_bytes

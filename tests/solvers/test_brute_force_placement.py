@@ -7,7 +7,7 @@ import pytest
 from graphs.clocks import find_results_elsewhere
 from graphs.ir import Graph
 from graphs.simulate import simulate
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from solvers.clock import WallClock, WorkClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
@@ -126,7 +126,7 @@ def test_schedules_with_all_choices_at_once_are_none_that_a_bound_excludes() -> 
     compared = 0
     for seed in range(12):
         step = found_in_a_step(seed, 3 + seed % 4)
-        graph = with_options(step, BESIDE, around(step, *(("second", "third") if seed % 3 == 0 else ("second",))))
+        graph = apply_options(step, BESIDE, around(step, *(("second", "third") if seed % 3 == 0 else ("second",))))
         schedule = any_schedule(graph, seed)
         # Where several ops are stood for, it is in the place of the last that solvers have the op that does so.
         if any(len(graph.ops[op].replaces) > 1 for op in schedule.computed):

@@ -44,20 +44,20 @@ def _apply(capture: "Capture") -> "Capture":
                 outputs=[made],
                 differs=differs,
             )
-    return additions.captured()
+    return additions.build_capture()
 
 
 def _saved(capture: "Capture") -> "Iterator[tuple[Op, int, torch.Tensor]]":
     """What the forward pass makes in float32 and the backward pass reads, with the op that makes it and a fake value."""
     import torch
 
-    from planner.capture.options.added import value_of
+    from planner.capture.options.added import get_value
 
     graph = capture.graph
     for op, node, call in zip(graph.program, capture.nodes, capture.program.calls, strict=False):
         for t, path in call.outputs if op.phase is Phase.FORWARD else ():
             read = any(graph.ops[reader].phase is Phase.BACKWARD for reader in graph.consumers[t])
-            value = value_of(node, path) if node is not None and graph.tensors[t].kind is Kind.ACTIVATION and read else None
+            value = get_value(node, path) if node is not None and graph.tensors[t].kind is Kind.ACTIVATION and read else None
             if value is not None and value.dtype is torch.float32 and value.is_contiguous():
                 yield op, t, value
 

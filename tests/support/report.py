@@ -11,7 +11,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_training_step
 from graphs.synthetic.small import make_training_chain
 from planner import solve
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.plans.plan import Plan
 from planner.plans.summary import summarize
 from planner.show.facts.timeline import Timeline
@@ -100,7 +100,7 @@ def chain(
     tensors = tuple(replace(t, name=name) if t.name == "f1" else t for t in plain.tensors)
     ops = tuple(replace(op, workspace_bytes=int(op.name == works)) for op in plain.ops)
     renamed = Graph(ops, tensors, plain.kept, plain.provenance)
-    graph = with_options(renamed, ["offload"], Surroundings(Link.even(link), host_bytes))
+    graph = apply_options(renamed, ["offload"], Surroundings(Link.even(link), host_bytes))
     step_of: dict[str, Step] = {op.name: Compute(op.id) for op in plain.ops}
     for t, host in zip(plain.tensors, graph.tensors[len(tensors) :], strict=False):
         out, back = host.producers[0], host.producers[0] + 1

@@ -13,8 +13,8 @@ from torch import fx, nn
 from torch.distributions import Distribution
 
 from graphs.errors import TraceError
-from planner.capture.frontend.source_lines import current_line, location, traced_line
-from planner.capture.rewrites.outputs import same_layout, storage
+from planner.capture.frontend.source_lines import find_current_line, find_traced_line, format_location
+from planner.capture.rewrites.outputs import get_storage, is_same_layout
 from planner.torch_private.capture import (
     FOLLOWS_REQUIRES_GRAD,
     SETATTR,
@@ -62,9 +62,9 @@ def allow_requires_grad_writes() -> Iterator[None]:
     def refuse_input(owner: Any) -> None:
         if owner.source is not None and get_source_name(owner.source).startswith(("L['args']", "L['kwargs']")):
             raise TraceError(
-                f"{location(current_line())} changes requires_grad of a tensor of the batch, which a plan takes as it is given: "
-                "write x = x.detach().requires_grad_() instead, which is a tensor of the step's own, or call requires_grad_() on "
-                "the batch before the step, which then gives it a gradient"
+                f"{format_location(find_current_line())} changes requires_grad of a tensor of the batch, which a plan takes as "
+                "it is given: write x = x.detach().requires_grad_() instead, which is a tensor of the step's own, or call "
+                "requires_grad_() on the batch before the step, which then gives it a gradient"
             )
 
     def set_or_write(function: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
@@ -118,13 +118,15 @@ class _DataWrites:
         if len(output.tracers) > 1:
             return False
         old, new = (variable.as_proxy().node.meta["example_value"] for variable in (owner, value))
-        if not (same_layout(old, new) and old.dtype is new.dtype and old.storage_offset() == new.storage_offset()):
+        if not (is_same_layout(old, new) and old.dtype is new.dtype and old.storage_offset() == new.storage_offset()):
             return False
         data = owner.var_getattr(translator, "data")
         detached = value.call_method(translator, "detach", [], {})
         if old.requires_grad:
             copy = data.call_method(translator, "copy_", [detached], {})
-            self.at_once.setdefault(output.tracing_context, []).append((copy.as_proxy().node, {storage(old), storage(new)}))
+            self.at_once.setdefault(output.tracing_context, []).append(
+                (copy.as_proxy().node, {get_storage(old), get_storage(new)})
+            )
             return True
         self.pending.setdefault(output.tracing_context, {}).setdefault(owner, (owner.proxy, data))
         owner.proxy = detached.as_proxy()
@@ -181,7 +183,7 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
             return owner
         return attribute(owner, translator, "set_").call_function(translator, list(args), kwargs)
 
-    def attribute_or_method(owner: Any, translator: Any, name: str) -> Any:
+    def find_attribute_or_method(owner: Any, translator: Any, name: str) -> Any:
         if name == "set_" and owner.source is not None and wanted(translator):
             return GetAttrVariable(owner, name)
         return attribute(owner, translator, name)
@@ -192,7 +194,7 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
 
     stack.enter_context(patch.object(owner_of, method, set_or_write))
     stack.enter_context(patch.object(holder, name_of, set_storage_or_write))
-    stack.enter_context(patch.object(TensorVariable, "var_getattr", attribute_or_method))
+    stack.enter_context(patch.object(TensorVariable, "var_getattr", find_attribute_or_method))
     stack.enter_context(patch.object(OutputGraph, "compile_subgraph", compile_written))
 
 
@@ -206,7 +208,7 @@ def write_replaced_buffers() -> Iterator[None]:
     compile_graph = OutputGraph.compile_subgraph
 
     def compile_written(output: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-        replaced = [found for table in output.side_effects._get_modified_vars() for found in _replaced_buffers(table)]
+        replaced = [found for table in output.side_effects._get_modified_vars() for found in _iterate_replaced_buffers(table)]
         values = [items[key].call_method(translator, "clone", [], {}) for items, key, _ in replaced]  # as above
         for (items, key, buffer), value in zip(replaced, values, strict=True):
             buffer.var_getattr(translator, "data").call_method(translator, "copy_", [value], {})
@@ -217,7 +219,7 @@ def write_replaced_buffers() -> Iterator[None]:
         yield
 
 
-def _replaced_buffers(table: Any) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
+def _iterate_replaced_buffers(table: Any) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
     """Yield the items of a module's table of buffers, the key of a tensor that replaces another of its layout, and the other."""
     if table.source is None or not get_source_name(table.source).endswith("._buffers"):
         return
@@ -226,7 +228,7 @@ def _replaced_buffers(table: Any) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
         pair = [each.realize() for each in (before.get(get_constant_key(key)), value) if each is not None]
         if len(pair) == 2 and pair[0] is not pair[1] and all(each.is_tensor() for each in pair):
             old, new = (each.as_proxy().node.meta["example_value"] for each in pair)
-            if same_layout(old, new) and old.dtype is new.dtype and old.device == new.device and not new.requires_grad:
+            if is_same_layout(old, new) and old.dtype is new.dtype and old.device == new.device and not new.requires_grad:
                 yield table.items, key, pair[0]
 
 
@@ -237,12 +239,12 @@ def _refuse_other_names(copy: fx.Node, storages: set[int]) -> None:
     for node in copy.graph.nodes:
         before = before and node is not copy
         value = node.meta.get("example_value")
-        if before and node.op != "placeholder" and isinstance(value, torch.Tensor) and storage(value) in storages:
+        if before and node.op != "placeholder" and isinstance(value, torch.Tensor) and get_storage(value) in storages:
             earlier.add(node)
         elif not before and node is not copy and not earlier.isdisjoint(node.all_input_nodes):
             raise TraceError(
-                f"{location(traced_line(copy.meta.get('stack_trace')))} replaces the data of a trained parameter, and the step "
-                "goes on with its old data, or writes to the new: copy it (clone) before it is replaced"
+                f"{format_location(find_traced_line(copy.meta.get('stack_trace')))} replaces the data of a trained parameter, "
+                "and the step goes on with its old data, or writes to the new: copy it (clone) before it is replaced"
             )
 
 
@@ -256,17 +258,17 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
     flatten = DynamoBytecodeFlatten.__call__
     attributes = {name: vars(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers()) if vars(tensor)}
 
-    def functional(constant: torch.Tensor) -> torch.Tensor:
+    def make_functional(constant: torch.Tensor) -> torch.Tensor:
         return FunctionalTensor.to_functional(constant.detach())
 
-    def with_attributes(self: DynamoBytecodeFlatten, *inputs: object) -> object:
+    def copy_attributes(self: DynamoBytecodeFlatten, *inputs: object) -> object:
         for name, held in attributes.items():
             path, _, last = name.rpartition(".")
             tensor = getattr(module.get_submodule(path), last)
             vars(tensor).update({key: value for key, value in held.items() if key not in vars(tensor)})
-        return tuple(functional(value) if type(value) is torch.Tensor else value for value in flatten(self, *inputs))
+        return tuple(make_functional(value) if type(value) is torch.Tensor else value for value in flatten(self, *inputs))
 
-    with patch.object(DynamoBytecodeFlatten, "__call__", with_attributes) if attributes else nullcontext():
+    with patch.object(DynamoBytecodeFlatten, "__call__", copy_attributes) if attributes else nullcontext():
         yield
 
 
@@ -281,7 +283,7 @@ def read_optimizers() -> Iterator[None]:
 def read_generic_aliases() -> Iterator[None]:
     """Read ``list[int]`` and the like where types are values, as in ``typing.cast(list[int], x)``; torch 2.13 does not."""
 
-    def subscript(variable: Any, translator: Any, key: Any) -> Any:
+    def get_item(variable: Any, translator: Any, key: Any) -> Any:
         kind: Any = variable.as_python_constant() if variable.is_python_constant() else None
         is_type = isinstance(kind, type)
         if not is_type:
@@ -289,7 +291,7 @@ def read_generic_aliases() -> Iterator[None]:
         return VariableTracker.build(translator, kind[getattr(key, "value", None) or key.as_python_constant()])
 
     refuse: Any = getattr(VariableTracker, "mp_subscript_impl", None)
-    with nullcontext() if refuse is None else patch.object(VariableTracker, "mp_subscript_impl", subscript):
+    with nullcontext() if refuse is None else patch.object(VariableTracker, "mp_subscript_impl", get_item):
         yield
 
 
@@ -309,10 +311,10 @@ def read_numpy_floats() -> Iterator[None]:
 def ignore_cudnn_flags(device: torch.device) -> Iterator[None]:
     """Leave out ``with torch.backends.cudnn.flags(...)`` on the CPU, where it has no effect."""
 
-    def flags(*_: object, **__: object) -> AbstractContextManager[None]:
+    def ignore_flags(*_: object, **__: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    with patch.object(torch.backends.cudnn, "flags", flags) if device.type == "cpu" else nullcontext():
+    with patch.object(torch.backends.cudnn, "flags", ignore_flags) if device.type == "cpu" else nullcontext():
         yield
 
 

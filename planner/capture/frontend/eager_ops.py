@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from graphs.errors import TraceError
-from planner.capture.rewrites.batch_norms import batch_norms_as_eager
+from planner.capture.rewrites.batch_norms import capture_batch_norms_as_eager
 from planner.capture.rewrites.layouts import record_written_strides
-from planner.capture.rewrites.prod_gradients import products_as_eager
+from planner.capture.rewrites.prod_gradients import capture_products_as_eager
 from planner.torch_private.capture import (
     InstructionTranslatorBase,
     TorchInGraphFunctionVariable,
@@ -65,24 +65,24 @@ _DECOMPOSED = {
 
 
 @contextmanager
-def ops_as_eager() -> Iterator[None]:
+def keep_ops_as_eager() -> Iterator[None]:
     """Make captures inside use the kernels of PyTorch's operators, and not the Python functions that decompose them."""
     with ExitStack() as stack:
-        for op in _overloads():
+        for op in _iterate_overloads():
             decompositions = {key: op.py_kernels[key] for key in _AUTOGRAD_KEYS if key in op.py_kernels}
             if decompositions and op not in _DECOMPOSED:
                 stack.callback(_restore, op, decompositions)
                 _remove(op, decompositions)
-        stack.enter_context(batch_norms_as_eager())
-        stack.enter_context(products_as_eager())
-        stack.enter_context(_dynamo_as_eager())
+        stack.enter_context(capture_batch_norms_as_eager())
+        stack.enter_context(capture_products_as_eager())
+        stack.enter_context(_keep_dynamo_as_eager())
         stack.enter_context(record_written_strides())
         stack.enter_context(keep_random_ops_in_graphs())
-        stack.enter_context(_uncached_recurrent_layers())
+        stack.enter_context(_exclude_recurrent_layers())
         yield
 
 
-def _overloads() -> Iterator[OpOverload]:
+def _iterate_overloads() -> Iterator[OpOverload]:
     """Yield the operators that Python has loaded; one that nobody has named has no Python function."""
     for packet in vars(aten).values():
         if isinstance(packet, OpOverloadPacket):
@@ -101,27 +101,27 @@ def _restore(op: OpOverload, kernels: dict[DispatchKey, Callable[..., Any]]) -> 
 
 
 @contextmanager
-def _dynamo_as_eager() -> Iterator[None]:
+def _keep_dynamo_as_eager() -> Iterator[None]:
     """Make Dynamo decompose ``addcdiv`` and ``addcmul_`` only if it must: where their factor is a tensor."""
     with ExitStack() as stack:
         stack.enter_context(dynamo_config.patch(enable_dynamo_decompositions=False))
-        dynamo_as_eager_where(lambda _: True, stack)
+        keep_dynamo_as_eager_where(lambda _: True, stack)
         yield
 
 
-def dynamo_as_eager_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> None:
+def keep_dynamo_as_eager_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> None:
     """Make Dynamo decompose no op in the frames that are `wanted` unless it must, until `stack` is closed.
 
     It must where a factor (``value`` of ``addcdiv`` and ``addcmul_``) is a tensor, which the op itself would read.
     """
     handlers = TorchInGraphFunctionVariable._get_handlers()
     stack.callback(handlers.__setitem__, torch.addcdiv, handlers[torch.addcdiv])
-    handlers[torch.addcdiv] = _whole_where(wanted, handlers[torch.addcdiv])
+    handlers[torch.addcdiv] = _keep_whole_where(wanted, handlers[torch.addcdiv])
     for holder, name in map(find_tensor_method, ("addcmul_", "addcdiv_")):
-        stack.enter_context(patch.object(holder, name, _whole_where(wanted, getattr(holder, name))))
+        stack.enter_context(patch.object(holder, name, _keep_whole_where(wanted, getattr(holder, name))))
 
 
-def _whole_where(wanted: Callable[[InstructionTranslatorBase], bool], decompose: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_whole_where(wanted: Callable[[InstructionTranslatorBase], bool], decompose: Callable[..., Any]) -> Callable[..., Any]:
     def handle(self: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
         must = "value" in kwargs and not kwargs["value"].is_python_constant()
         return decompose(self, tx, *args, **kwargs) if must or not wanted(tx) else None
@@ -130,7 +130,7 @@ def _whole_where(wanted: Callable[[InstructionTranslatorBase], bool], decompose:
 
 
 @contextmanager
-def not_compiling(informed: Collection[str] = ()) -> Iterator[list[str]]:
+def hide_compiling(informed: Collection[str] = ()) -> Iterator[list[str]]:
     """Answer no to models that ask whether they are compiled, so that they run the same code as in eager PyTorch.
 
     Libraries ask in order to leave out operations that no compiler can follow (a check whether a mask masks anything), and then
@@ -145,40 +145,40 @@ def not_compiling(informed: Collection[str] = ()) -> Iterator[list[str]]:
     asked: list[str] = []
     handlers = TorchInGraphFunctionVariable._get_handlers()
 
-    def answering(true: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(true: Callable[..., Any]) -> Callable[..., Any]:
         def handle(self: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Any:
-            module = _asking_module(tx)
+            module = _find_asking_module(tx)
             question = f"{module}: {self.value.__name__}"
-            if question in informed or _package(module) in _INFORMED:
+            if question in informed or _get_package(module) in _INFORMED:
                 return true(self, tx, *args, **kwargs)
             asked.append(question)
             return VariableTracker.build(tx, False)
 
         return handle
 
-    with patch.dict(handlers, {question: answering(handlers[question]) for question in _QUESTIONS}):
+    with patch.dict(handlers, {question: answer(handlers[question]) for question in _QUESTIONS}):
         yield asked
 
 
-def _asking_module(tx: InstructionTranslatorBase) -> str:
+def _find_asking_module(tx: InstructionTranslatorBase) -> str:
     """Return the module that asks; if it asks through a function of its library, the caller of that function."""
-    module = _module(tx)
+    module = _get_module(tx)
     caller: Any = tx
-    while caller is not None and _module(caller) == module:
+    while caller is not None and _get_module(caller) == module:
         caller = getattr(caller, "parent", None)
-    return module if caller is None or _package(_module(caller)) in _INFORMED else _module(caller)
+    return module if caller is None or _get_package(_get_module(caller)) in _INFORMED else _get_module(caller)
 
 
-def _module(tx: InstructionTranslatorBase) -> str:
+def _get_module(tx: InstructionTranslatorBase) -> str:
     return str(tx.f_globals.get("__name__"))
 
 
-def _package(module: str) -> str:
+def _get_package(module: str) -> str:
     return module.partition(".")[0]
 
 
 @contextmanager
-def _uncached_recurrent_layers() -> Iterator[None]:
+def _exclude_recurrent_layers() -> Iterator[None]:
     """Keep fake values of recurrent layers out of the cache, which forgets that both bias gradients are one tensor.
 
     With the cache, a second capture of the same network would give another graph.
@@ -192,25 +192,25 @@ def _uncached_recurrent_layers() -> Iterator[None]:
             raise BypassDispatchCache(f"{func} returns one tensor twice")
         validate(self, func, args, kwargs)
 
-    def in_float(*args: Any) -> tuple[torch.Tensor, ...]:
+    def convert_to_float(*args: Any) -> tuple[torch.Tensor, ...]:
         """Return gradients in float, as the kernel does; before torch 2.13 the meta kernel gives them the type of the weights."""
         return tuple(gradient.float() for gradient in like(*args))
 
     with (
         patch.object(FakeTensorMode, "_validate_cache_key", refuse),
-        register_python_kernels(backward, {DispatchKey.Meta: in_float}),
+        register_python_kernels(backward, {DispatchKey.Meta: convert_to_float}),
     ):
         yield
 
 
-def mkldnn_rnn_layer(*args: Any) -> tuple[torch.Tensor, ...]:
+def call_mkldnn_rnn_layer(*args: Any) -> tuple[torch.Tensor, ...]:
     """Call ``aten.mkldnn_rnn_layer`` such that it returns what its backward pass needs, where no gradients are recorded too."""
     with below_autograd(), torch.enable_grad():
         results: tuple[torch.Tensor, ...] = aten.mkldnn_rnn_layer.default(*args)
         return results
 
 
-def mkldnn_rnn_layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+def call_mkldnn_rnn_layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     """Call ``aten.mkldnn_rnn_layer_backward``, and return separate gradients of the biases, for which it returns one tensor."""
     results = list(aten.mkldnn_rnn_layer_backward.default(*args))
     results[_SECOND_BIAS] = results[_SECOND_BIAS].clone()
@@ -219,8 +219,8 @@ def mkldnn_rnn_layer_backward(*args: Any) -> tuple[torch.Tensor, ...]:
 
 _SECOND_BIAS = 4
 _CALLED = {
-    aten.mkldnn_rnn_layer.default: mkldnn_rnn_layer,
-    aten.mkldnn_rnn_layer_backward.default: mkldnn_rnn_layer_backward,
+    aten.mkldnn_rnn_layer.default: call_mkldnn_rnn_layer,
+    aten.mkldnn_rnn_layer_backward.default: call_mkldnn_rnn_layer_backward,
 }
 
 
@@ -230,7 +230,7 @@ _AS_LAID_OUT: dict[OpOverload, OpOverload] = dict.fromkeys((aten.view.default, a
 
 
 def separate_biases(graph: fx.Graph) -> None:
-    """Give each bias a gradient of its own in the fake values of ``mkldnn_rnn_layer_backward``."""
+    """Give each bias a gradient of its own in the fake values of ``call_mkldnn_rnn_layer_backward``."""
     for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
         values = list(node.meta["val"])
         with values[_SECOND_BIAS].fake_mode:
@@ -241,7 +241,7 @@ def separate_biases(graph: fx.Graph) -> None:
                 user.meta["val"] = values[_SECOND_BIAS]
 
 
-def called(op: Any) -> Callable[..., Any]:
+def get_callable(op: Any) -> Callable[..., Any]:
     """Return the function that computes what eager PyTorch computes for `op`, called where nothing is recorded."""
     return _CALLED.get(op) or _AS_LAID_OUT.get(op, op)
 

@@ -17,9 +17,9 @@ import torch
 
 from graphs.errors import TraceError
 from graphs.short_tracebacks import warn_caller
-from planner.capture.frontend.python_state import restoring_items
+from planner.capture.frontend.python_state import make_restore_items
 from planner.capture.frontend.source_lines import is_our_code
-from planner.capture.guards.names import Scope, accessor, readable
+from planner.capture.guards.names import Scope, build_accessor, make_readable
 from planner.torch_private.capture import SideEffects, get_constant_key, get_source_name
 
 _Change = Literal["never", "once", "always"]
@@ -70,7 +70,7 @@ class Effect:
 
     def read(self, local: Scope, scope: Scope) -> object:
         """Return the present value; of a list, dict or set a copy."""
-        owner = _owner(self, local, scope)
+        owner = _find_owner(self, local, scope)
         if self.attribute is None:
             return owner.copy() if isinstance(owner, list | dict | set) else owner
         if isinstance(owner, Mapping) and "[" in self.owner and not hasattr(owner, self.attribute):
@@ -80,7 +80,7 @@ class Effect:
     def write(self, value: object, local: Scope, scope: Scope) -> None:
         """Set the value, as the step does."""
         assert self.attribute is not None
-        setattr(_owner(self, local, scope), self.attribute, value)
+        setattr(_find_owner(self, local, scope), self.attribute, value)
 
 
 class Scratch:
@@ -117,11 +117,11 @@ def record_effects() -> Iterator[list[Effect]]:
     found: list[Effect] = []
     original = SideEffects.codegen_update_mutated
 
-    def recorded(effects: SideEffects, *args: Any, **kwargs: Any) -> None:
-        found[:] = _effects(effects)  # a restarted capture begins with an empty list
+    def record_effect(effects: SideEffects, *args: Any, **kwargs: Any) -> None:
+        found[:] = _list_effects(effects)  # a restarted capture begins with an empty list
         original(effects, *args, **kwargs)
 
-    with mock.patch.object(SideEffects, "codegen_update_mutated", recorded):
+    with mock.patch.object(SideEffects, "codegen_update_mutated", record_effect):
         yield found
 
 
@@ -147,24 +147,24 @@ def check_effects(
     for effect in effects:
         if effect.replaced:
             raise TraceError(
-                f"{readable(effect.name, local, scope)} is replaced by another tensor in the step{effect.where}, which a planned "
-                "step does not do: change it in place (copy_, add_, lerp_)"
+                f"{make_readable(effect.name, local, scope)} is replaced by another tensor in the step{effect.where}, which a "
+                "planned step does not do: change it in place (copy_, add_, lerp_)"
             )
     effects = [
         effect
         for effect in effects
-        if not isinstance(_owner(effect, local, scope), Scratch)
+        if not isinstance(_find_owner(effect, local, scope), Scratch)
         # A flag that is set and reset is no effect.
-        and not (effect.constant is not None and _same(effect.constant[0], effect.read(local, scope)))
+        and not (effect.constant is not None and _is_same(effect.constant[0], effect.read(local, scope)))
     ]
-    changes = _changes(effects, run, local, scope) if effects else {}
+    changes = _find_changes(effects, run, local, scope) if effects else {}
     counted = [
         effect for effect, change in changes.items() if change == "always" and effect.is_number and effect.is_read(guarded)
     ]
     for effect, change in changes.items():
         if change != "always" or (effect in counted and effect.number is not None):
             continue
-        name = readable(effect.name, local, scope)
+        name = make_readable(effect.name, local, scope)
         if effect.is_read(guarded):
             message = (
                 f"{name} changes at every step{effect.where}, and the step reads it: in a plan it would stay as it is now. Make "
@@ -176,21 +176,21 @@ def check_effects(
             raise TraceError(message)
         warn_caller(f"{name} is set by the step{effect.where}: a planned step does not set it, return it instead")
     if unsettled := [effect for effect, change in changes.items() if change == "once" and effect.is_read(guarded)]:
-        raise UnsettledError(", ".join(f"{readable(e.name, local, scope)}{e.where}" for e in unsettled), unsettled)
+        raise UnsettledError(", ".join(f"{make_readable(e.name, local, scope)}{e.where}" for e in unsettled), unsettled)
     return tuple(counted)
 
 
 def warn_of_first_call(effects: list[Effect], local: Scope, scope: Scope) -> None:
     """Warn that the first call of the step has set the values that later ones read; arguments as for ``check_effects``."""
     for effect in effects:
-        name = readable(effect.name, local, scope)
+        name = make_readable(effect.name, local, scope)
         warn_caller(
             f"{name} is set by the first step{effect.where}, and read by later ones: the model was run once to set it, and the "
             "plan uses the value that it has now",
         )
 
 
-def _effects(effects: SideEffects) -> list[Effect]:
+def _list_effects(effects: SideEffects) -> list[Effect]:
     found = []
     for variable in effects._get_modified_vars():
         try:
@@ -203,10 +203,10 @@ def _effects(effects: SideEffects) -> list[Effect]:
         attributes = effects.store_attr_mutations.get(variable)
         if owner.endswith(("._buffers", "._parameters")):
             module = owner.rpartition(".")[0]
-            found += [Effect(module, name, where, replaced=True) for name in _replaced(variable)]
+            found += [Effect(module, name, where, replaced=True) for name in _iterate_replaced(variable)]
         elif attributes:
             found += [
-                Effect(owner, name, where, constant=_constant(value), number=_number(value))
+                Effect(owner, name, where, constant=_get_constant(value), number=_number(value))
                 for name, value in attributes.items()
                 if not _is_itself(value, owner, name)
             ]
@@ -215,23 +215,23 @@ def _effects(effects: SideEffects) -> list[Effect]:
     return [effect for effect in found if effect.owner.startswith(("L[", "G["))]
 
 
-def _replaced(tensors: Any) -> Iterator[str]:
+def _iterate_replaced(tensors: Any) -> Iterator[str]:
     """Yield the names in a module's table of tensors that refer to another tensor than before; in-place writes do not count."""
     before, now = (
         {get_constant_key(key): value for key, value in items.items()} for items in (tensors.original_items, tensors.items)
     )
     for name, value in now.items():
-        if value is not before.get(name) and _storage(value) != _storage(before.get(name)):
+        if value is not before.get(name) and _get_storage(value) != _get_storage(before.get(name)):
             yield name
 
 
-def _storage(variable: Any) -> int | None:
+def _get_storage(variable: Any) -> int | None:
     value = variable.realize() if hasattr(variable, "realize") else variable
     proxy = value.as_proxy() if value is not None and value.is_tensor() else None
     return None if proxy is None else proxy.node.meta["example_value"].untyped_storage()._cdata
 
 
-def _constant(value: Any) -> tuple[object] | None:
+def _get_constant(value: Any) -> tuple[object] | None:
     if not (value.is_python_constant() and isinstance(value.as_python_constant(), int | float | str | None)):
         return None
     return (value.as_python_constant(),)
@@ -250,9 +250,9 @@ def _is_itself(value: Any, owner: str, name: str) -> bool:
     return get_source_name(source) in {f"{owner}.{name}", f"{owner}._buffers['{name}']", f"{owner}._parameters['{name}']"}
 
 
-def _changes(effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope) -> dict[Effect, _Change]:
+def _find_changes(effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope) -> dict[Effect, _Change]:
     """Return in which of two steps on fake tensors each value changes; all values are restored afterwards."""
-    before = _snapshots(effects, local, scope)
+    before = _take_snapshots(effects, local, scope)
     try:
         seen = [[effect.read(local, scope) for effect in effects]]
         for _ in range(2):
@@ -267,18 +267,18 @@ def _changes(effects: list[Effect], run: Callable[[], object], local: Scope, sco
 
 
 def _change(first: object, second: object, third: object) -> _Change:
-    if not _same(second, third):
+    if not _is_same(second, third):
         return "always"
-    return "never" if _same(first, second) else "once"
+    return "never" if _is_same(first, second) else "once"
 
 
 _ABSENT = object()
 
 
-def _owner(effect: Effect, local: Scope, scope: Scope) -> Any:
+def _find_owner(effect: Effect, local: Scope, scope: Scope) -> Any:
     if effect.owner == f"G['{effect.attribute}']":  # a global is an attribute of no object
         return _GlobalVariables(scope)
-    return accessor(effect.owner)(local, scope)
+    return build_accessor(effect.owner)(local, scope)
 
 
 class _GlobalVariables:
@@ -288,15 +288,15 @@ class _GlobalVariables:
         self.__dict__ = scope  # type: ignore[assignment]
 
 
-def _snapshots(effects: list[Effect], local: Scope, scope: Scope) -> list[Callable[[], None]]:
+def _take_snapshots(effects: list[Effect], local: Scope, scope: Scope) -> list[Callable[[], None]]:
     """Return functions that restore the present values."""
     restore: list[Callable[[], None] | None] = []
     for effect in effects:
-        owner = _owner(effect, local, scope)
+        owner = _find_owner(effect, local, scope)
         if effect.attribute is not None:
             restore.append(partial(_restore_attribute, owner, effect.attribute, effect.read(local, scope)))
         else:
-            restore.append(restoring_items(owner))
+            restore.append(make_restore_items(owner))
     return [each for each in restore if each is not None]
 
 
@@ -307,14 +307,14 @@ def _restore_attribute(owner: Any, name: str, value: object) -> None:
         delattr(owner, name)
 
 
-def _same(a: object, b: object) -> bool:
+def _is_same(a: object, b: object) -> bool:
     """Return True if two values are one object, or equal and of plain types."""
     if a is b:
         return True
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_is_same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
     return isinstance(a, int | float | str | bytes | set | None) and a == b

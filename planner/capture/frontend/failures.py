@@ -6,10 +6,16 @@ from collections.abc import Callable
 import torch
 
 from graphs.errors import PlannerError, TraceError, first_line, is_handled_by_a_caller, typed_line
-from planner.capture.frontend.fake_execution import on_fakes
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, is_our_code, location, raising_line, traced_line
+from planner.capture.frontend.fake_execution import run_on_fakes
+from planner.capture.frontend.source_lines import (
+    GRAPH_BREAK_ADVICE,
+    find_raising_line,
+    find_traced_line,
+    format_location,
+    is_our_code,
+)
 from planner.capture.guards.branches import DataBranches
-from planner.capture.signature import Batch, call, leaves
+from planner.capture.signature import Batch, call, list_leaves
 from planner.capture.step import TrainingStep
 from planner.torch_private.capture import FOLLOWS_COPIES, TorchDynamoException
 from planner.torch_private.core import FakeTensor
@@ -59,34 +65,34 @@ _ANSWERS: dict[str, str] = {
 }
 
 
-def failure(error: Exception, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Exception:
+def build_failure(error: Exception, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Exception:
     """Return the exception to raise for the `error` that stopped a capture of `step`.
 
     Raise it where `error` is not being handled, so that it does not become the context of the user's own exception.
     """
-    if message := own_message(error) or (branches and branches.refusal):
-        return _caused(message, error)
-    with on_fakes(step, batch) as run:
-        found = _raised_by(run)
+    if message := get_own_message(error) or (branches and branches.refusal):
+        return _build_trace_error(message, error)
+    with run_on_fakes(step, batch) as run:
+        found = _find_raised(run)
     if isinstance(found, TraceError):
-        return _caused(str(found), error)
-    if failed := _failed_op(error, found):
-        return _caused(failed, error)
+        return _build_trace_error(str(found), error)
+    if failed := _describe_failed_op(error, found):
+        return _build_trace_error(failed, error)
     observed = type(error).__name__.startswith("Observed") or "Observed exception" in str(error)
-    if (own := _users_own(step, batch, found, observed=observed)) is not None:
+    if (own := _find_users_own(step, batch, found, observed=observed)) is not None:
         return own
-    if isinstance(found, TypeError) and (wrong := step.wrong_call(batch)):
-        return _caused(wrong, error)
-    return _caused(_answer(error), error)
+    if isinstance(found, TypeError) and (wrong := step.describe_wrong_call(batch)):
+        return _build_trace_error(wrong, error)
+    return _build_trace_error(_answer(error), error)
 
 
-def _caused(message: str, error: Exception) -> TraceError:
+def _build_trace_error(message: str, error: Exception) -> TraceError:
     answer = TraceError(message)
     answer.__cause__ = error
     return answer
 
 
-def own_message(error: BaseException) -> str | None:
+def get_own_message(error: BaseException) -> str | None:
     """Return the message of an error that the planner raised inside the capture; None for other errors."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, PlannerError):
@@ -96,7 +102,7 @@ def own_message(error: BaseException) -> str | None:
     return None if cause is None else str(cause)
 
 
-def _users_own(step: TrainingStep, batch: Batch, on_fakes: Exception | None, *, observed: bool) -> Exception | None:
+def _find_users_own(step: TrainingStep, batch: Batch, on_fakes: Exception | None, *, observed: bool) -> Exception | None:
     """Return the exception that the user's own code raises on `batch`, with its traceback; None if it raises none.
 
     A result that is no tensor is the user's too.
@@ -108,14 +114,14 @@ def _users_own(step: TrainingStep, batch: Batch, on_fakes: Exception | None, *, 
     """
     if on_fakes is None and not observed:
         return None
-    if any(isinstance(tensor, FakeTensor) for tensor in (*step.parameters(), *leaves(batch))):
+    if any(isinstance(tensor, FakeTensor) for tensor in (*step.parameters(), *list_leaves(batch))):
         return on_fakes if on_fakes is not None and _is_users(on_fakes) else None
     with torch.no_grad():
-        found = _raised_by(lambda: call(step, batch))
+        found = _find_raised(lambda: call(step, batch))
     return found if found is not None and (isinstance(found, TraceError) or _is_users(found)) else None
 
 
-def _raised_by(run: Callable[[], object]) -> Exception | None:
+def _find_raised(run: Callable[[], object]) -> Exception | None:
     try:
         run()
     except Exception as error:  # noqa: BLE001  # whatever it is
@@ -131,15 +137,15 @@ def _is_users(error: Exception) -> bool:
     return not is_our_code(innermost)
 
 
-def _failed_op(error: Exception, on_fakes: Exception | None) -> str | None:
+def _describe_failed_op(error: Exception, on_fakes: Exception | None) -> str | None:
     """Return the message for an op that fails on the batch, on fake tensors as well as on real ones."""
     failed = re.search(r"with fake tensors: .*: got (?!AttributeError)(\w+)\((['\"])(.*)\2\)$", str(error), re.MULTILINE)
     if failed is None:
         return None
     said, line = f"{failed[1]}: {failed[3]}", None
     if on_fakes is not None:
-        said, line = typed_line(on_fakes), raising_line(on_fakes)
-    where = "" if line is None else f", at {location(line)}"
+        said, line = typed_line(on_fakes), find_raising_line(on_fakes)
+    where = "" if line is None else f", at {format_location(line)}"
     said = said.rstrip(".")
     return f"an op of the step fails on this batch: {said}{where}; loss_fn(model(*inputs), target) itself fails there too"
 
@@ -147,7 +153,7 @@ def _failed_op(error: Exception, on_fakes: Exception | None) -> str | None:
 def _answer(error: Exception) -> str:
     """Return the planner's message for an error of Dynamo or AOTAutograd."""
     said = str(error)
-    where, on = location(traced_line(said)), GRAPH_BREAK_ADVICE
+    where, on = format_location(find_traced_line(said)), GRAPH_BREAK_ADVICE
     for pattern, words in _ANSWERS.items():
         if (found := re.search(pattern, said, re.DOTALL | re.MULTILINE)) is not None:
             return words.format(where=where, on=on, **found.groupdict())

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capture.signature import Batch, arguments
+from planner.capture.signature import Batch, split_arguments
 from planner.torch_private.core import FakeTensor, FakeTensorMode, pytree
 
 
 @contextmanager
-def on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
+def run_on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
     """Yield a function that calls `step` on fake copies of its tensors and of `batch`: no real tensor is written.
 
     Afterwards no ``functools.lru_cache`` returns a fake tensor, which eager PyTorch would compute with later. Values that the
@@ -27,27 +27,27 @@ def on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
         nonlocal called
         called = True
         with mode, torch.random.fork_rng(devices=[]):
-            tensors = {name: fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
-            args, kwargs = pytree.tree_map(fake, arguments(batch))
+            tensors = {name: make_fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
+            args, kwargs = pytree.tree_map(make_fake, split_arguments(batch))
             return torch.func.functional_call(step, tensors, args, kwargs)
 
-    def fake(value: Any) -> Any:
+    def make_fake(value: Any) -> Any:
         return mode.from_tensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else value
 
     try:
         yield run
     finally:
         if called:
-            for found in _objects():
-                if type(found) is functools._lru_cache_wrapper and _holds(gc.get_referents(found), mode):
+            for found in _list_objects():
+                if type(found) is functools._lru_cache_wrapper and _is_holding(gc.get_referents(found), mode):
                     found.cache_clear()
 
 
-def _holds(cached: list[Any], mode: FakeTensorMode) -> bool:
+def _is_holding(cached: list[Any], mode: FakeTensorMode) -> bool:
     return any(isinstance(leaf, FakeTensor) and leaf.fake_mode is mode for leaf in pytree.tree_leaves(cached))
 
 
-def _objects() -> list[Any]:
+def _list_objects() -> list[Any]:
     """Return all objects that the garbage collector tracks; frozen ones, as in some training loops, stay frozen."""
     if not gc.get_freeze_count():
         return gc.get_objects()

@@ -22,7 +22,7 @@ from planner.capture.frontend.dynamo_patches import (
     write_data_in_place_where,
     write_replaced_buffers,
 )
-from planner.capture.frontend.eager_ops import ASKING_FOR_COMPILERS, not_compiling, ops_as_eager
+from planner.capture.frontend.eager_ops import ASKING_FOR_COMPILERS, hide_compiling, keep_ops_as_eager
 from planner.capture.frontend.effects import (
     CountingError,
     UnsettledError,
@@ -30,22 +30,22 @@ from planner.capture.frontend.effects import (
     record_effects,
     warn_of_first_call,
 )
-from planner.capture.frontend.failures import failure, own_message
-from planner.capture.frontend.fake_execution import on_fakes
+from planner.capture.frontend.failures import build_failure, get_own_message
+from planner.capture.frontend.fake_execution import run_on_fakes
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, location, traced_line
+from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_traced_line, format_location
 from planner.capture.frontend.symbolic_numbers import SymbolicNumbers
-from planner.capture.guards.branches import DataBranches, asks_for_values
+from planner.capture.guards.branches import DataBranches, needs_values
 from planner.capture.guards.data_guards import DataGuards
-from planner.capture.guards.names import readable
-from planner.capture.guards.python_guards import PythonGuards, build_guards, guarded_names
+from planner.capture.guards.names import make_readable
+from planner.capture.guards.python_guards import PythonGuards, build_guards, list_guarded_names
 from planner.capture.guards.python_random import forbid_python_random
 from planner.capture.guards.replaced_names import Frames, record_frames
-from planner.capture.rewrites.cuda_attention import attention_as_on_cuda
-from planner.capture.rewrites.explicit_generators import explicit_generator, record_generators
+from planner.capture.rewrites.cuda_attention import capture_attention_as_on_cuda
+from planner.capture.rewrites.explicit_generators import get_explicit_generator, record_generators
 from planner.capture.rewrites.outputs import CHECKS, check_writes
 from planner.capture.rewrites.sparse_products import decompose_sparse_matrices, hide_sparse_buffers
-from planner.capture.signature import Batch, arguments, leaves
+from planner.capture.signature import Batch, list_leaves, split_arguments
 from planner.capture.step import TrainingStep
 from planner.torch_private.capture import (
     GRADIENT_SETTINGS,
@@ -77,7 +77,7 @@ Values = DataBranches | SymbolicNumbers  # what a capture may learn of values: o
 Traced = tuple[JointWithDescriptors, PythonGuards | None, DataBranches | None]
 
 
-def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: Collection[str] | None = ()) -> Traced:
+def capture_joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: Collection[str] | None = ()) -> Traced:
     """Return the joint graph of `step`, its guards, and the branches on data that it takes, if any.
 
     Python values that the first call of the step sets are captured as they are after it.
@@ -92,20 +92,20 @@ def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: 
     """
 
     def trace() -> Traced:
-        with ops_as_eager(), attention_as_on_cuda() if as_on_cuda else nullcontext():
+        with keep_ops_as_eager(), capture_attention_as_on_cuda() if as_on_cuda else nullcontext():
             try:
-                traced = _with_numbers(step, batch, numbers) if numbers else _with_branches(step, batch)
+                traced = _capture_with_numbers(step, batch, numbers) if numbers else _capture_with_branches(step, batch)
             except CountingError as counting:
                 if numbers is None:
                     raise
-                traced = _with_numbers(step, batch, counting.names.union(numbers), counting)
+                traced = _capture_with_numbers(step, batch, counting.names.union(numbers), counting)
         check_writes(traced[0].graph_module.graph)
         return traced
 
-    return _settled(step, batch, trace)
+    return _run_until_settled(step, batch, trace)
 
 
-def compiled_graph(
+def capture_compiled(
     step: TrainingStep, batch: Batch, make: Callable[[Export], Make[T]]
 ) -> tuple[T, PythonGuards | None, DataGuards | None]:
     """Return the result of `make` on `step` as ``torch.compile`` captures it, its guards, and those of its branches on data.
@@ -118,30 +118,30 @@ def compiled_graph(
     """
 
     def trace() -> tuple[T, PythonGuards | None, DataGuards | None]:
-        found = _attempt(step, batch, make(_export_for_inductor))
+        found = _try_capture(step, batch, make(_export_for_inductor))
         if found is None or (isinstance(found, Exception) and "data-dependent" in str(found).lower()):
-            return _compiled_with_branches(step, batch, make)
-        return *_result(found, step, batch, None), None
+            return _capture_compiled_with_branches(step, batch, make)
+        return *_get_result(found, step, batch, None), None
 
-    return _settled(step, batch, trace)
+    return _run_until_settled(step, batch, trace)
 
 
 def _export_for_inductor(*args: Any, **options: Any) -> JointWithDescriptors:
     joint = aot_export_joint_with_descriptors(*args, **options)
     check_writes(joint.graph_module.graph)
     for node in joint.graph_module.graph.nodes:
-        if explicit_generator(node) is not None:
+        if get_explicit_generator(node) is not None:
             raise TraceError(
-                f"{location(traced_line(node.meta.get('stack_trace')))} passes a generator to an op, and Inductor's kernels "
-                "use none: leave out the generator, or kernels='inductor'"
+                f"{format_location(find_traced_line(node.meta.get('stack_trace')))} passes a generator to an op, and "
+                "Inductor's kernels use none: leave out the generator, or kernels='inductor'"
             )
     return joint
 
 
-def _compiled_with_branches(
+def _capture_compiled_with_branches(
     step: TrainingStep, batch: Batch, make: Callable[[Export], Make[T]]
 ) -> tuple[T, PythonGuards | None, DataGuards | None]:
-    """Do as ``compiled_graph``, with the branches that `batch` takes."""
+    """Do as ``capture_compiled``, with the branches that `batch` takes."""
     branches = DataBranches(batch)
     conditions: list[DataGuards | None] = []
 
@@ -149,13 +149,13 @@ def _compiled_with_branches(
         with branches.follow():
             joint = _export_for_inductor(*args, **options)
         with disable_current_modes():  # conditions are computed on the batch, and not on fake tensors
-            conditions.append(branches.guards(joint.graph_module.graph, step, batch))
+            conditions.append(branches.build_guards(joint.graph_module.graph, step, batch))
         return joint
 
-    return *_result(_attempt(step, batch, make(export), branches), step, batch, branches), conditions[-1]
+    return *_get_result(_try_capture(step, batch, make(export), branches), step, batch, branches), conditions[-1]
 
 
-def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
+def _run_until_settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
     """Call `trace`, and return its result; restore `step` and `batch` afterwards.
 
     What a library does once, in the first call of a model (it installs hooks, fills caches), may be what cannot be traced. So if
@@ -166,12 +166,12 @@ def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
         TraceError: values change in the second call too; or as in `trace`.
     """
 
-    def once() -> T:
+    def run_once() -> T:
         with preserve_state(step, batch), silence_fakes():
             return trace()
 
     try:
-        return once()
+        return run_once()
     except (UnsettledError, TraceError) as error:
         failed = error
     try:
@@ -181,13 +181,13 @@ def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
     if restore is None and isinstance(failed, TraceError):
         raise failed
     if isinstance(failed, UnsettledError):
-        args, kwargs = arguments(batch)
+        args, kwargs = split_arguments(batch)
         warn_of_first_call(failed.effects, {"self": step, "args": args, "kwargs": kwargs}, TrainingStep.forward.__globals__)
     with ExitStack() as stack:
         if restore is not None:
             stack.callback(restore)
         try:
-            traced = once()
+            traced = run_once()
         except UnsettledError as unsettled:
             raise TraceError(
                 f"{unsettled} changes in the second step too, and the step reads it: change it outside of what is planned, from "
@@ -197,23 +197,28 @@ def _settled(step: TrainingStep, batch: Batch, trace: Callable[[], T]) -> T:
     return traced
 
 
-def _with_branches(step: TrainingStep, batch: Batch) -> Traced:
+def _capture_with_branches(step: TrainingStep, batch: Batch) -> Traced:
     """Return the joint graph of `step`, its guards, and the branches on data that were taken, if any.
 
     Every node carries fake values, inputs and outputs carry descriptors. A model that asks whether it is compiled is captured
     as in eager PyTorch where that needs no data; if an attempt fails, the module that asked last gets the true answer in the
     next. A capture that follows values takes longer than one without, and most models do without.
     """
-    found = _attempts(step, batch)
+    found = _try_attempts(step, batch)
     if (traced := _take_whole(found)) is not None:
         return traced
     branches = DataBranches(batch)
-    return *_result(_attempt(step, batch, partial(_joint, values=branches), branches), step, batch, branches), branches
+    return *_get_result(
+        _try_capture(step, batch, partial(_build_joint, values=branches), branches), step, batch, branches
+    ), branches
 
 
-def _with_numbers(step: TrainingStep, batch: Batch, names: Collection[str], failed: TraceError | None = None) -> Traced:
-    """Do as ``_with_branches``, without branches on data, but with numbers that stay inputs; `failed` is raised if none can."""
-    found = _attempts(step, batch, names)
+def _capture_with_numbers(step: TrainingStep, batch: Batch, names: Collection[str], failed: TraceError | None = None) -> Traced:
+    """Do as ``_capture_with_branches``, without branches on data, but with numbers that stay inputs.
+
+    `failed` is raised if none can.
+    """
+    found = _try_attempts(step, batch, names)
     if (traced := _take_whole(found)) is not None:
         return traced
     assert not isinstance(found, tuple)
@@ -230,12 +235,12 @@ def _take_whole(found: Made[JointWithDescriptors] | Exception | None) -> Traced 
         return *found, None
     if isinstance(found, UnsettledError | CountingError):
         raise found
-    if found and (message := own_message(found)):
+    if found and (message := get_own_message(found)):
         raise TraceError(message) from found
     return None
 
 
-def _result(found: Made[T] | Exception | None, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Made[T]:
+def _get_result(found: Made[T] | Exception | None, step: TrainingStep, batch: Batch, branches: DataBranches | None) -> Made[T]:
     """Return the result of an attempt, or raise its exception.
 
     Raises:
@@ -244,36 +249,36 @@ def _result(found: Made[T] | Exception | None, step: TrainingStep, batch: Batch,
     assert found is not None  # with branches
     if isinstance(found, tuple):
         return found
-    raise found if isinstance(found, UnsettledError | CountingError) else failure(found, step, batch, branches)
+    raise found if isinstance(found, UnsettledError | CountingError) else build_failure(found, step, batch, branches)
 
 
-def _attempts(step: TrainingStep, batch: Batch, names: Collection[str] = ()) -> Made[JointWithDescriptors] | Exception | None:
-    """Capture with modules told that they are not compiled, as far as possible; return as ``_attempt``."""
+def _try_attempts(step: TrainingStep, batch: Batch, names: Collection[str] = ()) -> Made[JointWithDescriptors] | Exception | None:
+    """Capture with modules told that they are not compiled, as far as possible; return as ``_try_capture``."""
 
-    def attempt() -> Made[JointWithDescriptors] | Exception | None:
+    def try_attempt() -> Made[JointWithDescriptors] | Exception | None:
         numbers = SymbolicNumbers(names) if names else None
-        return _attempt(step, batch, partial(_joint, values=numbers), numbers)
+        return _try_capture(step, batch, partial(_build_joint, values=numbers), numbers)
 
     informed = set(ASKING_FOR_COMPILERS)
     while True:
-        with not_compiling(informed) as asked:
-            found = attempt()
+        with hide_compiling(informed) as asked:
+            found = try_attempt()
         if isinstance(found, tuple) or not asked:
             return found
-        if found is None or isinstance(found, UnsettledError | CountingError) or own_message(found):
-            return attempt()
+        if found is None or isinstance(found, UnsettledError | CountingError) or get_own_message(found):
+            return try_attempt()
         informed.add(asked[-1])
 
 
-def _attempt(step: TrainingStep, batch: Batch, make: Make[T], values: Values | None = None) -> Made[T] | Exception | None:
-    """Return the result or the exception of ``_traced``; another attempt may succeed."""
+def _try_capture(step: TrainingStep, batch: Batch, make: Make[T], values: Values | None = None) -> Made[T] | Exception | None:
+    """Return the result or the exception of ``_trace``; another attempt may succeed."""
     try:
-        return _traced(step, batch, values, make)
+        return _trace(step, batch, values, make)
     except Exception as error:  # noqa: BLE001  # whatever stops it, the user gets one line
         return error
 
 
-def _joint(
+def _build_joint(
     stack: ExitStack,
     module: fx.GraphModule,
     args: tuple[object, ...],
@@ -286,21 +291,21 @@ def _joint(
         return aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=True)
 
 
-def _traced(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T]) -> Made[T] | None:
+def _trace(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T]) -> Made[T] | None:
     """Return the result of `make` on `step` as Dynamo captures it, with its guards; None if it needs branches and has none.
 
     Args:
         values: the branches on data, or the numbers that stay inputs.
     """
-    args, kwargs = arguments(batch)
+    args, kwargs = split_arguments(batch)
     with ExitStack() as stack:
-        _settings(stack)
+        _enter_settings(stack)
         with ExitStack() as dynamo:
             dynamo.enter_context(forbid_python_random())
             dynamo.enter_context(allow_requires_grad_writes())
             write_data_in_place_where(lambda _: True, dynamo)
             dynamo.enter_context(write_replaced_buffers())
-            dynamo.enter_context(ignore_cudnn_flags(device_of(step, batch)))
+            dynamo.enter_context(ignore_cudnn_flags(find_device(step, batch)))
             dynamo.enter_context(skip_distribution_checks())
             dynamo.enter_context(read_optimizers())
             dynamo.enter_context(read_numpy_floats())
@@ -315,28 +320,28 @@ def _traced(step: TrainingStep, batch: Batch, values: Values | None, make: Make[
                 output = fullgraph_capture(step, args, kwargs)
         module = create_fx_graph_from_captured_output(output, step, args, kwargs)
         forget_compiled(output)
-        matrices.attach(module)
+        matrices.add_parts(module)
         if values:
             values.settle(module)
-        if not isinstance(values, DataBranches) and asks_for_values(module.graph):
+        if not isinstance(values, DataBranches) and needs_values(module.graph):
             return None
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))
-        with keep_in_graphs(CHECKS), hide_sparse_buffers(module), keep_attributes(module), _own_tensors(step):
+        with keep_in_graphs(CHECKS), hide_sparse_buffers(module), keep_attributes(module), _restore_own_tensors(step):
             made = make(stack, module, args, kwargs)
         forget_saved_values()
         with disable_current_modes():  # guards look at real tensors
-            args, kwargs = arguments(batch)
+            args, kwargs = split_arguments(batch)
             local, scope = {"self": step, "args": args, "kwargs": kwargs}, output.graph_capture_output.f_globals
-            with on_fakes(step, batch) as run:
-                counted = check_effects(effects, guarded_names(output), run, local, scope)
-            guards = _guards(output, frames, [*generators, *matrices.names], step, batch)
+            with run_on_fakes(step, batch) as run:
+                counted = check_effects(effects, list_guarded_names(output), run, local, scope)
+            guards = _build_guards(output, frames, [*generators, *matrices.names], step, batch)
             if guards is not None and isinstance(values, SymbolicNumbers):
                 guards = replace(guards, numbers=values.finish(local, scope, counted))
             return made, guards
 
 
 @contextmanager
-def _own_tensors(step: nn.Module) -> Iterator[None]:
+def _restore_own_tensors(step: nn.Module) -> Iterator[None]:
     """Put the tensors of modules back at the end: PyTorch leaves traced ones in a module that has several names."""
     tensors_of: list[dict[str, Any]] = [held for module in step.modules() for held in (module._parameters, module._buffers)]
     own = [dict(tensors) for tensors in tensors_of]
@@ -347,7 +352,7 @@ def _own_tensors(step: nn.Module) -> Iterator[None]:
             tensors.update(before)
 
 
-def _settings(stack: ExitStack) -> None:
+def _enter_settings(stack: ExitStack) -> None:
     """Enter the settings that steps are traced with."""
     stack.enter_context(torch.enable_grad())
     stack.enter_context(
@@ -355,7 +360,7 @@ def _settings(stack: ExitStack) -> None:
             assume_static_by_default=True,
             automatic_dynamic_shapes=False,
             allow_rnn=True,
-            ignore_logger_methods=logging_methods(),
+            ignore_logger_methods=find_logging_methods(),
             # Side effects are checked by planner.capture.frontend.effects.
             replay_side_effects=False,
             skip_nnmodule_hook_guards=False,
@@ -365,7 +370,7 @@ def _settings(stack: ExitStack) -> None:
     )
 
 
-def _guards(
+def _build_guards(
     output: CaptureOutput,
     frames: Frames,
     constants: Iterable[str],
@@ -373,10 +378,10 @@ def _guards(
     batch: Batch,
 ) -> PythonGuards | None:
     """Return the guards of the capture; None if it is on fake tensors and never executed."""
-    args, kwargs = arguments(batch)
+    args, kwargs = split_arguments(batch)
     local = {"self": step, "args": args, "kwargs": kwargs}
     scope = output.graph_capture_output.f_globals
-    if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *leaves(batch))):
+    if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *list_leaves(batch))):
         return None
     try:
         guards = build_guards(output, get_traced_fn(step)[0].__code__, frames, step, args, kwargs, constants)
@@ -387,7 +392,7 @@ def _guards(
         ) from error
     for external in guards.external:
         if isinstance(external.value, torch.Tensor) and external.value.requires_grad:
-            name = readable(external.name, local, scope)
+            name = make_readable(external.name, local, scope)
             raise TraceError(
                 f"{name} requires a gradient, but is no parameter of the model, so a plan would not compute its gradient; "
                 "make it a parameter of the model, or make the loss function an nn.Module that holds it"
@@ -395,19 +400,19 @@ def _guards(
     return guards
 
 
-def logging_methods() -> set[object]:
+def find_logging_methods() -> set[object]:
     """Return the methods that write to a log, including those added by libraries: they are not part of the graph."""
     levels = ("debug", "info", "warning", "error", "critical", "exception", "log")
     return {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.startswith(levels)}
 
 
-def device_of(model: nn.Module, batch: Batch) -> torch.device:
+def find_device(model: nn.Module, batch: Batch) -> torch.device:
     """Return the one device that `model` and `batch` are on.
 
     Raises:
         TraceError: there are several, or none.
     """
-    tensors = [*model.parameters(), *model.buffers(), *leaves(batch)]
+    tensors = [*model.parameters(), *model.buffers(), *list_leaves(batch)]
     devices = {t.device for t in tensors if isinstance(t, torch.Tensor)}
     if len(devices) != 1:
         raise TraceError(f"model and batch must be on one device, found {', '.join(sorted(map(str, devices))) or 'no tensor'}")

@@ -10,8 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from planner.capture.frontend.python_state import PythonState
 from planner.capture.frontend.random_states import RandomStates, preserve_random_states
-from planner.capture.rewrites.outputs import storage, tensors_in
-from planner.capture.signature import Batch, call, leaves
+from planner.capture.rewrites.outputs import get_storage, list_tensors
+from planner.capture.signature import Batch, call, list_leaves
 from planner.torch_private.core import FakeTensor, TorchDispatchMode, nn_module, preserve_version_counter
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -29,7 +29,7 @@ def preserve_training_state(step: nn.Module, batch: Batch, *, written: Iterable[
         batch: the arguments of the step.
         written: tensors that the step writes, apart from buffers, the batch, and other tensors that modules hold.
     """
-    tensors = (*step.parameters(), *tensors_in(leaves(batch)))
+    tensors = (*step.parameters(), *list_tensors(list_leaves(batch)))
     with preserve_state(step, batch, written=written), ExitStack() as stack:
         for tensor in {id(t): t for t in tensors if t.is_leaf}.values():
             stack.callback(setattr, tensor, "grad", tensor.grad)
@@ -43,7 +43,7 @@ def preserve_training_state(step: nn.Module, batch: Batch, *, written: Iterable[
 @contextmanager
 def preserve_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Do as ``preserve_training_state`` where no backward pass runs: gradients are not restored, hooks stay in place."""
-    state = PythonState(_roots(step, batch))
+    state = PythonState(_list_roots(step, batch))
     with ExitStack() as stack:
         stack.callback(state.restore)
         stack.enter_context(_preserve_tensors(step, batch, state, written))
@@ -53,7 +53,7 @@ def preserve_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Ten
 def initialize_lazy_layers(step: nn.Module, batch: Batch) -> None:
     """Call `step` for the first time if its layers take their sizes from `batch` (``nn.LazyLinear``); not on fake tensors."""
     tensors = (*step.parameters(), *step.buffers())
-    if any(map(is_lazy, tensors)) and not any(isinstance(leaf, FakeTensor) for leaf in leaves(batch)):
+    if any(map(is_lazy, tensors)) and not any(isinstance(leaf, FakeTensor) for leaf in list_leaves(batch)):
         make_first_call(step, batch)
 
 
@@ -66,22 +66,22 @@ def make_first_call(step: nn.Module, batch: Batch) -> Callable[[], None] | None:
     Returns:
         A function that restores what was kept, except lazy layers; None if nothing was.
     """
-    before = PythonState(_roots(step, batch))
-    lazy = [module for module in step.modules() if any(map(is_lazy, _own_tensors(module)))]
+    before = PythonState(_list_roots(step, batch))
+    lazy = [module for module in step.modules() if any(map(is_lazy, _iterate_own_tensors(module)))]
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(_preserve_tensors(step, batch, before))
-        begun = RandomStates(_gpus())
+        begun = RandomStates(_list_gpus())
         first = stack.enter_context(UndoWrites())
         try:
             with _preserve_lazy_buffers(lazy, stack):
                 call(step, batch)
-            drawn, after_first = RandomStates(_gpus()), PythonState(_roots(step, batch))
-            settled = [(tensor, tensor.clone()) for tensor in (*_held_tensors(step), *map(_whole, first.written))]
+            drawn, after_first = RandomStates(_list_gpus()), PythonState(_list_roots(step, batch))
+            settled = [(tensor, tensor.clone()) for tensor in (*_iterate_held_tensors(step), *map(_view_whole, first.written))]
             begun.restore()
             with _preserve_tensors(step, batch, after_first), UndoWrites():
                 call(step, batch)
                 settled = [(tensor, value) for tensor, value in settled if has_same_values(tensor, value)]
-                drawn_once = bool(drawn.changed())
+                drawn_once = bool(drawn.find_changed())
         except BaseException:
             if not lazy:  # what initializes a layer cannot do so again
                 before.restore()
@@ -123,7 +123,7 @@ def _write(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             tensor.copy_(value)
 
 
-def _roots(step: nn.Module, batch: Batch) -> list[object]:
+def _list_roots(step: nn.Module, batch: Batch) -> list[object]:
     """Return the objects whose Python values a step may change: its own, and the hooks on all modules."""
     return [step, batch, *(getattr(nn_module, name) for name in vars(nn_module) if name.startswith("_global_"))]
 
@@ -131,30 +131,30 @@ def _roots(step: nn.Module, batch: Batch) -> list[object]:
 @contextmanager
 def _preserve_tensors(step: nn.Module, batch: Batch, state: PythonState, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Restore tensors and random states, with those of the generators in `state`."""
-    tensors = {id(t): t for t in (*_held_tensors(step), *tensors_in(leaves(batch)), *written)}.values()
+    tensors = {id(t): t for t in (*_iterate_held_tensors(step), *list_tensors(list_leaves(batch)), *written)}.values()
     with ExitStack() as stack:
         for generator in state.generators:
             stack.callback(generator.set_state, generator.get_state())
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor):
                 stack.enter_context(preserve_tensor(tensor))
-        stack.enter_context(preserve_random_states(_gpus()))
+        stack.enter_context(preserve_random_states(_list_gpus()))
         yield
 
 
-def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+def _iterate_own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
 
 
-def _held_tensors(step: nn.Module) -> Iterator[torch.Tensor]:
+def _iterate_held_tensors(step: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that modules hold apart from parameters, without buffers of layers that have not been called yet."""
     yield from (buffer for buffer in step.buffers() if not is_lazy(buffer))
     for module in step.modules():
         yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
 
 
-def _gpus() -> Iterable[int]:
+def _list_gpus() -> Iterable[int]:
     return range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
 
 
@@ -178,14 +178,14 @@ class UndoWrites(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        given = _storages((args, named))
+        given = _collect_storages((args, named))
         if func._schema.is_mutable:
             given_as = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **named}
             for argument in func._schema.arguments:
                 if argument.is_write:
                     self._keep(given_as.get(argument.name))
         returned = func(*args, **named)
-        self._skipped |= _storages(returned).keys() - given.keys()
+        self._skipped |= _collect_storages(returned).keys() - given.keys()
         return returned
 
     def __exit__(self, *exception: Any) -> None:
@@ -193,21 +193,21 @@ class UndoWrites(TorchDispatchMode):
         self._stack.close()
 
     def _keep(self, value: object) -> None:
-        for identity, tensor in _storages(value).items():
+        for identity, tensor in _collect_storages(value).items():
             if identity not in self._skipped:
                 self._skipped.add(identity)
                 self.written.append(tensor)
-                self._stack.enter_context(preserve_tensor(_whole(tensor), tensor))
+                self._stack.enter_context(preserve_tensor(_view_whole(tensor), tensor))
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _view_whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the storage of `tensor` as a tensor."""
     return tensor.new_empty(0).set_(tensor.untyped_storage())
 
 
-def _storages(values: object) -> dict[int, torch.Tensor]:
+def _collect_storages(values: object) -> dict[int, torch.Tensor]:
     """Return the storages of the tensors in `values`, each with a tensor that lies in it."""
-    return {storage(tensor): tensor for tensor in tensors_in(values) if tensor.layout is torch.strided}
+    return {get_storage(tensor): tensor for tensor in list_tensors(values) if tensor.layout is torch.strided}
 
 
 @contextmanager

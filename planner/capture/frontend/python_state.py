@@ -59,8 +59,8 @@ class PythonState:
                 wanted = {key: now if _is_one(now, first.get(key, _ABSENT)) else before.get(key, _ABSENT) for key, now in values}
                 wanted = {key: value for key, value in wanted.items() if value is not _ABSENT}
             else:
-                wanted = _content(found) if _holds_same(found, first) else before
-            kept |= not _holds_same(wanted, before)
+                wanted = _copy_content(found) if _has_same(found, first) else before
+            kept |= not _has_same(wanted, before)
             _restore_items(found, wanted)
         for place, first in after_first._contents.items():
             if place not in self._contents:  # made by the first call
@@ -72,7 +72,7 @@ class PythonState:
     def _visit(self, found: Any) -> Iterator[object]:
         """Save the content of `found`, and yield it."""
         if isinstance(found, dict | list | deque | set):
-            self._contents[id(found)] = _content(found)
+            self._contents[id(found)] = _copy_content(found)
         match found:
             case torch.Tensor():
                 pass  # no Python state
@@ -105,7 +105,7 @@ class PythonState:
         yield from function.__closure__ or ()
         yield from function.__defaults__ or ()
         yield from (function.__kwdefaults__ or {}).values()
-        for name in _names(function.__code__):
+        for name in _iterate_names(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
                 self._variables.append((partial(function.__globals__.__setitem__, name), value))
@@ -121,44 +121,44 @@ def _is_own(module: str | None) -> bool:
     return root not in ("torch", "graphs", "planner", "solvers") and "-packages" not in file
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _iterate_names(code: CodeType) -> Iterator[str]:
     """Yield the globals that `code` may name, nested functions included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _iterate_names(constant)
 
 
-def restoring_items(found: Any) -> Callable[[], None] | None:
+def make_restore_items(found: Any) -> Callable[[], None] | None:
     """Return a function that restores the present items of a dict, list, deque or set; None for other objects."""
-    return partial(_restore_items, found, _content(found)) if isinstance(found, dict | list | deque | set) else None
+    return partial(_restore_items, found, _copy_content(found)) if isinstance(found, dict | list | deque | set) else None
 
 
 _ABSENT = object()
 
 
-def _content(found: Any) -> Any:
+def _copy_content(found: Any) -> Any:
     """Return a copy of a container, as a plain dict, list or set."""
     kind = dict if isinstance(found, dict) else set if isinstance(found, set) else list
     return kind(found)
 
 
 def _restore_items(place: Any, before: Any) -> None:
-    if not _holds_same(place, before):
+    if not _has_same(place, before):
         place.clear()
         (place.extend if isinstance(place, list | deque) else place.update)(before)
 
 
-def _holds_same(now: Any, before: Any) -> bool:
+def _has_same(now: Any, before: Any) -> bool:
     """Return True if two containers have the same objects, in the same order unless they are sets."""
     if isinstance(now, set):
         return bool(now == before)
-    if isinstance(now, dict) and not _same(now.values(), before.values()):
+    if isinstance(now, dict) and not _is_same(now.values(), before.values()):
         return False
-    return _same(now, before)
+    return _is_same(now, before)
 
 
-def _same(now: Collection[object], before: Collection[object]) -> bool:
+def _is_same(now: Collection[object], before: Collection[object]) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 

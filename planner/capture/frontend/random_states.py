@@ -27,7 +27,7 @@ class RandomStates:
         np.random.set_state(self._numpy)  # noqa: NPY002
         random.setstate(self._python)
 
-    def changed(self) -> set[str]:
+    def find_changed(self) -> set[str]:
         """Return the generators whose state has changed: device types, ``NUMPY`` and ``PYTHON``."""
         now = RandomStates(self._gpus)
         same = {
@@ -39,7 +39,7 @@ class RandomStates:
         return {name for name, unchanged in same.items() if not unchanged}
 
 
-def gpus_of(device: torch.device) -> tuple[int, ...]:
+def list_gpus(device: torch.device) -> tuple[int, ...]:
     """Return the number of a CUDA device, whose generator ops draw from; () for others."""
     return (torch.cuda.current_device() if device.index is None else device.index,) if device.type == "cuda" else ()
 

@@ -19,14 +19,14 @@ GRAPH_BREAK_ADVICE = (
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 
 
-def current_line() -> FrameSummary | None:
+def find_current_line() -> FrameSummary | None:
     """Return the line that Dynamo captures, in the innermost function of the user's code; None outside of a capture."""
     frames = list(TracingContext.extract_stack()) if TracingContext.try_get() else []
     theirs = [frame for frame in frames if not is_our_code(frame.filename)]
-    return _with_text((theirs or frames)[-1]) if frames else None
+    return _read_text((theirs or frames)[-1]) if frames else None
 
 
-def traced_line(stack_trace: str | None) -> FrameSummary | None:
+def find_traced_line(stack_trace: str | None) -> FrameSummary | None:
     """Return the innermost line of a stack trace that is the user's; if there is none, the innermost line."""
     found = list(_FRAME.finditer(stack_trace or ""))
     if not found:
@@ -36,7 +36,7 @@ def traced_line(stack_trace: str | None) -> FrameSummary | None:
     return FrameSummary(file, int(line), function.strip())
 
 
-def raising_line(error: BaseException) -> FrameSummary | None:
+def find_raising_line(error: BaseException) -> FrameSummary | None:
     """Return the innermost line of the traceback of `error` that is the user's; None if there is none."""
     theirs = [frame for frame in extract_tb(error.__traceback__) if not is_our_code(frame.filename)]
     return theirs[-1] if theirs else None
@@ -47,7 +47,7 @@ def is_our_code(file: str) -> bool:
     return file.startswith(_OURS)
 
 
-def location(line: FrameSummary | None) -> str:
+def format_location(line: FrameSummary | None) -> str:
     """Return `line` as the beginning of a message: its file, its number and, if it is available, its code."""
     if line is None:
         return "a line of the step"
@@ -57,12 +57,13 @@ def location(line: FrameSummary | None) -> str:
 def branch_refusal(line: FrameSummary | None, depends_on: str) -> str:
     """Return the message for a branch that cannot be part of a plan."""
     return (
-        f"the step cannot be captured as one graph: what {location(line)} does depends on the data, on {depends_on} that differ "
-        f"from step to step{library_advice(line)}; {GRAPH_BREAK_ADVICE}, or compute both sides and choose with torch.where"
+        f"the step cannot be captured as one graph: what {format_location(line)} does depends on the data, on {depends_on} "
+        f"that differ from step to step{find_library_advice(line)}; {GRAPH_BREAK_ADVICE}, or compute both sides and choose "
+        "with torch.where"
     )
 
 
-def library_advice(where: FrameSummary | None) -> str:
+def find_library_advice(where: FrameSummary | None) -> str:
     """Return the setting that disables a random choice in a line of a known library, in brackets; "" for other lines."""
     if where is None or "transformers" not in PurePath(where.filename).parts:
         return ""
@@ -73,6 +74,6 @@ def library_advice(where: FrameSummary | None) -> str:
     return ""
 
 
-def _with_text(frame: FrameSummary) -> FrameSummary:
+def _read_text(frame: FrameSummary) -> FrameSummary:
     """Return the line of `frame` with its code as it is now: a frame of Dynamo reads its code when it is shown."""
     return FrameSummary(frame.filename, frame.lineno, frame.name)

@@ -21,10 +21,10 @@ import torch
 from torch import fx
 
 from planner.capture.frontend.effects import Effect
-from planner.capture.guards.names import Scope, accessor, readable
+from planner.capture.guards.names import Scope, build_accessor, make_readable
 from planner.capture.program.numbers import Number, StepNumbers
-from planner.capture.rewrites.outputs import tensors_in
-from planner.capture.rewrites.scalar_gradients import gradients_with_symbols
+from planner.capture.rewrites.outputs import list_tensors
+from planner.capture.rewrites.scalar_gradients import capture_gradients_with_symbols
 from planner.torch_private.capture import (
     ConstantSource,
     GraphArg,
@@ -90,17 +90,17 @@ class SymbolicNumbers:
         wrap = VariableBuilder.wrap_literal
         run_node: Callable[..., Any] = dynamo_utils.run_node
 
-        def wrapped(builder: Any, value: Any) -> Any:
+        def create_or_wrap(builder: Any, value: Any) -> Any:
             is_named = type(value) in (int, float) and math.isfinite(value) and get_source_name(builder.source) in self._names
-            return self._input(builder, value) if is_named else wrap(builder, value)
+            return self._create_input(builder, value) if is_named else wrap(builder, value)
 
         def run(tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
             return self._run(lambda *given: run_node(tracer, node, *given, module), tracer.shape_env, node, args, kwargs)
 
-        wraps = {**VariableBuilder._type_dispatch(), int: wrapped, float: wrapped}  # by types; Dynamo caches it
+        wraps = {**VariableBuilder._type_dispatch(), int: create_or_wrap, float: create_or_wrap}  # by types; Dynamo caches it
         with ExitStack() as stack:
             stack.enter_context(patch.object(VariableBuilder, "_type_dispatch", lambda *_: wraps))
-            stack.enter_context(patch.object(VariableBuilder, "wrap_literal", wrapped))
+            stack.enter_context(patch.object(VariableBuilder, "wrap_literal", create_or_wrap))
             stack.enter_context(patch.object(dynamo_utils, "run_node", run))
             stack.enter_context(self.follow())
             yield
@@ -110,7 +110,7 @@ class SymbolicNumbers:
         """Record the conditions on the numbers that are decided."""
         evaluate: Callable[..., Any] = ShapeEnv.evaluate_expr
 
-        def evaluated(env: Any, expression: sympy.Basic, hint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def record_or_evaluate(env: Any, expression: sympy.Basic, hint: Any = None, *args: Any, **kwargs: Any) -> Any:
             symbols = expression.free_symbols
             if env is not self._env or symbols.isdisjoint(self._nodes):
                 return evaluate(env, expression, hint, *args, **kwargs)
@@ -119,13 +119,13 @@ class SymbolicNumbers:
             self._decide(expression, hint)
             return sympy.sympify(hint)
 
-        with patch.object(ShapeEnv, "evaluate_expr", evaluated), gradients_with_symbols():
+        with patch.object(ShapeEnv, "evaluate_expr", record_or_evaluate), capture_gradients_with_symbols():
             yield
 
     def _decide(self, expression: sympy.Basic, outcome: object) -> None:
         """Record that a capture relies on the `outcome` of `expression`."""
         if type(expression) in _COMPARISONS and expression not in self._nodes:
-            sides = [self._nodes.get(side, _plain(side)) for side in expression.args]
+            sides = [self._nodes.get(side, _convert_number(side)) for side in expression.args]
             if None not in sides:
                 self._nodes[expression] = self._graph.call_function(_COMPARISONS[type(expression)], tuple(sides))
         if expression in self._nodes:
@@ -141,7 +141,7 @@ class SymbolicNumbers:
         first = next(node for node in graph.nodes if node.op != "placeholder")
         inputs: dict[fx.Node, fx.Node] = {}
 
-        def settled(arg: fx.Node, *, fixed: bool) -> Any:
+        def settle_argument(arg: fx.Node, *, fixed: bool) -> Any:
             if arg not in symbolic:
                 return arg
             copy = self._copies[arg]
@@ -156,7 +156,7 @@ class SymbolicNumbers:
 
         for node in list(graph.nodes):
             if node not in symbolic:
-                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), partial(settled, fixed=node in self._sized))
+                node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), partial(settle_argument, fixed=node in self._sized))
         for node in reversed(list(graph.nodes)):
             if node in symbolic and node.op != "placeholder":
                 graph.erase_node(node)
@@ -187,7 +187,7 @@ class SymbolicNumbers:
             if not node.users:
                 self._graph.erase_node(node)
         module = fx.GraphModule(torch.nn.Module(), self._graph)
-        find = tuple(accessor(name) for name, _ in read)
+        find = tuple(build_accessor(name) for name, _ in read)
         planned = tuple(each(local, scope) for each in find)
         results = module.forward(*planned)
         expected = [node.meta["hint"] for node in self._numbers]
@@ -195,11 +195,11 @@ class SymbolicNumbers:
             raise NotSymbolicError("a number has another type than its symbol")
         if [*results[len(expected) :]] != [*self._decided.values()]:
             raise NotSymbolicError("a condition has another outcome")
-        names = tuple(readable(name, local, scope) for name, _ in read)
+        names = tuple(make_readable(name, local, scope) for name, _ in read)
         free = frozenset(name for name, (_, node) in zip(names, read, strict=True) if node not in self._decided)
         return StepNumbers(names, find, planned, module.forward, len(expected), results, free, writes)
 
-    def _input(self, builder: Any, value: float) -> Any:
+    def _create_input(self, builder: Any, value: float) -> Any:
         """Return Dynamo's variable for a number that is an input of its graph."""
         output, source = builder.tx.output, builder.source
         self._follow_restart(output.shape_env)
@@ -209,7 +209,7 @@ class SymbolicNumbers:
             self._sources.append(name)
             copy = self._graph.placeholder(f"number_{len(self._sources)}")
             copy.meta = {"hint": value}
-            symbol = self._symbol(value, source)
+            symbol = self._create_symbol(value, source)
             proxy = output.root_tracer.create_graph_input(re.sub(r"\W+", "_", name), type(symbol), symbol, source=source)
             output.root_tracer.bound_symbols[symbol.node.expr] = proxy
             options = {"pass_arg_as_tensor": False, "fake_tensor": None, "is_tensor": False, "example_strong_ref": symbol}
@@ -223,15 +223,15 @@ class SymbolicNumbers:
         given = [arg for arg in node.all_input_nodes if arg in self._copies]
         if env is not self._env or not given:
             return run(args, kwargs)
-        hints = fx.node.map_aggregate((args, kwargs), _hint)
-        if len(given) == len(node.all_input_nodes) and (compute := _python_function(node)) is not None:
+        hints = fx.node.map_aggregate((args, kwargs), _get_hint)
+        if len(given) == len(node.all_input_nodes) and (compute := _find_python_function(node)) is not None:
             value = compute(*hints[0], **hints[1])
             if isinstance(value, int | float) and math.isfinite(value):
                 copy = self._graph.node_copy(node, self._copies.__getitem__)
                 copy.target = compute if node.op == "call_function" else node.target
                 return self._note(node, copy, value)
         result = run(args, kwargs)
-        if not isinstance(result, SYMBOLIC) and not any(map(_has_symbols, tensors_in(result))):
+        if not isinstance(result, SYMBOLIC) and not any(map(_has_symbols, list_tensors(result))):
             return result
         self._sized.add(node)
         self._decided.update((self._copies[arg], self._copies[arg].meta["hint"]) for arg in given)
@@ -245,7 +245,7 @@ class SymbolicNumbers:
     def _note(self, node: fx.Node, copy: fx.Node, value: float) -> Any:
         """Return a new symbol for what `copy` computes, as `node` of Dynamo's graph does; `value` is its present value."""
         self._copies[node], copy.meta = copy, {"hint": value}
-        symbol = self._symbol(int(value) if isinstance(value, bool) else value)
+        symbol = self._create_symbol(int(value) if isinstance(value, bool) else value)
         self._nodes[symbol.node.expr] = copy
         if not isinstance(value, bool):
             return symbol
@@ -253,7 +253,7 @@ class SymbolicNumbers:
         self._nodes[condition.node.expr] = copy
         return condition
 
-    def _symbol(self, value: float, source: Any = None) -> Any:
+    def _create_symbol(self, value: float, source: Any = None) -> Any:
         """Return a new symbol whose value is `value`."""
         assert self._env is not None
         source = source or ConstantSource(f"number_{next(self._count)}")
@@ -264,7 +264,7 @@ class SymbolicNumbers:
     def _take_number(self, index: int) -> Any:
         """Return a symbol for a number that ops take; AOTAutograd's graph, if it is being made, gets a node for it."""
         copy = self._numbers[index]
-        symbol = self._symbol(copy.meta["hint"])
+        symbol = self._create_symbol(copy.meta["hint"])
         self._nodes[symbol.node.expr] = copy
         if (mode := get_proxy_mode()) is not None:
             proxy = mode.tracer.create_proxy("call_function", Number, (index, copy.meta["hint"]), {})
@@ -272,7 +272,7 @@ class SymbolicNumbers:
         return symbol
 
 
-def _python_function(node: fx.Node) -> Callable[..., Any] | None:
+def _find_python_function(node: fx.Node) -> Callable[..., Any] | None:
     """Return the function of numbers that the user's code calls in `node`; None if there is none."""
     if isinstance(name := node.target, str):
         return lambda value, *args, **kwargs: getattr(value, name)(*args, **kwargs)
@@ -280,7 +280,7 @@ def _python_function(node: fx.Node) -> Callable[..., Any] | None:
     return found if callable(found) and getattr(found, "__module__", "") in _MODULES else None
 
 
-def _plain(value: sympy.Basic) -> float | None:
+def _convert_number(value: sympy.Basic) -> float | None:
     """Return a number of sympy as Python's; None for other expressions."""
     if not value.is_number or not value.is_real:
         return None
@@ -291,5 +291,5 @@ def _has_symbols(value: torch.Tensor) -> bool:
     return any(isinstance(each, torch.SymInt) for each in (*value.shape, *value.stride(), value.storage_offset()))
 
 
-def _hint(value: Any) -> Any:
+def _get_hint(value: Any) -> Any:
     return value.node.hint if isinstance(value, SYMBOLIC) else value

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.frontend.source_lines import current_line, location, traced_line
-from planner.capture.rewrites.outputs import call_before, fake
+from planner.capture.frontend.source_lines import find_current_line, find_traced_line, format_location
+from planner.capture.rewrites.outputs import call_before, get_fake
 from planner.torch_private.capture import InstructionTranslatorBase, VariableTracker
 from planner.torch_private.core import assert_async
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 _ENDS = ("RETURN", "RERAISE", "YIELD")
 
 
-def passing_side(translator: InstructionTranslatorBase) -> bool | None:
+def find_passing_side(translator: InstructionTranslatorBase) -> bool | None:
     """Return the condition of the next jump for which no error is raised; None unless exactly one side raises one."""
     position = translator.instruction_pointer
     assert position is not None
@@ -27,27 +27,27 @@ def passing_side(translator: InstructionTranslatorBase) -> bool | None:
     if jump.opname.endswith("OR_POP") or jump.target is None or _is_tried(translator):
         return None
     jumps_if = "IF_TRUE" in jump.opname
-    there, here = (_raises(translator, start) for start in (translator.indexof[jump.target], position + 1))
+    there, here = (_is_raising(translator, start) for start in (translator.indexof[jump.target], position + 1))
     return None if there is here else jumps_if is here
 
 
 def write_assertion(translator: InstructionTranslatorBase, condition: Any, passing: bool) -> None:  # noqa: FBT001  # a value
     """Capture an op that checks that the tensor `condition` is `passing`."""
     checked = condition if passing else condition.call_method(translator, "logical_not", [], {})
-    message = f"{location(current_line())} raises an error on this batch".replace('"', "'")  # Inductor quotes nothing
+    message = f"{format_location(find_current_line())} raises an error on this batch".replace('"', "'")  # Inductor quotes nothing
     arguments = [checked, VariableTracker.build(translator, message)]
     VariableTracker.build(translator, assert_async).call_function(translator, arguments, {})
 
 
 def is_as_long_as_told(bincount: fx.Node) -> bool:
     """Return True if the result of a ``bincount`` is captured with its least length."""
-    return len(bincount.args) > 2 and fake(bincount).shape[0] == bincount.args[2]
+    return len(bincount.args) > 2 and get_fake(bincount).shape[0] == bincount.args[2]
 
 
 def assert_length(bincount: fx.Node) -> None:
     """Check before a ``bincount`` that its result has its least length."""
     values, _, length = bincount.args
-    where = location(traced_line(bincount.meta.get("stack_trace")))
+    where = format_location(find_traced_line(bincount.meta.get("stack_trace")))
     message = f"{where} counts a number that is not below minlength={length}: give a minlength that is above all numbers"
     below = call_before(bincount, aten.lt.Scalar, values, length)
     checks = [below, call_before(bincount, aten.all.default, below)]
@@ -56,7 +56,7 @@ def assert_length(bincount: fx.Node) -> None:
         check.meta = {**bincount.meta, **check.meta}
 
 
-def _raises(translator: InstructionTranslatorBase, position: int) -> bool:
+def _is_raising(translator: InstructionTranslatorBase, position: int) -> bool:
     """Return True if the code from `position` on raises an error on all its paths."""
     seen, rest = set[int](), [position]
     while rest:

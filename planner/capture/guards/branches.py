@@ -19,13 +19,13 @@ import torch
 from torch import fx, nn
 
 from graphs.errors import TraceError
-from planner.capture.frontend.source_lines import branch_refusal, current_line, traced_line
-from planner.capture.guards.assertions import assert_length, is_as_long_as_told, passing_side, write_assertion
+from planner.capture.frontend.source_lines import branch_refusal, find_current_line, find_traced_line
+from planner.capture.guards.assertions import assert_length, find_passing_side, is_as_long_as_told, write_assertion
 from planner.capture.guards.concrete_values import ConcreteValues
 from planner.capture.guards.data_guards import DataGuards, GuardWriter, number
 from planner.capture.guards.next_steps import check_next_steps
-from planner.capture.rewrites.outputs import ASSERTIONS, tensors_in
-from planner.capture.signature import Batch, leaves
+from planner.capture.rewrites.outputs import ASSERTIONS, list_tensors
+from planner.capture.signature import Batch, list_leaves
 from planner.torch_private.capture import (
     InstructionTranslatorBase,
     TensorVariable,
@@ -81,7 +81,7 @@ class DataBranches:
     """
 
     def __init__(self, batch: Batch) -> None:
-        self._fake = any(isinstance(leaf, FakeTensor) for leaf in leaves(batch))
+        self._fake = any(isinstance(leaf, FakeTensor) for leaf in list_leaves(batch))
         self.refusal: str | None = None
         self._values = ConcreteValues()
         self._node: fx.Node | None = None  # the node that Dynamo executes
@@ -103,26 +103,26 @@ class DataBranches:
             finally:
                 self._node = outer
 
-        def stepped(translator: InstructionTranslatorBase) -> bool:
-            tensor = _jumps_on(translator)
+        def take_or_step(translator: InstructionTranslatorBase) -> bool:
+            tensor = _find_jump(translator)
             asked = None if tensor is None else self._ask_for_outcome(translator, tensor)
             more = step(translator)
             if tensor is not None and translator.stack and translator.stack[-1] is asked:  # `a or b` is the tensor itself
                 translator.stack[-1] = tensor
             return more
 
-        def decided(env: ShapeEnv, expression: sympy.Basic, outcome: sympy.Basic) -> None:
-            self._taken.append((env, BranchDecision(expression, _plain(outcome), current_line())))
+        def record_decided(env: ShapeEnv, expression: sympy.Basic, outcome: sympy.Basic) -> None:
+            self._taken.append((env, BranchDecision(expression, _convert_number(outcome), find_current_line())))
 
-        def undecided(env: ShapeEnv, expression: sympy.Basic, *args: Any, **kwargs: Any) -> Exception:
-            self.refusal = branch_refusal(current_line(), self._why_unknown(expression))
+        def record_undecided(env: ShapeEnv, expression: sympy.Basic, *args: Any, **kwargs: Any) -> Exception:
+            self.refusal = branch_refusal(find_current_line(), self._explain_unknown(expression))
             return cannot(env, expression, *args, **kwargs)
 
         with ExitStack() as stack:
             stack.enter_context(patch.object(dynamo_utils, "run_node", run))
-            stack.enter_context(patch.object(InstructionTranslatorBase, "step", stepped))
-            stack.enter_context(patch.object(ShapeEnv, "_log_real_tensor_propagation", decided))
-            stack.enter_context(patch.object(ShapeEnv, "_make_data_dependent_error", undecided))
+            stack.enter_context(patch.object(InstructionTranslatorBase, "step", take_or_step))
+            stack.enter_context(patch.object(ShapeEnv, "_log_real_tensor_propagation", record_decided))
+            stack.enter_context(patch.object(ShapeEnv, "_make_data_dependent_error", record_undecided))
             # An assertion is a branch too: its condition is checked before the step, or by an op if that is not possible.
             stack.enter_context(dynamo_config.patch(rewrite_assert_with_torch_assert=False))
             stack.enter_context(self._values.propagate(lambda: self._node is not None and self._node.target == "item"))
@@ -141,16 +141,16 @@ class DataBranches:
         graph, env = module.graph, module.meta["fake_mode"].shape_env
         self._decisions = [decision for where, decision in self._taken if where is env]
         stated = [assertion.expr for assertions in env.deferred_runtime_asserts.values() for assertion in assertions]
-        canonical = {_canonical(decision) for decision in self._decisions}
+        canonical = {_normalize(decision) for decision in self._decisions}
         checked = [BranchDecision(expression, True, None) for expression in stated]  # torch._check, and what was decided
-        self._decisions += [decision for decision in checked if _canonical(decision) not in canonical]
+        self._decisions += [decision for decision in checked if _normalize(decision) not in canonical]
         symbolic = [node for node in graph.nodes if isinstance(node.meta.get("example_value"), SYMBOLIC)]
         for node in symbolic:
             if node.target == "item" and self._values.number(node.meta["example_value"]) is not None:
                 with graph.inserting_before(node):
                     marker = graph.call_function(assert_async, (node.args[0], f"{_MARK}{len(self._symbols)}"))
                 marker.meta = {"stack_trace": node.meta.get("stack_trace"), "example_value": None}
-                (symbol,) = _expression(node.meta["example_value"]).free_symbols
+                (symbol,) = _get_expression(node.meta["example_value"]).free_symbols
                 self._symbols.append(symbol)
         for node in list(graph.nodes):
             if node not in symbolic and any(arg in symbolic for arg in node.all_input_nodes):
@@ -158,13 +158,13 @@ class DataBranches:
                 if only_checks and node.meta.get("example_value") is None:
                     graph.erase_node(node)  # a check of a decision
                 else:
-                    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._settled)
+                    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), self._settle)
         for node in reversed(symbolic):
             if not node.users and node.target not in _QUESTIONS:
                 graph.erase_node(node)
         module.recompile()
 
-    def guards(self, graph: fx.Graph, step: nn.Module, batch: Batch) -> DataGuards | None:
+    def build_guards(self, graph: fx.Graph, step: nn.Module, batch: Batch) -> DataGuards | None:
         """Return the guards of the branches that were taken, to be checked before each step; None if there are none.
 
         Args:
@@ -189,7 +189,7 @@ class DataBranches:
                 assert_length(node)
             elif torch.Tag.dynamic_output_shape in node.target.tags:
                 writer.expect_sizes(node)
-            if not node.users and torch.Tag.dynamic_output_shape not in node.target.tags and _only_asks(node.target):
+            if not node.users and torch.Tag.dynamic_output_shape not in node.target.tags and _is_query(node.target):
                 graph.erase_node(node)
         for decision in self._decisions:
             symbols = sorted(decision.expression.free_symbols, key=str)
@@ -202,14 +202,14 @@ class DataBranches:
         guards = writer.finish()
         if guards is None or self._fake:
             return guards
-        guards = guards.confirmed(step, batch)
+        guards = guards.confirm(step, batch)
         check_next_steps(guards, graph, step, batch)
         return guards
 
     def _ask_for_outcome(self, translator: InstructionTranslatorBase, tensor: TensorVariable) -> VariableTracker:
         """Replace `tensor` on the stack by its number before a jump on it, or by the outcome that it must have; return that."""
         is_known = self._values.get(tensor.as_proxy().node.meta["example_value"]) is not None
-        passing = None if is_known else passing_side(translator)
+        passing = None if is_known else find_passing_side(translator)
         if passing is None:
             outcome = tensor.call_method(translator, "item", [], {})
         else:
@@ -220,11 +220,11 @@ class DataBranches:
 
     def _number(self, writer: GuardWriter, node: fx.Node, values: dict[sympy.Symbol, tuple[int, FrameSummary | None]]) -> None:
         """Add the marked tensor to the `values` of symbols, if a decision needs it."""
-        marked, line = node.args[0], traced_line(node.meta.get("stack_trace"))
+        marked, line = node.args[0], find_traced_line(node.meta.get("stack_trace"))
         assert isinstance(marked, fx.Node)
         symbol = self._symbols[int(str(node.args[-1]).removeprefix(_MARK))]
         if symbol not in values and any(symbol in decision.expression.free_symbols for decision in self._decisions):
-            values[symbol] = writer.value(marked, line), line
+            values[symbol] = writer.add_value(marked, line), line
 
     def _run(self, run: Callable[..., Any], tracer: Any, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Execute one node of Dynamo's graph on fake tensors, with concrete numbers where it makes tensors of them."""
@@ -239,41 +239,41 @@ class DataBranches:
         numbers = fx.node.map_aggregate((args, kwargs), find_number)  # also those in slices
         if symbolic and all(self._values.number(leaf) is not None for leaf in symbolic):
             result = run(*numbers)
-            if tensors_in(result):
+            if list_tensors(result):
                 return result
         result = run(args, kwargs)
-        if symbolic and tensors_in(result):
-            raise TraceError(branch_refusal(current_line(), self._why_unknown(*(leaf.node.expr for leaf in symbolic))))
+        if symbolic and list_tensors(result):
+            raise TraceError(branch_refusal(find_current_line(), self._explain_unknown(*(leaf.node.expr for leaf in symbolic))))
         if type(result) is bool and node.target in _QUESTIONS:
             answer = tracer.shape_env.create_unbacked_symbool()
             self._values.name(answer, result)
             return answer
         return result
 
-    def _settled(self, node: fx.Node) -> Any:
+    def _settle(self, node: fx.Node) -> Any:
         """Return the concrete number of `node`; `node` itself if it is no number."""
         value = node.meta.get("example_value")
         if not isinstance(value, SYMBOLIC):
             return node
         found = self._values.number(value)
-        decision = BranchDecision(_expression(value), found, traced_line(node.meta.get("stack_trace")))
-        if _canonical(decision) not in map(_canonical, self._decisions):
+        decision = BranchDecision(_get_expression(value), found, find_traced_line(node.meta.get("stack_trace")))
+        if _normalize(decision) not in map(_normalize, self._decisions):
             self._decisions.append(decision)
         return found
 
-    def _why_unknown(self, *expressions: sympy.Basic) -> str:
+    def _explain_unknown(self, *expressions: sympy.Basic) -> str:
         symbols = {symbol for expression in expressions for symbol in expression.free_symbols}
         reasons = {self._values.unknown[symbol] for symbol in symbols if symbol in self._values.unknown}
         cause = " and ".join(sorted(reasons)) or "values"
         return f"{cause} (the batch has no data: plan with real tensors if it is the batch's)" if self._fake else cause
 
 
-def _expression(symbolic: Any) -> sympy.Basic:
+def _get_expression(symbolic: Any) -> sympy.Basic:
     """Return the original expression of a symbolic number, though its symbols may have turned out to be constants."""
     return symbolic.node._expr
 
 
-def _canonical(decision: BranchDecision) -> sympy.Basic:
+def _normalize(decision: BranchDecision) -> sympy.Basic:
     """Return a decision as a condition, equal for equivalent decisions."""
     expression, outcome = decision.expression, decision.outcome
     if not isinstance(outcome, bool):
@@ -283,17 +283,17 @@ def _canonical(decision: BranchDecision) -> sympy.Basic:
     return expression.canonical if isinstance(expression, sympy.core.relational.Relational) else expression
 
 
-def asks_for_values(graph: fx.Graph) -> bool:
+def needs_values(graph: fx.Graph) -> bool:
     """Return True if Dynamo's graph needs values that depend on data."""
     for node in graph.nodes:
         value = node.meta.get("example_value")
-        sizes = [size for tensor in tensors_in(value) for size in tensor.shape]
+        sizes = [size for tensor in list_tensors(value) for size in tensor.shape]
         if node.target in (assert_true, assert_async) or any(isinstance(v, SYMBOLIC) for v in (value, *sizes)):
             return True
     return False
 
 
-def _jumps_on(translator: InstructionTranslatorBase) -> TensorVariable | None:
+def _find_jump(translator: InstructionTranslatorBase) -> TensorVariable | None:
     """Return the tensor that the next instruction jumps on; None before other instructions."""
     position = translator.instruction_pointer
     if position is None or not _JUMP.search(translator.instructions[position].opname) or not translator.stack:
@@ -302,12 +302,12 @@ def _jumps_on(translator: InstructionTranslatorBase) -> TensorVariable | None:
     return tensor if isinstance(tensor, TensorVariable) else None
 
 
-def _only_asks(func: OpOverload) -> bool:
+def _is_query(func: OpOverload) -> bool:
     """Return True if `func` only reads a value, or only states something about it."""
     return func in _STATED or torch.Tag.data_dependent_output in func.tags
 
 
-def _plain(value: sympy.Basic) -> object:
+def _convert_number(value: sympy.Basic) -> object:
     """Convert a number of sympy to Python's."""
     if value in (sympy.true, sympy.false):
         return bool(value)

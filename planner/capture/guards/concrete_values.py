@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphs.errors import TraceError
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, current_line, location
+from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
 from planner.torch_private.core import (
     FakeTensor,
     FakeTensorMode,
@@ -43,7 +43,7 @@ _COMPARISONS: dict[object, tuple[bool | None, bool]] = {
 _UNIFORM = (aten.rand.default, aten.rand_like.default, aten.uniform.default)
 
 
-def uniform_comparison(func: object, number: object) -> bool | None:
+def compare_uniform(func: object, number: object) -> bool | None:
     """Return the answer of comparing numbers of [0, 1) with `number`; None unless it is the same for all of them."""
     if func not in _COMPARISONS or not isinstance(number, int | float):
         return None
@@ -58,7 +58,7 @@ def is_uniform(func: object, args: Sequence[object]) -> bool:
     return func in _UNIFORM and (func is not aten.uniform.default or tuple(args[1:]) in ((), (0, 1)))
 
 
-def size_inputs(
+def find_size_inputs(
     func: OpOverload, args: Sequence[Any], dtype: Callable[[Any], torch.dtype]
 ) -> tuple[tuple[Any, ...], Callable[..., object] | None]:
     """Return the inputs that the sizes of an op's outputs depend on, if these are not all of them.
@@ -70,21 +70,21 @@ def size_inputs(
         The arguments, and the function of their values that decides; (), None if it is all inputs.
     """
     if func is aten.masked_select.default:
-        return (args[1],), true_counts
+        return (args[1],), count_true
     if func is aten._ctc_loss.Tensor:
-        return (args[3],), _largest
+        return (args[3],), _find_largest
     if func.name().startswith("aten::index"):
         masks = [index for index in args[1] if index is not None and dtype(index) in (torch.bool, torch.uint8)]
-        return tuple(masks), true_counts
+        return tuple(masks), count_true
     return (), None
 
 
-def true_counts(*masks: torch.Tensor) -> tuple[int, ...]:
+def count_true(*masks: torch.Tensor) -> tuple[int, ...]:
     """Return the number of true elements of each mask."""
     return tuple(int(mask.count_nonzero()) for mask in masks)
 
 
-def _largest(lengths: torch.Tensor) -> int:
+def _find_largest(lengths: torch.Tensor) -> int:
     return int(lengths.max()) if lengths.numel() else 0
 
 
@@ -124,7 +124,7 @@ class ConcreteValues:
             return bool(expression)
         return int(expression) if isinstance(symbolic, torch.SymInt) else float(expression)
 
-    def why_unknown(self, tensors: Sequence[torch.Tensor]) -> str:
+    def explain_unknown(self, tensors: Sequence[torch.Tensor]) -> str:
         """Return the reason for which values of `tensors` are unknown, for messages: the quantities that they depend on."""
         return "random numbers" if any(t in self._random for t in tensors) else "parameters or activations"
 
@@ -143,7 +143,7 @@ class ConcreteValues:
         """
         from_tensor, dispatch = FakeTensorMode.from_tensor, FakeTensorMode.dispatch
 
-        def made_from(mode: FakeTensorMode, tensor: torch.Tensor, **options: Any) -> FakeTensor:
+        def make_from(mode: FakeTensorMode, tensor: torch.Tensor, **options: Any) -> FakeTensor:
             fake = from_tensor(mode, tensor, **options)
             if type(tensor) is nn.Parameter:
                 self._of_parameters[fake] = True
@@ -152,17 +152,17 @@ class ConcreteValues:
                 self._set(fake, tensor)
             return fake
 
-        def dispatched(
+        def compute_or_dispatch(
             mode: FakeTensorMode, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
-            def default() -> Any:
+            def call_default() -> Any:
                 return dispatch(mode, func, types, args, kwargs or {})
 
-            return self._execute(mode, func, args, kwargs or {}, default, lazily=lazily())
+            return self._execute(mode, func, args, kwargs or {}, call_default, lazily=lazily())
 
         with ExitStack() as stack:
-            stack.enter_context(patch.object(FakeTensorMode, "from_tensor", made_from))
-            stack.enter_context(patch.object(FakeTensorMode, "dispatch", dispatched))
+            stack.enter_context(patch.object(FakeTensorMode, "from_tensor", make_from))
+            stack.enter_context(patch.object(FakeTensorMode, "dispatch", compute_or_dispatch))
             yield
 
     def _execute(
@@ -179,10 +179,10 @@ class ConcreteValues:
             return default()
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         random = torch.Tag.nondeterministic_seeded in func.tags or any(t in self._random for t in given)
-        value = self._value(func, args, kwargs, given, random=torch.Tag.nondeterministic_seeded in func.tags)
+        value = self._compute_value(func, args, kwargs, given, random=torch.Tag.nondeterministic_seeded in func.tags)
         if value is not None and torch.Tag.data_dependent_output in func.tags and not lazily:
             return value
-        if (sized := self._sized(mode, func, args, value)) is not None:
+        if (sized := self._make_sized(mode, func, args, value)) is not None:
             return sized
         result = default()
         if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -209,7 +209,7 @@ class ConcreteValues:
                     self._stale.add(self._values[written].untyped_storage()._cdata)
         return result
 
-    def _value(
+    def _compute_value(
         self,
         func: OpOverload,
         args: Sequence[Any],
@@ -220,7 +220,7 @@ class ConcreteValues:
     ) -> Any:
         """Return the result of `func`; None if it is unknown."""
         if given and given[0] in self._uniform and len(args) > 1:
-            answer = uniform_comparison(func, args[1])
+            answer = compare_uniform(func, args[1])
             return None if answer is None else torch.full(given[0].shape, answer, device=given[0].device)
         if func._schema.is_mutable and any(t in self._of_parameters for t in given):
             return None  # these values are no copies: it would write to the model
@@ -230,44 +230,44 @@ class ConcreteValues:
         if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in concrete):
             return None
         real_args, real_kwargs = pytree.tree_unflatten(concrete, pytree.tree_structure((args, kwargs)))
-        with self._on_real_tensors():
+        with self._execute_on_real_tensors():
             return func(*real_args, **real_kwargs)
 
     @contextmanager
-    def _on_real_tensors(self) -> Iterator[None]:
+    def _execute_on_real_tensors(self) -> Iterator[None]:
         """Execute ops on real tensors, as outside of the capture."""
         with force_dispatch_keys(*self._outside), no_dispatch(), disable_python_dispatcher():
             yield
 
     def _set(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Set the value of `fake` to a copy of `real`, which is not written to when `fake` is; of parameters there is no copy."""
-        with self._on_real_tensors():
+        with self._execute_on_real_tensors():
             self._values[fake] = real.detach() if fake in self._of_parameters else real.detach().clone()
 
-    def _sized(self, mode: FakeTensorMode, func: OpOverload, args: Sequence[Any], value: Any) -> Any:
+    def _make_sized(self, mode: FakeTensorMode, func: OpOverload, args: Sequence[Any], value: Any) -> Any:
         """Return a fake result of the concrete size, for an op whose size depends on data; None for other ops."""
         if torch.Tag.dynamic_output_shape not in func.tags or func.name().startswith("aten::index"):
             return None  # an index counts the masks among its indices by other ops
         if value is not None:
-            return pytree.tree_map_only(torch.Tensor, lambda real: self._like(mode, real), value)
+            return pytree.tree_map_only(torch.Tensor, lambda real: self._make_like(mode, real), value)
         if func is aten.masked_select.default and (mask := self.get(args[1])) is not None:
             shape = torch.broadcast_shapes(args[0].shape, mask.shape)
-            with self._on_real_tensors():
-                (count,) = true_counts(mask.broadcast_to(shape))
+            with self._execute_on_real_tensors():
+                (count,) = count_true(mask.broadcast_to(shape))
             with mode:
                 return args[0].new_empty((count,))
         if func is aten._ctc_loss.Tensor and (lengths := self.get(args[3])) is not None:
             steps, batch, _ = args[0].shape
-            with self._on_real_tensors():
-                longest = _largest(lengths)
+            with self._execute_on_real_tensors():
+                longest = _find_largest(lengths)
             with mode:
                 return args[0].new_empty((batch,)), args[0].new_empty((batch, steps, 2 * longest + 1))
         if func is aten.bincount.default:
             _, weights, length = (*args, None, 0)[:3]
             if not length:
                 raise TraceError(
-                    f"{location(current_line())} counts numbers that depend on parameters or activations, and as many as the "
-                    f"largest of them: give minlength= above all numbers, or {GRAPH_BREAK_ADVICE}"
+                    f"{format_location(find_current_line())} counts numbers that depend on parameters or activations, and as "
+                    f"many as the largest of them: give minlength= above all numbers, or {GRAPH_BREAK_ADVICE}"
                 )
             # As long as told, which an op checks (guards.assertions).
             dtype = torch.int64 if weights is None else torch.float32 if weights.dtype is torch.float32 else torch.float64
@@ -275,7 +275,7 @@ class ConcreteValues:
                 return args[0].new_empty((length,), dtype=dtype)
         return None
 
-    def _like(self, mode: FakeTensorMode, real: torch.Tensor) -> torch.Tensor:
+    def _make_like(self, mode: FakeTensorMode, real: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor whose value is `real`."""
         with mode:
             made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
@@ -286,7 +286,7 @@ class ConcreteValues:
         """Set the value of a symbol for a number that was taken out of the tensors `given`; None if it is unknown."""
         for symbol in symbolic.node.expr.free_symbols:
             if value is None or value != value:
-                self.unknown[symbol] = self.why_unknown(given)
+                self.unknown[symbol] = self.explain_unknown(given)
             else:
                 self.numbers[symbol] = int(value) if isinstance(value, bool) else value
                 symbolic.node.shape_env.set_real_tensor_prop_unbacked_vals(symbol, self.numbers[symbol])

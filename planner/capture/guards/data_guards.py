@@ -13,11 +13,11 @@ from torch.utils.flop_counter import flop_registry
 
 from graphs.errors import MismatchError, TraceError
 from graphs.ir import Kind
-from planner.capture.frontend.source_lines import branch_refusal, location, traced_line
-from planner.capture.guards.concrete_values import is_uniform, size_inputs, uniform_comparison
+from planner.capture.frontend.source_lines import branch_refusal, find_traced_line, format_location
+from planner.capture.guards.concrete_values import compare_uniform, find_size_inputs, is_uniform
 from planner.capture.program.program import Program, Source
-from planner.capture.rewrites.outputs import fake, is_random, tensors_in
-from planner.capture.signature import Batch, leaves
+from planner.capture.rewrites.outputs import get_fake, is_random, list_tensors
+from planner.capture.signature import Batch, list_leaves
 from planner.torch_private.capture import BufferAOTInput, ParamAOTInput, PlainAOTInput
 from planner.torch_private.core import OpOverload
 
@@ -58,8 +58,9 @@ class DataGuard:
             return
         of = tuple(number(values[i]) for i in self.values) if self.planned_of else ()
         raise MismatchError(
-            f"{location(self.line)} gives {_show(found, of)} for this batch, but gave {_show(self.planned, self.planned_of)} "
-            "for the one that was planned for, and the plan depends on it: make another plan for such batches, "
+            f"{format_location(self.line)} gives {_show(found, of)} for this batch, but gave "
+            f"{_show(self.planned, self.planned_of)} for the one that was planned for, and the plan depends on it: make "
+            "another plan for such batches, "
             'or use torch.compile(model, backend="planner"), which checks this at each step'
         )
 
@@ -88,13 +89,13 @@ class DataGuards:
         for guard in self.checks:
             guard.check(values)
 
-    def confirmed(self, step: nn.Module, batch: Batch) -> "DataGuards":
+    def confirm(self, step: nn.Module, batch: Batch) -> "DataGuards":
         """Return the guards with their planned outcomes, if they hold on the batch that the step was captured on.
 
         Raises:
             TraceError: they do not hold.
         """
-        values = self._compute(step, leaves(batch))
+        values = self._compute(step, list_leaves(batch))
         checks = tuple(
             replace(guard, planned=guard.evaluate(values)) if guard.planned is _AS_CAPTURED else guard for guard in self.checks
         )
@@ -105,7 +106,9 @@ class DataGuards:
             raise TraceError(f"a branch on data cannot be traced: {error}") from error
         return replace(self, checks=checks)
 
-    def outcomes(self, step: nn.Module, batch_leaves: Sequence[object], buffers: Mapping[str, torch.Tensor]) -> list[object]:
+    def compute_outcomes(
+        self, step: nn.Module, batch_leaves: Sequence[object], buffers: Mapping[str, torch.Tensor]
+    ) -> list[object]:
         """Return the outcome of each condition, where `buffers`, by name, replace those of `step`.
 
         Raises:
@@ -137,7 +140,7 @@ class DataGuards:
             nodes = [outputs[i] for i in guard.values]
             if not all(node in interpreter.env for node in nodes):
                 why = str(error).partition("\n")[0]
-                raise MismatchError(f"{location(guard.line)} cannot be checked for this batch: {why}") from error
+                raise MismatchError(f"{format_location(guard.line)} cannot be checked for this batch: {why}") from error
             guard.check({i: interpreter.env[node] for i, node in zip(guard.values, nodes, strict=True)})
         raise error
 
@@ -157,13 +160,13 @@ class GuardWriter:
         self._outputs: list[fx.Node] = []
         self._checks: list[DataGuard] = []
 
-    def value(self, node: fx.Node, line: FrameSummary | None) -> int:
+    def add_value(self, node: fx.Node, line: FrameSummary | None) -> int:
         """Return the position of the value of `node` among those that are computed before each step.
 
         Raises:
             TraceError: it depends on more than inputs, buffers and constants, or is expensive.
         """
-        needed = _ancestors(node)
+        needed = _find_ancestors(node)
         for each in self._joint.nodes:
             if each in needed and each not in self._copies:
                 self._copies[each] = self._copy(each, line)
@@ -183,35 +186,35 @@ class GuardWriter:
 
     def expect_number(self, node: fx.Node) -> None:
         """Add the condition that an op which returned a number to Python returns it again."""
-        line, planned = traced_line(node.meta.get("stack_trace")), node.meta.get("val", _AS_CAPTURED)
+        line, planned = find_traced_line(node.meta.get("stack_trace")), node.meta.get("val", _AS_CAPTURED)
         if isinstance(planned, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise TraceError(branch_refusal(line, self._why(node)))
+            raise TraceError(branch_refusal(line, self._explain(node)))
         asked = node.args[0] if node.target is aten._local_scalar_dense.default else node
         assert isinstance(asked, fx.Node)
-        self.expect(line, [self.value(asked, line)], number, planned)
+        self.expect(line, [self.add_value(asked, line)], number, planned)
 
     def expect_sizes(self, node: fx.Node) -> None:
         """Add the condition that an op whose sizes depend on data gives the same sizes again."""
-        line = traced_line(node.meta.get("stack_trace"))
-        if any(isinstance(size, torch.SymInt) for value in tensors_in(node.meta["val"]) for size in value.shape):
-            raise TraceError(branch_refusal(line, self._why(node)))
+        line = find_traced_line(node.meta.get("stack_trace"))
+        if any(isinstance(size, torch.SymInt) for value in list_tensors(node.meta["val"]) for size in value.shape):
+            raise TraceError(branch_refusal(line, self._explain(node)))
         assert isinstance(node.target, OpOverload)
-        deciding, of = size_inputs(node.target, node.args, lambda arg: fake(arg).dtype)
+        deciding, of = find_size_inputs(node.target, node.args, lambda arg: get_fake(arg).dtype)
         if of and deciding:
-            self.expect(line, [self.value(each, line) for each in deciding], of, _AS_CAPTURED)
+            self.expect(line, [self.add_value(each, line) for each in deciding], of, _AS_CAPTURED)
         elif of is None:
-            self.expect(line, [self.value(node, line)], _shapes, _shapes(node.meta["val"]))
+            self.expect(line, [self.add_value(node, line)], _list_shapes, _list_shapes(node.meta["val"]))
 
     def finish(self) -> DataGuards | None:
         """Return the guards; None if there are none."""
         if not self._checks:
             return None
-        module, program = self.computed()
+        module, program = self.build_computation()
         # In program order: an earlier condition may explain why a later one cannot be computed.
         checks = sorted(self._checks, key=lambda check: max(check.values))
         return DataGuards(tuple(checks), module, program)
 
-    def computed(self) -> tuple[fx.GraphModule, Program]:
+    def build_computation(self) -> tuple[fx.GraphModule, Program]:
         """Return a module that computes all requested values, and a program whose sources are its inputs."""
         self._graph.output(tuple(self._outputs))
         assert self._joint.owning_module is not None
@@ -220,41 +223,41 @@ class GuardWriter:
     def _copy(self, node: fx.Node, line: FrameSummary | None) -> fx.Node:
         match node.op:
             case "placeholder":
-                source = _source(node.meta["desc"])
+                source = _get_source(node.meta["desc"])
                 if source is None:
-                    raise TraceError(branch_refusal(line, self._why(node)))
+                    raise TraceError(branch_refusal(line, self._explain(node)))
                 self._sources.append(source)
                 return self._graph.placeholder(node.name)
-            case "call_function" if (answer := _constant_answer(node)) is not None:
-                value = fake(node)
+            case "call_function" if (answer := _get_constant_answer(node)) is not None:
+                value = get_fake(node)
                 return self._graph.call_function(aten.full.default, (list(value.shape), answer), {"device": value.device})
             case "call_function" if is_random(node) or getattr(node.target, "overloadpacket", None) in flop_registry:
-                raise TraceError(branch_refusal(line, self._why(node)))
+                raise TraceError(branch_refusal(line, self._explain(node)))
         return self._graph.node_copy(node, lambda arg: self._copies[arg])
 
-    def _why(self, node: fx.Node) -> str:
-        return "random numbers" if any(map(is_random, _ancestors(node))) else "parameters or activations"
+    def _explain(self, node: fx.Node) -> str:
+        return "random numbers" if any(map(is_random, _find_ancestors(node))) else "parameters or activations"
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
+def _find_ancestors(node: fx.Node) -> set[fx.Node]:
     """Return `node` and all nodes that it is computed from; a comparison with a constant answer depends on none."""
     found, waiting = {node}, [node]
     while waiting:
-        for arg in [] if _constant_answer(each := waiting.pop()) is not None else each.all_input_nodes:
+        for arg in [] if _get_constant_answer(each := waiting.pop()) is not None else each.all_input_nodes:
             if arg not in found:
                 found.add(arg)
                 waiting.append(arg)
     return found
 
 
-def _constant_answer(node: fx.Node) -> bool | None:
+def _get_constant_answer(node: fx.Node) -> bool | None:
     """Return the answer of a comparison that is the same for every random number."""
     if not node.args or not isinstance(random := node.args[0], fx.Node) or not is_uniform(random.target, random.args):
         return None
-    return uniform_comparison(node.target, node.args[-1])
+    return compare_uniform(node.target, node.args[-1])
 
 
-def _source(desc: object) -> Source | None:
+def _get_source(desc: object) -> Source | None:
     """Return the source of an input of the graph: a tensor of the batch or of the model; None for others."""
     match desc:
         case ParamAOTInput(target=name):
@@ -266,8 +269,8 @@ def _source(desc: object) -> Source | None:
     return None
 
 
-def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(tensor.shape) for tensor in tensors_in(value))
+def _list_shapes(value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in list_tensors(value))
 
 
 def number(value: Any) -> Any:

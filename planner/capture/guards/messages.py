@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from planner.capture.guards.names import Scope, accessor, readable
+from planner.capture.guards.names import Scope, build_accessor, make_readable
 
 _PATTERNS = (
     (r"(?P<source>.+) == (?P<planned>.+)", "{name} was {planned} when the step was planned, and is {now} now"),
@@ -45,68 +45,68 @@ _PATTERNS = (
 
 def explain(part: str, local: Scope, scope: Scope) -> str:
     """Return the reason why a guard does not hold."""
-    code = code_of(part)
+    code = get_code(part)
     for pattern, words in _PATTERNS:
         if (found := re.fullmatch(pattern, code, re.DOTALL)) is None:
             continue
-        now = _value(found["source"], local, scope)
+        now = _get_value(found["source"], local, scope)
         groups = found.groupdict()
-        planned = readable(str(groups.get("planned", "")), local, scope)
+        planned = make_readable(str(groups.get("planned", "")), local, scope)
         text = words.format(
-            name=readable(found["source"], local, scope),
+            name=make_readable(found["source"], local, scope),
             planned=planned,
             planned_flag=planned == "1",
             other_flag=planned != "1",
-            now=_shown(now),
+            now=_format_value(now),
             type=f"{type(now).__module__}.{type(now).__qualname__}",
-            length=_length(now),
+            length=_get_length(now),
         )
         return text + (" (train() or eval() was called)" if is_mode(part) else "")
-    return f"{readable(code, local, scope)} was true when the step was planned, and is not now"
+    return f"{make_readable(code, local, scope)} was true when the step was planned, and is not now"
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     text = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _length(value: Any) -> object:
+def _get_length(value: Any) -> object:
     try:
         return len(value)
     except TypeError:  # no container; a tensor without dimensions says that it is one
         return "none"
 
 
-def _value(name: str, local: Scope, scope: Scope) -> Any:
+def _get_value(name: str, local: Scope, scope: Scope) -> Any:
     try:
-        return accessor(name)(local, scope)
+        return build_accessor(name)(local, scope)
     except Exception:  # noqa: BLE001  # it was removed
         return None
 
 
-def code_of(part: str) -> str:
+def get_code(part: str) -> str:
     """Return a guard without the comment about its origin."""
     return re.split(r"\s{2,}# ", part, maxsplit=1)[0].strip()
 
 
 def is_mode(part: str) -> bool:
     """Return True if the guard `part` is about the train or eval mode of a module."""
-    return code_of(part).split(" == ")[0].endswith(".training")
+    return get_code(part).split(" == ")[0].endswith(".training")
 
 
 def is_number(part: str, local: Scope, scope: Scope) -> bool:
     """Return True if the guard `part` is about a value that was a number or a flag, and is one now; a mode is none."""
-    found = re.fullmatch(r"(?P<source>.+) (?:==|is) (?P<planned>[-+\w.()]+)", code_of(part)) or re.fullmatch(
-        r"___check_type_id\((?P<source>.+), \d+\), type=<class '(?P<planned>int|float|bool|numpy.float64)'>", code_of(part)
+    found = re.fullmatch(r"(?P<source>.+) (?:==|is) (?P<planned>[-+\w.()]+)", get_code(part)) or re.fullmatch(
+        r"___check_type_id\((?P<source>.+), \d+\), type=<class '(?P<planned>int|float|bool|numpy.float64)'>", get_code(part)
     )
     if found is None or is_mode(part) or found["source"].startswith("len(") or found["planned"] == "None":
         return False
-    return isinstance(_value(found["source"], local, scope), int | float)
+    return isinstance(_get_value(found["source"], local, scope), int | float)
 
 
-def fails(part: str, local: Scope, scope: Scope) -> bool:
+def is_failing(part: str, local: Scope, scope: Scope) -> bool:
     """Return True if the guard `part` fails, or cannot be evaluated: guards that are checked together are listed together."""
     try:
-        return not accessor(code_of(part))(local, scope)
+        return not build_accessor(get_code(part))(local, scope)
     except Exception:  # noqa: BLE001  # not every guard is an expression
         return True

@@ -24,7 +24,7 @@ _PATHS = (
 )
 
 
-def accessor(name: str) -> Callable[[Scope, Scope], Any]:
+def build_accessor(name: str) -> Callable[[Scope, Scope], Any]:
     """Return a function of the local and the global scope that returns the present value of a name or guard.
 
     It raises any exception if the value is no longer there.
@@ -36,12 +36,12 @@ def accessor(name: str) -> Callable[[Scope, Scope], Any]:
     return found
 
 
-def readable(text: str, local: Scope, scope: Scope) -> str:
+def make_readable(text: str, local: Scope, scope: Scope) -> str:
     """Replace Dynamo's names in `text` by those that a person would write: ``model.bn.momentum``, ``config.alpha``."""
     closure = re.compile(r"((?:L|G)\[[^ ]*?)\.__closure__\[(\d+)\]\.cell_contents")
     while found := closure.search(text):
         try:
-            variable = accessor(found[1])(local, scope).__code__.co_freevars[int(found[2])]
+            variable = build_accessor(found[1])(local, scope).__code__.co_freevars[int(found[2])]
         except Exception:  # noqa: BLE001  # a name that cannot be resolved is shown as it is
             break
         text = text[: found.start()] + variable + text[found.end() :]

@@ -7,10 +7,10 @@ from torch import fx, nn
 
 from graphs.errors import MismatchError, TraceError
 from graphs.ir import Kind
-from planner.capture.frontend.source_lines import location
+from planner.capture.frontend.source_lines import format_location
 from planner.capture.guards.data_guards import DataGuards, GuardWriter
-from planner.capture.rewrites.outputs import outputs
-from planner.capture.signature import Batch, leaves
+from planner.capture.rewrites.outputs import list_outputs
+from planner.capture.signature import Batch, list_leaves
 from planner.torch_private.capture import BufferAOTInput, InputMutationAOTOutput
 
 
@@ -28,27 +28,27 @@ def check_next_steps(guards: DataGuards, graph: fx.Graph, step: nn.Module, batch
     """
     read = {source.name for source in guards.program.sources if source.kind is Kind.BUFFER}
     writer, written = GuardWriter(graph), dict[str, int]()
-    for value, desc in outputs(graph):
+    for value, desc in list_outputs(graph):
         if isinstance(desc, InputMutationAOTOutput) and isinstance(desc.mutated_input, BufferAOTInput):
             assert isinstance(value, fx.Node)
             if desc.mutated_input.target in read:
                 with suppress(TraceError):  # the value depends on more
-                    written[desc.mutated_input.target] = writer.value(value, None)
+                    written[desc.mutated_input.target] = writer.add_value(value, None)
     if not written:
         return
-    update, program = writer.computed()
+    update, program = writer.build_computation()
     with torch.no_grad():
-        values = update(*program.gather(step, leaves(batch)))
+        values = update(*program.gather(step, list_leaves(batch)))
     try:
-        found = guards.outcomes(step, leaves(batch), {name: values[position] for name, position in written.items()})
+        found = guards.compute_outcomes(step, list_leaves(batch), {name: values[position] for name, position in written.items()})
     except MismatchError:
         return  # the next step is refused when it comes
     for guard, next_outcome in zip(guards.checks, found, strict=True):
         if not isinstance(guard.planned, bool) and next_outcome != guard.planned:
             names = " and ".join(name.removeprefix("model.") for name in written)
             raise TraceError(
-                f"{location(guard.line)} takes a number out of {names}, which the step itself changes: in a plan it would stay "
-                f"{guard.planned}, and the next step needs {next_outcome}. Compute with the buffer instead (in a queue with a "
-                "pointer: queue.index_copy_(0, (pointer + torch.arange(len(keys))) % len(queue), keys), "
+                f"{format_location(guard.line)} takes a number out of {names}, which the step itself changes: in a plan it "
+                f"would stay {guard.planned}, and the next step needs {next_outcome}. Compute with the buffer instead (in a "
+                "queue with a pointer: queue.index_copy_(0, (pointer + torch.arange(len(keys))) % len(queue), keys), "
                 "pointer.add_(len(keys))); where it changes in the first step only, call the model once before"
             )

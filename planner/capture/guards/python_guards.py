@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from graphs.errors import MismatchError, NumberMismatchError
-from planner.capture.guards.messages import code_of, explain, fails, is_mode, is_number
-from planner.capture.guards.names import Scope, accessor, readable
-from planner.capture.guards.replaced_names import Frames, Replaceable, asks_for_layout, replaceable
+from planner.capture.guards.messages import explain, get_code, is_failing, is_mode, is_number
+from planner.capture.guards.names import Scope, build_accessor, make_readable
+from planner.capture.guards.replaced_names import Frames, Replaceable, find_replaceable, needs_layout
 from planner.capture.program.numbers import StepNumbers
-from planner.capture.rewrites.sparse_products import is_sparse, part_addresses
-from planner.capture.signature import Batch, arguments
+from planner.capture.rewrites.sparse_products import get_part_addresses, is_sparse
+from planner.capture.signature import Batch, split_arguments
 from planner.torch_private.capture import (
     CaptureOutput,
     CheckFunctionManager,
@@ -117,14 +117,14 @@ class PythonGuards:
         Raises:
             MismatchError: with what changed, from what to what, where it is read, and what to do.
         """
-        if (changed := self.replaceable.changed()) is not None:
+        if (changed := self.replaceable.describe_change()) is not None:
             raise MismatchError(changed, f": its value is part of the plan; {PLAN_AGAIN}")
         local = {"self": step, "args": args, "kwargs": kwargs}
         # A mode around the step, such as a counter of FLOPs, changes how tensors are dispatched, but not the step.
         with disable_current_modes() if is_in_torch_dispatch_mode() else nullcontext():
             if not self.manager.guard_manager.check(local):
-                raise self._error(local)
-        if self.strides and (strides := _strides(args, kwargs)) != self.strides:
+                raise self._build_error(local)
+        if self.strides and (strides := _list_strides(args, kwargs)) != self.strides:
             raise MismatchError(
                 f"the tensors of the batch had strides {self.strides} when the step was planned, and have {strides} now; the "
                 "step depends on them",
@@ -133,7 +133,7 @@ class PythonGuards:
         for external in self.external:
             found = external.find(local, self.scope)
             if found is not external.value and not (isinstance(found, tuple) and found == external.value):
-                name = readable(external.name, local, self.scope)
+                name = make_readable(external.name, local, self.scope)
                 match external.value:
                     case np.generic():
                         raise MismatchError(
@@ -152,7 +152,7 @@ class PythonGuards:
                     f"{name} is another {kind} than when the step was planned",
                     f": change that one in place ({change}), or {WAYS_OUT}",
                 )
-        if self.state != (now := global_state()):
+        if self.state != (now := get_global_state()):
             name = next(name for name, value in self.state.items() if value != now[name])
             raise MismatchError(
                 f"{name} was {self.state[name]!r} when the step was planned, and is {now[name]!r} now", f"; {WAYS_OUT}"
@@ -164,7 +164,7 @@ class PythonGuards:
         if self.numbers is not None:
             self.numbers.write(numbers, {"self": step}, self.scope)
 
-    def uncounted(self, call: Callable[..., T], step: nn.Module) -> Callable[..., T]:
+    def wrap_uncounted(self, call: Callable[..., T], step: nn.Module) -> Callable[..., T]:
         """Return `call`, which runs `step`, so that the numbers that it changes are then as they were captured."""
         if self.numbers is None or not self.numbers.writes:
             return call
@@ -177,28 +177,28 @@ class PythonGuards:
 
         return run
 
-    def changed_numbers(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> set[str]:
+    def find_changed_numbers(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> set[str]:
         """Return the names of the numbers whose guards fail, as Dynamo writes them."""
         local = {"self": step, "args": args, "kwargs": kwargs}
         numbers = [part for part in self.parts if is_number(part, local, self.scope)]
-        return {part.partition(" == ")[0] for part in numbers if " == " in part and fails(part, local, self.scope)}
+        return {part.partition(" == ")[0] for part in numbers if " == " in part and is_failing(part, local, self.scope)}
 
-    def unread(self, batch: Batch) -> set[int]:
+    def find_unread(self, batch: Batch) -> set[int]:
         """Return the positions of the numbers in `batch` that no guard looks at, but for their types."""
-        flat, spec = pytree.tree_flatten(arguments(batch))
+        flat, spec = pytree.tree_flatten(split_arguments(batch))
         args, kwargs = pytree.tree_unflatten(range(len(flat)), spec)
         values = [part for part in self.parts if not part.startswith("___check_type_id")]
         paths = {path for part in values for path in _ARGUMENT.findall(part)}
         read = [found for path in paths if type(found := _place({"args": args, "kwargs": kwargs}, path)) is int]
         return {i for i, leaf in enumerate(flat) if isinstance(leaf, int | float)}.difference(read)
 
-    def _error(self, local: Scope) -> MismatchError:
+    def _build_error(self, local: Scope) -> MismatchError:
         found = self.manager.guard_manager.check_verbose(local)
-        parts = [part for part in found.verbose_code_parts if fails(part, local, self.scope)] or found.verbose_code_parts
+        parts = [part for part in found.verbose_code_parts if is_failing(part, local, self.scope)] or found.verbose_code_parts
         why = explain(parts[0] if parts else "something that the step depends on", local, self.scope)
-        where = _where(found.user_stack)
+        where = _format_line(found.user_stack)
         if parts and is_mode(parts[0]):
-            mode = "train" if "== True" in code_of(parts[0]) else "eval"
+            mode = "train" if "== True" in get_code(parts[0]) else "eval"
             return MismatchError(f"{why}{where}", f". {OTHER_MODE.format(mode=mode)}")
         kind = NumberMismatchError if parts and is_number(parts[0], local, self.scope) else MismatchError
         return kind(f"{why}{where}", f": the plan depends on it; {WAYS_OUT}")
@@ -226,24 +226,24 @@ def build_guards(
     """
     captured = output.graph_capture_output
     graph = captured.output_graph
-    graph._guards = GuardsSet(type(graph.guards.inner)(guard for guard in graph.guards if _matters(guard)))
+    graph._guards = GuardsSet(type(graph.guards.inner)(guard for guard in graph.guards if _is_relevant(guard)))
     # The capture's dispatcher, which is active here, is not when a step is called: guards on tensors compare dispatch keys.
     with enter_dynamo_phase("build_guards"), no_python_dispatcher():
         manager = captured.build_guards(code)
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
     sources = [get_source_name(source) for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]
-    external = tuple(_external_values([*sources, *constants], step, local, scope))
-    strides = _strides(args, kwargs) if asks_for_layout(frames) else ()
-    parts = tuple(code_of(part) for guard in graph.guards for part in guard.code_list or ())
-    return PythonGuards(manager, scope, external, replaceable(frames, step), strides, global_state(), parts)
+    external = tuple(_iterate_external_values([*sources, *constants], step, local, scope))
+    strides = _list_strides(args, kwargs) if needs_layout(frames) else ()
+    parts = tuple(get_code(part) for guard in graph.guards for part in guard.code_list or ())
+    return PythonGuards(manager, scope, external, find_replaceable(frames, step), strides, get_global_state(), parts)
 
 
-def guarded_names(output: CaptureOutput) -> frozenset[str]:
+def list_guarded_names(output: CaptureOutput) -> frozenset[str]:
     """Return the names of all that guards look at, as Dynamo writes them."""
     return frozenset(guard.name for guard in output.graph_capture_output.output_graph.guards)
 
 
-def global_state() -> dict[str, object]:
+def get_global_state() -> dict[str, object]:
     """Return the global settings of PyTorch that a capture depends on; autocast is checked by the step itself."""
     hooks = [getattr(nn_module, name) for name in _HOOKS]
     return {
@@ -260,7 +260,7 @@ def global_state() -> dict[str, object]:
     }
 
 
-def _matters(guard: Guard) -> bool:
+def _is_relevant(guard: Guard) -> bool:
     kind, name = guard.create_fn_name(), guard.name
     if kind in _AMBIENT or kind in _FIXED or name.startswith(("G['__builtins_dict__", "__import__(")):
         return False
@@ -273,38 +273,38 @@ def _matters(guard: Guard) -> bool:
     return not name.startswith("G['__import_torch_dot_")
 
 
-def _external_values(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope) -> Iterable[ExternalValue]:
+def _iterate_external_values(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope) -> Iterable[ExternalValue]:
     """Yield the graph's inputs that a program holds as constants."""
     registered = {id(tensor) for tensor in (*step.parameters(), *step.buffers())}
     for source in sources:
         if source.startswith(("L['args']", "L['kwargs']")):
             continue
         name = source.removeprefix("___from_numpy(").removesuffix(")") if source.startswith("___from_numpy(") else source
-        find = accessor(name)
+        find = build_accessor(name)
         value = find(local, scope)
         if isinstance(value, torch.Tensor) and is_sparse(value):
-            yield ExternalValue(name, partial(_part_addresses, find), part_addresses(value))
+            yield ExternalValue(name, partial(_get_part_addresses, find), get_part_addresses(value))
         elif isinstance(value, torch.Tensor | torch.Generator | np.ndarray | np.generic) and id(value) not in registered:
             yield ExternalValue(name, find, value)
 
 
-def _strides(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:
+def _list_strides(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[tuple[int, ...], ...]:
     return tuple(leaf.stride() for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor))
 
 
-def _part_addresses(find: Callable[[Scope, Scope], object], local: Scope, scope: Scope) -> tuple[int, ...]:
+def _get_part_addresses(find: Callable[[Scope, Scope], object], local: Scope, scope: Scope) -> tuple[int, ...]:
     """Return the addresses of the parts of a sparse matrix; () if it is none any more."""
     matrix = find(local, scope)
-    return part_addresses(matrix) if isinstance(matrix, torch.Tensor) and is_sparse(matrix) else ()
+    return get_part_addresses(matrix) if isinstance(matrix, torch.Tensor) and is_sparse(matrix) else ()
 
 
 def _place(local: Scope, path: str) -> object:
     try:
-        return accessor(path)(local, {})
+        return build_accessor(path)(local, {})
     except (AttributeError, LookupError, TypeError):  # of a part of a leaf
         return None
 
 
-def _where(stack: Iterable[FrameSummary] | None) -> str:
+def _format_line(stack: Iterable[FrameSummary] | None) -> str:
     frames = list(stack or ())
     return f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 
 from graphs.errors import TraceError
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, current_line, library_advice, location
+from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, find_library_advice, format_location
 from planner.torch_private.capture import InstructionTranslatorBase, dynamo_misc, dynamo_user_defined
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
@@ -26,18 +26,18 @@ def forbid_python_random() -> Iterator[None]:
     """Raise an error if the captured code draws a random number that is not PyTorch's."""
     call_function = InstructionTranslatorBase.call_function
 
-    def called(translator: InstructionTranslatorBase, fn: Any, args: Any, kwargs: Any) -> None:
+    def call(translator: InstructionTranslatorBase, fn: Any, args: Any, kwargs: Any) -> None:
         for name in ("value", "fn"):
             _check(getattr(fn, name, None))
         call_function(translator, fn, args, kwargs)
 
-    def refused(_: object, function: Callable[..., object], *__: object) -> NoReturn:
+    def refuse(_: object, function: Callable[..., object], *__: object) -> NoReturn:
         _refuse(getattr(function, "__name__", "random"))
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(InstructionTranslatorBase, "call_function", called))
+        stack.enter_context(patch.object(InstructionTranslatorBase, "call_function", call))
         for module in (dynamo_misc, dynamo_user_defined):
-            stack.enter_context(patch.object(module, "call_random_fn", refused))
+            stack.enter_context(patch.object(module, "call_random_fn", refuse))
         yield
 
 
@@ -50,9 +50,9 @@ def _check(function: object) -> None:
 
 
 def _refuse(name: str) -> NoReturn:
-    where = current_line()
+    where = find_current_line()
     raise TraceError(
-        f"{location(where)} draws a random number outside PyTorch ({name}), and a plan would use the same number in every step: "
-        "draw it before the step and pass it with the batch, as a tensor, or use PyTorch's random functions"
-        f"{library_advice(where)}; or {GRAPH_BREAK_ADVICE}"
+        f"{format_location(where)} draws a random number outside PyTorch ({name}), and a plan would use the same number in "
+        "every step: draw it before the step and pass it with the batch, as a tensor, or use PyTorch's random functions"
+        f"{find_library_advice(where)}; or {GRAPH_BREAK_ADVICE}"
     )

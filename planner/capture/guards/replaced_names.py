@@ -49,7 +49,7 @@ class TableNames:
     keys: tuple[str, ...]
     values: tuple[object, ...]
 
-    def changed(self) -> str | None:
+    def describe_change(self) -> str | None:
         """Return a message about the first name whose object was replaced; None if all are the same."""
         now = map(self.table.get, self.keys, repeat(_ABSENT))
         if all(map(is_, now, self.values)):
@@ -70,10 +70,10 @@ class Replaceable:
     names: tuple[TableNames, ...]
     environment: Mapping[str, str | None]
 
-    def changed(self) -> str | None:
+    def describe_change(self) -> str | None:
         """Return a message about the first change since the step was captured; None if there is none."""
         for names in self.names:
-            if (changed := names.changed()) is not None:
+            if (changed := names.describe_change()) is not None:
                 return changed
         for name, value in self.environment.items():
             if (now := os.environ.get(name)) != value:
@@ -95,20 +95,20 @@ def record_frames() -> Iterator[Frames]:
         yield found
 
 
-def asks_for_layout(frames: Frames) -> bool:
+def needs_layout(frames: Frames) -> bool:
     """Return True if captured code asks for the layout of tensors in memory; layers have a ``stride`` of their own."""
     return any("is_contiguous" in code.co_names for code in frames)
 
 
-def replaceable(frames: Frames, step: nn.Module) -> Replaceable:
+def find_replaceable(frames: Frames, step: nn.Module) -> Replaceable:
     """Return the names that the captured `frames` of `step` use."""
     tables: dict[int, tuple[type | Table, dict[str, None]]] = {}
-    for owner, key in _named(frames, step):
+    for owner, key in _iterate_names(frames, step):
         tables.setdefault(id(owner), (owner, {}))[1][key] = None
-    return Replaceable(tuple(_in_one_table(owner, tuple(keys)) for owner, keys in tables.values()), _environment(frames))
+    return Replaceable(tuple(_group_in_table(owner, tuple(keys)) for owner, keys in tables.values()), _read_environment(frames))
 
 
-def _in_one_table(owner: type | Table, keys: tuple[str, ...]) -> TableNames:
+def _group_in_table(owner: type | Table, keys: tuple[str, ...]) -> TableNames:
     if isinstance(owner, type):
         table: Table = vars(owner)
         said = f"{owner.__module__}.{owner.__qualname__}"
@@ -117,26 +117,26 @@ def _in_one_table(owner: type | Table, keys: tuple[str, ...]) -> TableNames:
     return TableNames(said, table, keys, tuple(table.get(key, _ABSENT) for key in keys))
 
 
-def _named(frames: Frames, step: nn.Module) -> Iterator[_Name]:
+def _iterate_names(frames: Frames, step: nn.Module) -> Iterator[_Name]:
     """Yield the names that may be replaced."""
     classes = {type(module): set(_CALLS) for module in step.modules()}
     loaded: set[str] = set()
     for code, scope in frames.items():
-        for path in _paths(code):
-            yield from _along(scope, path)
+        for path in _iterate_paths(code):
+            yield from _iterate_along(scope, path)
             loaded.update(path[1:])
         if code.co_name.isidentifier() and isinstance(owner := scope.get(code.co_qualname.partition(".")[0]), type):
             classes.setdefault(owner, set()).add(code.co_name)
     for owner, names in classes.items():
-        methods = {name for each in owner.__mro__ for name, value in vars(each).items() if _code_of(value) in frames}
+        methods = {name for each in owner.__mro__ for name, value in vars(each).items() if _get_code(value) in frames}
         for name in sorted(names | methods):
-            yield from _of_class(owner, name)
+            yield from _iterate_of_class(owner, name)
     for name in sorted(loaded):
         if callable(getattr(torch.Tensor, name, None)):
-            yield from _of_class(torch.Tensor, name)
+            yield from _iterate_of_class(torch.Tensor, name)
 
 
-def _paths(code: CodeType) -> Iterator[tuple[str, ...]]:
+def _iterate_paths(code: CodeType) -> Iterator[tuple[str, ...]]:
     """Yield the names that `code` loads from its globals, with the attributes that it reads from them; "" is any other object.
 
     An attribute that is read by its name, ``hasattr(torch, "compiler")``, counts as well.
@@ -159,7 +159,7 @@ def _paths(code: CodeType) -> Iterator[tuple[str, ...]]:
             path, asks = (), False
 
 
-def _along(scope: Table, path: Iterable[str]) -> Iterator[_Name]:
+def _iterate_along(scope: Table, path: Iterable[str]) -> Iterator[_Name]:
     """Yield the first name along `path`, through modules, that is a function, a class, or missing."""
     table = scope
     for key in path:
@@ -174,7 +174,7 @@ def _along(scope: Table, path: Iterable[str]) -> Iterator[_Name]:
         return
 
 
-def _of_class(owner: type, name: str) -> Iterator[_Name]:
+def _iterate_of_class(owner: type, name: str) -> Iterator[_Name]:
     """Yield a method by its `name`, in the class that has it and in those before it in the method resolution order."""
     for each in owner.__mro__[:-1]:
         yield each, name
@@ -182,19 +182,19 @@ def _of_class(owner: type, name: str) -> Iterator[_Name]:
             return
 
 
-def _code_of(value: object) -> object:
+def _get_code(value: object) -> object:
     """Return the code of a function, method or property."""
     match value:
         case FunctionType():
             return value.__code__
         case staticmethod() | classmethod():
-            return _code_of(value.__func__)
+            return _get_code(value.__func__)
         case property():
-            return _code_of(value.fget)
+            return _get_code(value.fget)
     return None
 
 
-def _environment(frames: Frames) -> dict[str, str | None]:
+def _read_environment(frames: Frames) -> dict[str, str | None]:
     """Return the environment variables that may be read, if any code names the environment: all constants that can be names."""
     if all(_ENVIRONMENT.isdisjoint(code.co_names) for code in frames):
         return {}

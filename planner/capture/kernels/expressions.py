@@ -42,48 +42,50 @@ class Expressions:
 
     def call(self, expression: ast.expr) -> Call:
         """Return the call that `expression` represents."""
-        found = self.value(expression)
+        found = self.build_value(expression)
         if not isinstance(found, Call):
             self._refuse(expression)
         return found
 
-    def value(self, expression: ast.expr) -> Argument:
+    def build_value(self, expression: ast.expr) -> Argument:
         """Return the value that `expression` represents."""
         match expression:
             case ast.Constant(value=value):
                 return value
             case ast.Name(id=name):
-                return self._named(name, expression)
+                return self._find_named(name, expression)
             case ast.Tuple(elts=elements):
-                return tuple(map(self.value, elements))
+                return tuple(map(self.build_value, elements))
             case ast.List(elts=elements):
-                return list(map(self.value, elements))
+                return list(map(self.build_value, elements))
             case ast.Slice(lower=lower, upper=upper, step=step):
-                return slice(*(None if each is None else self.value(each) for each in (lower, upper, step)))
+                return slice(*(None if each is None else self.build_value(each) for each in (lower, upper, step)))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self.value(operand)
+                return -self.build_value(operand)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](self.value(left), self.value(right))
+                return _OPERATORS[type(op)](self.build_value(left), self.build_value(right))
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=index)) if (name, index) in self.parts:
                 return self.parts[name, index]
             case ast.Subscript(value=whole, slice=index):
-                return Call(operator.getitem, (self.value(whole), self.value(index)))
-            case ast.Attribute(value=owner, attr=attribute) if not _is_computed(found := self.value(owner)):
+                return Call(operator.getitem, (self.build_value(whole), self.build_value(index)))
+            case ast.Attribute(value=owner, attr=attribute) if not _is_computed(found := self.build_value(owner)):
                 return getattr(found, attribute)
             case ast.Call(func=func, args=args, keywords=keywords) if all(keyword.arg is not None for keyword in keywords):
-                given = tuple(map(self.value, args))
-                return self._called(func, given, {str(keyword.arg): self.value(keyword.value) for keyword in keywords})
+                given = tuple(map(self.build_value, args))
+                return self._build_called(
+                    func, given, {str(keyword.arg): self.build_value(keyword.value) for keyword in keywords}
+                )
         return self._refuse(expression)
 
-    def _called(self, func: ast.expr, args: tuple[Argument, ...], kwargs: dict[str, Argument]) -> Argument:
+    def _build_called(self, func: ast.expr, args: tuple[Argument, ...], kwargs: dict[str, Argument]) -> Argument:
         if isinstance(func, ast.Attribute):
-            owner = self.value(func.value)
+            owner = self.build_value(func.value)
             if _is_computed(owner) or func.attr in _LATE:
                 return Call(func.attr, (owner, *args), kwargs)
-        target = self.value(func)
+        target = self.build_value(func)
         return target(*args, **kwargs) if target in _CONSTANTS else Call(target, args, kwargs)
 
-    def _named(self, name: str, expression: ast.expr) -> Argument:
+    def _find_named(self, name: str, expression: ast.expr) -> Argument:
         if name in self.bound:
             return self.bound[name]
         if name not in self._namespace:
@@ -100,7 +102,7 @@ def _is_computed(value: Argument) -> bool:
     return isinstance(value, Ref | Call | Shared)
 
 
-def items(statements: Iterable[ast.stmt]) -> dict[str, list[int]]:
+def find_items(statements: Iterable[ast.stmt]) -> dict[str, list[int]]:
     """Return for each variable that is unpacked the subscripts used on it."""
     found: dict[str, list[int]] = {}
     for statement in statements:
@@ -110,7 +112,7 @@ def items(statements: Iterable[ast.stmt]) -> dict[str, list[int]]:
     return found
 
 
-def methods_on(expression: ast.expr, variables: Container[str]) -> list[str] | None:
+def find_methods_on(expression: ast.expr, variables: Container[str]) -> list[str] | None:
     """Return the methods called in sequence on one of `variables` or a part of it; None for other expressions."""
     found: list[str] = []
     while True:

@@ -99,7 +99,7 @@ class Halves:
     backward: Half
     call: Callable[..., Any]
 
-    def called_as(self, step: TrainingStep) -> Callable[..., Any]:
+    def build_call(self, step: TrainingStep) -> Callable[..., Any]:
         """Return `call` with the inputs and outputs of `step`."""
         joint, call = self.joint, self.call
 
@@ -130,11 +130,11 @@ def compile_halves(
 
     def forward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
         returned = sum(isinstance(desc, PlainAOTOutput) for desc in gm.graph.output_node().meta["desc"])
-        ends = _ends(gm)
+        ends = _find_ends(gm)
         return note(ends, compile_fx_forward(gm, example_inputs, returned, len(example_inputs), extra), backward=False)
 
     def backward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> object:
-        ends = _ends(gm)
+        ends = _find_ends(gm)
         return note(ends, compile_fx_backward(gm, example_inputs, extra), backward=True)
 
     def note(ends: _Ends, compiled: object, *, backward: bool) -> object:
@@ -146,8 +146,8 @@ def compile_halves(
     context = TracingContext.try_get()
     assert context is not None
     with (
-        _settings(),
-        variant.chosen(),
+        _enter_settings(),
+        variant.choose(),
         V.set_fake_mode(context.fake_mode),
         disable_compiled_autograd(),
         separate_kernels(note_pairs),
@@ -172,7 +172,7 @@ def compile_halves(
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def _enter_settings() -> Iterator[None]:
     with (
         compiler_config.patch(cache_key_tag=compiler_config.cache_key_tag + _GENERATED),  # type: ignore[attr-defined]
         inductor_config.patch(_PLAIN_CODE),
@@ -181,7 +181,7 @@ def _settings() -> Iterator[None]:
         yield
 
 
-def _ends(gm: fx.GraphModule) -> _Ends:
+def _find_ends(gm: fx.GraphModule) -> _Ends:
     """Return the inputs and outputs of a half, before Inductor's passes over it."""
     inputs = tuple((node.name, node.meta.get("desc")) for node in gm.graph.find_nodes(op="placeholder"))
     output = gm.graph.output_node()

@@ -27,11 +27,11 @@ _MARK = "may be written over"
 def note_pairs(node: BaseSchedulerNode) -> None:
     """Add to the generated code the input-output pairs of the kernel of `node` that may share memory."""
     if isinstance(node, SchedulerNode):
-        for read, made in _pairs(node):
+        for read, made in _iterate_pairs(node):
             V.graph.wrapper_code.writeline(repr((_MARK, read, made)))
 
 
-def noted(statement: ast.expr) -> tuple[str, str] | None:
+def parse_note(statement: ast.expr) -> tuple[str, str] | None:
     """Return the names of an input and of the output that may be written over it, if `statement` lists such a pair."""
     match statement:
         case ast.Tuple(elts=[ast.Constant(value=mark), ast.Constant(value=str(read)), ast.Constant(value=str(made))]):
@@ -39,7 +39,7 @@ def noted(statement: ast.expr) -> tuple[str, str] | None:
     return None
 
 
-def _pairs(node: SchedulerNode) -> Iterator[tuple[str, str]]:
+def _iterate_pairs(node: SchedulerNode) -> Iterator[tuple[str, str]]:
     """Yield pairs of a buffer that `node` reads and one that it may write over it.
 
     As in Inductor, all readers in the kernel must read an element where it is written, and other readers must have run before
@@ -59,7 +59,7 @@ def _pairs(node: SchedulerNode) -> Iterator[tuple[str, str]]:
         ):
             continue
         for read in node.read_writes.reads:
-            if read.name in inside or not _same_element(node, read) or _shared_by_threads(read, together):
+            if read.name in inside or not _is_same_element(node, read) or _is_shared_by_threads(read, together):
                 continue
             others = [other for other in together if any(dep.name == read.name for dep in other.read_writes.reads)]
             places = {dep for other in others for dep in other.read_writes.reads if dep.name == read.name}
@@ -68,7 +68,7 @@ def _pairs(node: SchedulerNode) -> Iterator[tuple[str, str]]:
                 yield read.name, made.get_name()
 
 
-def _same_element(node: SchedulerNode, read: object) -> bool:
+def _is_same_element(node: SchedulerNode, read: object) -> bool:
     """Return True if `node` writes one buffer, each element where it has `read` one, without accumulation."""
     writes = list(node.read_writes.writes)
     return (
@@ -78,7 +78,7 @@ def _same_element(node: SchedulerNode, read: object) -> bool:
     )
 
 
-def _shared_by_threads(read: Dep, together: Sequence[BaseSchedulerNode]) -> bool:
+def _is_shared_by_threads(read: Dep, together: Sequence[BaseSchedulerNode]) -> bool:
     """Return True if several threads of a GPU kernel may read an element that one of them overwrites.
 
     They may if the kernel of all of `together` iterates over more elements than it reads, so that elements are broadcast. For its

@@ -8,13 +8,13 @@ import torch
 from graphs.errors import TraceError
 from graphs.ir import Kind, Op, Phase, Tensor
 from planner.capture.kernels.halves import Half, Halves
-from planner.capture.kernels.merge import Group, grouped
+from planner.capture.kernels.merge import Group, group_launches
 from planner.capture.kernels.wrapper import Launch, Value, Wrapper
-from planner.capture.lowering.lower import Capture, graph_of
-from planner.capture.lowering.statics import StaticTensors, dtype_name
-from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, Statement, mapped, read_by
+from planner.capture.lowering.lower import Capture, build_graph
+from planner.capture.lowering.statics import StaticTensors, format_dtype
+from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, Statement, map_leaves, read_by
 from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
-from planner.capture.rewrites.outputs import check_outputs, keeps_layout, memory_format
+from planner.capture.rewrites.outputs import check_outputs, choose_memory_format, is_layout_kept
 from planner.capture.signature import Signature
 from planner.torch_private.capture import (
     AOTInput,
@@ -86,7 +86,7 @@ class _KernelLowering:
     def read_forward(self) -> tuple[list[tuple[AOTOutput, Argument]], dict[str, Argument]]:
         """Read the forward pass; return its results, and by name the values that it may save."""
         half = self.halves.forward
-        inputs = [self._input(desc) for _, desc in half.inputs]
+        inputs = [self._lower_input(desc) for _, desc in half.inputs]
         made = self._read(half, inputs, Phase.FORWARD)
         saved = {name: value for (name, _), value in zip(half.inputs, inputs, strict=True) if value is not None}
         saved |= {name: value for (name, _, _), value in zip(half.outputs, made, strict=True) if name is not None}
@@ -96,7 +96,7 @@ class _KernelLowering:
         """Read the backward pass; return its results."""
         half = self.halves.backward
         # A saved parameter may be a copy in another layout, which kernels of this pass rely on.
-        inputs = [saved[name] if name in saved else self._incoming(name, desc) for name, desc in half.inputs]
+        inputs = [saved[name] if name in saved else self._get_incoming(name, desc) for name, desc in half.inputs]
         made = self._read(half, inputs, Phase.BACKWARD)
         return [(desc, fake, value) for (_, desc, fake), value in zip(half.outputs, made, strict=True)]
 
@@ -117,7 +117,7 @@ class _KernelLowering:
             if isinstance(output, GradAOTOutput) and fake is not None:
                 given = self.inputs[output.grad_of]
                 (owner,) = read_by(value)
-                own = value if owner not in taken and keeps_layout(fake, given) else self._clone(value, given)
+                own = value if owner not in taken and is_layout_kept(fake, given) else self._add_clone(value, given)
                 taken.update(read_by(own))
                 gradients.append((self.statics.find(output.grad_of), own))
         return returned, gradients
@@ -130,68 +130,68 @@ class _KernelLowering:
         provenance: Mapping[str, object],
     ) -> Capture:
         """Return the captured graph and program; `gradients` as in ``Program``, with numbers of values."""
-        groups = grouped(self.wrapper.launches, self.static)
+        groups = group_launches(self.wrapper.launches, self.static)
         self.tensor_of |= self.static
-        ops, calls = self._ops(groups)
-        loss, *extras = map(self._renumbered, returned)
+        ops, calls = self._build_ops(groups)
+        loss, *extras = map(self._renumber, returned)
         program = Program(
             calls=tuple(calls),
             sources=tuple(self.statics.sources),
             loss=loss,
             extras=tuple(extras),
-            gradients=tuple((tensor, self._renumbered(value)) for tensor, value in gradients),
+            gradients=tuple((tensor, self._renumber(value)) for tensor, value in gradients),
             constants=self.constants,
             generator=self.generator,
             guard=self.wrapper.guard,
-            aligned=self._aligned(ops),
+            aligned=self._find_aligned(ops),
             names=self.wrapper.names,
         )
-        return Capture(graph_of(ops, self.tensors, program, provenance), program, signature, (None,) * len(ops))
+        return Capture(build_graph(ops, self.tensors, program, provenance), program, signature, (None,) * len(ops))
 
     def _read(self, half: Half, inputs: Sequence[Argument | None], phase: Phase) -> list[Argument]:
         constants = {}
         for name, value in half.constants.items():
             known_as = f"{phase}_{name}"
             self.constants[known_as] = value
-            constants[name] = self._static(self.statics.add(Kind.CONSTANT, known_as, value))
+            constants[name] = self._get_static(self.statics.add(Kind.CONSTANT, known_as, value))
         return self.wrapper.read(half.source, half.namespace, inputs, constants, phase)
 
-    def _input(self, desc: AOTInput | None) -> Argument | None:
+    def _lower_input(self, desc: AOTInput | None) -> Argument | None:
         """Return the value of an input of the joint graph; None if it is no tensor."""
         if desc not in self.inputs:
             return None
         if isinstance(desc, TangentAOTInput):
-            return self._static(self.statics.tangent(self.inputs[desc]))
-        return self._static(self.statics.find(desc))
+            return self._get_static(self.statics.add_tangent(self.inputs[desc]))
+        return self._get_static(self.statics.find(desc))
 
-    def _static(self, tensor: int) -> Ref:
+    def _get_static(self, tensor: int) -> Ref:
         if tensor not in self.known:
-            self.known[tensor] = self.wrapper.new(Value())
+            self.known[tensor] = self.wrapper.add_value(Value())
             self.static[self.known[tensor].tensor] = tensor
         return self.known[tensor]
 
-    def _incoming(self, name: str, desc: AOTInput | None) -> Argument | None:
+    def _get_incoming(self, name: str, desc: AOTInput | None) -> Argument | None:
         if not isinstance(desc, TangentAOTInput):
             raise TraceError(f"Inductor's backward pass reads {name!r}, which its forward pass does not return")
-        return self._input(desc)
+        return self._lower_input(desc)
 
     def _write_back(self, desc: AOTInput, value: Argument) -> None:
         """Add the write of a new value to an input that the step changes."""
-        target = self._static(self.statics.find(desc))
+        target = self._get_static(self.statics.find(desc))
         write, read = Statement(Call("copy_", (target, value))), {target.tensor, *read_by(value)}
         self.wrapper.launches.append(Launch("aten.copy_.default", Phase.FORWARD, [write], reads=read, writes={target.tensor}))
 
-    def _clone(self, value: Argument, given: torch.Tensor) -> Argument:
+    def _add_clone(self, value: Argument, given: torch.Tensor) -> Argument:
         """Return `value` cloned to its own storage, in the layout of a gradient of `given`."""
-        made = self.wrapper.new(Value(tuple(given.shape), dtype_name(given.dtype)))
-        copy = Statement(Call("clone", (value,), {"memory_format": memory_format(given)}), ((made.tensor, ()),))
+        made = self.wrapper.add_value(Value(tuple(given.shape), format_dtype(given.dtype)))
+        copy = Statement(Call("clone", (value,), {"memory_format": choose_memory_format(given)}), ((made.tensor, ()),))
         launch = Launch("aten.clone.default", Phase.BACKWARD, [copy], makes=[made.tensor], reads=set(read_by(value)))
         self.wrapper.launches.append(launch)
         return made
 
-    def _ops(self, groups: Sequence[Group]) -> tuple[list[Op], list[OpCalls]]:
+    def _build_ops(self, groups: Sequence[Group]) -> tuple[list[Op], list[OpCalls]]:
         written = {value for group in groups for value in group.writes if value in self.static}
-        names = _unique_names(groups)
+        names = _build_unique_names(groups)
         followed = {i for group in groups for i in group.follows}
         marks: dict[int, int] = {}  # tensors that mark an op as done
         ops, calls, timed = [], [], 0
@@ -201,15 +201,15 @@ class _KernelLowering:
             makes = sorted(group.makes)
             for number, value in enumerate(makes):
                 about = self.wrapper.values[value]
-                self.tensor_of[value] = self._new(i, f"{name}[{number}]", about.shape, about.dtype)
+                self.tensor_of[value] = self._add_tensor(i, f"{name}[{number}]", about.shape, about.dtype)
             statements = [
-                Statement(self._renumbered(statement.value), tuple((self.tensor_of[v], path) for v, path in statement.outputs))
+                Statement(self._renumber(statement.value), tuple((self.tensor_of[v], path) for v, path in statement.outputs))
                 for launch in group.launches
                 for statement in launch.statements
             ]
             outputs = [self.tensor_of[value] for value in makes]
             if i in followed:
-                marks[i] = self._new(i, f"{name}.done", (), "")
+                marks[i] = self._add_tensor(i, f"{name}.done", (), "")
                 statements.append(Statement(None, ((marks[i], ()),)))
                 outputs.append(marks[i])
             read = dict.fromkeys(self.tensor_of[v] for v in sorted(group.reads | group.writes))
@@ -228,13 +228,13 @@ class _KernelLowering:
                     mutates=tuple(self.static[v] for v in sorted(group.writes) if v in self.static),
                 )
             )
-            over = ((self.tensor_of[made], self.tensor_of[read], self._renumbered(call)) for made, read, call in group.over)
+            over = ((self.tensor_of[made], self.tensor_of[read], self._renumber(call)) for made, read, call in group.over)
             calls.append(OpCalls(tuple(statements), over=tuple(over), launches=True))
         if timed:
             warn_not_recomputed(timed)
         return ops, calls
 
-    def _aligned(self, ops: Sequence[Op]) -> frozenset[int]:
+    def _find_aligned(self, ops: Sequence[Op]) -> frozenset[int]:
         """Return the static tensors that CUDA kernels expect to start at a multiple of 16 bytes, as in Inductor's own code."""
         if self.statics.device.type != "cuda":
             return frozenset()
@@ -242,16 +242,16 @@ class _KernelLowering:
         read = {t for op in ops for t in op.inputs} & {source.tensor for source in self.statics.sources}
         return frozenset(read - written)
 
-    def _new(self, op: int, name: str, shape: tuple[int, ...], dtype: str) -> int:
+    def _add_tensor(self, op: int, name: str, shape: tuple[int, ...], dtype: str) -> int:
         self.tensors.append(Tensor(len(self.tensors), name, 0, (op,), Kind.ACTIVATION, shape, dtype))
         return len(self.tensors) - 1
 
-    def _renumbered(self, value: Argument) -> Argument:
+    def _renumber(self, value: Argument) -> Argument:
         """Return `value` with ids of tensors in place of numbers of values."""
-        return mapped(value, lambda leaf: Ref(self.tensor_of[leaf.tensor]) if isinstance(leaf, Ref) else leaf)
+        return map_leaves(value, lambda leaf: Ref(self.tensor_of[leaf.tensor]) if isinstance(leaf, Ref) else leaf)
 
 
-def _unique_names(groups: Sequence[Group]) -> list[str]:
+def _build_unique_names(groups: Sequence[Group]) -> list[str]:
     """Return a unique name for each op: the target of its last launch, with a number for repetitions."""
     seen: Counter[str] = Counter()
     names = []

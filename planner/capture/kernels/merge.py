@@ -52,7 +52,7 @@ class Group:
         return any(launch.random for launch in self.launches)
 
 
-def grouped(launches: Sequence[Launch], static: Container[int]) -> list[Group]:
+def group_launches(launches: Sequence[Launch], static: Container[int]) -> list[Group]:
     """Return `launches` grouped to ops, in order.
 
     Args:

@@ -34,7 +34,7 @@ class CompileVariant(StrEnum):
     KEEP = "keep"
 
     @contextmanager
-    def chosen(self) -> Iterator[None]:
+    def choose(self) -> Iterator[None]:
         """Compile as this variant inside the context."""
         if self is CompileVariant.DEFAULT:
             yield

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from graphs.errors import TraceError
 from graphs.ir import Phase
-from planner.capture.kernels.expressions import Expressions, items, methods_on
-from planner.capture.kernels.in_place import noted
+from planner.capture.kernels.expressions import Expressions, find_items, find_methods_on
+from planner.capture.kernels.in_place import parse_note
 from planner.capture.kernels.writes import Kernels, Writes
 from planner.capture.program.program import Argument, Call, Path, Ref, Shared, Statement, read_by
 
@@ -74,7 +74,7 @@ class Wrapper:
         self.names: dict[str, object] = {}
         self.guard: Call | None = None
 
-    def new(self, value: Value) -> Ref:
+    def add_value(self, value: Value) -> Ref:
         """Return the reference to a new value."""
         self.values.append(value)
         return Ref(len(self.values) - 1)
@@ -127,9 +127,9 @@ class _Reader:
         self.over: dict[str, dict[str, None]] = {}  # by output variable, the inputs of its kernel that it may overwrite
 
     def read(self, inputs: Sequence[Argument]) -> list[Argument]:
-        statements = list(self._flat(self.body))
-        self.items = items(statements)
-        for read, made in filter(None, (noted(s.value) for s in statements if isinstance(s, ast.Expr))):
+        statements = list(self._flatten(self.body))
+        self.items = find_items(statements)
+        for read, made in filter(None, (parse_note(s.value) for s in statements if isinstance(s, ast.Expr))):
             self.over.setdefault(made, {})[read] = None  # Inductor generates a kernel several times
         for statement in statements:
             match statement:
@@ -141,12 +141,12 @@ class _Reader:
                     self._assign(name, value)
                 case ast.Expr(value=ast.Call() as call):
                     if not ast.unparse(call.func).startswith(_IGNORED):
-                        self._launch(call)
+                        self._add_launch(call)
                 case ast.Return(value=ast.Tuple(elts=values)):
-                    return [self.expressions.value(value) for value in values]
+                    return [self.expressions.build_value(value) for value in values]
                 case ast.Delete() | ast.Pass():
                     pass
-                case ast.Expr(value=value) if noted(value):
+                case ast.Expr(value=value) if parse_note(value):
                     pass
                 case _:
                     self._refuse(statement)
@@ -165,25 +165,27 @@ class _Reader:
             case ast.Call(func=ast.Name(id=function)) if function in _SETUP:
                 self.bound[name] = Shared(self.expressions.call(value))
             case ast.Call(func=ast.Name(id="copy_if_misaligned"), args=[given]):
-                self.bound[name] = self._aligned(given)
+                self.bound[name] = self._align(given)
             case ast.Call(func=ast.Name(id="reinterpret_tensor")) | ast.Name():
-                self.bound[name] = self.expressions.value(value)
+                self.bound[name] = self.expressions.build_value(value)
             case ast.Subscript(value=ast.Name(id=base), slice=ast.Constant(value=index)) if (base, index) in self.parts:
                 self.bound[name] = self.parts[base, index]
             case ast.Call():
-                self._launch(value, name)
+                self._add_launch(value, name)
             case _:
                 self._refuse(ast.Assign(targets=[ast.Name(id=name)], value=value, lineno=0))
 
     def _allocate(self, name: str, call: ast.expr, shape: ast.expr, stride: ast.expr, dtype: ast.expr) -> None:
         """Bind `name` to a new value, which `call` allocates before the first launch that writes to it."""
-        made = self.bound[name] = self.wrapper.new(Value(ast.literal_eval(shape), ast.unparse(dtype).removeprefix("torch.")))
+        made = self.bound[name] = self.wrapper.add_value(
+            Value(ast.literal_eval(shape), ast.unparse(dtype).removeprefix("torch."))
+        )
         self.allocated[made.tensor] = self.expressions.call(call)
-        self.layouts[name] = self.expressions.value(shape), self.expressions.value(stride)
+        self.layouts[name] = self.expressions.build_value(shape), self.expressions.build_value(stride)
 
-    def _aligned(self, given: ast.expr) -> Ref:
+    def _align(self, given: ast.expr) -> Ref:
         """Return an input that kernels expect to start at a multiple of 16 bytes; static tensors are aligned beforehand."""
-        value = self.expressions.value(given)
+        value = self.expressions.build_value(given)
         if not isinstance(value, Ref):
             raise TraceError(
                 f"Inductor's code aligns {ast.unparse(given)!r}, a view of another tensor, which a plan cannot: "
@@ -191,10 +193,10 @@ class _Reader:
             )
         return value
 
-    def _launch(self, call: ast.Call, name: str | None = None) -> None:
+    def _add_launch(self, call: ast.Call, name: str | None = None) -> None:
         """Add a launch for a call, and bind its result to `name` if it has one."""
-        target, writes = self._called(call)
-        written = self._written(call, writes)
+        target, writes = self._resolve_call(call)
+        written = self._find_written(call, writes)
         launch = Launch(target, self.phase, [], random=writes.random)
         for value in sorted(written):
             if value in self.allocated:
@@ -210,13 +212,13 @@ class _Reader:
         if name is None or (writes.returns is not None and written):
             launch.statements.append(Statement(called))
             if name is not None and writes.returns is not None:
-                self.bound[name] = self.expressions.value(call.args[writes.returns])
+                self.bound[name] = self.expressions.build_value(call.args[writes.returns])
         elif writes.returns is not None:
             self.bound[name] = called
             return
         else:
             self._bind(name, called, launch)
-        launch.over = list(self._written_over(call, launch))
+        launch.over = list(self._iterate_written_over(call, launch))
         self.wrapper.launches.append(launch)
 
     def _make(self, value: int, launch: Launch) -> None:
@@ -224,57 +226,57 @@ class _Reader:
         launch.statements.append(Statement(self.allocated.pop(value), ((value, ()),)))
         launch.makes.append(value)
 
-    def _written_over(self, call: ast.Call, launch: Launch) -> Iterator[tuple[int, int, Call]]:
+    def _iterate_written_over(self, call: ast.Call, launch: Launch) -> Iterator[tuple[int, int, Call]]:
         """Yield the in-place writes of `call` (``Launch.over``); repeated arguments are excluded, as they may be read
         elsewhere.
         """
         given = [argument.id for argument in call.args if isinstance(argument, ast.Name)]
-        owners = [value for argument in call.args for value in read_by(self.expressions.value(argument))]
+        owners = [value for argument in call.args for value in read_by(self.expressions.build_value(argument))]
         for made in given:
             for read in self.over.get(made, ()):
                 if read not in given or made not in self.layouts or len(read_by(self.bound[read])) != 1:
                     continue
                 (value,), (source,) = read_by(self.bound[made]), read_by(self.bound[read])
                 if value in launch.makes and source in launch.reads and owners.count(source) == 1:
-                    view = self.expressions.value(ast.Name(id="reinterpret_tensor"))
+                    view = self.expressions.build_value(ast.Name(id="reinterpret_tensor"))
                     yield value, source, Call(view, (Ref(source), *self.layouts[made], 0))
 
     def _bind(self, name: str, call: Call, launch: Launch) -> None:
         """Bind `name` to the result of `call`, made by `launch`."""
         if name not in self.items:
-            value = self.bound[name] = self.wrapper.new(Value())
+            value = self.bound[name] = self.wrapper.add_value(Value())
             made: list[tuple[int, Path]] = [(value.tensor, ())]
         else:
-            parts = {index: self.wrapper.new(Value()) for index in self.items[name]}
+            parts = {index: self.wrapper.add_value(Value()) for index in self.items[name]}
             self.parts.update({(name, index): value for index, value in parts.items()})
             made = [(value.tensor, (index,)) for index, value in parts.items()]
         launch.makes += [value for value, _ in made]
         launch.statements.append(Statement(call, tuple(made)))
 
-    def _called(self, call: ast.Call) -> tuple[str, Writes]:
-        methods = methods_on(call, self.bound)
+    def _resolve_call(self, call: ast.Call) -> tuple[str, Writes]:
+        methods = find_methods_on(call, self.bound)
         if methods is None:
-            return self.kernels.called(call)
+            return self.kernels.resolve_call(call)
         reductions = [method for method in methods if method in _REDUCTIONS]
         reduces = len(reductions) > 0 and {*_REDUCTIONS, "view", "to"}.issuperset(methods)  # partial results in a workspace
         if not reduces and not (len(methods) == 1 and _is_in_place(methods[0])):
             self._refuse(ast.Expr(call))
         return (reductions or methods)[0], Writes()
 
-    def _written(self, call: ast.Call, writes: Writes) -> set[int]:
+    def _find_written(self, call: ast.Call, writes: Writes) -> set[int]:
         """Return the values that `call` writes."""
         arguments = [arg for i, arg in enumerate(call.args) if i in writes.positions]
         arguments += [keyword.value for keyword in call.keywords if keyword.arg in writes.keywords]
-        if isinstance(call.func, ast.Attribute) and methods_on(call, self.bound) and _is_in_place(call.func.attr):
+        if isinstance(call.func, ast.Attribute) and find_methods_on(call, self.bound) and _is_in_place(call.func.attr):
             arguments.append(call.func.value)
-        return {value for argument in arguments for value in read_by(self.expressions.value(argument))}
+        return {value for argument in arguments for value in read_by(self.expressions.build_value(argument))}
 
-    def _flat(self, body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    def _flatten(self, body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
         """Yield the statements of `body`, including those under a device guard."""
         for statement in body:
             if isinstance(statement, ast.With) and "DeviceGuard" in ast.unparse(statement.items[0]):
                 self.wrapper.guard = self.expressions.call(statement.items[0].context_expr)
-                yield from self._flat(statement.body)
+                yield from self._flatten(statement.body)
             else:
                 yield statement
 

@@ -44,14 +44,16 @@ class Kernels:
                     targets=[ast.Name(id=name)],
                     value=ast.Call(func=ast.Attribute(value=ast.Name(id="async_compile"), attr=how), args=args),
                 ):
-                    self._compiled[name] = self._of_kernels(args) if how == "multi_kernel" else _of_source(name, how, args)
+                    self._compiled[name] = (
+                        self._find_writes_of_kernels(args) if how == "multi_kernel" else _find_writes_of_source(name, how, args)
+                    )
 
-    def _of_kernels(self, args: list[ast.expr]) -> Writes:
+    def _find_writes_of_kernels(self, args: list[ast.expr]) -> Writes:
         """Return the writes of a choice of kernels: any of them gets the arguments, and the first call times them."""
         names = [kernel.id for kernel in ast.walk(args[1]) if isinstance(kernel, ast.Name)]
         return Writes(positions=frozenset().union(*(self._compiled[name].positions for name in names)))
 
-    def called(self, call: ast.Call) -> tuple[str, Writes]:
+    def resolve_call(self, call: ast.Call) -> tuple[str, Writes]:
         """Return the target of `call` as text, and its writes.
 
         Raises:
@@ -70,17 +72,17 @@ class Kernels:
             target = None
         # Some ops are written by name only, without the overload.
         overloads = [getattr(target, each) for each in target.overloads()] if isinstance(target, OpOverloadPacket) else [target]
-        writes = {_of_op(op) if isinstance(op, OpOverload) else None for op in overloads}
+        writes = {_find_writes_of_op(op) if isinstance(op, OpOverload) else None for op in overloads}
         found = writes.pop()
         if found is None or writes:
             raise TraceError(
                 f"Inductor's code calls {name}, and it is not known what that writes to: plan with kernels='eager', or "
                 "keep the op that it comes from out of the model"
             )
-        return str(target), replace(found, random=found.random and not _drops_nothing(overloads[0], call))
+        return str(target), replace(found, random=found.random and not _is_without_dropout(overloads[0], call))
 
 
-def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
+def _find_writes_of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
     """Return the writes of a kernel that is compiled from the source among `args`."""
     match how, args:
         case "cpp_pybinding", [types, *_]:
@@ -88,7 +90,7 @@ def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
             written = (i for i, declared in enumerate(signature) if "*" in declared and not declared.startswith("const "))
         # Triton kernels of the model itself do not declare their writes, and are refused.
         case "triton", [ast.Constant(value=kernel), ast.Constant(value=str(source)), *_] if (
-            names := _mutated_names(module := ast.parse(source))
+            names := _find_mutated_names(module := ast.parse(source))
         ) is not None:
             # Kernels with scans have further functions: those that combine two elements.
             function = next(f for f in module.body if isinstance(f, ast.FunctionDef) and f.name == kernel)
@@ -102,7 +104,7 @@ def _of_source(name: str, how: str, args: list[ast.expr]) -> Writes:
     return Writes(positions=frozenset(written))
 
 
-def _mutated_names(module: ast.Module) -> frozenset[str] | None:
+def _find_mutated_names(module: ast.Module) -> frozenset[str] | None:
     """Return the arguments that a Triton kernel of Inductor's declares as mutated; None if it declares none."""
     for node in ast.walk(module):
         if isinstance(node, ast.Dict):
@@ -112,7 +114,7 @@ def _mutated_names(module: ast.Module) -> frozenset[str] | None:
     return None
 
 
-def _drops_nothing(op: OpOverload, call: ast.Call) -> bool:
+def _is_without_dropout(op: OpOverload, call: ast.Call) -> bool:
     """Return True if an op with a dropout argument is called without dropout."""
     names = [argument.name for argument in op._schema.arguments]
     if "dropout_p" not in names:
@@ -122,7 +124,7 @@ def _drops_nothing(op: OpOverload, call: ast.Call) -> bool:
     return all(isinstance(value, ast.Constant) and value.value == 0 for value in given)
 
 
-def _of_op(op: OpOverload) -> Writes:
+def _find_writes_of_op(op: OpOverload) -> Writes:
     """Return the writes of an operator, by its schema."""
     schema = op._schema
     written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]

@@ -10,17 +10,25 @@ from torch import fx
 
 from graphs.errors import TraceError
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
-from planner.capture.frontend.source_lines import location, traced_line
+from planner.capture.frontend.source_lines import find_traced_line, format_location
 from planner.capture.guards.data_guards import DataGuards
 from planner.capture.guards.python_guards import PythonGuards
 from planner.capture.lowering.references import References
-from planner.capture.lowering.statics import StaticTensors, allocated_bytes, dtype_name
+from planner.capture.lowering.statics import StaticTensors, compute_allocated_bytes, format_dtype
 from planner.capture.program.numbers import Number
-from planner.capture.program.program import Argument, Call, OpCalls, Path, Program, Ref, call_of, item, read_by, shown
-from planner.capture.rewrites.batch_norms import ignored_inputs
+from planner.capture.program.program import Argument, Call, OpCalls, Path, Program, Ref, call_of, format_path, get_item, read_by
+from planner.capture.rewrites.batch_norms import find_ignored_inputs
 from planner.capture.rewrites.convolutions import is_chosen_by_timing, warn_not_recomputed
-from planner.capture.rewrites.explicit_generators import explicit_generator
-from planner.capture.rewrites.outputs import CHECKS, fake, first_backward, is_random, operator_of, outputs, storage
+from planner.capture.rewrites.explicit_generators import get_explicit_generator
+from planner.capture.rewrites.outputs import (
+    CHECKS,
+    find_first_backward,
+    find_operator,
+    get_fake,
+    get_storage,
+    is_random,
+    list_outputs,
+)
 from planner.capture.signature import Signature
 from planner.torch_private.capture import GradAOTOutput, TangentAOTInput
 from planner.torch_private.core import OpOverload, with_effects
@@ -98,9 +106,9 @@ class _GraphLowering:
         self.numbers: set[fx.Node] = set()
 
     def run(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
-        boundary = first_backward(self.graph)
-        self.written = self.statics.in_memory_of(
-            self.statics.find(_node(node.args[0]).meta["desc"])
+        boundary = find_first_backward(self.graph)
+        self.written = self.statics.find_in_memory_of(
+            self.statics.find(_get_node(node.args[0]).meta["desc"])
             for node in self.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
         )
         phase = Phase.FORWARD
@@ -108,9 +116,9 @@ class _GraphLowering:
             if node is boundary:
                 phase = Phase.BACKWARD
             if node.op == "placeholder":
-                self._input(node)
+                self._lower_input(node)
             elif node.op == "get_attr":
-                self._constant(node)
+                self._lower_constant(node)
             elif node.op == "call_function":
                 self._call(node, phase)
             elif node.op != "output":
@@ -118,7 +126,7 @@ class _GraphLowering:
         return self._finish(provenance)
 
     def _finish(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
-        (loss, *extras), gradients = self._returned(outputs(self.graph))
+        (loss, *extras), gradients = self._lower_outputs(list_outputs(self.graph))
         program = Program(
             calls=tuple(self.calls),
             sources=tuple(self.statics.sources),
@@ -129,13 +137,13 @@ class _GraphLowering:
             generator=self.generator,
             own_generator=self.own_generator,
         )
-        return graph_of(self.ops, self.tensors, program, provenance), program, tuple(self.nodes)
+        return build_graph(self.ops, self.tensors, program, provenance), program, tuple(self.nodes)
 
-    def _returned(self, found: Sequence[tuple[Any, object]]) -> tuple[list[Argument], list[tuple[int, Argument]]]:
+    def _lower_outputs(self, found: Sequence[tuple[Any, object]]) -> tuple[list[Argument], list[tuple[int, Argument]]]:
         """Return the results of the forward pass, and the gradients."""
         if (count := self.forward_outputs) is not None:
             values = [self.values[v] if isinstance(v, fx.Node) else v for v, _ in found]
-            return _apart([value for value, _ in found[:count]], values[:count]), [(-1, value) for value in values[count:]]
+            return _separate([value for value, _ in found[:count]], values[:count]), [(-1, value) for value in values[count:]]
         returned, gradients = [], []
         for value, desc in found:
             if isinstance(value, fx.Node) and isinstance(desc, GradAOTOutput):
@@ -145,15 +153,15 @@ class _GraphLowering:
         # A saved output would keep itself alive through its own backward pass.
         return [*returned[:1], *(Call(torch.ops.aten.detach.default, (extra,)) for extra in returned[1:])], gradients
 
-    def _input(self, node: fx.Node) -> None:
+    def _lower_input(self, node: fx.Node) -> None:
         desc, value = node.meta["desc"], node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return  # a number of the batch: it is part of the graph
-        tensor = self.statics.tangent(value) if isinstance(desc, TangentAOTInput) else self.statics.find(desc)
-        self.owner[storage(value)] = tensor
+        tensor = self.statics.add_tangent(value) if isinstance(desc, TangentAOTInput) else self.statics.find(desc)
+        self.owner[get_storage(value)] = tensor
         self.values[node] = Ref(tensor)
 
-    def _constant(self, node: fx.Node) -> None:
+    def _lower_constant(self, node: fx.Node) -> None:
         assert isinstance(node.target, str)
         value = getattr(self.graph.owning_module, node.target)
         if not isinstance(value, torch.Tensor):
@@ -163,16 +171,16 @@ class _GraphLowering:
             )
         self.constants[node.target] = value
         tensor = self.statics.add(Kind.CONSTANT, node.target, value)
-        self.owner[storage(fake(node) if "val" in node.meta else value)] = tensor
+        self.owner[get_storage(get_fake(node) if "val" in node.meta else value)] = tensor
         self.values[node] = Ref(tensor)
 
     def _call(self, node: fx.Node, phase: Phase) -> None:
         self._learn_module(node)
         if node.target is operator.getitem:
             if node not in self.values:  # an item of a view that returns several
-                self.values[node] = item(self.values[_node(node.args[0])], (int(node.args[1]),))  # type: ignore[arg-type]
+                self.values[node] = get_item(self.values[_get_node(node.args[0])], (int(node.args[1]),))  # type: ignore[arg-type]
             return
-        called, read = operator_of(node), node.all_input_nodes
+        called, read = find_operator(node), node.all_input_nodes
         if node.target is Number or (called is None and read and self.numbers.issuperset(read)):
             self.numbers.add(node)  # it is computed wherever it is read
             call = self.references.call(node)
@@ -180,33 +188,33 @@ class _GraphLowering:
             return
         if node.target is with_effects:
             raise TraceError(
-                f"{location(traced_line(node.meta.get('stack_trace')))} calls {node.args[1]}, whose effects torch.compile "
-                "orders, and no plan can: call it before or after the model"
+                f"{format_location(find_traced_line(node.meta.get('stack_trace')))} calls {node.args[1]}, whose effects "
+                "torch.compile orders, and no plan can: call it before or after the model"
             )
         if called is None:
             raise TraceError(
                 f"the step calls {node.target}, which a static graph cannot hold: shapes and control flow must not depend on data"
             )
         if node.target is torch.ops.aten.copy_.default:
-            self._add(node, phase, [], mutates=(self.statics.find(_node(node.args[0]).meta["desc"]),))
+            self._add(node, phase, [], mutates=(self.statics.find(_get_node(node.args[0]).meta["desc"]),))
             return
-        made = list(_storages(node.meta.get("val")))  # missing for ops that return nothing, before PyTorch 2.12
+        made = list(_iterate_storages(node.meta.get("val")))  # missing for ops that return nothing, before PyTorch 2.12
         if called in CHECKS:
             self._add(node, phase, [])
             return
         if not made or any(isinstance(size, torch.SymInt) for _, t in made for size in t.shape):
             raise TraceError(
-                f"{node.target} in {self._module(node) or 'the step'} makes a size or a number that depends on the data: "
+                f"{node.target} in {self._get_module(node) or 'the step'} makes a size or a number that depends on the data: "
                 "a static graph needs shapes that are known before it runs"
             )
-        given = {storage(t) for arg in read for _, t in _storages(arg.meta["val"])}
-        aliases = [storage(t) in given for _, t in made]
+        given = {get_storage(t) for arg in read for _, t in _iterate_storages(arg.meta["val"])}
+        aliases = [get_storage(t) in given for _, t in made]
         if made and all(aliases):
             self.values[node] = self.references.view(node)
             return
-        if any(aliases) or len({storage(t) for _, t in made}) < len(made):
+        if any(aliases) or len({get_storage(t) for _, t in made}) < len(made):
             raise TraceError(f"op {node.name!r} ({node.target}) returns tensors that share memory, which cannot be planned")
-        if is_random(node) and (generator := explicit_generator(node)) is not None:
+        if is_random(node) and (generator := get_explicit_generator(node)) is not None:
             self._add(node, phase, made, generator=generator)
             return
         state = self._save_state(node, phase) if is_random(node) else None
@@ -214,7 +222,7 @@ class _GraphLowering:
 
     def _save_state(self, node: fx.Node, phase: Phase) -> int:
         """Add an op before `node` that saves the generator's state for recomputation; return its tensor."""
-        tensor = self._new_tensor(f"{node.name}_state", self.state_bytes, Kind.RANDOM_STATE, (self.state_bytes,), "uint8")
+        tensor = self._add_tensor(f"{node.name}_state", self.state_bytes, Kind.RANDOM_STATE, (self.state_bytes,), "uint8")
         self.ops.append(
             Op(
                 id=len(self.ops),
@@ -226,7 +234,7 @@ class _GraphLowering:
                 phase=phase,
                 recomputable=False,
                 random=True,
-                module=self._module(node),
+                module=self._get_module(node),
             )
         )
         self.calls.append(call_of(Call("get_state", (self.generator,)), ((tensor, ()),)))
@@ -243,18 +251,18 @@ class _GraphLowering:
         generator: torch.Generator | None = None,
         mutates: tuple[int, ...] = (),
     ) -> None:
-        ignored = ignored_inputs(node)
-        read = [t for arg in node.all_input_nodes if arg not in ignored for _, t in _storages(arg.meta["val"])]
-        bases = dict.fromkeys(self.owner[storage(t)] for t in read)
-        shared = (other for base in bases for other in sorted(self.statics.in_memory_of((base,))))
+        ignored = find_ignored_inputs(node)
+        read = [t for arg in node.all_input_nodes if arg not in ignored for _, t in _iterate_storages(arg.meta["val"])]
+        bases = dict.fromkeys(self.owner[get_storage(t)] for t in read)
+        shared = (other for base in bases for other in sorted(self.statics.find_in_memory_of((base,))))
         inputs = (*dict.fromkeys(shared), *(() if state is None else (state,)))
-        call = self.references.call(node) if generator is None else self.references.with_generator_argument(node, generator)
+        call = self.references.call(node) if generator is None else self.references.build_with_generator(node, generator)
         results = []
         for path, value in made:
-            size = allocated_bytes(value.untyped_storage().nbytes(), self.statics.device)
-            name, shape = f"{node.name}{shown(path)}", tuple(value.shape)
-            tensor = self._new_tensor(name, size, Kind.ACTIVATION, shape, dtype_name(value.dtype))
-            self.owner[storage(value)] = tensor
+            size = compute_allocated_bytes(value.untyped_storage().nbytes(), self.statics.device)
+            name, shape = f"{node.name}{format_path(path)}", tuple(value.shape)
+            tensor = self._add_tensor(name, size, Kind.ACTIVATION, shape, format_dtype(value.dtype))
+            self.owner[get_storage(value)] = tensor
             results.append((tensor, path))
             self._bind(node, path, tensor)
         once = generator is not None or node.target in CHECKS or is_chosen_by_timing(str(node.target), self.statics.device)
@@ -263,7 +271,7 @@ class _GraphLowering:
             Op(
                 id=len(self.ops),
                 name=node.name,
-                target=str(operator_of(node)),
+                target=str(find_operator(node)),
                 inputs=inputs,
                 outputs=tuple(t for t, _ in results),
                 time_s=0.0,
@@ -272,11 +280,11 @@ class _GraphLowering:
                 recomputable=not mutates and not self.written.intersection(inputs) and repeatable,
                 random=is_random(node),
                 mutates=mutates,
-                module=self._module(node),
+                module=self._get_module(node),
             )
         )
-        redraw = None if state is None else self.references.redraw(node, self.own_generator)
-        after = None if self.forward_outputs is None else self.references.after_forward(node, results)
+        redraw = None if state is None else self.references.build_redraw(node, self.own_generator)
+        after = None if self.forward_outputs is None else self.references.build_after_forward(node, results)
         self.calls.append(call_of(call, results, random_state=state, redraw=redraw, after_forward=after))
         self.nodes.append(node)
 
@@ -289,7 +297,7 @@ class _GraphLowering:
             if user.target is operator.getitem and user.args[1] == path[0]:
                 self._bind(user, path[1:], tensor)
 
-    def _new_tensor(self, name: str, size_bytes: int, kind: Kind, shape: tuple[int, ...], dtype: str) -> int:
+    def _add_tensor(self, name: str, size_bytes: int, kind: Kind, shape: tuple[int, ...], dtype: str) -> int:
         tensor = len(self.tensors)
         self.tensors.append(Tensor(tensor, name, size_bytes, (len(self.ops),), kind, shape, dtype))
         return tensor
@@ -297,15 +305,15 @@ class _GraphLowering:
     def _learn_module(self, node: fx.Node) -> None:
         number, stack = node.meta.get("seq_nr"), node.meta.get("nn_module_stack")
         if number is not None and stack:
-            self.modules.setdefault(number, _module_path(stack))
+            self.modules.setdefault(number, _format_module_path(stack))
 
-    def _module(self, node: fx.Node) -> str:
+    def _get_module(self, node: fx.Node) -> str:
         """Return the module in which `node` was called; for a backward node, the module of its forward node."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        return _module_path(stack) if stack else self.modules.get(node.meta.get("seq_nr"), "")
+        return _format_module_path(stack) if stack else self.modules.get(node.meta.get("seq_nr"), "")
 
 
-def _apart(nodes: Sequence[object], values: Sequence[Argument]) -> list[Argument]:
+def _separate(nodes: Sequence[object], values: Sequence[Argument]) -> list[Argument]:
     """Return `values` with a tensor of its own for each result: one of two that share memory may need no gradient."""
     results: list[Argument] = []
     for node, value in zip(nodes, values, strict=True):
@@ -317,7 +325,7 @@ def _apart(nodes: Sequence[object], values: Sequence[Argument]) -> list[Argument
     return results
 
 
-def graph_of(ops: Sequence[Op], tensors: Sequence[Tensor], program: Program, provenance: Mapping[str, object]) -> Graph:
+def build_graph(ops: Sequence[Op], tensors: Sequence[Tensor], program: Program, provenance: Mapping[str, object]) -> Graph:
     """Return the graph of `ops`, which keeps what `program` returns."""
     kinds = {t: Kind.GRADIENT for _, value in program.gradients for t in read_by(value)}
     kinds |= {t: Kind.OUTPUT for value in (program.loss, *program.extras) for t in read_by(value)}
@@ -326,20 +334,20 @@ def graph_of(ops: Sequence[Op], tensors: Sequence[Tensor], program: Program, pro
     return Graph(tuple(ops), named, kept, provenance)
 
 
-def _module_path(stack: Mapping[str, tuple[str, object]]) -> str:
+def _format_module_path(stack: Mapping[str, tuple[str, object]]) -> str:
     path = list(stack.values())[-1][0]
     return path.removeprefix("L['self'].").replace("_modules['", "").replace("']", "")
 
 
-def _node(arg: object) -> fx.Node:
+def _get_node(arg: object) -> fx.Node:
     assert isinstance(arg, fx.Node)
     return arg
 
 
-def _storages(value: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+def _iterate_storages(value: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     """Yield the tensors in an op's value, each with its path."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, list | tuple):
         for i, each in enumerate(value):
-            yield from _storages(each, (*path, i))
+            yield from _iterate_storages(each, (*path, i))

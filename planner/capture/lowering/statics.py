@@ -8,9 +8,9 @@ from torch import nn
 from graphs.errors import TraceError
 from graphs.ir import TANGENT, Kind, Tensor
 from planner.capture.program.program import Source
-from planner.capture.rewrites.outputs import storage
+from planner.capture.rewrites.outputs import get_storage
 from planner.capture.rewrites.sparse_products import is_sparse
-from planner.capture.signature import Batch, leaves
+from planner.capture.signature import Batch, list_leaves
 from planner.torch_private.capture import (
     AOTInput,
     BufferAOTInput,
@@ -22,7 +22,7 @@ from planner.torch_private.capture import (
 from planner.torch_private.core import list_names_of_parts
 
 
-def allocated_bytes(size_bytes: int, device: torch.device) -> int:
+def compute_allocated_bytes(size_bytes: int, device: torch.device) -> int:
     """Return the bytes that the allocator of `device` uses for `size_bytes`: CUDA rounds up to blocks of 512 bytes."""
     return -(-size_bytes // 512) * 512 if device.type == "cuda" else size_bytes
 
@@ -47,7 +47,7 @@ class StaticTensors:
         for name, buffer in step.named_buffers(remove_duplicate=False):
             if not is_sparse(buffer):  # its parts are added when the step reads it
                 self._add_parts(Kind.BUFFER, name, buffer)
-        for index, leaf in enumerate(leaves(batch)):
+        for index, leaf in enumerate(list_leaves(batch)):
             if isinstance(leaf, torch.Tensor):
                 self.add(Kind.INPUT, str(index), leaf)
 
@@ -62,10 +62,10 @@ class StaticTensors:
     def add(self, kind: Kind, name: str, value: torch.Tensor, parts: tuple[str, ...] = ()) -> int:
         """Add `value` under the name `name` and those of `parts` (``Source``), and return its id."""
         if id(value) not in self._by_object:
-            cdata = storage(value)
+            cdata = get_storage(value)
             # An input may be a slice of a data set: only its own bytes count.
             size = value.numel() * value.element_size() if kind is Kind.INPUT else value.untyped_storage().nbytes()
-            size = 0 if cdata in self._in_storage else allocated_bytes(size, self.device)
+            size = 0 if cdata in self._in_storage else compute_allocated_bytes(size, self.device)
             self._by_object[id(value)] = self._append(kind, name, size, value, parts)
             self._in_storage.setdefault(cdata, set()).add(self._by_object[id(value)])
             self._objects.append(value)  # keeps id() and storage identities valid
@@ -91,26 +91,26 @@ class StaticTensors:
             case PlainAOTInput(idx=index):
                 return self._by_name[Kind.INPUT, str(index)]
             case ViewBaseAOTInput(base_of=view):
-                overlapping = sorted(self.in_memory_of((self.find(view),)))
+                overlapping = sorted(self.find_in_memory_of((self.find(view),)))
                 raise TraceError(
-                    f"{' and '.join(map(self._shown, overlapping))} overlap in memory, and the step writes to one of them: keep "
-                    "one tensor of them all, and take the others as views of it in the forward pass"
+                    f"{' and '.join(map(self._format_name, overlapping))} overlap in memory, and the step writes to one of "
+                    "them: keep one tensor of them all, and take the others as views of it in the forward pass"
                 )
         raise TraceError(f"the step has an input {desc!r}, a kind that is not supported: pass plain tensors")
 
-    def in_memory_of(self, tensors: Iterable[int]) -> set[int]:
+    def find_in_memory_of(self, tensors: Iterable[int]) -> set[int]:
         """Return `tensors`, and all tensors that share a storage with one of them."""
         given = set(tensors)
         return given.union(*(sharing for sharing in self._in_storage.values() if not sharing.isdisjoint(given)))
 
-    def tangent(self, value: torch.Tensor) -> int:
+    def add_tangent(self, value: torch.Tensor) -> int:
         """Return the id of the gradient of the loss, which autograd holds during the backward pass."""
         if (Kind.INPUT, TANGENT) not in self._by_name:
-            size = allocated_bytes(value.numel() * value.element_size(), self.device)
+            size = compute_allocated_bytes(value.numel() * value.element_size(), self.device)
             self._by_name[Kind.INPUT, TANGENT] = self._append(Kind.INPUT, TANGENT, size, value)
         return self._by_name[Kind.INPUT, TANGENT]
 
-    def _shown(self, tensor: int) -> str:
+    def _format_name(self, tensor: int) -> str:
         """Return the name of a static tensor in messages."""
         name = self.tensors[tensor].name
         return name.removeprefix("model.") if self.tensors[tensor].kind is not Kind.INPUT else name.replace("_", " ")
@@ -118,7 +118,7 @@ class StaticTensors:
     def _append(self, kind: Kind, name: str, size_bytes: int, value: torch.Tensor | None, parts: tuple[str, ...] = ()) -> int:
         tensor = len(self.tensors)
         shape = () if value is None else tuple(value.shape)
-        dtype = "" if value is None else dtype_name(value.dtype)
+        dtype = "" if value is None else format_dtype(value.dtype)
         unique = ".".join((name, *parts)) if kind in (Kind.PARAMETER, Kind.BUFFER) else f"{kind}_{name}"
         self.tensors.append(Tensor(tensor, unique, size_bytes, (), kind, shape, dtype))
         if value is not None:
@@ -126,6 +126,6 @@ class StaticTensors:
         return tensor
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def format_dtype(dtype: torch.dtype) -> str:
     """Return the name of `dtype` without its module: ``float32``."""
     return str(dtype).removeprefix("torch.")

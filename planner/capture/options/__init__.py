@@ -49,7 +49,7 @@ register(PLACEMENT)
 DEFAULTS = tuple(name for name, option in OPTIONS.items() if option.default)
 
 
-def parsed(text: str) -> tuple[str, int | None]:
+def parse_option(text: str) -> tuple[str, int | None]:
     """Return the name of an option, and the number after its colon; None if it has none.
 
     Raises:
@@ -70,13 +70,13 @@ def parsed(text: str) -> tuple[str, int | None]:
     return name, int(number)
 
 
-def option_called(text: str) -> Option:
+def get_option(text: str) -> Option:
     """Return the option of this name, with or without a number.
 
     Raises:
-        UsageError: as ``parsed``.
+        UsageError: as ``parse_option``.
     """
-    return OPTIONS[parsed(text)[0]]
+    return OPTIONS[parse_option(text)[0]]
 
 
 def needs(names: Sequence[str]) -> frozenset[Need]:
@@ -85,18 +85,18 @@ def needs(names: Sequence[str]) -> frozenset[Need]:
     Raises:
         UsageError: there is no such option.
     """
-    options = map(option_called, names)
+    options = map(get_option, names)
     return frozenset(option.need for option in options if isinstance(option, GraphOption) and option.need is not None)
 
 
-def needing(need: Need) -> tuple[str, ...]:
+def list_needing(need: Need) -> tuple[str, ...]:
     """Return the names of the options that need this property of the machine."""
     return tuple(name for name in OPTIONS if need in needs((name,)))
 
 
-def options_to_try(graph: Graph) -> tuple[str, ...]:
+def list_options_to_try(graph: Graph) -> tuple[str, ...]:
     """Return the options to give advice on: those for any graph with transfers, and those that `graph` was traced with."""
-    return (*needing(Need.LINK), *(option_called(name).to_try for name in list_traced_options(graph)))
+    return (*list_needing(Need.LINK), *(get_option(name).to_try for name in list_traced_options(graph)))
 
 
 def check_options(names: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ def check_options(names: Sequence[str]) -> None:
     Raises:
         UsageError: there is no such option, or one is named twice.
     """
-    found = [parsed(text)[0] for text in names]
+    found = [parse_option(text)[0] for text in names]
     for name in found:
         if found.count(name) > 1:
             raise UsageError(f"the option {name!r} is named twice")
@@ -118,7 +118,7 @@ def check_complete(names: Sequence[str]) -> None:
         UsageError: a name is no option, or lacks its number.
     """
     check_options(names)
-    for name, number in map(parsed, names):
+    for name, number in map(parse_option, names):
         if (argument := OPTIONS[name].argument) is not None and number is None:
             raise UsageError(
                 f"the option {name!r} needs a number of {argument.unit} from {argument.least} to {argument.most}, "
@@ -128,11 +128,11 @@ def check_complete(names: Sequence[str]) -> None:
 
 def step_options(names: Collection[str]) -> tuple[StepOption, ...]:
     """Return the options of `names` that are found in a captured step, in the order of their ops in graphs."""
-    found = {parsed(text)[0] for text in names}
+    found = {parse_option(text)[0] for text in names}
     return tuple(option for name, option in OPTIONS.items() if isinstance(option, StepOption) and name in found)
 
 
-def traced_options(names: Collection[str]) -> tuple[str, ...]:
+def list_step_option_names(names: Collection[str]) -> tuple[str, ...]:
     """Return the names of ``step_options``, without numbers."""
     return tuple(option.name for option in step_options(names))
 
@@ -144,11 +144,11 @@ def check_traced(names: Sequence[str]) -> None:
         UsageError: a name is no such option.
     """
     check_options(names)
-    if others := [name for name in names if parsed(name)[0] not in traced_options(names)]:
+    if others := [name for name in names if parse_option(name)[0] not in list_step_option_names(names)]:
         raise UsageError(f"the option {others[0]!r} is not found in a step, but added when its graph is solved: name it there")
 
 
-def with_options(
+def apply_options(
     graph: Graph, names: Sequence[str], surroundings: Surroundings | None = None, only: Collection[str] | None = None
 ) -> Graph:
     """Return `graph` with the options `names`, and without the others that it was traced with.
@@ -162,26 +162,26 @@ def with_options(
         GraphError: it cannot be added to this graph.
     """
     check_complete(names)
-    if missing := [name for name in traced_options(names) if name not in list_traced_options(graph)]:
+    if missing := [name for name in list_step_option_names(names) if name not in list_traced_options(graph)]:
         raise UsageError(
             f"the graph was traced without the option {missing[0]!r}, which is found in the step itself: trace it with "
             f"--options {','.join(missing)} (planner.trace(..., options={missing}))"
         )
-    graph = restricted_to(graph, traced_options(names))
+    graph = restrict_to(graph, list_step_option_names(names))
     if only is not None:
         graph = keep_traced_ops(graph, only)
-    added = [option for option in map(option_called, names) if isinstance(option, GraphOption)]
+    added = [option for option in map(get_option, names) if isinstance(option, GraphOption)]
     for option in sorted(added, key=lambda option: option.last):
         if surroundings is None and option.need is not None:
             raise UsageError(f"the option {option.name!r} needs to know {option.need}")
         graph = option.add_to(graph, surroundings or Surroundings())
-    for name, number in map(parsed, names):
+    for name, number in map(parse_option, names):
         if number is not None and (argument := OPTIONS[name].argument) is not None:
             graph = argument.limited(graph, number)
     return graph
 
 
-def restricted_to(graph: Graph, names: Collection[str]) -> Graph:
+def restrict_to(graph: Graph, names: Collection[str]) -> Graph:
     """Return `graph` with the options `names` only, out of those that it was traced with."""
     for name in list_traced_options(graph):
         if name not in names and name in OPTIONS:
@@ -189,7 +189,7 @@ def restricted_to(graph: Graph, names: Collection[str]) -> Graph:
     return keep_traced(graph, names)
 
 
-def as_executed(graph: Graph, schedule: Schedule) -> Schedule:
+def order_as_executed(graph: Graph, schedule: Schedule) -> Schedule:
     """Return `schedule`, of a graph with options, as a step runs it; it must be judged again."""
     for option in OPTIONS.values():
         schedule = option.lift(graph, schedule)

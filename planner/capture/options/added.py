@@ -9,10 +9,10 @@ from torch import fx
 
 from graphs.ir import Graph, Kind, Op, Tensor
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.statics import allocated_bytes, dtype_name
-from planner.capture.options.differing import differing
+from planner.capture.lowering.statics import compute_allocated_bytes, format_dtype
+from planner.capture.options.differing import describe_differing
 from planner.capture.program.program import Call, Comparable, Composed, OpCalls, Path, Ref, call_of
-from planner.capture.rewrites.outputs import fake, storage
+from planner.capture.rewrites.outputs import get_fake, get_storage
 
 
 class Additions:
@@ -26,8 +26,8 @@ class Additions:
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self.tensor_of = tensors_by_storage(capture)
-        self.fakes = dict(made_values(capture))
+        self.tensor_of = map_tensors_by_storage(capture)
+        self.fakes = dict(iterate_made_values(capture))
         self._ops: list[Op] = []
         self._calls: list[OpCalls] = []
         self._nodes: list[fx.Node | None] = []
@@ -37,9 +37,11 @@ class Additions:
     def add_tensor(self, name: str, value: torch.Tensor) -> int:
         """Add a tensor for outputs of added ops, with the fake `value`; return its id."""
         number = len(self.capture.graph.tensors) + len(self._tensors)
-        size_bytes = allocated_bytes(value.untyped_storage().nbytes(), value.device)
+        size_bytes = compute_allocated_bytes(value.untyped_storage().nbytes(), value.device)
         self.fakes[number] = value
-        self._tensors[number] = Tensor(number, name, size_bytes, (), Kind.ACTIVATION, tuple(value.shape), dtype_name(value.dtype))
+        self._tensors[number] = Tensor(
+            number, name, size_bytes, (), Kind.ACTIVATION, tuple(value.shape), format_dtype(value.dtype)
+        )
         return number
 
     def add_op(
@@ -66,11 +68,11 @@ class Additions:
             outputs: tensors that it makes, in the order of the results of `called`.
         """
         number = len(self.capture.graph.ops) + len(self._ops)
-        inputs = [self.tensor_of[storage(fake(read))] if isinstance(read, fx.Node) else read for read in reads]
+        inputs = [self.tensor_of[get_storage(get_fake(read))] if isinstance(read, fx.Node) else read for read in reads]
         arguments = tuple(self.capture.values[read] if isinstance(read, fx.Node) else Ref(read) for read in reads)
-        fakes = tuple(fake(read) if isinstance(read, fx.Node) else self.fakes[read] for read in reads)
+        fakes = tuple(get_fake(read) if isinstance(read, fx.Node) else self.fakes[read] for read in reads)
         if isinstance(called, Comparable):
-            differs = differing(self.capture, outputs, called.rounds((False,) * len(outputs)))
+            differs = describe_differing(self.capture, outputs, called.list_rounding((False,) * len(outputs)))
         op = Op(
             id=number,
             name=name,
@@ -100,7 +102,7 @@ class Additions:
         inputs = tuple(dict.fromkeys(instead.get(t, t) for t in op.inputs))
         named = replace(op, id=number, name=name, target=target, inputs=inputs)
         variant = replace(named, optional=True, replaces=(op.id,), overwrites=())
-        self._put(variant, calls.renumbered(instead), self.capture.nodes[op.id])
+        self._put(variant, calls.renumber(instead), self.capture.nodes[op.id])
         return number
 
     def _put(self, op: Op, calls: OpCalls, node: fx.Node | None) -> None:
@@ -110,7 +112,7 @@ class Additions:
         for t in op.outputs:
             self._producers.setdefault(t, []).append(op.id)
 
-    def captured(self) -> Capture:
+    def build_capture(self) -> Capture:
         """Return the capture with all additions."""
         graph, program = self.capture.graph, self.capture.program
         tensors = [*graph.tensors, *(self._tensors[t] for t in sorted(self._tensors))]
@@ -124,7 +126,7 @@ class Additions:
         )
 
 
-def value_of(node: fx.Node, path: Path = ()) -> Any:
+def get_value(node: fx.Node, path: Path = ()) -> Any:
     """Return the fake value of `node` at `path`, as in ``Statement.outputs``."""
     value = node.meta["val"]
     for index in path:
@@ -132,18 +134,18 @@ def value_of(node: fx.Node, path: Path = ()) -> Any:
     return value
 
 
-def tensors_by_storage(capture: Capture) -> dict[int, int]:
+def map_tensors_by_storage(capture: Capture) -> dict[int, int]:
     """Return the tensors of `capture` by the storages of their fake values."""
     found = {}
     for node, value in capture.values.items():
         if node.op in ("placeholder", "get_attr") and isinstance(node.meta.get("val"), torch.Tensor):
             assert isinstance(value, Ref)
-            found[storage(fake(node))] = value.tensor
-    return found | {storage(value): t for t, value in made_values(capture)}
+            found[get_storage(get_fake(node))] = value.tensor
+    return found | {get_storage(value): t for t, value in iterate_made_values(capture)}
 
 
-def made_values(capture: Capture) -> Iterator[tuple[int, torch.Tensor]]:
+def iterate_made_values(capture: Capture) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the tensors that captured nodes make, with their fake values."""
     for producer, call in zip(capture.nodes, capture.program.calls, strict=True):
         if producer is not None:
-            yield from ((t, value_of(producer, path)) for t, path in call.outputs)
+            yield from ((t, get_value(producer, path)) for t, path in call.outputs)

@@ -9,7 +9,7 @@ from planner.capture.program.program import Argument, read_by
 _NAMED = 3  # more are only counted
 
 
-def differing(capture: Capture, outputs: Sequence[int], rounded: Sequence[bool]) -> str:
+def describe_differing(capture: Capture, outputs: Sequence[int], rounded: Sequence[bool]) -> str:
     """Return ``Op.differs`` of an op: which of its `outputs` are `rounded` differently, and the results computed from these."""
     graph, program = capture.graph, capture.program
     first = sorted(compress(outputs, rounded))
@@ -20,12 +20,12 @@ def differing(capture: Capture, outputs: Sequence[int], rounded: Sequence[bool])
         if not reached.isdisjoint(op.inputs):
             reached.update(op.outputs)
 
-    def changed(value: Argument) -> bool:
+    def is_changed(value: Argument) -> bool:
         return not reached.isdisjoint(read_by(value))
 
-    results = ["the loss"] if changed(program.loss) else []
-    results += ["what else is returned"] if any(map(changed, program.extras)) else []
-    gradients = [graph.tensors[t].name.removeprefix("model.") for t, made in program.gradients if changed(made)]
+    results = ["the loss"] if is_changed(program.loss) else []
+    results += ["what else is returned"] if any(map(is_changed, program.extras)) else []
+    gradients = [graph.tensors[t].name.removeprefix("model.") for t, made in program.gradients if is_changed(made)]
     if len(gradients) > _NAMED:
         results.append(f"{len(gradients)} of {len(program.gradients)} gradients")
     else:

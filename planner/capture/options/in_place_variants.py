@@ -6,29 +6,29 @@ from planner.capture.rewrites.outputs import is_dense
 from planner.torch_private.core import DispatchKey, OpOverload
 
 
-def covers(read: torch.Tensor, made: torch.Tensor) -> bool:
+def is_covering(read: torch.Tensor, made: torch.Tensor) -> bool:
     """Return True if `read` covers its storage, each element once, with the layout of `made`."""
     alike = (read.dtype, read.shape, read.stride(), read.device) == (made.dtype, made.shape, made.stride(), made.device)
     return alike and is_dense(read) and read.untyped_storage().nbytes() == made.untyped_storage().nbytes()
 
 
-def with_out(target: OpOverload) -> tuple[OpOverload, str] | None:
+def find_out_variant(target: OpOverload) -> tuple[OpOverload, str] | None:
     """Return the variant of `target` with an output argument, and that argument's name; None if PyTorch has no such kernel."""
     for name in target.overloadpacket.overloads():
         variant: OpOverload = getattr(target.overloadpacket, name)
         given = [argument for argument in variant._schema.arguments if argument.is_out]
         if len(given) != 1 or not _is_kernel(variant):
             continue
-        if _arguments(target) == [argument for argument in _arguments(variant) if argument[0] != given[0].name]:
+        if _list_arguments(target) == [argument for argument in _list_arguments(variant) if argument[0] != given[0].name]:
             return variant, given[0].name
     return None
 
 
-def working_in_place(target: OpOverload) -> OpOverload | None:
+def find_in_place_variant(target: OpOverload) -> OpOverload | None:
     """Return the variant of `target` that overwrites its first argument; None if PyTorch has no such kernel."""
     packet = getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)
     variant: OpOverload | None = getattr(packet, target._overloadname, None) if target.namespace == "aten" else None
-    if variant is None or not _is_kernel(variant) or _arguments(variant) != _arguments(target):
+    if variant is None or not _is_kernel(variant) or _list_arguments(variant) != _list_arguments(target):
         return None
     return variant
 
@@ -42,5 +42,5 @@ def _is_kernel(variant: OpOverload) -> bool:
     return torch.Tag.generated not in variant.tags and variant.has_kernel_for_dispatch_key(DispatchKey.CPU)
 
 
-def _arguments(target: OpOverload) -> list[tuple[str, str]]:
+def _list_arguments(target: OpOverload) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in target._schema.arguments]

@@ -19,7 +19,7 @@ EAGER_KERNELS = MappingProxyType(
 )
 
 
-def imported_late(module: str, name: str) -> Callable[..., Any]:
+def import_late(module: str, name: str) -> Callable[..., Any]:
     """Return a function that calls the function `name` of `module`, which is imported when it is first called."""
 
     def call(*args: Any) -> Any:

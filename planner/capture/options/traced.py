@@ -17,7 +17,7 @@ def needs_measuring(capture: Capture) -> bool:
     return any(op.optional and get_option_name(op) in measuring for op in capture.graph.ops)
 
 
-def measured_uses(capture: Capture, real: RealStep | None) -> Graph:
+def measure_uses(capture: Capture, real: RealStep | None) -> Graph:
     """Return the graph of `capture` with the uses of limited resources by its optional ops.
 
     Args:
@@ -29,7 +29,7 @@ def measured_uses(capture: Capture, real: RealStep | None) -> Graph:
     return capture.graph
 
 
-def with_graph(capture: Capture, graph: Graph) -> Capture:
+def replace_graph(capture: Capture, graph: Graph) -> Capture:
     """Return `capture` with `graph`, which may lack some of its optional ops and have further ones without calls."""
     number = {t.name: t.id for t in graph.tensors}
     moved = {t.id: number[t.name] for t in capture.graph.tensors if t.name in number}
@@ -37,11 +37,11 @@ def with_graph(capture: Capture, graph: Graph) -> Capture:
     held = [place[op.name] for op in graph.ops if op.name in place]
     program = capture.program
     # Ops of the program keep their tensors.
-    calls = tuple(c if (c := program.calls[op]).composed is None else c.renumbered(moved) for op in held)
+    calls = tuple(c if (c := program.calls[op]).composed is None else c.renumber(moved) for op in held)
     return replace(capture, graph=graph, program=replace(program, calls=calls), nodes=tuple(capture.nodes[op] for op in held))
 
 
-def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
+def add_traced(capture: Capture, names: Sequence[str]) -> Capture:
     """Return `capture` with those of the options `names` that are found in a step; their times are not measured.
 
     Raises:
@@ -60,7 +60,7 @@ def with_traced(capture: Capture, names: Sequence[str]) -> Capture:
     return replace(capture, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance, graph.pools))
 
 
-def without_useless_ops(capture: Capture) -> Capture:
+def remove_useless_ops(capture: Capture) -> Capture:
     """Return `capture`, whose times are known, without useless ops; their names become part of the provenance."""
     dropped = {op for option in step_options(list_traced_options(capture.graph)) for op in option.useless_ops(capture)}
     if not dropped:
@@ -68,11 +68,11 @@ def without_useless_ops(capture: Capture) -> Capture:
     names = sorted(capture.graph.ops[op].name for op in dropped)
     left = remove_ops(capture.graph, lambda op: op.id in dropped)
     provenance = {**left.provenance, LEFT_OUT: names}
-    return with_graph(capture, Graph(left.ops, left.tensors, left.kept, provenance, left.pools))
+    return replace_graph(capture, Graph(left.ops, left.tensors, left.kept, provenance, left.pools))
 
 
-def offered_as(capture: Capture, provenance: Mapping[str, object]) -> Capture:
+def restrict_to_recorded(capture: Capture, provenance: Mapping[str, object]) -> Capture:
     """Return `capture` without the ops that were left out of the graph of `provenance`: the same step with known times."""
     names = provenance.get(LEFT_OUT, ())
     assert isinstance(names, list | tuple)
-    return with_graph(capture, remove_ops(capture.graph, lambda op: op.name in names))
+    return replace_graph(capture, remove_ops(capture.graph, lambda op: op.name in names))

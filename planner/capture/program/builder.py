@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.program.code import INLINE, STEP, VARIABLE, Parameter, StraightLine, free, variable
+from planner.capture.program.code import INLINE, STEP, VARIABLE, Parameter, StraightLine, free, get_variable
 from planner.capture.program.numbers import Number
-from planner.capture.program.program import Argument, Call, Program, Ref, Shared, Statement, item, read_by
+from planner.capture.program.program import Argument, Call, Program, Ref, Shared, Statement, get_item, read_by
 from planner.torch_private.fx import build_module
 
 Line = tuple[str, int]  # file name, line number
@@ -61,25 +61,25 @@ class PassBuilder:
         self._unaligned = set(program.aligned)
         self._numbers: list[fx.Node] = []
 
-    def parameter(self, name: str) -> fx.Node:
+    def add_parameter(self, name: str) -> fx.Node:
         """Add a parameter."""
         self._parameters.append(Parameter(name))
         return self._graph.placeholder(name)
 
-    def tensor_parameters(self, tensors: Sequence[int]) -> None:
+    def add_tensor_parameters(self, tensors: Sequence[int]) -> None:
         """Add a parameter for each of `tensors`."""
         for tensor in tensors:
-            self.tensors[tensor] = self.parameter(f"t{tensor}")
+            self.tensors[tensor] = self.add_parameter(f"t{tensor}")
 
-    def static_list(self, *, emptied: bool = False) -> None:
-        """Add the parameter with the static tensors of the program, and the numbers that it takes; see ``tensor_list``."""
+    def add_static_list(self, *, emptied: bool = False) -> None:
+        """Add the parameter with the static tensors of the program, and the numbers that it takes; see ``add_tensor_list``."""
         tensors, names = (
             [source.tensor for source in self._program.sources],
             [f"number_{i}" for i in range(self._program.numbers)],
         )
-        self._numbers = self.tensor_list("static", tensors, names, emptied=emptied)
+        self._numbers = self.add_tensor_list("static", tensors, names, emptied=emptied)
 
-    def tensor_list(
+    def add_tensor_list(
         self, name: str, tensors: Sequence[int], others: Sequence[str] = (), *, emptied: bool = False
     ) -> list[fx.Node]:
         """Add a parameter that is a list of `tensors`, followed by `others`, by name; return the nodes of the others.
@@ -95,7 +95,7 @@ class PassBuilder:
         self._parameters.append(Parameter(name, [*nodes, *more], emptied))
         return more
 
-    def value(self, value: Argument, own: Mapping[int, fx.Node] = MappingProxyType({})) -> Any:
+    def get_value(self, value: Argument, own: Mapping[int, fx.Node] = MappingProxyType({})) -> Any:
         """Return the node or argument for `value` in the graph.
 
         Args:
@@ -105,27 +105,27 @@ class PassBuilder:
             case fx.Node():
                 return value
             case Ref(tensor=tensor):
-                return own[tensor] if tensor in own else self._held(tensor)
+                return own[tensor] if tensor in own else self._get_node(tensor)
             case Call():
                 node = self.call(value, "view", own)
                 node.meta[INLINE] = True
                 return node
             case Shared():
-                return self._once(value)
+                return self._build_once(value)
             case Number(index=index, value=captured):
                 return self._numbers[index] if self._numbers else captured
             case list():
-                return [self.value(each, own) for each in value]
+                return [self.get_value(each, own) for each in value]
             case tuple():
-                return tuple(self.value(each, own) for each in value)
+                return tuple(self.get_value(each, own) for each in value)
         return value
 
     def call(self, call: Call, name: str = "made", own: Mapping[int, fx.Node] = MappingProxyType({})) -> fx.Node:
         """Add a call on its own line; `name` is that of its variable, if the result is read."""
-        args = tuple(self.value(arg, own) for arg in call.args)
-        kwargs = {key: self.value(arg, own) for key, arg in call.kwargs.items()}
+        args = tuple(self.get_value(arg, own) for arg in call.args)
+        kwargs = {key: self.get_value(arg, own) for key, arg in call.kwargs.items()}
         kind = "call_method" if isinstance(call.target, str) else "call_function"
-        return self._noted(self._graph.create_node(kind, call.target, args, kwargs, name))
+        return self._note_node(self._graph.create_node(kind, call.target, args, kwargs, name))
 
     def execute(self, statements: Sequence[Statement], wanted: Collection[int]) -> None:
         """Execute an op, and hold those of its outputs that are `wanted`; the others are freed when it is done."""
@@ -133,9 +133,9 @@ class PassBuilder:
         for i, statement in enumerate(statements):
             later = {t for other in statements[i + 1 :] for t in read_by(other.value)}
             bound = [(t, path) for t, path in statement.outputs if t in wanted or t in later]
-            made = self.call(Call(_nothing) if statement.value is None else statement.value, "made", own)
+            made = self.call(Call(_run_nothing) if statement.value is None else statement.value, "made", own)
             for tensor, path in bound:
-                node = made if path == () else self.call(item(made, path), "item")
+                node = made if path == () else self.call(get_item(made, path), "item")
                 node.meta[VARIABLE] = f"t{tensor}" if tensor in wanted else f"_t{tensor}"
                 own[tensor] = node
             if bound and bound[0][1] != ():
@@ -146,14 +146,14 @@ class PassBuilder:
             else:
                 self.free(node)
 
-    def rebind(self, tensor: int, call: Call) -> None:
+    def replace_by_call(self, tensor: int, call: Call) -> None:
         """Replace `tensor` by the result of `call`."""
         self.tensors[tensor] = self.call(call, f"t{tensor}")
         self.tensors[tensor].meta[VARIABLE] = f"t{tensor}"
 
     def free(self, node: fx.Node) -> None:
         """Free the value of `node` from here on."""
-        self._noted(self._graph.create_node("call_function", free, (node,), {}, "free"))
+        self._note_node(self._graph.create_node("call_function", free, (node,), {}, "free"))
 
     def free_tensor(self, tensor: int) -> None:
         """Free `tensor`."""
@@ -164,7 +164,7 @@ class PassBuilder:
         last: dict[str, tuple[fx.Node, fx.Node]] = {}  # by variable, the node that holds it, and the line
         for node in self._graph.nodes:
             if not node.meta.get(INLINE):
-                last.update({variable(read): (read, node) for read in _read_in_line(node)})
+                last.update({get_variable(read): (read, node) for read in _read_in_line(node)})
         kept = {*read_by(returned)}
         for tensor in tensors:
             if tensor not in kept and (found := last.get(f"t{tensor}")) is not None:
@@ -174,31 +174,31 @@ class PassBuilder:
     def finish(self, returned: Argument, title: str) -> Pass:
         """Return the pass, with `returned` as its result and `title` as its name in tracebacks."""
         self.step = None
-        self._graph.output(self.value(returned))
+        self._graph.output(self.get_value(returned))
         codegen = StraightLine(self._parameters, self._names)
         module = build_module(self._graph, codegen, title)
         file, guard = module.forward.__code__.co_filename, self._program.guard
-        read = frozenset(variable(node) for node in self._graph.find_nodes(op="placeholder") if node.users)
+        read = frozenset(get_variable(node) for node in self._graph.find_nodes(op="placeholder") if node.users)
         lines = {(file, number): step for number, step in codegen.steps.items()}
         node_lines = {name: (file, number) for name, number in codegen.lines.items()}
         run = run_within(guard, module.forward)
         return Pass(module, self._parameters, run, guard, read, lines, node_lines)
 
-    def _held(self, tensor: int) -> fx.Node:
+    def _get_node(self, tensor: int) -> fx.Node:
         """Return the node that holds a tensor; a static tensor is aligned before its first use if kernels expect that."""
         if tensor in self._unaligned:
             self._unaligned.remove(tensor)
-            self.rebind(tensor, Call(aligned, (self.tensors[tensor],)))
+            self.replace_by_call(tensor, Call(align, (self.tensors[tensor],)))
         return self.tensors[tensor]
 
-    def _once(self, shared: Shared) -> fx.Node:
+    def _build_once(self, shared: Shared) -> fx.Node:
         for known, node in self._shared:
             if known == shared:
                 return node
         self._shared.append((shared, self.call(shared.call, "shared")))
         return self._shared[-1][1]
 
-    def _noted(self, node: fx.Node) -> fx.Node:
+    def _note_node(self, node: fx.Node) -> fx.Node:
         if self.step is not None:
             node.meta[STEP] = self.step
         return node
@@ -213,12 +213,12 @@ def _read_in_line(node: fx.Node) -> Iterator[fx.Node]:
             yield read
 
 
-def aligned(value: torch.Tensor) -> torch.Tensor:
+def align(value: torch.Tensor) -> torch.Tensor:
     """Return `value`, or a copy if it does not start at a multiple of 16 bytes, as CUDA kernels expect."""
     return value if value.data_ptr() % _ALIGNMENT == 0 else value.clone()
 
 
-def _nothing() -> None:
+def _run_nothing() -> None:
     pass
 
 

@@ -58,19 +58,19 @@ class StraightLine(CodeGen):
         self.lines: dict[str, int] = {}
         self._parameters, self._names = parameters, names
 
-    def source(self, nodes: Iterable[fx.Node]) -> tuple[str, dict[str, Any]]:
+    def write_source(self, nodes: Iterable[fx.Node]) -> tuple[str, dict[str, Any]]:
         """Return the source of ``forward`` and its globals; see ``CodeGen``."""
         nodes = list(nodes)
-        taken = {variable(node) for node in nodes if not node.meta.get(INLINE)}
+        taken = {get_variable(node) for node in nodes if not node.meta.get(INLINE)}
         written = _NamedGlobals(self._names, taken | {parameter.name for parameter in self._parameters})
         lines = [f"def forward({', '.join(parameter.name for parameter in self._parameters)}):"]
         for parameter in self._parameters:
             if parameter.unpacked:
-                lines.append(f"    {', '.join(map(variable, parameter.unpacked))}, = {parameter.name}")
+                lines.append(f"    {', '.join(map(get_variable, parameter.unpacked))}, = {parameter.name}")
             if parameter.emptied:
                 lines.append(f"    {parameter.name}.clear()")
         for node in nodes:
-            if (line := written.line(node)) is not None:
+            if (line := written.write_line(node)) is not None:
                 lines.append(f"    {line}")
                 self.lines[node.name] = len(lines)
                 if STEP in node.meta:
@@ -88,44 +88,44 @@ class _NamedGlobals:
         self._wanted = {id(value): name for name, value in names.items() if value is not None}
         self._names: dict[int, str] = {}
 
-    def line(self, node: fx.Node) -> str | None:
+    def write_line(self, node: fx.Node) -> str | None:
         """Return the line of a node; None if it has none."""
         if node.op == "placeholder" or node.meta.get(INLINE):
             return None
         if node.op == "output":
-            return f"return {self.expression(node.args[0])}"
+            return f"return {self.write_expression(node.args[0])}"
         if node.target is free:
             (freed,) = node.args
             assert isinstance(freed, fx.Node)
-            return f"del {variable(freed)}"
+            return f"del {get_variable(freed)}"
         is_held = node.users or VARIABLE in node.meta
-        return f"{variable(node)} = {self.call(node)}" if is_held else self.call(node)
+        return f"{get_variable(node)} = {self.call(node)}" if is_held else self.call(node)
 
     def call(self, node: fx.Node) -> str:
         """Return the expression that computes a node."""
         if node.target is operator.getitem:
-            return f"{self.expression(node.args[0])}[{self._subscript(node.args[1])}]"
-        args = [self.expression(arg) for arg in node.args]
+            return f"{self.write_expression(node.args[0])}[{self._write_subscript(node.args[1])}]"
+        args = [self.write_expression(arg) for arg in node.args]
         target = self._name(node.target) if node.op == "call_function" else f"{args.pop(0)}.{node.target}"
-        return f"{target}({', '.join([*args, *(f'{name}={self.expression(arg)}' for name, arg in node.kwargs.items())])})"
+        return f"{target}({', '.join([*args, *(f'{name}={self.write_expression(arg)}' for name, arg in node.kwargs.items())])})"
 
-    def expression(self, value: Any) -> str:
+    def write_expression(self, value: Any) -> str:
         """Return the expression of an argument."""
         match value:
             case fx.Node():
-                return self.call(value) if value.meta.get(INLINE) else variable(value)
+                return self.call(value) if value.meta.get(INLINE) else get_variable(value)
             case list():
-                return f"[{', '.join(map(self.expression, value))}]"
+                return f"[{', '.join(map(self.write_expression, value))}]"
             case tuple():
-                return f"({''.join(f'{self.expression(each)}, ' for each in value)})"
+                return f"({''.join(f'{self.write_expression(each)}, ' for each in value)})"
         if value is None or type(value) in (bool, int, str) or (type(value) is float and isfinite(value)):
             return repr(value)
         return self._name(value)
 
-    def _subscript(self, value: Any) -> str:
+    def _write_subscript(self, value: Any) -> str:
         if isinstance(value, slice):
-            return ":".join("" if each is None else self.expression(each) for each in (value.start, value.stop, value.step))
-        return self.expression(value)
+            return ":".join("" if each is None else self.write_expression(each) for each in (value.start, value.stop, value.step))
+        return self.write_expression(value)
 
     def _name(self, value: Any) -> str:
         if id(value) not in self._names:
@@ -138,7 +138,7 @@ class _NamedGlobals:
         return self._names[id(value)]
 
 
-def variable(node: fx.Node) -> str:
+def get_variable(node: fx.Node) -> str:
     """Return the variable of `node`; all producers of a tensor share it."""
     name: str = node.meta.get(VARIABLE, node.name)
     return name

@@ -15,7 +15,7 @@ LOCK = threading.RLock()
 Draw = Callable[..., Any]
 
 
-def default_generator_of(device: torch.device) -> torch.Generator:
+def get_default_generator(device: torch.device) -> torch.Generator:
     """Return the generator from which ops on `device` draw by default; without an index, it is that of the current device.
 
     Where ops do not run, on meta tensors and without a GPU, it is that of the CPU.

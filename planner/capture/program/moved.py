@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 
 from graphs.ir import Op
-from planner.capture.program.program import OpCalls, Program, leaves_of, mapped, read_by
+from planner.capture.program.program import OpCalls, Program, iterate_leaves, map_leaves, read_by
 
 
-def moved(program: Program, op: Op, alternative: Op, here: torch.device, there: torch.device) -> OpCalls | None:
+def move_calls(program: Program, op: Op, alternative: Op, here: torch.device, there: torch.device) -> OpCalls | None:
     """Return the calls of `op`, of the program, to run on `there` with the tensors of `stand_in`; None if it cannot be moved.
 
     Device arguments are replaced. An op cannot be moved if its calls name another device than `here`, the main one; if they read
@@ -18,13 +18,13 @@ def moved(program: Program, op: Op, alternative: Op, here: torch.device, there: 
     calls = program.calls[op.id]
     if calls.launches or calls.composed is not None or calls.random_state is not None or calls.is_nothing:
         return None
-    named = [leaf for leaf in leaves_of(calls.call) if isinstance(leaf, torch.device)]
+    named = [leaf for leaf in iterate_leaves(calls.call) if isinstance(leaf, torch.device)]
     if any(device.type != here.type for device in named):
         return None
     given = set(read_by(calls.call))
     if not given.issubset(op.inputs) or (not given and not named and there.type != "cpu"):
         return None
     numbers = dict(zip((*op.inputs, *op.outputs), (*alternative.inputs, *alternative.outputs), strict=True))
-    (statement,) = calls.renumbered(numbers).statements
-    placed = mapped(statement.value, lambda leaf: there if isinstance(leaf, torch.device) else leaf)
+    (statement,) = calls.renumber(numbers).statements
+    placed = map_leaves(statement.value, lambda leaf: there if isinstance(leaf, torch.device) else leaf)
     return replace(calls, statements=(replace(statement, value=placed),), over=())

@@ -48,52 +48,52 @@ class Shared:
 Argument = Any  # a reference, a call, a list or tuple of them, or a constant
 
 
-def leaves_of(value: Argument) -> Iterator[Any]:
+def iterate_leaves(value: Argument) -> Iterator[Any]:
     """Yield the references and constants in `value`, in order, without targets of calls."""
     match value:
         case Call(args=args, kwargs=kwargs):
             for each in (*args, *kwargs.values()):
-                yield from leaves_of(each)
+                yield from iterate_leaves(each)
         case Shared(call=call):
-            yield from leaves_of(call)
+            yield from iterate_leaves(call)
         case list() | tuple():
             for each in value:
-                yield from leaves_of(each)
+                yield from iterate_leaves(each)
         case _:
             yield value
 
 
 def read_by(value: Argument) -> list[int]:
     """Return the tensors that `value` reads, each once, in order of appearance."""
-    return list(dict.fromkeys(leaf.tensor for leaf in leaves_of(value) if isinstance(leaf, Ref)))
+    return list(dict.fromkeys(leaf.tensor for leaf in iterate_leaves(value) if isinstance(leaf, Ref)))
 
 
-def mapped(value: Argument, leaf: Callable[[Any], Any]) -> Argument:
+def map_leaves(value: Argument, leaf: Callable[[Any], Any]) -> Argument:
     """Return `value` with each reference and constant replaced by ``leaf`` of it."""
     match value:
         case Call(target=target, args=args, kwargs=kwargs):
-            given = tuple(mapped(each, leaf) for each in args)
-            return Call(target, given, {name: mapped(each, leaf) for name, each in kwargs.items()})
+            given = tuple(map_leaves(each, leaf) for each in args)
+            return Call(target, given, {name: map_leaves(each, leaf) for name, each in kwargs.items()})
         case Shared(call=call):
-            return Shared(mapped(call, leaf))
+            return Shared(map_leaves(call, leaf))
         case list():
-            return [mapped(each, leaf) for each in value]
+            return [map_leaves(each, leaf) for each in value]
         case tuple():
-            return tuple(mapped(each, leaf) for each in value)
+            return tuple(map_leaves(each, leaf) for each in value)
     return leaf(value)
 
 
-def renumbered(value: Argument, numbers: Mapping[int, int]) -> Argument:
+def renumber(value: Argument, numbers: Mapping[int, int]) -> Argument:
     """Return `value` with tensor ids replaced as in `numbers`; others are unchanged."""
-    return mapped(value, lambda leaf: Ref(numbers.get(leaf.tensor, leaf.tensor)) if isinstance(leaf, Ref) else leaf)
+    return map_leaves(value, lambda leaf: Ref(numbers.get(leaf.tensor, leaf.tensor)) if isinstance(leaf, Ref) else leaf)
 
 
-def shown(path: Path) -> str:
+def format_path(path: Path) -> str:
     """Return `path` as text: ``[0][2]``."""
     return "".join(f"[{index}]" for index in path)
 
 
-def item(value: Argument, path: Path) -> Argument:
+def get_item(value: Argument, path: Path) -> Argument:
     """Return the item of `value` at `path`."""
     for index in path:
         value = Call(operator.getitem, (value, index))
@@ -158,7 +158,7 @@ class Comparable(Protocol):
     Kernels are chosen by shapes, not by values: what was bit-identical once always is, if its order of summation is fixed.
     """
 
-    def rounds(self, equal: Sequence[bool]) -> list[bool]:
+    def list_rounding(self, equal: Sequence[bool]) -> list[bool]:
         """Return for each output True if it may be rounded differently.
 
         Args:
@@ -231,25 +231,25 @@ class OpCalls:
         """True if the op makes no call."""
         return all(statement.value is None for statement in self.statements)
 
-    def written_over(self, pairs: Container[tuple[int, int]]) -> tuple[Statement, ...]:
+    def list_written_over(self, pairs: Container[tuple[int, int]]) -> tuple[Statement, ...]:
         """Return the statements that write the output of each of `pairs` over the input."""
         instead = {o: call for o, t, call in self.over if (o, t) in pairs}
 
-        def changed(statement: Statement) -> Statement:
+        def change_statement(statement: Statement) -> Statement:
             call = next((instead[t] for t, _ in statement.outputs if t in instead), None)
             return statement if call is None else replace(statement, value=call)
 
-        return tuple(map(changed, self.statements))
+        return tuple(map(change_statement, self.statements))
 
-    def renumbered(self, numbers: Mapping[int, int]) -> "OpCalls":
+    def renumber(self, numbers: Mapping[int, int]) -> "OpCalls":
         """Return the calls of the same op on other tensors, without in-place writes."""
 
-        def statement(given: Statement) -> Statement:
+        def renumber_statement(given: Statement) -> Statement:
             outputs = tuple((numbers.get(t, t), path) for t, path in given.outputs)
-            return Statement(renumbered(given.value, numbers), outputs)
+            return Statement(renumber(given.value, numbers), outputs)
 
-        after = None if self.after_forward is None else statement(self.after_forward)
-        return replace(self, statements=tuple(map(statement, self.statements)), over=(), after_forward=after)
+        after = None if self.after_forward is None else renumber_statement(self.after_forward)
+        return replace(self, statements=tuple(map(renumber_statement, self.statements)), over=(), after_forward=after)
 
 
 def call_of(call: Call, outputs: Sequence[tuple[int, Path]], **more: Any) -> OpCalls:

@@ -89,9 +89,9 @@ class PassWriter:
     @property
     def under_way(self) -> tuple[Argument, ...]:
         """The transfers that may be under way after the steps written so far."""
-        return tuple(issued.handle for issued in self._under_way())
+        return tuple(issued.handle for issued in self._list_under_way())
 
-    def _under_way(self) -> tuple[_Issued, ...]:
+    def _list_under_way(self) -> tuple[_Issued, ...]:
         return (*self._making.values(), *(issued for each in self._reading.values() for issued in each))
 
     def end_forward(self, handles: Iterable[fx.Node] = ()) -> None:
@@ -108,14 +108,14 @@ class PassWriter:
         """
         self.builder, self.streams = builder, []
         if self._has_transfers:
-            self._transfers = builder.parameter("transfers")
+            self._transfers = builder.add_parameter("transfers")
         steps = tuple(steps)
         for place, step in enumerate(steps):
             builder.step = self._position
             self._write(step, self._overwriting.follow(steps, place))
             self._position += 1
         builder.step = None
-        ending = [issued for issued in self._under_way() if is_between_devices(self.graph, issued.op)]
+        ending = [issued for issued in self._list_under_way() if is_between_devices(self.graph, issued.op)]
         for t in dict.fromkeys(t for issued in ending for t in (*issued.op.inputs, *issued.op.outputs)):
             self._wait_for(t)
 
@@ -134,7 +134,7 @@ class PassWriter:
                 raise ScheduleError(f"step {step!r} cannot be executed")
 
     def _execute(self, op: int, over: Pairs) -> None:
-        self._arrive(self.graph.ops[op].inputs)
+        self._wait_for_arrival(self.graph.ops[op].inputs)
         wanted = [t for t in self.graph.ops[op].outputs if t not in self.live]
         if self._call_before is not None and (before := self._call_before(self._position)) is not None:
             self.builder.call(before)
@@ -157,7 +157,7 @@ class PassWriter:
         if self._is_after_forward and calls.after_forward is not None:
             statements: tuple[Statement, ...] = (calls.after_forward,)
         elif calls.random_state is None:
-            statements = calls.written_over(over) if over else calls.statements
+            statements = calls.list_written_over(over) if over else calls.statements
         else:
             (statement,) = calls.statements
             statements = (Statement(self._draw(op, calls, calls.random_state), statement.outputs),)
@@ -166,10 +166,10 @@ class PassWriter:
     def _draw(self, op: int, calls: OpCalls, state: int) -> Call:
         """Return the call of a random op: each execution draws the same numbers."""
         if op not in self._repeated:
-            return _drawn(draw_once, (), calls.call)
+            return _draw_call(draw_once, (), calls.call)
         own = None if calls.redraw is None else self.program.own_generator
         draw = draw_again if op in self._done else draw_first
-        return _drawn(draw, (Ref(state), self.program.generator, own), calls.redraw or calls.call)
+        return _draw_call(draw, (Ref(state), self.program.generator, own), calls.redraw or calls.call)
 
     def _transfer(self, op: Op) -> None:
         """Write the ends of a transfer that are here."""
@@ -184,27 +184,27 @@ class PassWriter:
         if self._is_here(target):
             take = Call("take", (issued.handle, self.graph.tensors[target].size_bytes))
             if is_new:
-                self.builder.rebind(target, take)
+                self.builder.replace_by_call(target, take)
                 self.live[target] = None
-            elif self._computes(target):  # an existing tensor is copied again, and dropped
-                self.builder.call(Call("arrived", (issued.handle, take)))
+            elif self._is_computed(target):  # an existing tensor is copied again, and dropped
+                self.builder.call(Call("wait_for_arrival", (issued.handle, take)))
             else:
                 self.builder.call(take)
-        if self._computes(source):
+        if self._is_computed(source):
             self._reading.setdefault(source, []).append(issued)
-        if self._computes(target) and is_new:
+        if self._is_computed(target) and is_new:
             self._making[target] = issued
 
-    def _arrive(self, tensors: Iterable[int]) -> None:
+    def _wait_for_arrival(self, tensors: Iterable[int]) -> None:
         """Wait for the transfers that make `tensors`."""
         for t in tensors:
             if (issued := self._making.pop(t, None)) is not None:
-                self.builder.rebind(t, Call("arrived", (issued.handle, Ref(t))))
+                self.builder.replace_by_call(t, Call("wait_for_arrival", (issued.handle, Ref(t))))
                 self._forget(issued)
 
     def _wait_for(self, t: int) -> None:
         """Wait for all transfers of `t`."""
-        self._arrive((t,))
+        self._wait_for_arrival((t,))
         for issued in self._reading.pop(t, []):
             self.builder.call(Call("finish", (issued.handle,)))
             self._forget(issued)
@@ -216,9 +216,9 @@ class PassWriter:
     def _is_here(self, t: int) -> bool:
         return self.graph.tensors[t].pool in self._here
 
-    def _computes(self, t: int) -> bool:
+    def _is_computed(self, t: int) -> bool:
         return self.graph.tensors[t].pool == self._pool.name
 
 
-def _drawn(draw: Callable[..., object], given: tuple[object, ...], call: Call) -> Call:
+def _draw_call(draw: Callable[..., object], given: tuple[object, ...], call: Call) -> Call:
     return Call(draw, (*given, call.target, *call.args), call.kwargs)

@@ -38,30 +38,30 @@ class _BatchNorm:
     without: Callable[..., tuple[OpOverload, tuple[Any, ...]]] | None = None
 
 
-def _native(x: Any, weight: Any, bias: Any, _mean: Any, _variance: Any, *rest: Any) -> tuple[OpOverload, tuple[Any, ...]]:
+def _build_native(x: Any, weight: Any, bias: Any, _mean: Any, _variance: Any, *rest: Any) -> tuple[OpOverload, tuple[Any, ...]]:
     return aten._native_batch_norm_legit.no_stats, (x, weight, bias, *rest)
 
 
-def _cudnn(x: Any, weight: Any, bias: Any, _mean: Any, _variance: Any, *rest: Any) -> tuple[OpOverload, tuple[Any, ...]]:
+def _build_cudnn(x: Any, weight: Any, bias: Any, _mean: Any, _variance: Any, *rest: Any) -> tuple[OpOverload, tuple[Any, ...]]:
     return aten.cudnn_batch_norm.default, (x, weight, bias, None, None, True, *rest)
 
 
 _OPS: dict[object, _BatchNorm] = {
-    aten._native_batch_norm_legit_functional.default: _BatchNorm(training=5, updated=((3,), (4,)), without=_native),
-    aten._batch_norm_with_update_functional.default: _BatchNorm(updated=((4,), (5,)), without=_cudnn),
+    aten._native_batch_norm_legit_functional.default: _BatchNorm(training=5, updated=((3,), (4,)), without=_build_native),
+    aten._batch_norm_with_update_functional.default: _BatchNorm(updated=((4,), (5,)), without=_build_cudnn),
     aten.native_batch_norm_backward.default: _BatchNorm(training=7, backward=True),
     aten.batch_norm_backward.default: _BatchNorm(training=7, backward=True),
 }
 
 
 @contextmanager
-def batch_norms_as_eager() -> Iterator[None]:
+def capture_batch_norms_as_eager() -> Iterator[None]:
     """Capture cuDNN's kernel of batch norm where eager PyTorch runs it."""
-    with register_python_kernels(aten.cudnn_batch_norm.default, {DispatchKey.Autograd: cudnn_batch_norm}):
+    with register_python_kernels(aten.cudnn_batch_norm.default, {DispatchKey.Autograd: call_cudnn_batch_norm}):
         yield
 
 
-def cudnn_batch_norm(
+def call_cudnn_batch_norm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -81,7 +81,7 @@ def cudnn_batch_norm(
         return results
 
 
-def ignored_inputs(node: fx.Node) -> frozenset[fx.Node]:
+def find_ignored_inputs(node: fx.Node) -> frozenset[fx.Node]:
     """Return the inputs that do not influence the results of `node` that are recomputed: running statistics in training mode.
 
     The forward op updates them, though: those that another op has computed are inputs of its first execution.
@@ -94,14 +94,14 @@ def ignored_inputs(node: fx.Node) -> frozenset[fx.Node]:
     )
 
 
-def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...], tuple[tuple[int, ...], ...]]:
+def build_without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...], tuple[tuple[int, ...], ...]]:
     """Return the call for `node` after the forward pass: target, arguments, and the paths of results that are left out.
 
-    `node` has ``ignored_inputs``.
+    `node` has ``find_ignored_inputs``.
     The running statistics of a batch norm in training mode are overwritten by then; neither its backward pass nor a second
     execution needs them.
     """
-    op, ignored = _OPS[node.target], ignored_inputs(node)
+    op, ignored = _OPS[node.target], find_ignored_inputs(node)
     if op.without is not None:
         return *op.without(*node.args), op.updated
     return node.target, tuple(None if arg in ignored else arg for arg in node.args), ()

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def attention_as_on_cuda() -> Iterator[None]:
+def capture_attention_as_on_cuda() -> Iterator[None]:
     """Make fake tensors on the CPU use the attention kernels that CUDA would run.
 
     Flash attention if possible: bfloat16 or float16, no mask, one head width of at most 256, and as many queries as keys if
@@ -30,7 +30,7 @@ def attention_as_on_cuda() -> Iterator[None]:
     """
     overload = aten.scaled_dot_product_attention.default
     with scoped_library("aten", "IMPL") as library:
-        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        library.impl("scaled_dot_product_attention", _run_attention, "AutogradCPU")
         # The kernel of an earlier capture is cached in Python, where the library does not see it.
         overload._dispatch_cache.clear()
         try:
@@ -39,7 +39,7 @@ def attention_as_on_cuda() -> Iterator[None]:
             overload._dispatch_cache.clear()
 
 
-def _attention(
+def _run_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -52,9 +52,9 @@ def _attention(
 ) -> Tensor:
     if _fits_any_kernel(query, key, value):
         if attn_mask is None and fits_flash(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa):
-            return _flash(query, key, value, dropout_p, is_causal=is_causal, scale=scale)
+            return _run_flash(query, key, value, dropout_p, is_causal=is_causal, scale=scale)
         if fits_efficient(query, key, value):
-            return _efficient(query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale)
+            return _run_efficient(query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale)
     written: Tensor = aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )[0]
@@ -94,7 +94,7 @@ def fits_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, *, is_causal: bool, scale: float | None) -> Tensor:
+def _run_flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, *, is_causal: bool, scale: float | None) -> Tensor:
     """Call flash attention, with head widths padded to a multiple of 8 and scaled as if they were not."""
     width = query.shape[3]
     if padding := -width % 8:
@@ -104,7 +104,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, *, is_caus
     return out[..., :width] if padding else out
 
 
-def _efficient(
+def _run_efficient(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -114,7 +114,7 @@ def _efficient(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    bias = None if mask is None else _bias(mask, query, key)
+    bias = None if mask is None else _build_bias(mask, query, key)
     trained = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     out: Tensor = aten._scaled_dot_product_efficient_attention(query, key, value, bias, trained, dropout, is_causal, scale=scale)[
         0
@@ -122,7 +122,7 @@ def _efficient(
     return out
 
 
-def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _build_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return the bias of the scores: rows start at multiples of 16 elements, and broadcasting is not copied."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))

@@ -8,12 +8,12 @@ so its gradients differ in the last bit. If everything is dropped, eager PyTorch
 import torch
 from torch import fx
 
-from planner.capture.rewrites.outputs import call_before, fake
+from planner.capture.rewrites.outputs import call_before, get_fake
 
 aten = torch.ops.aten
 
 
-def dropout_as_eager(graph: fx.Graph) -> None:
+def replace_dropout(graph: fx.Graph) -> None:
     """Replace dropout of everything, and the backward pass of each half-precision dropout on the CPU, in place."""
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
         if node.args[2] == 0.0:
@@ -25,8 +25,8 @@ def dropout_as_eager(graph: fx.Graph) -> None:
             graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout_backward.default):
         gradient, mask, scale = node.args
-        dtype = fake(node).dtype
-        if fake(node).device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        dtype = get_fake(node).dtype
+        if get_fake(node).device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
             continue
         mask = call_before(node, aten._to_copy.default, mask, dtype=dtype)
         noise = call_before(node, aten.div.Tensor, mask, 1 / scale)

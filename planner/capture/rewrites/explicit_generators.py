@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 
-from planner.capture.program.program import Program, leaves_of
+from planner.capture.program.program import Program, iterate_leaves
 from planner.torch_private.capture import InstructionTranslatorBase, TensorVariable, TorchInGraphFunctionVariable, get_source_name
 
 _MARK = "remat-planner: generator"
@@ -39,10 +39,10 @@ def record_generators() -> Iterator[dict[str, torch.Generator]]:
     """
     found: dict[str, torch.Generator] = {}
 
-    def leaving_out(call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(self: Any, tx: InstructionTranslatorBase, *args: Any) -> Any:
+    def leave_out(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_without_generator(self: Any, tx: InstructionTranslatorBase, *args: Any) -> Any:
             *first, kwargs = args
-            generator = _generator(kwargs.get("generator"), found)
+            generator = _find_generator(kwargs.get("generator"), found)
             if generator is None:
                 return call(self, tx, *args)
             graph = tx.output.current_tracer.graph
@@ -53,15 +53,15 @@ def record_generators() -> Iterator[dict[str, torch.Generator]]:
                     node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: _GeneratorMark(generator)}
             return result
 
-        return called
+        return call_without_generator
 
     with ExitStack() as stack:
         for variable, method in ((TorchInGraphFunctionVariable, "call_function"), (TensorVariable, "call_method")):
-            stack.enter_context(patch.object(variable, method, leaving_out(getattr(variable, method))))
+            stack.enter_context(patch.object(variable, method, leave_out(getattr(variable, method))))
         yield found
 
 
-def _generator(variable: Any, found: dict[str, torch.Generator]) -> torch.Generator | None:
+def _find_generator(variable: Any, found: dict[str, torch.Generator]) -> torch.Generator | None:
     """Return the generator that a variable of the user's code is; None for other values."""
     if variable is None:
         return None
@@ -73,16 +73,16 @@ def _generator(variable: Any, found: dict[str, torch.Generator]) -> torch.Genera
     return value
 
 
-def explicit_generator(node: fx.Node) -> torch.Generator | None:
+def get_explicit_generator(node: fx.Node) -> torch.Generator | None:
     """Return the generator that the random op `node` was given; None if it uses the default one."""
     found: _GeneratorMark | None = node.meta.get("custom", {}).get(_MARK)
     return None if found is None else found.generator
 
 
-def generators_of(program: Program) -> list[torch.Generator]:
+def list_generators(program: Program) -> list[torch.Generator]:
     """Return the generators of the user's own that the ops of `program` draw from."""
     ours = (program.generator, program.own_generator)
-    found = (leaf for calls in program.calls for statement in calls.statements for leaf in leaves_of(statement.value))
+    found = (leaf for calls in program.calls for statement in calls.statements for leaf in iterate_leaves(statement.value))
     given = [leaf for leaf in found if isinstance(leaf, torch.Generator) and not any(leaf is own for own in ours)]
     return list(dict.fromkeys(given))
 
@@ -91,6 +91,6 @@ def generators_of(program: Program) -> list[torch.Generator]:
 def preserve_generator_states(program: Program) -> Iterator[None]:
     """Restore the states of the user's generators that `program` draws from at the end."""
     with ExitStack() as stack:
-        for generator in generators_of(program):
+        for generator in list_generators(program):
             stack.callback(generator.set_state, generator.get_state())
         yield

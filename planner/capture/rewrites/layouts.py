@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 
-from planner.capture.rewrites.outputs import tensors_in
+from planner.capture.rewrites.outputs import list_tensors
 from planner.torch_private.core import (
     PROXY_MODE,
     FakeTensorMode,
@@ -74,17 +74,17 @@ def record_written_strides() -> Iterator[None]:
     """Record the strides of tensors that in-place ops write, at the nodes that are captured for these ops."""
     dispatch = FunctionalTensorMode.__torch_dispatch__
 
-    def recording(self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def record(self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = dispatch(self, func, types, args, kwargs)
-        if isinstance(func, OpOverload) and _writes_first(func) and isinstance(args[0], FunctionalTensor):
+        if isinstance(func, OpOverload) and _is_first_written(func) and isinstance(args[0], FunctionalTensor):
             _record(func, args[0])
         return result
 
-    with patch.object(FunctionalTensorMode, "__torch_dispatch__", recording):
+    with patch.object(FunctionalTensorMode, "__torch_dispatch__", record):
         yield
 
 
-def _writes_first(op: OpOverload) -> bool:
+def _is_first_written(op: OpOverload) -> bool:
     alias = op._schema.arguments[0].alias_info if op._schema.arguments else None
     return alias is not None and alias.is_write
 
@@ -100,7 +100,7 @@ def _record(op: OpOverload, written: FunctionalTensor) -> None:
         node.meta[_WRITER] = op
 
 
-def layouts_as_eager(graph: fx.Graph) -> None:
+def record_eager_layouts(graph: fx.Graph) -> None:
     """Record at each op of `graph` which inputs have another layout in eager PyTorch, if its result may depend on it."""
     eager: dict[fx.Node, Any] = {}
     nodes: Iterable[fx.Node] = graph.nodes
@@ -111,8 +111,8 @@ def layouts_as_eager(graph: fx.Graph) -> None:
         if isinstance(node.target, OpOverload) and not node.target.is_view and not _is_exact(node):
             values = {arg: value for arg, value in differing.items() if isinstance(value, torch.Tensor)}
             node.meta[_READ] = {arg: value.stride() for arg, value in values.items() if _is_writable(value)}
-        value = _eager_value(node, differing)
-        if _strides(value) != _strides(node.meta["val"]):
+        value = _compute_eager_value(node, differing)
+        if _list_strides(value) != _list_strides(node.meta["val"]):
             eager[node] = value
 
 
@@ -122,7 +122,7 @@ def read_strides(node: fx.Node) -> Mapping[fx.Node, Sequence[int]]:
     return found
 
 
-def in_place_random_op(node: fx.Node) -> tuple[OpOverload, Sequence[int]] | None:
+def find_in_place_random_op(node: fx.Node) -> tuple[OpOverload, Sequence[int]] | None:
     """Return the in-place random op that `node` was captured for, and the strides of its target; None for other nodes.
 
     On some processors, the order in which random numbers are assigned to elements depends on the layout.
@@ -131,7 +131,7 @@ def in_place_random_op(node: fx.Node) -> tuple[OpOverload, Sequence[int]] | None
     return (op, node.meta[_WRITTEN]) if op is not None and op.overloadpacket in _FILLING else None
 
 
-def empty_with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+def allocate_with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """Return uninitialized memory like `value`, with `strides`."""
     return value.new_empty_strided(value.shape, strides)
 
@@ -141,32 +141,32 @@ def copy_with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tens
     whole = value.shape
     for dim, stride in enumerate(strides):
         value = value.narrow(dim, 0, 1) if stride == 0 else value
-    return empty_with_strides(value, strides).copy_(value).expand(whole)
+    return allocate_with_strides(value, strides).copy_(value).expand(whole)
 
 
 def _is_exact(node: fx.Node) -> bool:
     return node.target.overloadpacket in _EXACT and "alpha" not in node.kwargs  # type: ignore[union-attr]
 
 
-def _eager_value(node: fx.Node, eager: Mapping[fx.Node, Any]) -> Any:
+def _compute_eager_value(node: fx.Node, eager: Mapping[fx.Node, Any]) -> Any:
     """Return a fake tensor like the result of `node` in eager PyTorch; `eager` has the inputs that differ there."""
     captured = node.meta["val"]
     if _WRITTEN in node.meta:
-        with _fake_mode(captured):
-            return empty_with_strides(captured, node.meta[_WRITTEN])
+        with _get_fake_mode(captured):
+            return allocate_with_strides(captured, node.meta[_WRITTEN])
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: eager[arg] if arg in eager else arg.meta["val"])
-    with _fake_mode(captured), torch.no_grad():
+    with _get_fake_mode(captured), torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _fake_mode(value: Any) -> FakeTensorMode:
+def _get_fake_mode(value: Any) -> FakeTensorMode:
     mode = detect_fake_mode(pytree.tree_leaves(value))
     assert mode is not None
     return mode
 
 
-def _strides(value: Any) -> list[tuple[int, ...]]:
-    return [tensor.stride() for tensor in tensors_in(value)]
+def _list_strides(value: Any) -> list[tuple[int, ...]]:
+    return [tensor.stride() for tensor in list_tensors(value)]
 
 
 def _is_writable(value: torch.Tensor) -> bool:

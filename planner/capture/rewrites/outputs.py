@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from graphs.errors import TraceError
-from planner.capture.rewrites.batch_norms import ignored_inputs
+from planner.capture.rewrites.batch_norms import find_ignored_inputs
 from planner.torch_private.capture import (
     AOTInput,
     AOTOutput,
@@ -50,7 +50,7 @@ def fix_outputs(graph: fx.Graph) -> None:
     unwrap_checks(graph)
     check_outputs(graph)
     _drop_unnecessary_copies(graph)
-    _write_back_mutations(graph, first_backward(graph))
+    _write_back_mutations(graph, find_first_backward(graph))
     _separate_gradients(graph)
     remove_dead_code(graph)
 
@@ -77,7 +77,7 @@ def unwrap_checks(graph: fx.Graph) -> None:
             graph.erase_node(item)
         graph.erase_node(node)
     kinds = ForwardTokenAOTOutput | BackwardTokenAOTOutput
-    _set_outputs(graph, [(None if isinstance(desc, kinds) else value, desc) for value, desc in outputs(graph)])
+    _set_outputs(graph, [(None if isinstance(desc, kinds) else value, desc) for value, desc in list_outputs(graph)])
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["desc"], ForwardTokenAOTInput | BackwardTokenAOTInput):
             node.meta["val"] = None
@@ -94,21 +94,21 @@ def check_outputs(graph: fx.Graph) -> None:
     _check_gradients(graph)
 
 
-def outputs(graph: fx.Graph) -> list[tuple[object, AOTOutput]]:
+def list_outputs(graph: fx.Graph) -> list[tuple[object, AOTOutput]]:
     """Return the outputs of `graph`, each with its descriptor."""
     node = graph.output_node()
     values: list[object] = list(node.args[0])  # type: ignore[arg-type]
     return list(zip(values, node.meta["desc"], strict=True))
 
 
-def fake(node: fx.Node) -> torch.Tensor:
+def get_fake(node: fx.Node) -> torch.Tensor:
     """Return the fake tensor of `node`."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value
 
 
-def storage(value: torch.Tensor) -> int:
+def get_storage(value: torch.Tensor) -> int:
     """Return the identity of the storage of a (fake) tensor."""
     identity: int = value.untyped_storage()._cdata
     return identity
@@ -120,12 +120,12 @@ def is_dense(value: torch.Tensor) -> bool:
     return whole and bool(aten.is_non_overlapping_and_dense.default(value))
 
 
-def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if `a` and `b` have the same shape and order of elements."""
     return a.shape == b.shape and all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
-def operator_of(node: fx.Node) -> OpOverload | None:
+def find_operator(node: fx.Node) -> OpOverload | None:
     """Return the operator that `node` calls, also where it calls it on copies of what it writes to; None if there is none."""
     called = node.args[0] if node.target is auto_functionalized else node.target
     return called if isinstance(called, OpOverload) else None
@@ -133,7 +133,7 @@ def operator_of(node: fx.Node) -> OpOverload | None:
 
 def is_random(node: fx.Node) -> bool:
     """Return True if `node` draws from the generator."""
-    called = operator_of(node)
+    called = find_operator(node)
     if called is None or torch.Tag.nondeterministic_seeded not in called.tags:
         return False
     if "scaled_dot_product" not in called.name():
@@ -141,18 +141,18 @@ def is_random(node: fx.Node) -> bool:
     position = [argument.name for argument in called._schema.arguments].index("dropout_p")
     dropout = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
     # The CPU kernels draw nothing at 0; kernels of other devices may.
-    return bool(dropout) or fake(node.all_input_nodes[0]).device.type != "cpu"
+    return bool(dropout) or get_fake(node.all_input_nodes[0]).device.type != "cpu"
 
 
 def _check_loss(graph: fx.Graph) -> None:
-    losses = [value for value, desc in outputs(graph) if isinstance(desc, PlainAOTOutput) and desc.idx == 0]
+    losses = [value for value, desc in list_outputs(graph) if isinstance(desc, PlainAOTOutput) and desc.idx == 0]
     if not losses or not isinstance(losses[0], fx.Node):
         raise TraceError("the loss is not a tensor computed from the model: return a scalar tensor first")
-    shape = tuple(fake(losses[0]).shape)
-    if fake(losses[0]).numel() != 1:
+    shape = tuple(get_fake(losses[0]).shape)
+    if get_fake(losses[0]).numel() != 1:
         raise TraceError(f"the loss has shape {shape}, not one element: reduce it (for example with .mean()) before returning it")
     supported = PlainAOTOutput | GradAOTOutput | InputMutationAOTOutput
-    others = [desc for value, desc in outputs(graph) if value is not None and not isinstance(desc, supported)]
+    others = [desc for value, desc in list_outputs(graph) if value is not None and not isinstance(desc, supported)]
     if any(isinstance(desc, ForwardTokenAOTOutput | BackwardTokenAOTOutput) for desc in others):
         effects = ", ".join({str(node.args[1]) for node in graph.find_nodes(op="call_function", target=with_effects)})
         raise TraceError(
@@ -164,7 +164,7 @@ def _check_loss(graph: fx.Graph) -> None:
 
 
 def _check_gradients(graph: fx.Graph) -> None:
-    gradients = [value for value, desc in outputs(graph) if isinstance(desc, GradAOTOutput)]
+    gradients = [value for value, desc in list_outputs(graph) if isinstance(desc, GradAOTOutput)]
     if not gradients:
         raise TraceError("the loss does not depend on any parameter with requires_grad=True: there is nothing to train")
     if not any(isinstance(value, fx.Node) for value in gradients):
@@ -174,8 +174,8 @@ def _check_gradients(graph: fx.Graph) -> None:
 def check_layouts(graph: fx.Graph) -> None:
     """Raise TraceError if a tensor of `graph` is sparse."""
     for node in graph.nodes:
-        if any(value.layout is not torch.strided for value in tensors_in(node.meta.get("val"))):
-            gradients = [desc.grad_of for value, desc in outputs(graph) if value is node and isinstance(desc, GradAOTOutput)]
+        if any(value.layout is not torch.strided for value in list_tensors(node.meta.get("val"))):
+            gradients = [desc.grad_of for value, desc in list_outputs(graph) if value is node and isinstance(desc, GradAOTOutput)]
             what = f"the gradient of {_name(gradients[0])}" if gradients else f"the result of {node.target}"
             raise TraceError(
                 f"{what} is sparse, which cannot be planned: leave out sparse=True of nn.Embedding and the like (the gradient "
@@ -185,7 +185,7 @@ def check_layouts(graph: fx.Graph) -> None:
 
 def check_writes(graph: fx.Graph) -> None:
     """Raise TraceError if a step writes to trained parameters: a joint graph returns these with gradients of their own."""
-    values = {desc: value for value, desc in outputs(graph)}
+    values = {desc: value for value, desc in list_outputs(graph)}
     for node in graph.find_nodes(op="placeholder"):
         written = node.meta["desc"].output if isinstance(node.meta["desc"], TangentAOTInput) else None
         if isinstance(written, InputMutationAOTOutput):
@@ -203,7 +203,7 @@ def _name(desc: AOTInput) -> str:
     return repr(desc.target).replace("model.", "", 1) if isinstance(desc, ParamAOTInput) else "an input"
 
 
-def first_backward(graph: fx.Graph) -> fx.Node:
+def find_first_backward(graph: fx.Graph) -> fx.Node:
     """Return the first node that depends on the gradient of an output: the backward pass is all nodes from there on.
 
     It is the output node if the backward pass computes nothing: the incoming gradients are its results.
@@ -219,20 +219,20 @@ def _drop_unnecessary_copies(graph: fx.Graph) -> None:
     Autograd copies what its backward pass needs before an in-place operation overwrites it (``hardtanh_``); here nothing but the
     step's inputs is overwritten. A copy of a part of a storage, or in another layout, stays.
     """
-    static = {storage(fake(n)) for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)}
+    static = {get_storage(get_fake(n)) for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)}
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
         copied = node.args[0]
         assert isinstance(copied, fx.Node)
-        value, result = fake(copied), fake(node)
+        value, result = get_fake(copied), get_fake(node)
         same = value.untyped_storage().nbytes() == result.untyped_storage().nbytes() and value.stride() == result.stride()
         # Other nodes know a view of the copy, or a copy that is returned, by its storage.
-        shared = any(storage(result) in map(storage, tensors_in(user.meta.get("val"))) for user in node.users)
-        if same and not shared and graph.output_node() not in node.users and storage(value) not in static:
+        shared = any(get_storage(result) in map(get_storage, list_tensors(user.meta.get("val"))) for user in node.users)
+        if same and not shared and graph.output_node() not in node.users and get_storage(value) not in static:
             node.replace_all_uses_with(copied)
             graph.erase_node(node)
 
 
-def tensors_in(value: object) -> list[torch.Tensor]:
+def list_tensors(value: object) -> list[torch.Tensor]:
     """Return the tensors in the value of a node."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
@@ -241,16 +241,16 @@ def _write_back_mutations(graph: fx.Graph, boundary: fx.Node) -> None:
     """Replace each returned new value of an input by a ``copy_`` into it, after the last read of the old value."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     kept = []
-    for value, desc in outputs(graph):
+    for value, desc in list_outputs(graph):
         if not isinstance(desc, InputMutationAOTOutput):
             kept.append((value, desc))
             continue
         assert isinstance(value, fx.Node)
         target = next(n for n in graph.find_nodes(op="placeholder") if n.meta["desc"] == desc.mutated_input)
-        late = [user for user in target.users if position[user] >= position[boundary] and target not in ignored_inputs(user)]
+        late = [user for user in target.users if position[user] >= position[boundary] and target not in find_ignored_inputs(user)]
         if late:
             _save_old_value(graph, target, late)
-        readers = [user for user in _readers(target) if position.get(user, 0) < position[boundary]]
+        readers = [user for user in _iterate_readers(target) if position.get(user, 0) < position[boundary]]
         last = max((*readers, value), key=lambda node: position.get(node, 0))
         with graph.inserting_after(last):
             write = graph.call_function(aten.copy_.default, (target, value))
@@ -266,43 +266,51 @@ def _save_old_value(graph: fx.Graph, target: fx.Node, late: list[fx.Node]) -> No
         user.replace_input_with(target, copy)
 
 
-def _readers(node: fx.Node) -> Iterable[fx.Node]:
+def _iterate_readers(node: fx.Node) -> Iterable[fx.Node]:
     """Yield the users of `node` and of its views."""
     for user in node.users:
         yield user
         value = user.meta.get("val")
-        if isinstance(value, torch.Tensor) and storage(value) == storage(fake(node)) and user.target is not aten.copy_.default:
-            yield from _readers(user)
+        if (
+            isinstance(value, torch.Tensor)
+            and get_storage(value) == get_storage(get_fake(node))
+            and user.target is not aten.copy_.default
+        ):
+            yield from _iterate_readers(user)
 
 
 def _separate_gradients(graph: fx.Graph) -> None:
     """Give each gradient a storage of its own in the layout of its input, as ``AccumulateGrad`` would by cloning."""
     inputs = {node.meta["desc"]: node for node in graph.find_nodes(op="placeholder")}
-    taken = {storage(fake(node)) for node in inputs.values() if isinstance(node.meta.get("val"), torch.Tensor)}
-    taken |= {storage(fake(v)) for v, desc in outputs(graph) if isinstance(v, fx.Node) and not isinstance(desc, GradAOTOutput)}
+    taken = {get_storage(get_fake(node)) for node in inputs.values() if isinstance(node.meta.get("val"), torch.Tensor)}
+    taken |= {
+        get_storage(get_fake(v))
+        for v, desc in list_outputs(graph)
+        if isinstance(v, fx.Node) and not isinstance(desc, GradAOTOutput)
+    }
     fixed: list[tuple[object, AOTOutput]] = []
-    for value, desc in outputs(graph):
+    for value, desc in list_outputs(graph):
         if isinstance(desc, GradAOTOutput) and isinstance(value, fx.Node):
             if desc.grad_of not in inputs:
                 raise TraceError(
                     f"{_name(desc.grad_of)} is trained, and is made of other tensors, such as a quantized weight: freeze it "
                     "(requires_grad_(False)), or hold it as a plain tensor"
                 )
-            if storage(fake(value)) in taken or not keeps_layout(fake(value), fake(inputs[desc.grad_of])):
-                layout = memory_format(fake(inputs[desc.grad_of]))
+            if get_storage(get_fake(value)) in taken or not is_layout_kept(get_fake(value), get_fake(inputs[desc.grad_of])):
+                layout = choose_memory_format(get_fake(inputs[desc.grad_of]))
                 value = call_before(graph.output_node(), aten.clone.default, value, memory_format=layout)
-            taken.add(storage(fake(value)))
+            taken.add(get_storage(get_fake(value)))
         fixed.append((value, desc))
     _set_outputs(graph, fixed)
 
 
-def keeps_layout(gradient: torch.Tensor, variable: torch.Tensor) -> bool:
+def is_layout_kept(gradient: torch.Tensor, variable: torch.Tensor) -> bool:
     """Return True if ``AccumulateGrad`` keeps the layout: strides of the variable if it is dense, else contiguous."""
     dense = aten.is_non_overlapping_and_dense.default(variable)
-    return same_layout(gradient, variable) if dense else gradient.is_contiguous()
+    return is_same_layout(gradient, variable) if dense else gradient.is_contiguous()
 
 
-def memory_format(variable: torch.Tensor) -> torch.memory_format:
+def choose_memory_format(variable: torch.Tensor) -> torch.memory_format:
     """Return the memory format with which a clone has the layout of a gradient of `variable`."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     wanted = formats.get(variable.dim(), torch.contiguous_format)
@@ -313,7 +321,7 @@ def call_before(place: fx.Node, target: OpOverload, *args: Any, **kwargs: Any) -
     """Insert a node before `place` that calls `target`, and return it with its fake value."""
     with place.graph.inserting_before(place):
         node = place.graph.call_function(target, args, kwargs)
-    values = [fake(arg) if isinstance(arg, fx.Node) else arg for arg in args]
+    values = [get_fake(arg) if isinstance(arg, fx.Node) else arg for arg in args]
     mode = detect_fake_mode(values)
     assert mode is not None
     with mode:

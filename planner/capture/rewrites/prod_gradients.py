@@ -27,7 +27,7 @@ aten = torch.ops.aten
 @torch.library.custom_op("planner::prod_backward", mutates_args=())
 def prod_backward(gradient: Tensor, value: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:  # noqa: FBT001
     """Return the gradient of ``value.prod()``, or of ``value.prod(dim, keepdim)``, by autograd itself."""
-    with _recording():
+    with _record_gradients():
         leaf = value.detach().requires_grad_()
         product = leaf.prod(dtype=dtype) if dim is None else leaf.prod(dim, keepdim, dtype=dtype)
         (found,) = torch.autograd.grad(product, leaf, gradient)
@@ -40,7 +40,7 @@ def _(gradient: Tensor, value: Tensor, dim: int | None, keepdim: bool, dtype: to
 
 
 @contextmanager
-def _recording() -> Iterator[None]:
+def _record_gradients() -> Iterator[None]:
     """Make operators record gradients, which they do not within a custom operator."""
     included, excluded = included_dispatch_keys(), excluded_dispatch_keys()
     for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):
@@ -64,18 +64,18 @@ class _Product(torch.autograd.Function):
         return torch.ops.planner.prod_backward(gradient, value, *ctx.arguments), None, None, None
 
 
-def _whole(value: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+def _multiply_all(value: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return _Product.apply(value, None, False, dtype)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _along(value: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:  # noqa: FBT001, FBT002
+def _multiply_along(value: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:  # noqa: FBT001, FBT002
     return _Product.apply(value, dim, keepdim, dtype)  # type: ignore[no-untyped-call,no-any-return]
 
 
 @contextmanager
-def products_as_eager() -> Iterator[None]:
+def capture_products_as_eager() -> Iterator[None]:
     """Capture the gradient of ``prod`` as one op, which computes it as eager PyTorch does."""
-    kernels: dict[OpOverload, Callable[..., Tensor]] = {aten.prod.default: _whole, aten.prod.dim_int: _along}
+    kernels: dict[OpOverload, Callable[..., Tensor]] = {aten.prod.default: _multiply_all, aten.prod.dim_int: _multiply_along}
     with ExitStack() as stack:
         for op, kernel in kernels.items():
             stack.enter_context(register_python_kernels(op, {DispatchKey.Autograd: kernel}))

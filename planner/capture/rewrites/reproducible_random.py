@@ -16,27 +16,27 @@ from planner.torch_private.core import OpOverload
 aten = torch.ops.aten
 
 
-def with_generator_argument(node: fx.Node) -> Any:
+def find_function_with_generator(node: fx.Node) -> Any:
     """Return a function that computes the same as `node` and has an argument ``generator``; None if there is none."""
     target = node.target
     if target is aten.native_dropout.default:
         probability, train = node.args[1], node.args[2]
         on_cpu = node.meta["val"][0].device.type == "cpu"
-        return dropout_with_generator if on_cpu and train is not False and 0.0 < probability < 1.0 else None  # type: ignore[operator]
+        return draw_dropout if on_cpu and train is not False and 0.0 < probability < 1.0 else None  # type: ignore[operator]
     if not isinstance(target, OpOverload):
         return None
-    names = _names(target)
+    names = _list_names(target)
     if "generator" in names:
         return target
     packet = target.overloadpacket
     for overload in (getattr(packet, name) for name in packet.overloads()):
-        candidate = _names(overload)
+        candidate = _list_names(overload)
         if "generator" in candidate and [name for name in candidate if name != "generator"] == names:
             return overload
     return None
 
 
-def dropout_with_generator(  # the signature of the operator
+def draw_dropout(  # the signature of the operator
     x: Tensor,
     p: float,
     train: bool | None,  # noqa: FBT001
@@ -50,5 +50,5 @@ def dropout_with_generator(  # the signature of the operator
     return out.mul_(scale), mask
 
 
-def _names(overload: OpOverload) -> list[str]:
+def _list_names(overload: OpOverload) -> list[str]:
     return [argument.name for argument in overload._schema.arguments]

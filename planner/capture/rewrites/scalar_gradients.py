@@ -47,15 +47,15 @@ class _Lerp(torch.autograd.Function):
 
 
 @contextmanager
-def gradients_with_symbols() -> Iterator[None]:
+def capture_gradients_with_symbols() -> Iterator[None]:
     """Capture the gradients of ``pow`` and ``lerp`` for any value of a symbol."""
     with ExitStack() as stack:
         for op, function in ((aten.pow.Tensor_Scalar, _Power), (aten.lerp.Scalar, _Lerp)):
-            stack.enter_context(register_python_kernels(op, {DispatchKey.Autograd: _with_symbols(op, function.apply)}))
+            stack.enter_context(register_python_kernels(op, {DispatchKey.Autograd: _apply_with_symbols(op, function.apply)}))
         yield
 
 
-def _with_symbols(op: OpOverload, apply: Callable[..., Any]) -> Callable[..., Any]:
+def _apply_with_symbols(op: OpOverload, apply: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if isinstance(args[-1], torch.SymFloat):
             return apply(*args)

@@ -33,7 +33,7 @@ def is_sparse(value: Tensor) -> bool:
     return value.layout is not torch.strided
 
 
-def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+def list_strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the strided tensors that hold the data of `tensor`: itself, or the indices and values of a sparse one."""
     if tensor.layout is torch.strided:
         return (tensor,)
@@ -49,7 +49,7 @@ def strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 @torch.library.custom_op("planner::sparse_mm", mutates_args=())
 def sparse_mm(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, dense: Tensor) -> Tensor:  # noqa: FBT001
     """Return the product of the sparse matrix with the parts `matrix` and a dense one."""
-    product: Tensor = torch.sparse.mm(_matrix(matrix, size, coalesced=coalesced), dense)
+    product: Tensor = torch.sparse.mm(_build_matrix(matrix, size, coalesced=coalesced), dense)
     return product
 
 
@@ -61,7 +61,7 @@ def _(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, dense: Ten
 @torch.library.custom_op("planner::sparse_mm_backward", mutates_args=())
 def sparse_mm_backward(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, gradient: Tensor) -> Tensor:  # noqa: FBT001
     """Return the gradient of the dense matrix."""
-    return _matrix(matrix, size, coalesced=coalesced).t().mm(gradient)
+    return _build_matrix(matrix, size, coalesced=coalesced).t().mm(gradient)
 
 
 @sparse_mm_backward.register_fake
@@ -69,7 +69,7 @@ def _(matrix: Sequence[Tensor], size: Sequence[int], coalesced: bool, gradient: 
     return gradient.new_empty(size[1], gradient.shape[1])
 
 
-def _matrix(made_of: Sequence[Tensor], size: Sequence[int], *, coalesced: bool) -> Tensor:
+def _build_matrix(made_of: Sequence[Tensor], size: Sequence[int], *, coalesced: bool) -> Tensor:
     *positions, values = made_of
     if len(positions) == 1:
         return torch.sparse_coo_tensor(positions[0], values, tuple(size), check_invariants=False, is_coalesced=coalesced)
@@ -89,14 +89,14 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 sparse_mm.register_autograd(_backward, setup_context=_save)
 
 
-def part_addresses(matrix: Tensor) -> tuple[int, ...]:
+def get_part_addresses(matrix: Tensor) -> tuple[int, ...]:
     """Return the addresses of the parts of a sparse matrix: writing to it may replace its parts."""
-    return tuple(part.data_ptr() for part in _parts(matrix))
+    return tuple(part.data_ptr() for part in _list_parts(matrix))
 
 
-def _parts(matrix: Tensor) -> list[Tensor]:
+def _list_parts(matrix: Tensor) -> list[Tensor]:
     """Return the parts of `matrix`, as tensors that are no views of it."""
-    views = strided_parts(matrix)
+    views = list_strided_parts(matrix)
     return [view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride()) for view in views]
 
 
@@ -112,7 +112,7 @@ class SparseMatrices:
     names: set[str] = field(default_factory=set)
     parts: dict[str, Tensor] = field(default_factory=dict)
 
-    def attach(self, module: nn.Module) -> None:
+    def add_parts(self, module: nn.Module) -> None:
         """Set the parts as attributes of the captured `module`, which has the buffers of the user's model only."""
         vars(module).update(self.parts)
 
@@ -129,30 +129,30 @@ def decompose_sparse_matrices() -> Iterator[SparseMatrices]:
             return wraps[Tensor](self, value)
         return UserDefinedObjectVariable(value, source=self.get_source())
 
-    def multiply(call: Callable[..., Any], is_product: Callable[[Any], bool]) -> Callable[..., Any]:
-        def called(self: Any, tx: InstructionTranslatorBase, args: Sequence[Any], kwargs: Any) -> Any:
+    def wrap_product(call: Callable[..., Any], is_product: Callable[[Any], bool]) -> Callable[..., Any]:
+        def call_product(self: Any, tx: InstructionTranslatorBase, args: Sequence[Any], kwargs: Any) -> Any:
             if len(args) == 2 and not kwargs and is_product(self):
                 matrix, dense = (arg.realize() for arg in args)
                 if isinstance(matrix, UserDefinedObjectVariable) and isinstance(matrix.value, Tensor) and dense.is_tensor():
                     found.names.add(get_source_name(matrix.source))
-                    return _product(tx, matrix.value, dense, found.parts)
+                    return _build_product(tx, matrix.value, dense, found.parts)
             return call(self, tx, args, kwargs)
 
-        return called
+        return call_product
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(VariableBuilder, "_type_dispatch", lambda *_: {**wraps, Tensor: wrap}))
-        of_torch = multiply(call_torch, lambda function: function.value in _PRODUCTS)
+        of_torch = wrap_product(call_torch, lambda function: function.value in _PRODUCTS)
         stack.enter_context(patch.object(TorchInGraphFunctionVariable, "call_function", of_torch))
-        builtin = multiply(call_builtin, lambda function: function.fn is matmul)
+        builtin = wrap_product(call_builtin, lambda function: function.fn is matmul)
         stack.enter_context(patch.object(BuiltinVariable, "call_function", builtin))
         yield found
 
 
-def _product(tx: InstructionTranslatorBase, matrix: Tensor, dense: Any, parts: dict[str, Tensor]) -> Any:
+def _build_product(tx: InstructionTranslatorBase, matrix: Tensor, dense: Any, parts: dict[str, Tensor]) -> Any:
     made_of, mode = [], tx.fake_mode
     assert mode is not None
-    for part in _parts(matrix):
+    for part in _list_parts(matrix):
         proxy = tx.output.register_static_attr_and_return_proxy("sparse_part", part)
         proxy.node.meta["example_value"] = mode.from_tensor(part)
         parts[str(proxy.node.target)] = part
@@ -167,8 +167,8 @@ def hide_sparse_buffers(module: nn.Module) -> Iterator[None]:
     """Leave sparse buffers out of those of `module`: AOTAutograd would take them for inputs of the graph."""
     named_buffers = module.named_buffers
 
-    def dense_buffers(*args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+    def iterate_dense_buffers(*args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
         return ((name, buffer) for name, buffer in named_buffers(*args, **options) if not is_sparse(buffer))
 
-    with patch.object(module, "named_buffers", dense_buffers):
+    with patch.object(module, "named_buffers", iterate_dense_buffers):
         yield

@@ -17,7 +17,7 @@ _GIB = 2**30
 
 
 @contextmanager
-def fake_build(*, as_on_cuda: bool) -> Iterator[None]:
+def build_on_fakes(*, as_on_cuda: bool) -> Iterator[None]:
     """Make all tensors that are created inside fake: they have shapes and no memory.
 
     Args:
@@ -29,7 +29,7 @@ def fake_build(*, as_on_cuda: bool) -> Iterator[None]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(allow_fake_conversions())
         if as_on_cuda:
-            for module, name, replacement in _replacements():
+            for module, name, replacement in _iterate_replacements():
                 stack.enter_context(patch.object(module, name, replacement))
             stack.enter_context(_CpuInsteadOfCuda())
         yield
@@ -65,11 +65,11 @@ def _is_cuda_name(device: object) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-def _on_cpu(device: Any) -> Any:
+def _move_to_cpu(device: Any) -> Any:
     return _CPU if _is_cuda_name(device) else device
 
 
-def _replacements() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
+def _iterate_replacements() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
     """Yield functions of torch, as module and name, and their replacements while a model is built as on CUDA."""
     properties = SimpleNamespace(
         name="CUDA", major=9, minor=0, total_memory=80 * _GIB, multi_processor_count=132, warp_size=32, is_integrated=False
@@ -91,25 +91,25 @@ def _replacements() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
     }
     ignored = ("init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
     for name in (*answers, *ignored):
-        yield torch.cuda, name, _constant(answers.get(name))
+        yield torch.cuda, name, _make_constant(answers.get(name))
     default, load = torch.set_default_device, torch.load
-    yield torch, "set_default_device", lambda device: default(_on_cpu(device))
-    yield torch, "load", _on_the_cpu(load)
+    yield torch, "set_default_device", lambda device: default(_move_to_cpu(device))
+    yield torch, "load", _load_on_cpu(load)
     for name, answer in (("is_available", True), ("current_accelerator", torch.device("cuda")), ("device_count", 1)):
-        yield torch.accelerator, name, _constant(answer)
+        yield torch.accelerator, name, _make_constant(answer)
 
 
-def _constant(answer: object) -> Callable[..., Any]:
+def _make_constant(answer: object) -> Callable[..., Any]:
     return lambda *_, **__: answer
 
 
-def _on_the_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
+def _load_on_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(load)
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call_on_cpu(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         if "map_location" in bound.arguments:
-            bound.arguments["map_location"] = _on_cpu(bound.arguments["map_location"])
+            bound.arguments["map_location"] = _move_to_cpu(bound.arguments["map_location"])
         return load(*bound.args, **bound.kwargs)
 
-    return called
+    return call_on_cpu

@@ -14,7 +14,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from graphs.errors import ModelError, UnknownOptionError, UsageError, typed_line
-from planner.capture.workload.models import Workload, build, described, factory
+from planner.capture.workload.models import Workload, build, describe_options, get_factory
 
 ZOO_SOURCE = "zoo"
 _SPEC = re.compile(r"(?P<source>.+?):(?P<function>[A-Za-z_]\w*)(?P<options>,.*)?", re.DOTALL)
@@ -99,20 +99,20 @@ def load(spec: ModelSpec, *, device: str = "cpu", seed: int = 0, fake: bool = Fa
     torch.manual_seed(seed)
     with ExitStack() as stack:
         if fake:
-            from planner.capture.workload.fake_build import fake_build
+            from planner.capture.workload.fake_build import build_on_fakes
 
-            stack.enter_context(fake_build(as_on_cuda=as_on_cuda))
-        workload = _from_zoo(spec) if spec.source == ZOO_SOURCE else _from_file(spec)
-        return workload if fake else _on_device(workload, device)
-
-
-def _from_zoo(spec: ModelSpec) -> Workload:
-    return build(spec.function, **typed_options(factory(spec.function), spec, spec.function))
+            stack.enter_context(build_on_fakes(as_on_cuda=as_on_cuda))
+        workload = _build_from_zoo(spec) if spec.source == ZOO_SOURCE else _build_from_file(spec)
+        return workload if fake else _move_to_device(workload, device)
 
 
-def _from_file(spec: ModelSpec) -> Workload:
+def _build_from_zoo(spec: ModelSpec) -> Workload:
+    return build(spec.function, **parse_options(get_factory(spec.function), spec, spec.function))
+
+
+def _build_from_file(spec: ModelSpec) -> Workload:
     path = Path(spec.source)
-    with _importable_folder(path):
+    with _add_to_path(path):
         return _call_function(path, spec)
 
 
@@ -123,16 +123,16 @@ def _call_function(path: Path, spec: ModelSpec) -> Workload:
         functions = [name for name, value in vars(module).items() if _is_own_function(value, module)]
         choice = f"its functions are {', '.join(functions)}" if functions else "it defines no function"
         raise ModelError(f"{path} has no function {spec.function!r}: {choice}")
-    options = typed_options(function, spec, f"{spec.function} of {spec.source}")
+    options = parse_options(function, spec, f"{spec.function} of {spec.source}")
     try:
         returned = function(**options)
     except Exception as error:
-        raise ModelError(f"{spec.function} of {path} failed: {_with_line(error, path)}") from error
-    return _checked(returned, f"{spec.function} of {path}")
+        raise ModelError(f"{spec.function} of {path} failed: {_add_line(error, path)}") from error
+    return _check_returned(returned, f"{spec.function} of {path}")
 
 
 @contextmanager
-def _importable_folder(path: Path) -> Iterator[None]:
+def _add_to_path(path: Path) -> Iterator[None]:
     """Put the folder of `path` on sys.path: first inside the context, as for a script, then last, for later processes."""
     folder = str(path.resolve().parent)
     if folder in sys.path:
@@ -162,11 +162,11 @@ def _import_file(path: Path) -> ModuleType:
         file_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ModelError(f"{path} cannot be imported: {_with_line(error, path)}") from error
+        raise ModelError(f"{path} cannot be imported: {_add_line(error, path)}") from error
     return module
 
 
-def typed_options(function: Callable[..., object], spec: ModelSpec, what: str) -> dict[str, object]:
+def parse_options(function: Callable[..., object], spec: ModelSpec, what: str) -> dict[str, object]:
     """Return the options of `spec` with the types of the function's parameters; messages call the function `what`."""
     try:
         parameters = inspect.signature(function).parameters
@@ -179,15 +179,15 @@ def typed_options(function: Callable[..., object], spec: ModelSpec, what: str) -
     options: dict[str, object] = {}
     for name, text in spec.options:
         if name not in named and not takes_any:
-            raise UnknownOptionError(what, name, described(named))
-        options[name] = _read(text, _option_type(named.get(name), hints.get(name)), f"option {name!r} of {what}")
+            raise UnknownOptionError(what, name, describe_options(named))
+        options[name] = _read(text, _get_option_type(named.get(name), hints.get(name)), f"option {name!r} of {what}")
     missing = [name for name, p in named.items() if p.default is p.empty and name not in options]
     if missing:
         raise UsageError(f"{what} needs a value for {', '.join(missing)}: {spec.source}:{spec.function},{missing[0]}=...")
     return options
 
 
-def _option_type(parameter: inspect.Parameter | None, hint: object) -> object:
+def _get_option_type(parameter: inspect.Parameter | None, hint: object) -> object:
     """Return the type of a parameter: its annotation, or the type of its default, or None if it has neither."""
     if hint is not None:
         return hint
@@ -219,7 +219,7 @@ def _read(text: str, wanted: object, what: str) -> object:
     raise UsageError(f"{what} is {text!r}: must be {' or '.join(_READERS[member][1] for member in candidates)}")
 
 
-def _checked(returned: object, what: str) -> Workload:
+def _check_returned(returned: object, what: str) -> Workload:
     from torch import nn
 
     if not isinstance(returned, tuple | list) or len(returned) != 3:
@@ -239,7 +239,7 @@ def _checked(returned: object, what: str) -> Workload:
     return Workload(model, loss_fn, tuple(batch))
 
 
-def _on_device(workload: Workload, device: str) -> Workload:
+def _move_to_device(workload: Workload, device: str) -> Workload:
     import torch
 
     from planner.torch_private.core import pytree
@@ -254,15 +254,15 @@ def _is_own_function(value: object, module: ModuleType) -> bool:
     return inspect.isfunction(value) and value.__module__ == module.__name__ and not value.__name__.startswith("_")
 
 
-def _with_line(error: BaseException, path: Path) -> str:
+def _add_line(error: BaseException, path: Path) -> str:
     """Return the error in one line, with the last line of the user's file that led to it."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    line = _last_line_in(error.__traceback__, path)
+    line = _find_last_line(error.__traceback__, path)
     return typed_line(error) + ("" if line is None else f" ({path}, line {line})")
 
 
-def _last_line_in(traceback: TracebackType | None, path: Path) -> int | None:
+def _find_last_line(traceback: TracebackType | None, path: Path) -> int | None:
     line = None
     while traceback is not None:
         if Path(traceback.tb_frame.f_code.co_filename).resolve() == path.resolve():

@@ -16,8 +16,8 @@ from graphs.errors import MismatchError, PlannerError, TraceError
 from graphs.ir import Graph, Kind, Op
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.statics import allocated_bytes
-from planner.capture.replay import real_static, written_tensors
+from planner.capture.lowering.statics import compute_allocated_bytes
+from planner.capture.replay import collect_static, collect_written_tensors
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
@@ -68,9 +68,9 @@ def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Bat
         step: the captured step.
         batch: real tensors, to warm up with.
     """
-    static = real_static(captured, step, batch)
+    static = collect_static(captured, step, batch)
     with (
-        preserve_training_state(step, batch, written=written_tensors(captured, step, batch)),
+        preserve_training_state(step, batch, written=collect_written_tensors(captured, step, batch)),
         torch.no_grad(),
         torch.autocast(static[0].device.type, enabled=False),
     ):
@@ -192,7 +192,7 @@ def _count_input_bytes(captured: Capture) -> int:
     inputs = [graph.tensors[source.tensor] for source in captured.program.sources if source.kind is Kind.INPUT]
     device = torch.device(str(graph.provenance["device"]))
     sizes = (torch.Size(t.shape).numel() * getattr(torch, t.dtype).itemsize for t in inputs)
-    return sum(allocated_bytes(size, device) for size in sizes)
+    return sum(compute_allocated_bytes(size, device) for size in sizes)
 
 
 def _count_kept_bytes(graph: Graph, kind: Kind) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from graphs.pools import DEVICE_TO_HOST, HOST_TO_DEVICE
-from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.runtime.transfers.cuda_channels import StreamChannel, create_host_memory
 from planner.runtime.transfers.host_memory import HostMemory, HostTensor
 from planner.runtime.transfers.thread_channels import ThreadChannel
@@ -60,13 +60,13 @@ class HostChannels:
         """
         transfer = self.by_stream[DEVICE_TO_HOST].transfer()
         transfer.send(tensor, made_by)
-        return transfer.take(allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)), transfer
+        return transfer.take(compute_allocated_bytes(tensor.untyped_storage().nbytes(), tensor.device)), transfer
 
     def reload(self, host: HostTensor) -> tuple[Any, Transfer]:
         """Issue the copy of `host` to the device.
 
         Returns:
-            The memory taken for it, and the transfer, whose ``arrived`` returns the tensor.
+            The memory taken for it, and the transfer, whose ``wait_for_arrival`` returns the tensor.
 
         Raises:
             CopyError: there is no thread to copy.

@@ -12,7 +12,7 @@ from graphs.options.selection import keep_traced_ops, list_exact_ops, list_trace
 from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
-from planner.capture.options import restricted_to
+from planner.capture.options import restrict_to
 from planner.memory.least_budget import find_least_budget
 from planner.memory.reserved import EagerMemory, is_on_cuda, predict_eager_memory
 from planner.plans.attributes import get_attributes
@@ -144,7 +144,7 @@ def collect_graph_facts(graph: Graph, *, exact: bool = False) -> GraphFacts:
     summary = summarize(graph)
     devices = [device.exactly if exact else device for device in decode_devices(graph.provenance)]
     traced = {
-        name: _collect_option_facts(restricted_to(_keep_traced_options(graph), (name,))) for name in list_traced_options(graph)
+        name: _collect_option_facts(restrict_to(_keep_traced_options(graph), (name,))) for name in list_traced_options(graph)
     }
     graph = remove_options(graph).out_of_place()
     whole = OFFLOAD.add_to(graph, Surroundings(Link.even(1.0)))  # for any link and host

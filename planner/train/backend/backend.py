@@ -18,8 +18,8 @@ from graphs.errors import PlannerError, TraceError
 from graphs.ir import Graph
 from graphs.short_tracebacks import shorten_traceback, warn_caller
 from planner.capture.frontend.dynamo_patches import write_data_in_place_where
-from planner.capture.frontend.eager_ops import dynamo_as_eager_where, ops_as_eager
-from planner.capture.guards.names import readable
+from planner.capture.frontend.eager_ops import keep_dynamo_as_eager_where, keep_ops_as_eager
+from planner.capture.guards.names import make_readable
 from planner.capture.lowering.lower import Capture
 from planner.capture.rewrites.outputs import CHECKS
 from planner.progress import Stage, Stages
@@ -125,7 +125,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
 
     compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
     # As in training loops, backward() is called outside of autocast.
-    with functorch_config.patch(backward_pass_autocast="off"), ops_as_eager(), keep_in_graphs(CHECKS):
+    with functorch_config.patch(backward_pass_autocast="off"), keep_ops_as_eager(), keep_in_graphs(CHECKS):
         compiled: Callable[..., Any] = compiler(module, inputs)
     forget_saved_values()
     compiled = refuse_double_backward(compiled, _DOUBLE_BACKWARD)
@@ -215,7 +215,7 @@ def _input_names(module: fx.GraphModule, joint: fx.GraphModule, captured: Captur
 
 def _named(placeholder: fx.Node) -> str:
     argument = placeholder.meta.get("grapharg")
-    path = placeholder.name if argument is None else readable(argument.source.name, {}, {})
+    path = placeholder.name if argument is None else make_readable(argument.source.name, {}, {})
     return re.sub(r"L\['(\w+)'\]", r"\1", path)
 
 
@@ -279,7 +279,7 @@ def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
 
 
 # Must run before Dynamo calls a backend for any frame.
-dynamo_as_eager_where(_runs_as_eager, ExitStack())
+keep_dynamo_as_eager_where(_runs_as_eager, ExitStack())
 fix_sizes_where(_is_planned)
 write_data_in_place_where(_is_planned, ExitStack())
 capture_gradients_where(_is_planned)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from graphs.errors import PlannerError
 from graphs.short_tracebacks import shorten_traceback, warn_caller
-from planner.capture.frontend.joint import logging_methods
+from planner.capture.frontend.joint import find_logging_methods
 from planner.capture.step import check_module
 from planner.progress import OnProgress
 from planner.settings.budget import read_budget
@@ -118,7 +118,7 @@ def _call(model: nn.Module, planned: Callable[..., Any]) -> Callable[..., Any]:
         recompile_limit=_MOST_SIZES,
         fail_on_recompile_limit_hit=True,  # instead of running without a plan
         optimize_ddp=False,  # it would split the graph by buckets
-        ignore_logger_methods=logging_methods(),
+        ignore_logger_methods=find_logging_methods(),
         allow_rnn=True,
     )
 

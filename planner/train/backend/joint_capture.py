@@ -13,10 +13,10 @@ from graphs.options.option import Feature
 from planner.capture.frontend.eager_ops import separate_biases
 from planner.capture.lowering.lower import Capture, lower
 from planner.capture.lowering.statics import StaticTensors
-from planner.capture.options.traced import with_traced
-from planner.capture.rewrites.dropout import dropout_as_eager
-from planner.capture.rewrites.layouts import layouts_as_eager
-from planner.capture.rewrites.outputs import check_layouts, outputs, storage, tensors_in, unwrap_checks
+from planner.capture.options.traced import add_traced
+from planner.capture.rewrites.dropout import replace_dropout
+from planner.capture.rewrites.layouts import record_eager_layouts
+from planner.capture.rewrites.outputs import check_layouts, get_storage, list_outputs, list_tensors, unwrap_checks
 from planner.capture.rewrites.random_ops import execute_random_ops_once
 from planner.capture.rewrites.sparse_products import is_sparse
 from planner.capture.signature import Signature
@@ -81,9 +81,9 @@ def capture_joint(
         static = [known[source.name] for source in captured.program.sources]
         captured = profile(captured, static, model=device, on_op=on_op)
         if options:
-            captured = profile(with_traced(captured, options), static, model=device)
+            captured = profile(add_traced(captured, options), static, model=device)
     else:
-        captured = with_traced(mark_custom_ops(captured), options)
+        captured = add_traced(mark_custom_ops(captured), options)
         captured = replace(captured, graph=model_times(captured, device))
     return replace(captured, graph=once(captured.graph, mutated_inputs(module, statics)))
 
@@ -91,24 +91,24 @@ def capture_joint(
 def rewrite_as_eager(graph: fx.Graph) -> None:
     """Make a joint graph compute what eager PyTorch computes, to the last bit, in place."""
     separate_biases(graph)
-    layouts_as_eager(graph)
-    dropout_as_eager(graph)
+    record_eager_layouts(graph)
+    replace_dropout(graph)
 
 
 def separate_tangents(graph: fx.Graph) -> None:
     """Give the gradients of outputs that share memory (views of an input) memory of their own, in their fake values."""
     placeholders = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], torch.Tensor)]
     tangents = [node for node in placeholders if isinstance(node.meta["desc"], TangentAOTInput)]
-    taken = {storage(node.meta["val"]) for node in placeholders if node not in tangents}
+    taken = {get_storage(node.meta["val"]) for node in placeholders if node not in tangents}
     separated: set[fx.Node] = set()
     for node in graph.nodes:
         if node in tangents:
-            if storage(node.meta["val"]) in taken:
+            if get_storage(node.meta["val"]) in taken:
                 node.meta["val"] = node.meta["val"].new_empty_strided(node.meta["val"].shape, node.meta["val"].stride())
                 separated.add(node)
-            taken.add(storage(node.meta["val"]))
+            taken.add(get_storage(node.meta["val"]))
         elif not separated.isdisjoint(node.all_input_nodes) and any(
-            storage(t) in taken for t in tensors_in(node.meta.get("val"))
+            get_storage(t) in taken for t in list_tensors(node.meta.get("val"))
         ):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
             node.meta["val"] = node.target(*args, **kwargs)
@@ -117,7 +117,7 @@ def separate_tangents(graph: fx.Graph) -> None:
 
 def mutated_inputs(module: fx.GraphModule, statics: StaticTensors) -> set[int]:
     """Return the inputs of a joint graph that are overwritten after its forward pass."""
-    return {statics.find(d.mutated_input) for _, d in outputs(module.graph) if isinstance(d, InputMutationAOTOutput)}
+    return {statics.find(d.mutated_input) for _, d in list_outputs(module.graph) if isinstance(d, InputMutationAOTOutput)}
 
 
 class Placeholders(StaticTensors):

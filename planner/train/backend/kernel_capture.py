@@ -13,8 +13,8 @@ from planner.capture.kernels.halves import compile_halves
 from planner.capture.kernels.lower import lower_graph
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.traced import with_traced
-from planner.capture.program.draws import default_generator_of
+from planner.capture.options.traced import add_traced
+from planner.capture.program.draws import get_default_generator
 from planner.capture.signature import Signature
 from planner.measure.profile import profile
 from planner.plans.keeping_everything import prepare_for_tight_memory
@@ -50,7 +50,7 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
         placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
         device = placeholders[0].meta["val"].device
         statics, signature = Placeholders(placeholders, device), Signature.of((), pytree.tree_structure(()))
-        captured = lower_graph(halves, statics, signature, generator=default_generator_of(device))
+        captured = lower_graph(halves, statics, signature, generator=get_default_generator(device))
         graph = once(captured.graph, mutated_inputs(joint, statics))
     with disable_current_modes(), no_python_dispatcher():
         given = {node.name: _given(node, module, inputs) for node in placeholders}
@@ -58,7 +58,7 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
         static = {s.tensor: given[s.name] if s.name in given else constants[s.name] for s in captured.program.sources}
         captured = profile(replace(captured, graph=graph), list(static.values()), passes=_PASSES)
         prepare_for_tight_memory(captured.graph, device)
-        return with_traced(captured, options)
+        return add_traced(captured, options)
 
 
 def _given(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:

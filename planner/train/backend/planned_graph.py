@@ -21,7 +21,7 @@ from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from graphs.units import UNLIMITED_BYTES
 from planner.capture.lowering.lower import Capture
-from planner.capture.rewrites.outputs import outputs, storage, tensors_in
+from planner.capture.rewrites.outputs import get_storage, list_outputs, list_tensors
 from planner.runtime.arena import Arena
 from planner.runtime.changed_inputs import ChangedInputs, Input, keep_copies
 from planner.runtime.code import compile_schedule
@@ -169,7 +169,7 @@ class PlannedGraph:
 
     def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the two passes as AOTAutograd sees them: inputs and outputs. The saved tensors end with the slot of the plan."""
-        returned = outputs(self._module.graph)
+        returned = list_outputs(self._module.graph)
         forward = fx.Graph()
         primals = [forward.node_copy(node) for node in self._primals]
         by_name = {node.name: node for node in primals}
@@ -361,16 +361,16 @@ def _made_forward(graph: Graph) -> list[int]:
 
 def _without_gradient(joint: fx.Graph) -> list[int]:
     """Return the positions of the inputs that require a gradient, get none, and share no memory with an output."""
-    nodes = [node for node, desc in outputs(joint) if isinstance(node, fx.Node) and not isinstance(desc, GradAOTOutput)]
-    returned = {storage(value) for node in nodes for value in tensors_in(node.meta["val"])}
+    nodes = [node for node, desc in list_outputs(joint) if isinstance(node, fx.Node) and not isinstance(desc, GradAOTOutput)]
+    returned = {get_storage(value) for node in nodes for value in list_tensors(node.meta["val"])}
     inputs = {node.meta["desc"]: node.meta["val"] for node in joint.find_nodes(op="placeholder")}
-    missing = [desc.grad_of for value, desc in outputs(joint) if isinstance(desc, GradAOTOutput) and value is None]
-    return [desc.idx for desc in missing if isinstance(desc, PlainAOTInput) and storage(inputs[desc]) not in returned]
+    missing = [desc.grad_of for value, desc in list_outputs(joint) if isinstance(desc, GradAOTOutput) and value is None]
+    return [desc.idx for desc in missing if isinstance(desc, PlainAOTInput) and get_storage(inputs[desc]) not in returned]
 
 
 def _leading_outputs(joint: fx.Graph, forward_outputs: int) -> list[frozenset[int]]:
     """Return, for each output of the backward pass, the outputs of the forward pass whose gradients it is computed from."""
-    position = {desc: i for i, (_, desc) in enumerate(outputs(joint)[:forward_outputs])}
+    position = {desc: i for i, (_, desc) in enumerate(list_outputs(joint)[:forward_outputs])}
     leading: dict[object, frozenset[int]] = {}
     for node in joint.nodes:
         if node.op == "placeholder":
@@ -378,7 +378,7 @@ def _leading_outputs(joint: fx.Graph, forward_outputs: int) -> list[frozenset[in
             leading[node] = frozenset({position[desc.output]} if isinstance(desc, TangentAOTInput) else ())
         else:
             leading[node] = frozenset().union(*(leading[each] for each in node.all_input_nodes))
-    return [leading.get(value, frozenset()) for value, _ in outputs(joint)[forward_outputs:]]
+    return [leading.get(value, frozenset()) for value, _ in list_outputs(joint)[forward_outputs:]]
 
 
 def _like(graph: fx.Graph, value: object) -> fx.Node | None:

@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
-from planner.capture.lowering.statics import allocated_bytes
-from planner.capture.rewrites.sparse_products import strided_parts
+from planner.capture.lowering.statics import compute_allocated_bytes
+from planner.capture.rewrites.sparse_products import list_strided_parts
 from planner.torch_private.core import disable_current_modes
 from planner.train.backend.planned_graph import is_plan
 from planner.train.backend.rest_of_step import kept_bytes
@@ -85,7 +85,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> Storages:
     found: Storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found[storage._cdata] = allocated_bytes(storage.nbytes(), tensor.device)
+        found[storage._cdata] = compute_allocated_bytes(storage.nbytes(), tensor.device)
     return found
 
 
@@ -195,4 +195,4 @@ def _saved(node: Any) -> Iterator[torch.Tensor]:
             except RuntimeError:
                 continue  # freed by a backward pass
             values = value if isinstance(value, list | tuple) else (value,)
-            yield from (part for v in values if isinstance(v, torch.Tensor) for part in strided_parts(v))
+            yield from (part for v in values if isinstance(v, torch.Tensor) for part in list_strided_parts(v))

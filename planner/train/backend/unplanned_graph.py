@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.rewrites.outputs import tensors_in
+from planner.capture.rewrites.outputs import list_tensors
 from planner.torch_private.capture import TangentAOTInput, boxed_nop
 from planner.train.backend.step_memory import Storages, storages
 
@@ -59,5 +59,5 @@ def pass_bytes(graph: fx.Graph) -> tuple[int, int]:
 
 def _storages(*nodes: fx.Node) -> Storages:
     """Return the storages of the values of `nodes` whose sizes are known."""
-    values = (value for node in nodes for value in tensors_in(node.meta.get("val")))
+    values = (value for node in nodes for value in list_tensors(node.meta.get("val")))
     return storages(v for v in values if v.layout is torch.strided and all(isinstance(size, int) for size in v.shape))

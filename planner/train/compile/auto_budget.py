@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from graphs.errors import BudgetError
-from planner.capture.signature import Batch, leaves
+from planner.capture.signature import Batch, list_leaves
 from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.settings.budget import Auto, Budget, Bytes
 from planner.train.distributed.wrappers import Unwrapped
@@ -36,7 +36,7 @@ def with_auto_resolved(
             "such as budget='8GB'"
         )
     gradients = (p.grad for p in module.parameters() if p.grad is not None)
-    inputs = (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+    inputs = (leaf for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))
     static = (*module.parameters(), *module.buffers(), *gradients, *_state(optimizer))
     return Bytes(min(wrapper.ranks.gather(wrapper.ranks.each(lambda: compute_auto_budget_bytes(device, static, inputs)))))
 

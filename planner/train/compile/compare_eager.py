@@ -14,7 +14,7 @@ from graphs.units import format_bytes, format_seconds
 from planner.capture.frontend.preserved_state import UndoWrites, preserve_training_state
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.program import Call, Ref
-from planner.capture.replay import RealStep, written_tensors
+from planner.capture.replay import RealStep, collect_written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.measure.pool_memory import measure_peak
@@ -62,11 +62,14 @@ def compare_with_eager(
     """
     reference, reference_name = (step, "eager") if captured.whole is None else (captured.whole, "torch.compile")
     if captured.guards is not None:
-        reference = captured.guards.uncounted(reference, step)
+        reference = captured.guards.wrap_uncounted(reference, step)
     device = next(step.parameters()).device
     if failure := explain_not_fitting(captured.graph, device):
         return EagerComparison(failure=failure, reference=reference_name)
-    undone, written = UndoWrites(), written_tensors(captured, step, batch)  # autograd does not see writes of Inductor's kernels
+    undone, written = (
+        UndoWrites(),
+        collect_written_tensors(captured, step, batch),
+    )  # autograd does not see writes of Inductor's kernels
     try:
         plain = measure_outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
@@ -164,7 +167,7 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
         made[op] = tuple(_digest(value) for value in values if value is not None)
 
     real = RealStep(captured, step, batch)
-    with real.running():
+    with real.preserve_state():
         real.run(lambda op: Call(see, (op.id, tuple(map(Ref, op.outputs)))))
     graph = captured.graph
     other = {op.id for op in graph.ops if op.outputs and op.id in made and not results.digests.intersection(made[op.id])}

@@ -13,7 +13,7 @@ from graphs.pools import HOST
 from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.traced import measured_uses, needs_measuring, with_graph
+from planner.capture.options.traced import measure_uses, needs_measuring, replace_graph
 from planner.capture.replay import RealStep
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, TrainingStep
@@ -243,7 +243,7 @@ class Compiler:
 
         def refreshed(batch: Batch) -> PlannedStep:
             real = RealStep(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch)
-            graph = measured_uses(captured, real)
+            graph = measure_uses(captured, real)
             with self.stages.restart() as stages:
                 step = replace(self, stages=stages).solve(replace(captured, graph=graph), batch, budget)
                 stages.finish(plan_line(step.plan))
@@ -393,7 +393,7 @@ class Compiler:
             return executor, captured.graph.static_bytes + recorder.count_held_bytes()
 
     def _made_executor(self, captured: Capture, plan: Plan) -> Executor:
-        offered = with_graph(captured, apply_recorded_options(captured.graph, plan.settings))
+        offered = replace_graph(captured, apply_recorded_options(captured.graph, plan.settings))
         executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
         if self.settings.arena or plan.arena_bytes is not None:
             executor.use_arena(self.slab)

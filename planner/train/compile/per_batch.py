@@ -12,7 +12,7 @@ from graphs.errors import BudgetError, LimitError, PlannerError
 from graphs.optimizers import MeasuredOptimizer
 from graphs.short_tracebacks import warn_caller
 from graphs.units import format_bytes
-from planner.capture.signature import Batch, leaves
+from planner.capture.signature import Batch, list_leaves
 from planner.capture.step import LossFn, TrainingStep
 from planner.measure.optimizers import find_memory
 from planner.progress import OnProgress
@@ -190,4 +190,4 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _shapes(batch: Batch) -> str:
-    return ", ".join(str(list(leaf.shape)) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+    return ", ".join(str(list(leaf.shape)) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from graphs.errors import InfeasibleError, LimitError
-from planner.capture.signature import Batch, detach_batch, leaves
+from planner.capture.signature import Batch, detach_batch, list_leaves
 from planner.settings.budget import Budget
 from planner.train.compile.lru import LRUCache
 
@@ -49,10 +49,10 @@ class SizePlans:
         try:
             return self._make(batch, self._budget)
         except (InfeasibleError, LimitError) as error:
-            sizes = ", ".join(str(list(leaf.shape)) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+            sizes = ", ".join(str(list(leaf.shape)) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))
             raise type(error)(f"for a batch of {sizes}: {error}") from error
 
 
 def shapes_of(batch: Batch) -> Shapes:
     """Return the shape of each leaf of `batch`; () for a leaf that is no tensor."""
-    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in leaves(batch))
+    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in list_leaves(batch))

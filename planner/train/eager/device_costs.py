@@ -11,7 +11,7 @@ import torch
 
 from graphs.errors import BudgetError
 from graphs.units import format_bytes
-from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.runtime.allocator import get_cuda_bytes
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import begin_allocations, end_allocations, profiler_enabled
@@ -186,7 +186,7 @@ class DeviceCosts(OpCosts):
         """Return the seconds of the op, and the bytes that it has allocated in total, which are at least its peak."""
         torch.cuda.synchronize(self._device)
         seconds = perf_counter() - self._start
-        return seconds, allocated_bytes(self._taken_so_far() - self._taken, self._device)
+        return seconds, compute_allocated_bytes(self._taken_so_far() - self._taken, self._device)
 
     def _taken_so_far(self) -> int:
         # A counter that only increases: resetting a peak would change the user's statistics. As nested dictionaries they take a

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from planner.capture.program.draws import LOCK, default_generator_of
+from planner.capture.program.draws import LOCK, get_default_generator
 from planner.runtime.random_state import RandomState
 from planner.train.eager.operators import Operator
 from planner.train.eager.size_rules import tensors_in
@@ -33,4 +33,4 @@ def _generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generato
     device = kwargs.get("device")
     if device is None:
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), "cpu")
-    return default_generator_of(torch.device(device))
+    return get_default_generator(torch.device(device))

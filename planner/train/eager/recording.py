@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphs.errors import BudgetError
-from planner.capture.rewrites.sparse_products import strided_parts
+from planner.capture.rewrites.sparse_products import list_strided_parts
 from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import TorchDispatchMode, storage_address
 from planner.train.eager.device_costs import OpCosts
@@ -396,7 +396,7 @@ class Recorder(TorchDispatchMode):
                     made.setdefault(address, (position, output))
             elif isinstance(output, torch.Tensor):
                 op.recordable = False
-                for part in strided_parts(output):
+                for part in list_strided_parts(output):
                     if type(part) is _Tensor and find(address := storage_address(part)) is None:
                         made.setdefault(address, (position, part))
         return made.values()

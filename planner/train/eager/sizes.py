@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from planner.capture.lowering.statics import allocated_bytes
+from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.torch_private.core import FakeTensorMode, disable_current_modes, has_meta_kernel, pytree, silence_fakes
 from planner.train.eager.size_rules import broadcast_elements, indexed_bytes, names_of_outs, rule_of, tensors_in
 
@@ -189,7 +189,7 @@ class OutputSizes:
         """Return the bytes that the allocator takes for a storage of `size_bytes`; 0 if `device` is not the budget's."""
         if device != self._device:
             return 0
-        return size_bytes if self._device.type == "cpu" else allocated_bytes(size_bytes, self._device)
+        return size_bytes if self._device.type == "cpu" else compute_allocated_bytes(size_bytes, self._device)
 
 
 def lstm_workspace_bytes(steps: int, batch: int, inputs: int, hidden: int) -> int:

@@ -29,7 +29,7 @@ def chosen_on_cuda() -> Iterator[list[bool]]:
     """Let batch norms call on the CPU what they call on CUDA where there is cuDNN.
 
     Yields:
-        For each call of ``cudnn_batch_norm``, which has a kernel on CUDA only, True if it read running statistics.
+        For each call of ``call_cudnn_batch_norm``, which has a kernel on CUDA only, True if it read running statistics.
     """
     calls: list[bool] = []
 
@@ -39,7 +39,7 @@ def chosen_on_cuda() -> Iterator[list[bool]]:
         return out, mean, scale, torch.empty(0, dtype=torch.uint8)
 
     def native_batch_norm(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return batch_norms.cudnn_batch_norm(*args)[:3]  # type: ignore[arg-type]
+        return batch_norms.call_cudnn_batch_norm(*args)[:3]  # type: ignore[arg-type]
 
     with (
         register_python_kernels(aten.native_batch_norm.default, {DispatchKey.Autograd: native_batch_norm}),

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from planner.capture.rewrites.cuda_attention import attention_as_on_cuda
+from planner.capture.rewrites.cuda_attention import capture_attention_as_on_cuda
 
 FLASH, EFFICIENT = "flash", "efficient"
 KERNELS = {
@@ -80,20 +80,20 @@ def kernels(graph: fx.Graph) -> dict[str, int]:
     ],
 )
 def test_captured_kernel_is_the_one_cuda_runs(dtype: torch.dtype, options: dict[str, object], kernel: str) -> None:
-    with attention_as_on_cuda():
+    with capture_attention_as_on_cuda():
         graph = joint(dtype, **options)
     assert kernels(graph) == KERNELS[kernel]
 
 
 def test_flash_attention_saves_no_quadratic_tensor() -> None:
-    with attention_as_on_cuda():
+    with capture_attention_as_on_cuda():
         graph = joint(torch.bfloat16, dropout_p=0.1, is_causal=True)
     values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)]
     assert max(t.numel() for t in values) == 2 * 4 * 64 * 32
 
 
 def test_padding_keeps_the_scale_of_the_unpadded_width() -> None:
-    with attention_as_on_cuda():
+    with capture_attention_as_on_cuda():
         graph = joint(torch.bfloat16, width=20)
     [forward] = [n for n in graph.nodes if n.target is torch.ops.aten._scaled_dot_product_flash_attention.default]
     assert forward.args[0].meta["val"].shape == (2, 4, 64, 24)
@@ -117,14 +117,14 @@ def test_context_ends_and_can_be_entered_again() -> None:
 
     assert captured() == KERNELS["cpu"]
     for _ in range(2):
-        with attention_as_on_cuda():
+        with capture_attention_as_on_cuda():
             assert captured() == KERNELS[FLASH]
         assert captured() == KERNELS["cpu"]
 
 
 def test_context_ends_when_capture_fails() -> None:
     def fail() -> None:
-        with attention_as_on_cuda():
+        with capture_attention_as_on_cuda():
             raise ValueError("wrong model")
 
     with pytest.raises(ValueError, match="wrong model"):
@@ -140,7 +140,7 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, masked: Callable[[Tensor], Tensor])
 def test_fallback_computes_attention() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 5, 7, dtype=torch.float64) for _ in range(3))
-    with attention_as_on_cuda():
+    with capture_attention_as_on_cuda():
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     future = torch.ones(5, 5, dtype=torch.bool).triu(1)
     torch.testing.assert_close(out, by_hand(q, k, v, lambda scores: scores.masked_fill(future, float("-inf"))))

@@ -14,7 +14,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_enough
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.memory import least_budget as remembered
 from planner.memory.least_budget import find_least_budget
 from planner.memory.reserved import predict_counted_bytes
@@ -209,7 +209,7 @@ def test_less_is_reserved_in_an_arena_and_each_command_says_how_much(memory: Cou
 
 
 def test_steps_that_may_have_no_arena_are_counted_without() -> None:
-    graph = with_options(on_a_gpu(7), ("offload",), Surroundings(Link.even(1e9)))
+    graph = apply_options(on_a_gpu(7), ("offload",), Surroundings(Link.even(1e9)))
     schedule = find_least_budget(graph).schedule
     for memory in (CountedMemory.RESERVED, CountedMemory.DEVICE):
         assert predict_counted_bytes(graph, schedule, memory) == predict_counted_bytes(graph, schedule, memory, arena=False)

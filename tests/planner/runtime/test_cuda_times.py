@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphs.schedule import keep_everything
-from planner.capture.replay import real_static
+from planner.capture.replay import collect_static
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.measure.device_profile import profile_other_devices
@@ -37,7 +37,7 @@ def test_allocation_rounding_does_not_exclude_ops_from_other_devices() -> None:
     with cuda_device():
         workload = make("tied")
         captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
-        static = real_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
+        static = collect_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
         (other,) = profile_other_devices(captured, static, ["cuda:0"], passes=1)
         small = [op for op in captured.graph.program if any(captured.graph.tensors[t].size_bytes % 512 for t in op.outputs)]
         assert small and any(other.times_s[op.id] is not None for op in small)
@@ -48,7 +48,7 @@ def test_other_device_is_timed_on_that_device(current: int) -> None:
     with cuda_device(devices=2), torch.cuda.device(current):
         workload = on_device(make("tied"), "cuda:0")
         captured = profile_capture(capture(*workload), workload, PlanSettings(passes=1))
-        static = real_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
+        static = collect_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch)
         (other,) = profile_other_devices(captured, static, ["cuda:1"], passes=1)
         able = {op.id: op.time_s for op, time_s in zip(captured.graph.program, other.times_s, strict=True) if time_s is not None}
         assert len(able) > len(captured.graph.ops) // 2

@@ -11,9 +11,9 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner import solve
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import traced_options, with_options
-from planner.capture.options.in_place_variants import with_out, working_in_place
-from planner.capture.replay import written_tensors
+from planner.capture.options import apply_options, list_step_option_names
+from planner.capture.options.in_place_variants import find_in_place_variant, find_out_variant
+from planner.capture.replay import collect_written_tensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
 from planner.measure import running, tracing
@@ -61,10 +61,10 @@ def test_in_place_operators_equal_out_of_place_ones(target: torch._ops.OpOverloa
         wanted = target(*(given.get(a, a) for a in CALLS[target]))
         given["x"] = over = x.clone()
         args = [given.get(a, a) for a in CALLS[target]]
-        if (out := with_out(target)) is not None:
+        if (out := find_out_variant(target)) is not None:
             found = out[0](*args, **{out[1]: over})
         else:
-            variant = working_in_place(target)
+            variant = find_in_place_variant(target)
             assert CALLS[target][0] == "x" and variant is not None
             found = variant(*args)
         assert found.data_ptr() == over.data_ptr()
@@ -72,7 +72,7 @@ def test_in_place_operators_equal_out_of_place_ones(target: torch._ops.OpOverloa
 
 
 def test_a_product_with_a_number_which_rounds_otherwise_in_place_has_no_variant() -> None:
-    assert with_out(aten.mul.Scalar) is None and working_in_place(aten.mul.Scalar) is None
+    assert find_out_variant(aten.mul.Scalar) is None and find_in_place_variant(aten.mul.Scalar) is None
 
 
 @cache
@@ -96,7 +96,7 @@ def test_a_step_is_the_same_in_the_memory_that_is_predicted(name: str) -> None:
     capture, workload = captured(name)
     model, loss_fn, batch = workload
     step = TrainingStep(model, loss_fn)
-    eager = measure_outcome(step, model, batch, seed=0, written=written_tensors(capture, step, batch))
+    eager = measure_outcome(step, model, batch, seed=0, written=collect_written_tensors(capture, step, batch))
     graph = capture.graph
     assert any(op.overwrites for op in graph.ops)
     schedules = [keep_everything(graph), *(random_schedule(graph, seed) for seed in range(2))]
@@ -131,11 +131,11 @@ def test_plan_runs_at_its_solved_peak_and_percentages_refer_to_eager() -> None:
 def test_plans_with_other_choices_are_run_in_the_memory_that_is_predicted(others: tuple[str, ...]) -> None:
     workload = make("unet" if "chunks" not in others else "gpt2_written")
     names = ["in-place", *others]
-    graph = tracing.trace(*workload, passes=1, options=traced_options(names))
+    graph = tracing.trace(*workload, passes=1, options=list_step_option_names(names))
     link = 25e9 if "offload" in others else None
     offered = build_option_settings(names, link, exact=True).apply(graph)
     over = 0
-    for budget in on_the_way(with_options(graph, ()), 0.15, 0.5):
+    for budget in on_the_way(apply_options(graph, ()), 0.15, 0.5):
         plan = solve(graph, budget, options=names, link=link, exact=True, work_limit=5.0)
         report = running.run(plan, *workload, repeats=1)
         assert report.identical and not report.eager_differences

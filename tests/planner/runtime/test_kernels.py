@@ -13,8 +13,8 @@ from graphs.options import remove_options
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.kernels.worth import useless_ops
-from planner.capture.options.traced import without_useless_ops
+from planner.capture.options.kernels.worth import find_useless_ops
+from planner.capture.options.traced import remove_useless_ops
 from planner.capture.program.program import Call, Ref
 from planner.capture.replay import RealStep
 from planner.capture.step import TrainingStep
@@ -93,7 +93,7 @@ def test_other_kernels_return_the_shapes_and_strides_of_the_program(name: str) -
         ]
 
     real = RealStep(capture, TrainingStep(model, loss_fn), batch)
-    with real.running():
+    with real.preserve_state():
         real.run(look)
     assert seen.keys() == {op.id for op in capture.graph.ops if op.optional}
     assert [capture.graph.ops[op].name for op, alike in seen.items() if not all(alike)] == []
@@ -165,8 +165,8 @@ def test_neither_faster_nor_smaller_kernels_are_left_out() -> None:
         replace(op, time_s=1.0 if op.id in slow else 0.1, workspace_bytes=10**6 if op.optional else 0) for op in graph.ops
     )
     measured = replace(capture, graph=replace(graph, ops=ops))
-    assert useless_ops(measured) >= slow
-    left = without_useless_ops(measured)
+    assert find_useless_ops(measured) >= slow
+    left = remove_useless_ops(measured)
     assert [op.name for op in left.graph.ops if op.optional and op.name in {graph.ops[i].name for i in slow}] == []
     assert len(left.graph.ops) == len(left.program.calls) == len(left.nodes)
     assert set(left.graph.provenance["left_out"]) >= {graph.ops[i].name for i in slow}
@@ -177,4 +177,4 @@ def test_much_faster_kernels_are_kept() -> None:
     graph = capture.graph
     fast = {op.id for op in ops_by(graph, "native")}
     ops = tuple(replace(op, time_s=0.1 if op.id in fast else 1.0) for op in graph.ops)
-    assert useless_ops(replace(capture, graph=replace(graph, ops=ops))).isdisjoint(fast)
+    assert find_useless_ops(replace(capture, graph=replace(graph, ops=ops))).isdisjoint(fast)

@@ -10,7 +10,7 @@ import torch
 
 from graphs.errors import UsageError
 from graphs.options.surroundings import Link
-from planner.capture.replay import real_static
+from planner.capture.replay import collect_static
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
@@ -40,13 +40,13 @@ class KnownCopy:
     def __init__(self, end_s: float) -> None:
         self._end_s = end_s
 
-    def seconds_after(self, earlier: "KnownCopy") -> float:
+    def measure_seconds_after(self, earlier: "KnownCopy") -> float:
         return self._end_s - earlier._end_s
 
     def finish(self) -> None:
         """Nothing is left to do."""
 
-    def arrived(self, taken: torch.Tensor) -> torch.Tensor:
+    def wait_for_arrival(self, taken: torch.Tensor) -> torch.Tensor:
         return taken
 
 
@@ -65,7 +65,9 @@ class KnownChannels(HostChannels):
 
 def link_of(workload: Workload) -> LinkProfile:
     captured = capture(*workload)
-    return link_during_step(captured, real_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), 0.0)
+    return link_during_step(
+        captured, collect_static(captured, TrainingStep(workload.model, workload.loss_fn), workload.batch), 0.0
+    )
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "one lane"])
@@ -88,7 +90,7 @@ def test_a_thread_copies_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
     values = torch.arange(8.0)
     host, first = channels.offload(values)
     copies = [first, channels.copy_again(values, host, out=True), channels.copy_again(values, host, out=True)]
-    assert all(later.seconds_after(earlier) >= 0.01 for earlier, later in pairwise(copies))
+    assert all(later.measure_seconds_after(earlier) >= 0.01 for earlier, later in pairwise(copies))
     assert all(each.has_ended for each in copies)
     assert torch.equal(torch.from_numpy(host.bytes.values.numpy().view("float32")), values)
 

@@ -12,7 +12,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure.pool_memory import measure_peak
@@ -100,7 +100,7 @@ def test_solved_plans_are_exact() -> None:
     # Measured times may say that packing gains nothing.
     ops = tuple(replace(op, time_s=1e-6 if op.optional else 1e-4) for op in capture.graph.ops)
     capture = replace(capture, graph=replace(capture.graph, ops=ops))
-    graph, plain = capture.graph, with_options(capture.graph, ())
+    graph, plain = capture.graph, apply_options(capture.graph, ())
     executed = set()
     for budget in on_the_way(plain, 0.15, 0.4, 0.8):
         plan = solve(graph, budget, options=["pack"], work_limit=20.0)
@@ -116,7 +116,7 @@ def test_a_net_that_pools_fits_where_recomputing_does_not() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(16 * 64, 5))
     workload = Workload(model, nn.CrossEntropyLoss(), (torch.randn(8, 3, 34, 34), torch.randint(5, (8,))))
     capture = capture_profiled(workload, PlanSettings(passes=1, options=OptionSettings(("pack",))))
-    below = bound_least_budget(with_options(capture.graph, ())).budget_bytes - 1
+    below = bound_least_budget(apply_options(capture.graph, ())).budget_bytes - 1
     with pytest.raises(InfeasibleError):
         solve(capture.graph, below, work_limit=20.0)
     assert_exact(capture, workload, solve(capture.graph, below, options=["pack"], work_limit=20.0).schedule)
@@ -124,8 +124,8 @@ def test_a_net_that_pools_fits_where_recomputing_does_not() -> None:
 
 def test_beside_copies_to_the_host() -> None:
     capture, _ = captured()
-    graph = with_options(capture.graph, ["offload", "pack"], Surroundings(Link.even(25e9), host_bytes=10**9))
-    (budget,) = on_the_way(with_options(capture.graph, ()), 0.3)
+    graph = apply_options(capture.graph, ["offload", "pack"], Surroundings(Link.even(25e9), host_bytes=10**9))
+    (budget,) = on_the_way(apply_options(capture.graph, ()), 0.3)
     plan = solve(capture.graph, budget, options=["offload", "pack"], link=25e9, work_limit=20.0)
     assert plan.peak_bytes <= budget and any(op.is_transfer for op in graph.ops)
     assert simulate(graph, plan.schedule).peak_bytes == plan.peak_bytes
@@ -135,7 +135,7 @@ def test_packing_with_chunks_is_exact() -> None:
     workload = build("gpt2", layers=1, width=16, heads=2, vocab=301, seq=8, batch=4)
     capture = capture_profiled(workload, PlanSettings(passes=1, options=OptionSettings(("chunks", "pack"))))
     graph = capture.graph
-    alone = with_options(graph, ["pack"])
+    alone = apply_options(graph, ["pack"])
     assert {op.target.partition(".")[0] for op in graph.ops if op.optional} == {"chunks", "pack"}
     assert {op.target.partition(".")[0] for op in alone.ops if op.optional} == {"pack"}
     assert_exact(capture, workload, packing(graph, does(graph, "from_bits")))

@@ -21,7 +21,7 @@ from graphs.pools import COMPUTE, HOST
 from graphs.schedule import Compute, Schedule, find_boundary, live_after
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.replay import written_tensors
+from planner.capture.replay import collect_written_tensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
 from planner.measure.pool_memory import measure_other_peaks, measure_peak
@@ -98,7 +98,7 @@ def test_inexact_placed_steps_stay_within_the_predicted_error() -> None:
     workload, captured = make("gpt2_written"), traced("gpt2_written")
     offered = with_everything("gpt2_written", exact=False)
     eager = TrainingStep(workload.model, workload.loss_fn)
-    written = written_tensors(captured, eager, workload.batch)
+    written = collect_written_tensors(captured, eager, workload.batch)
     reference = measure_outcome(eager, workload.model, workload.batch, seed=0, written=written)
     for seed in range(2):
         schedule = order_by_passes(offered.graph, any_schedule(offered.graph, seed))

@@ -9,7 +9,7 @@ from torch import nn
 
 from graphs.ir import Phase
 from graphs.schedule import schedule_of
-from planner.capture.rewrites.reproducible_random import dropout_with_generator
+from planner.capture.rewrites.reproducible_random import draw_dropout
 from planner.capture.trace import capture
 from planner.runtime.allocator import measure_segment_peaks
 from planner.runtime.executor import Executor
@@ -98,7 +98,7 @@ def test_dropout_from_a_generator_is_that_of_the_default_one(x: torch.Tensor, p:
         before = torch.get_rng_state()
         expected = aten.native_dropout(layout, p, True)
         own = torch.Generator().set_state(before)
-        found = dropout_with_generator(layout, p, True, generator=own)
+        found = draw_dropout(layout, p, True, generator=own)
         assert all(map(torch.equal, expected, found)) and torch.equal(own.get_state(), torch.get_rng_state())
         assert [t.stride() for t in expected] == [t.stride() for t in found]
 
@@ -106,6 +106,6 @@ def test_dropout_from_a_generator_is_that_of_the_default_one(x: torch.Tensor, p:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_from_a_generator_takes_no_more_than_that_of_the_default_one(dtype: torch.dtype) -> None:
     x, own = torch.randn(4, 64, 32, dtype=dtype), torch.Generator()
-    ways = (lambda _: aten.native_dropout(x, 0.1, True), lambda _: dropout_with_generator(x, 0.1, True, generator=own))
+    ways = (lambda _: aten.native_dropout(x, 0.1, True), lambda _: draw_dropout(x, 0.1, True, generator=own))
     expected, found = (measure_segment_peaks(way, x.device) for way in ways)
     assert found <= expected

@@ -9,7 +9,7 @@ from torch import nn
 
 import planner
 from graphs.errors import PlannerError
-from planner.capture.checksum import checksum
+from planner.capture.checksum import compute_checksum
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Made = tuple[nn.Module, torch.Tensor, torch.Tensor]
@@ -95,14 +95,14 @@ def test_writes_seen_by_autograd_raise_its_own_error(way: Callable[..., Loss]) -
     ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
 )
 def test_a_checksum_tells_bits_and_their_order(tensor: torch.Tensor) -> None:
-    assert torch.equal(checksum(tensor), checksum(tensor.clone()))
+    assert torch.equal(compute_checksum(tensor), compute_checksum(tensor.clone()))
     other = tensor.clone()
     other[-1] = other[-1] == 0
-    assert not torch.equal(checksum(tensor), checksum(other))
+    assert not torch.equal(compute_checksum(tensor), compute_checksum(other))
     if not torch.equal(tensor, tensor.flip(0)):
-        assert not torch.equal(checksum(tensor), checksum(tensor.flip(0)))
+        assert not torch.equal(compute_checksum(tensor), compute_checksum(tensor.flip(0)))
 
 
 def test_a_checksum_tells_zeros_apart() -> None:
-    assert not torch.equal(checksum(torch.tensor([0.0])), checksum(torch.tensor([-0.0])))
-    assert torch.equal(checksum(torch.zeros(0)), checksum(torch.zeros(0)))
+    assert not torch.equal(compute_checksum(torch.tensor([0.0])), compute_checksum(torch.tensor([-0.0])))
+    assert torch.equal(compute_checksum(torch.zeros(0)), compute_checksum(torch.zeros(0)))

@@ -17,7 +17,7 @@ from graphs.synthetic.random_graphs import draw_graph
 from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
 from graphs.units import format_bytes
-from planner.capture.options import options_to_try
+from planner.capture.options import list_options_to_try
 from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import predict_eager_bytes
 from planner.plans.summary import summarize
@@ -164,7 +164,7 @@ def test_advice_on_a_modelled_device_allocates_nothing() -> None:
 
 
 def test_options_to_try_default_to_offload_for_plain_graphs(graph: Graph) -> None:
-    assert options_to_try(graph) == ("offload",)
+    assert list_options_to_try(graph) == ("offload",)
 
 
 QUICK = (CountedMemory.RESERVED, CountedMemory.DEVICE)

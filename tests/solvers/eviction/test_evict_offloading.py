@@ -11,7 +11,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from solvers.bounds import bound_least_budget
 from solvers.eviction.engine import find_evicting_order
 from solvers.eviction.rules import RULES, TIGHT_RULES, EvictionRule
@@ -29,7 +29,7 @@ TRANSFORMER = transformer(TransformerSize(layers=2))
 
 def offering(graph: Graph, share: float, link_bytes_per_s: float) -> Problem:
     """With a budget from the bound of single ops (0) to the peak (1)."""
-    whole = with_options(graph, ("offload",), Surroundings(Link.even(link_bytes_per_s)))
+    whole = apply_options(graph, ("offload",), Surroundings(Link.even(link_bytes_per_s)))
     offloads = build_problem(whole, 1).offloads
     least, peak = bound_least_budget(graph, offloads).budget_bytes, simulate(graph, keep_everything(graph)).peak_bytes
     return build_problem(whole, least + int(share * (peak - least)))

@@ -7,7 +7,7 @@ import pytest
 from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.random_graphs import draw_training_step
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from solvers.problem import Problem, build_problem
 from solvers.windows.decoding.decode import Trial, order_of, try_out
 from solvers.windows.decoding.pruning import prune_with_transfers
@@ -18,7 +18,7 @@ GB = 10**9
 
 
 def offering(seed: int, link_bytes_per_s: float) -> Graph:
-    return with_options(draw_training_step(seed, 12), ("offload",), Surroundings(Link.even(link_bytes_per_s)))
+    return apply_options(draw_training_step(seed, 12), ("offload",), Surroundings(Link.even(link_bytes_per_s)))
 
 
 def random_trial(draw: random.Random, problem: Problem) -> Trial:

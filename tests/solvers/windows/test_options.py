@@ -12,7 +12,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import draw_options
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
 from solvers.least import bracket_least_budget
@@ -142,7 +142,7 @@ def test_optional_ops_that_cannot_replace_their_ops_are_rejected() -> None:
 def test_options_that_cannot_be_used_make_no_difference() -> None:
     op = Op(5, "lossless", "f", (HIDDEN,), (GRADIENT,), 1.0, optional=True, replaces=(1, 2, 3))
     graph = with_op(head(), op)
-    for offered in (graph, with_options(graph, ("offload",), Surroundings(Link.even(0.1)))):
+    for offered in (graph, apply_options(graph, ("offload",), Surroundings(Link.even(0.1)))):
         assert build_problem(offered, 31).graph.plain
         for budget_bytes in (31, 22, 21):
             assert solved(offered, budget_bytes).time_s == solved(head(), budget_bytes).time_s
@@ -150,7 +150,7 @@ def test_options_that_cannot_be_used_make_no_difference() -> None:
 
 def test_other_solvers_refuse_optional_ops() -> None:
     graph = in_chunks(head(), 2, 5.0)
-    copied = with_options(graph, ("offload",), Surroundings(Link.even(1.0)))
+    copied = apply_options(graph, ("offload",), Surroundings(Link.even(1.0)))
     for name in SOLVERS:
         if name != "windows":
             with pytest.raises(GraphError, match=r"without optional ops|only graphs with placement and no other option"):
@@ -171,7 +171,7 @@ def test_the_program_is_put_into_another_order_with_its_options() -> None:
 
 def test_counted_work_finds_the_same_schedule() -> None:
     for seed in (3, 11, 20):
-        graph = with_options(draw_options(seed, 6), ("offload",), Surroundings(Link.even(2.0)))
+        graph = apply_options(draw_options(seed, 6), ("offload",), Surroundings(Link.even(2.0)))
         program = remove_options(graph)
         budget = max(bound_least_budget(graph).budget_bytes, simulate(program, keep_everything(program)).peak_bytes * 7 // 10)
         found = [get_solver("windows")(Request(graph, budget, Tolerance.of(1e-3), WorkClock(0.5))) for _ in range(2)]

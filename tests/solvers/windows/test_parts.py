@@ -14,7 +14,7 @@ from graphs.options.selection import get_option_name, remove_ops
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.random_graphs import draw_options, draw_overwriting
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from solvers.clock import WallClock, WorkClock
 from solvers.registry import get_solver
 from solvers.request import Request
@@ -35,7 +35,7 @@ def offloading(graph: Graph) -> Graph:
     """With transfers over a link that carries half of the program's peak in the time of its step."""
     program = remove_options(graph)
     link = Link.even(peak_bytes(program) / 2 / program.time_s)
-    return with_options(graph, ("offload",), Surroundings(link))
+    return apply_options(graph, ("offload",), Surroundings(link))
 
 
 def asked(graph: Graph, budget_bytes: int, work: float, params: WindowsParams | None = None) -> Request:

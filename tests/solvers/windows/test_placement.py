@@ -11,7 +11,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import draw_options
 from graphs.synthetic.small import make_training_chain
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from solvers.clock import WorkClock
 from solvers.least import bracket_least_budget, find_least_known
 from solvers.registry import get_solver
@@ -135,7 +135,7 @@ def test_placement_combines_with_other_options() -> None:
         budget = int(0.9 * simulate(program, keep_everything(program)).peak_bytes)
         times = {}
         for options in ((), ("offload",), ("placement",), ("placement", "offload")):
-            graph = with_options(step, options, around)
+            graph = apply_options(step, options, around)
             result = solved(graph, budget, work=0.3)
             if result.schedule is not None:
                 check_by_both_judges(graph, result)

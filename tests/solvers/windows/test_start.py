@@ -10,7 +10,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Schedule, keep_everything
 from graphs.synthetic.random_graphs import draw_options
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from solvers.clock import WorkClock
 from solvers.problem import build_problem
 from solvers.registry import get_solver
@@ -22,7 +22,7 @@ from tests.support.budgets import budget_at, peak_bytes
 
 def offloading() -> Graph:
     graph = transformer(TransformerSize(layers=2))
-    return with_options(graph, ("offload",), Surroundings(Link.even(peak_bytes(graph) / graph.time_s)))
+    return apply_options(graph, ("offload",), Surroundings(Link.even(peak_bytes(graph) / graph.time_s)))
 
 
 GRAPHS = {"offload": offloading(), **{f"alternatives {seed}": draw_options(seed, 30) for seed in (5, 9, 31, 38)}}

@@ -12,7 +12,7 @@ from graphs.schedule import Compute
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import draw_graph
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from solvers.clock import WallClock
 from solvers.highs import solve_program
 from solvers.highs.program import Outcome
@@ -32,7 +32,7 @@ def offering(draw: random.Random, most_ops: int) -> Graph:
     host_bytes = draw.choice((None, None, draw.randint(3, 30)))
     rates = (0.5, 1.0, 2.0, 4.0)
     link = Link(draw.choice(rates), draw.choice(rates), draw.choice((0.0, 0.0, 0.5)))
-    return with_options(graph, ("offload",), Surroundings(link, host_bytes))
+    return apply_options(graph, ("offload",), Surroundings(link, host_bytes))
 
 
 def some_reloads(draw: random.Random, problem: Problem, computed: list[int]) -> frozenset[tuple[int, int]]:
@@ -111,7 +111,7 @@ def test_queued_offloads_are_ordered_by_last_read() -> None:
     reads = ((), (), (), (b,), (z, a), (), (b,), (a,), (z,))
     tensors = tuple(Tensor(i, f"t{i}", 4, (i,)) for i in range(len(reads)))
     ops = tuple(Op(i, f"op{i}", "f", inputs, (i,), 1.0) for i, inputs in enumerate(reads))
-    graph = with_options(Graph(ops, tensors, frozenset({8})), ("offload",), Surroundings(Link.even(1.0)))
+    graph = apply_options(Graph(ops, tensors, frozenset({8})), ("offload",), Surroundings(Link.even(1.0)))
     problem = build_problem(graph, 100)
     found = add_transfers(problem, range(9), {(b, 6), (a, 7), (z, 8)})
     assert problem.offloads is not None
@@ -125,7 +125,7 @@ def test_hundreds_of_tensors_without_space_on_the_host_take_few_attempts(monkeyp
     tensors = tuple(Tensor(t, f"t{t}", 4, (t,)) for t in range(2 * count))
     reads = (*((),) * count, *((t,) for t in reversed(range(count))))
     ops = tuple(Op(i, f"op{i}", "f", inputs, (i,), 1.0) for i, inputs in enumerate(reads))
-    graph = with_options(Graph(ops, tensors, frozenset({2 * count - 1})), ("offload",), Surroundings(Link.even(4.0), 28))
+    graph = apply_options(Graph(ops, tensors, frozenset({2 * count - 1})), ("offload",), Surroundings(Link.even(4.0), 28))
     problem = build_problem(graph, 10**6)
 
     def plan(*args: Any) -> TransferPlan:

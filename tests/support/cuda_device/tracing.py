@@ -16,10 +16,10 @@ from tests.support.cuda_device.tensors import plain as on_the_host
 
 def traced_on_the_cpu() -> Iterator[tuple[object, str, object]]:
     """Patches, by which steps on the device are traced with tensors of the CPU in their place."""
-    original = joint.joint_graph
+    original = joint.capture_joint_graph
 
-    def joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: Collection[str] = ()) -> joint.Traced:
-        place = joint.device_of(step, batch)
+    def capture_joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, numbers: Collection[str] = ()) -> joint.Traced:
+        place = joint.find_device(step, batch)
         if place.type != "cuda":
             return original(step, batch, as_on_cuda=as_on_cuda, numbers=numbers)
         torch.cuda.synchronize(place)
@@ -28,7 +28,7 @@ def traced_on_the_cpu() -> Iterator[tuple[object, str, object]]:
         _move(traced.graph_module, place)
         return traced, None, branches
 
-    yield trace, "joint_graph", joint_graph
+    yield trace, "capture_joint_graph", capture_joint_graph
 
 
 @contextmanager

@@ -10,13 +10,13 @@ from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import draw_graph
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from solvers.result import Result
 from tests.support.graphs.event_judge import judged, runs
 
 
 def on_devices(graph: Graph, *others: OtherDevice) -> Graph:
-    return with_options(graph, ("placement",), Surroundings(Link.even(1.0), others=others))
+    return apply_options(graph, ("placement",), Surroundings(Link.even(1.0), others=others))
 
 
 def in_two_passes(graph: Graph) -> Graph:
@@ -56,7 +56,7 @@ def random_placement(seed: int, ops: int) -> tuple[Graph, int]:
 
 
 def with_trips(graph: Graph, bytes_per_s: float = 1.0, host_bytes: int | None = None) -> Graph:
-    return with_options(graph, ("offload",), Surroundings(Link.even(bytes_per_s), host_bytes))
+    return apply_options(graph, ("offload",), Surroundings(Link.even(bytes_per_s), host_bytes))
 
 
 def random_step(seed: int, most_ops: int = 12) -> Graph:

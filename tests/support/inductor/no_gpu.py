@@ -29,7 +29,7 @@ from torch.utils import _triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.capture.kernels import halves
-from planner.capture.rewrites.cuda_attention import attention_as_on_cuda
+from planner.capture.rewrites.cuda_attention import capture_attention_as_on_cuda
 from planner.torch_private.capture import JointWithDescriptors
 
 _DEVICE = torch.device("cuda:0")
@@ -124,7 +124,7 @@ def compiled_for_cuda() -> Iterator[None]:
             return compile_joint(_moved(joint), **options)
 
     with ExitStack() as stack:
-        stack.enter_context(attention_as_on_cuda())
+        stack.enter_context(capture_attention_as_on_cuda())
         stack.enter_context(patch.object(halves, "aot_compile_joint_with_descriptors", compile_moved))
         for name in ("compile_fx_forward", "compile_fx_backward"):
             stack.enter_context(patch.object(halves, name, _given_moved(getattr(halves, name))))

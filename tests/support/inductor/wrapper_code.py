@@ -67,14 +67,14 @@ def namespace(**functions: Callable[..., Any]) -> dict[str, Any]:
 def read(source: str, names: Mapping[str, Any], count: int) -> tuple[Wrapper, list[Argument]]:
     """What `source` does, with `count` inputs, and what it returns."""
     wrapper = Wrapper()
-    inputs = [wrapper.new(Value()) for _ in range(count)]
+    inputs = [wrapper.add_value(Value()) for _ in range(count)]
     return wrapper, wrapper.read(source, names, inputs, {}, Phase.FORWARD)
 
 
 def passed(wrapper: Wrapper, returned: Sequence[Argument], inputs: int) -> Pass:
     """The launches as a pass with so many `inputs`."""
     builder = PassBuilder(Program((), (), None, (), (), names=wrapper.names))
-    builder.tensor_parameters(range(inputs))
+    builder.add_tensor_parameters(range(inputs))
     for launch in wrapper.launches:
         builder.execute(launch.statements, launch.makes)
     return builder.finish(list(returned), "launches")

@@ -10,7 +10,7 @@ from graphs.options.surroundings import Link, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step, keep_everything
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.runtime.executor import Executor
 from tests.support.models.steps import capture_of, make
 
@@ -41,7 +41,7 @@ def copies_in(source: str) -> list[IssuedCopy]:
 
 def offering(captured: Capture, *, host_bytes: int | None = None) -> Capture:
     """`captured` with transfers to the host, over a link that is faster than any."""
-    return replace(captured, graph=with_options(captured.graph, ["offload"], Surroundings(Link.even(1e12), host_bytes)))
+    return replace(captured, graph=apply_options(captured.graph, ["offload"], Surroundings(Link.even(1e12), host_bytes)))
 
 
 def copying_step(name: str, seed: int) -> tuple[Capture, Schedule, Executor]:

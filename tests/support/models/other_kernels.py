@@ -9,8 +9,8 @@ from torch import nn
 from graphs.ir import Graph, Op
 from graphs.schedule import Schedule, schedule_of
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.traced import with_traced
-from planner.capture.replay import RealStep, real_static
+from planner.capture.options.traced import add_traced
+from planner.capture.replay import RealStep, collect_static
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure.exactness import mark_exact_ops
@@ -87,9 +87,9 @@ def with_all_ways(name: str) -> tuple[Capture, Workload]:
     """The step `name`, profiled once, with all ways by which its ops can be computed."""
     torch.manual_seed(5)
     workload = _STEPS[name]()
-    captured = with_traced(capture_step(workload, PlanSettings()), ["kernels"])
+    captured = add_traced(capture_step(workload, PlanSettings()), ["kernels"])
     step = TrainingStep(workload.model, workload.loss_fn)
-    captured = profile(captured, real_static(captured, step, workload.batch), passes=1)
+    captured = profile(captured, collect_static(captured, step, workload.batch), passes=1)
     return mark_exact_ops(captured, RealStep(captured, step, workload.batch)), workload
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from graphs.ir import Op
 from graphs.schedule import Schedule
 from planner.capture.lowering.lower import Capture
-from planner.capture.replay import written_tensors
+from planner.capture.replay import collect_written_tensors
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
@@ -83,7 +83,7 @@ def executed(capture: Capture, schedule: Schedule, workload: Workload) -> tuple[
     model, loss_fn, batch = workload
     step = TrainingStep(model, loss_fn)
     executor = Executor(capture, schedule, model, loss_fn)
-    found = measure_outcome(executor, model, batch, seed=0, written=written_tensors(capture, step, batch))
+    found = measure_outcome(executor, model, batch, seed=0, written=collect_written_tensors(capture, step, batch))
     return found, measure_peak(capture, executor, step, batch).peak_bytes
 
 

@@ -15,9 +15,9 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from graphs.schedule import Compute, Free, Schedule, Step
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import with_options
-from planner.capture.options.traced import with_graph
-from planner.capture.program.moved import moved
+from planner.capture.options import apply_options
+from planner.capture.options.traced import replace_graph
+from planner.capture.program.moved import move_calls
 from planner.measure.tracing import capture_profiled
 from planner.runtime.devices import place_of
 from planner.runtime.executor import Executor
@@ -54,7 +54,9 @@ def with_everything(name: str, names: Sequence[str] = (SECOND,), *, exact: bool 
     captured = traced(name)
     around = replace(surroundings(captured, names), host_bytes=host_bytes)
     options = (*(option for option in TRACED if option != "compress"), *BESIDE, *(() if exact else ("compress:4",)))
-    return with_graph(captured, with_options(captured.graph, options, around, list_exact_ops(captured.graph) if exact else None))
+    return replace_graph(
+        captured, apply_options(captured.graph, options, around, list_exact_ops(captured.graph) if exact else None)
+    )
 
 
 def step_with_everything(name: str, seed: int) -> tuple[Capture, Schedule, Executor]:
@@ -68,7 +70,7 @@ def step_with_everything(name: str, seed: int) -> tuple[Capture, Schedule, Execu
 def on_pools(captured: Capture, names: Sequence[str] = (SECOND,), *options: str, main: torch.device = CPU) -> Capture:
     """`captured`, of the device `main`, with placement on the devices called `names`, and with `options`."""
     around = surroundings(captured, names, main)
-    return replace(captured, graph=with_options(captured.graph, [*options, "placement"], around))
+    return replace(captured, graph=apply_options(captured.graph, [*options, "placement"], around))
 
 
 def surroundings(captured: Capture, names: Sequence[str], main: torch.device = CPU) -> Surroundings:
@@ -76,7 +78,7 @@ def surroundings(captured: Capture, names: Sequence[str], main: torch.device = C
 
     def other(name: str) -> OtherDevice:
         place = place_of(parse_device(name))
-        able = [moved(captured.program, op, op, main, place) is not None for op in captured.graph.program]
+        able = [move_calls(captured.program, op, op, main, place) is not None for op in captured.graph.program]
         times = tuple(op.time_s if can else None for op, can in zip(captured.graph.program, able, strict=True))
         return OtherDevice(name, times, 1e12, block_bytes=512 if place.type == "cuda" else 1)
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.frontend.eager_ops import called
-from planner.capture.options.added import value_of
+from planner.capture.frontend.eager_ops import get_callable
+from planner.capture.options.added import get_value
 from planner.capture.options.chunks.op_by_rows import ByRows, Made, Total
-from planner.capture.options.chunks.rows import RowDimensions, is_flat, is_view, slice_of
+from planner.capture.options.chunks.rows import RowDimensions, is_flat, is_view, take_slice
 from planner.capture.options.chunks.rules import CONSTANTS, MEANS
 from planner.capture.options.chunks.stretches import Stretch
 from planner.capture.program.program import Path
@@ -56,7 +56,7 @@ class CombinedResult:
     @property
     def value(self) -> torch.Tensor:
         """The fake value."""
-        found: torch.Tensor = value_of(self.node, self.path)
+        found: torch.Tensor = get_value(self.node, self.path)
         return found
 
     def make(self, like: torch.Tensor) -> torch.Tensor:
@@ -93,22 +93,22 @@ class Body:
         """Initialize with `nodes`: ops of `stretch`, and the recomputed ops of the one before."""
         self.nodes, self.results = tuple(nodes), tuple(results)
         self._stretch, self._inside = stretch, frozenset(nodes)
-        self.given = tuple(dict.fromkeys(self._reads()))
+        self.given = tuple(dict.fromkeys(self._iterate_reads()))
 
     def _call(self, node: fx.Node) -> ByRows | None:
         stretch = self._stretch
         return stretch.calls.get(node) or (stretch.before.calls.get(node) if stretch.before else None)
 
-    def _reads_of(self, node: fx.Node) -> Mapping[fx.Node, RowDimensions]:
+    def _get_reads(self, node: fx.Node) -> Mapping[fx.Node, RowDimensions]:
         call = self._call(node)
         assert call is not None
         return call.reads
 
-    def _reads(self) -> Iterator[Given]:
+    def _iterate_reads(self) -> Iterator[Given]:
         for node in self.nodes:
             for arg in node.all_input_nodes:
                 if not self._is_inside(arg):
-                    yield Given(arg, self._reads_of(node).get(arg))
+                    yield Given(arg, self._get_reads(node).get(arg))
 
     def _is_inside(self, node: fx.Node) -> bool:
         while node not in self._inside and is_view(node) and isinstance(node.args[0], fx.Node):
@@ -122,21 +122,21 @@ class Body:
         rooms = {(r.node, r.path): graph.placeholder(f"room_{i}") for i, r in enumerate(self.results)}
         made: dict[fx.Node, fx.Node] = {}
 
-        def value(arg: fx.Node, reads: Mapping[fx.Node, RowDimensions]) -> fx.Node:
+        def get_value(arg: fx.Node, reads: Mapping[fx.Node, RowDimensions]) -> fx.Node:
             if arg not in made:
                 if not self._is_inside(arg):
                     return given[Given(arg, reads.get(arg))]
-                made[arg] = self._emit(graph, arg, count, lambda a: value(a, {}))
+                made[arg] = self._emit_op(graph, arg, count, lambda a: get_value(a, {}))
             return made[arg]
 
         for node in self.nodes:
-            reads = self._reads_of(node)
+            reads = self._get_reads(node)
             results = [r for r in self.results if r.node is node]
             first = results[0] if results else None
             if first is not None and node.target in (_INTO if isinstance(first.made, RowDimensions) else _ONTO):
-                made[node] = self._product(graph, node, first, rooms[node, ()], partial(value, reads=reads))
+                made[node] = self._emit_product(graph, node, first, rooms[node, ()], partial(get_value, reads=reads))
                 continue
-            made[node] = self._emit(graph, node, count, partial(value, reads=reads))
+            made[node] = self._emit_op(graph, node, count, partial(get_value, reads=reads))
             for result in results:
                 item = made[node]
                 if result.path:
@@ -146,9 +146,9 @@ class Body:
         graph.output(())
         return fx.GraphModule(torch.nn.Module(), graph).forward
 
-    def _emit(self, graph: fx.Graph, node: fx.Node, count: int, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    def _emit_op(self, graph: fx.Graph, node: fx.Node, count: int, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """Return the node for `node` on `count` rows."""
-        args, named, target = list(node.args), dict(node.kwargs), MEANS.get(node.target, called(node.target))
+        args, named, target = list(node.args), dict(node.kwargs), MEANS.get(node.target, get_callable(node.target))
         call = self._call(node)
         if call is not None and (position := call.reduction) is not None and args[position : position + 1] != [0]:
             if position < len(args):
@@ -158,13 +158,13 @@ class Body:
         if node.target in _SHAPED:
             place = self._stretch.place(node)
             assert place is not None
-            args[_SHAPED[node.target]] = place.chunk(node.meta["val"].shape, count, self._stretch.rows)
+            args[_SHAPED[node.target]] = place.compute_chunk_shape(node.meta["val"].shape, count, self._stretch.rows)
         given, also = fx.map_arg((tuple(args), named), value)
         made = graph.call_function(target, given, also)
         divided = call is not None and call.elements and isinstance(call.makes[0], RowDimensions)
         return graph.call_function(aten.div.Scalar, (made, call.elements)) if call is not None and divided else made
 
-    def _product(
+    def _emit_product(
         self, graph: fx.Graph, node: fx.Node, result: CombinedResult, room: fx.Node, value: Callable[[fx.Node], fx.Node]
     ) -> fx.Node:
         """Return the node for the product `node`, written to its output or accumulated there."""
@@ -195,8 +195,8 @@ class InChunks:
         places = [result.made if isinstance(result.made, RowDimensions) else None for result in self.results]
         for begin in range(0, self._rows, self._size):
             count = min(self._size, self._rows - begin)
-            parts = [self._part(value, read.rows, begin, count) for value, read in zip(given, self.given, strict=True)]
-            rooms = [self._part(value, rows, begin, count) for value, rows in zip(made, places, strict=True)]
+            parts = [self._take_part(value, read.rows, begin, count) for value, read in zip(given, self.given, strict=True)]
+            rooms = [self._take_part(value, rows, begin, count) for value, rows in zip(made, places, strict=True)]
             self._bodies[count](*parts, *rooms)
         for position, result in enumerate(self.results):
             if result.mean:
@@ -205,7 +205,7 @@ class InChunks:
                 made[position].div_(result.elements)
         return tuple(value.to(result.value.dtype) for value, result in zip(made, self.results, strict=True))
 
-    def rounds(self, equal: Sequence[bool]) -> list[bool]:
+    def list_rounding(self, equal: Sequence[bool]) -> list[bool]:
         """Return for each result True if it may be rounded differently; see ``Comparable``.
 
         Sums over chunks always may: bits that are equal once are equal by chance.
@@ -213,13 +213,13 @@ class InChunks:
         rows = (isinstance(result.made, RowDimensions) and same for result, same in zip(self.results, equal, strict=True))
         return [not (result.made is Total.COUNT or same) for result, same in zip(self.results, rows, strict=True)]
 
-    def _part(self, value: torch.Tensor, rows: RowDimensions | None, begin: int, count: int) -> torch.Tensor:
+    def _take_part(self, value: torch.Tensor, rows: RowDimensions | None, begin: int, count: int) -> torch.Tensor:
         if rows is None:
             return value
-        each = prod(rows.sizes(value.shape)) // self._rows
-        return slice_of(value, rows, begin * each, count * each)
+        each = prod(rows.list_sizes(value.shape)) // self._rows
+        return take_slice(value, rows, begin * each, count * each)
 
 
-def sliced(result: CombinedResult) -> bool:
+def is_sliced(result: CombinedResult) -> bool:
     """Return True if parts of the rows of `result` are views that can be written."""
     return not isinstance(result.made, RowDimensions) or is_flat(result.value, result.made)

@@ -12,24 +12,24 @@ from torch import fx
 
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
-from planner.capture.options.chunks.body import Body, CombinedResult, InChunks, sliced
+from planner.capture.options.chunks.body import Body, CombinedResult, InChunks, is_sliced
 from planner.capture.options.chunks.stretches import Stretch, StretchFinder
-from planner.capture.rewrites.outputs import storage
+from planner.capture.rewrites.outputs import get_storage
 
 COUNTS = (2, 4, 8, 16)
 TARGET = "chunks"  # the prefix of the ops' targets
 
 
-def chunked(capture: Capture) -> Capture:
+def find_chunks(capture: Capture) -> Capture:
     """Return `capture` with alternatives for its long stretches in 2, 4, 8 and 16 chunks; their times are not measured."""
     finder, additions = StretchFinder(capture), Additions(capture)
     for forward, backward in finder.find():
         seed = capture.graph.ops[min(forward.ops)].name
         _add(additions, seed, "forward", forward, ())
         if backward is not None:
-            _add(additions, seed, "backward", backward, _needed(finder, forward, backward))
+            _add(additions, seed, "backward", backward, _find_needed(finder, forward, backward))
             _add(additions, seed, "backward_kept", backward, ())
-    return additions.captured()
+    return additions.build_capture()
 
 
 def _add(additions: Additions, seed: str, kind: str, stretch: Stretch, before: Sequence[fx.Node]) -> None:
@@ -41,11 +41,11 @@ def _add(additions: Additions, seed: str, kind: str, stretch: Stretch, before: S
         before: ops of the stretch before to recompute.
     """
     capture, ops = additions.capture, tuple(sorted(stretch.ops))
-    results = list(_results(capture, stretch))
-    if not all(map(sliced, results)):
+    results = list(_iterate_results(capture, stretch))
+    if not all(map(is_sliced, results)):
         return
     body = Body(stretch, [*before, *(stretch.ops[op] for op in ops)], results)
-    made = [additions.tensor_of[storage(result.value)] for result in results]
+    made = [additions.tensor_of[get_storage(result.value)] for result in results]
     sizes = {-(-stretch.rows // count): count for count in reversed(COUNTS) if count <= stretch.rows}
     for size, count in reversed(sizes.items()):
         additions.add_op(
@@ -60,7 +60,7 @@ def _add(additions: Additions, seed: str, kind: str, stretch: Stretch, before: S
         )
 
 
-def _results(capture: Capture, stretch: Stretch) -> Iterator[CombinedResult]:
+def _iterate_results(capture: Capture, stretch: Stretch) -> Iterator[CombinedResult]:
     """Yield the results of `stretch` that are read elsewhere, except long rows."""
     graph = capture.graph
     for op in sorted(stretch.ops):
@@ -69,14 +69,14 @@ def _results(capture: Capture, stretch: Stretch) -> Iterator[CombinedResult]:
         for item, (t, path) in enumerate(capture.program.calls[op].outputs):
             result = CombinedResult(node, path, call.makes[item], call.mean and item == 0, call.elements)
             read = t in graph.kept or any(p not in stretch.ops for p in graph.consumers[t] if p < len(graph.program))
-            if call.mean or (read and not stretch.makes_long(node, item, result.value)):
+            if call.mean or (read and not stretch.has_long_rows(node, item, result.value)):
                 yield result
 
 
-def _needed(finder: StretchFinder, forward: Stretch, backward: Stretch) -> list[fx.Node]:
+def _find_needed(finder: StretchFinder, forward: Stretch, backward: Stretch) -> list[fx.Node]:
     """Return the ops of `forward` needed to recompute the long rows that `backward` reads, in order."""
     producer = {t: op for op in forward.ops for t in finder.graph.ops[op].outputs}
-    waiting = [t for t in finder.long(forward) if any(p in backward.ops for p in finder.graph.consumers[t])]
+    waiting = [t for t in finder.find_long(forward) if any(p in backward.ops for p in finder.graph.consumers[t])]
     needed: set[int] = set()
     while waiting:
         op = producer.get(waiting.pop())

@@ -58,15 +58,15 @@ class OpByRows:
     inside: frozenset[fx.Node]
     found: dict[fx.Node, RowDimensions] = field(default_factory=dict)
 
-    def arg(self, position: int) -> Any:
+    def get_arg(self, position: int) -> Any:
         """Return the argument at `position`; None if it is omitted."""
         return self.node.args[position] if position < len(self.node.args) else None
 
-    def shape(self, arg: fx.Node) -> tuple[int, ...]:
+    def get_shape(self, arg: fx.Node) -> tuple[int, ...]:
         """Return the shape of an argument."""
         return tuple(arg.meta["val"].shape)
 
-    def at(self, *args: object) -> RowDimensions:
+    def get_rows(self, *args: object) -> RowDimensions:
         """Return the position of the rows in the first of `args` where it is known.
 
         Raises:
@@ -77,7 +77,7 @@ class OpByRows:
                 return self.known[arg]
         raise NotByRowsError
 
-    def want(self, arg: object, rows: RowDimensions) -> None:
+    def require(self, arg: object, rows: RowDimensions) -> None:
         """Require that `arg` is read with the rows at this position.
 
         Raises:
@@ -85,15 +85,15 @@ class OpByRows:
         """
         if not isinstance(arg, fx.Node) or self.known.get(arg, rows) != rows or self.found.setdefault(arg, rows) != rows:
             raise NotByRowsError
-        if rows.last >= len(self.shape(arg)) or prod(rows.sizes(self.shape(arg))) % self.rows:
+        if rows.last >= len(self.get_shape(arg)) or prod(rows.list_sizes(self.get_shape(arg))) % self.rows:
             raise NotByRowsError
 
-    def want_whole(self, *args: object) -> None:
+    def require_whole(self, *args: object) -> None:
         """Require that `args` are read whole."""
         if any(isinstance(arg, fx.Node) and arg in self.inside for arg in args):
             raise NotByRowsError
 
-    def makes(self, *made: Made, mean: bool = False, elements: int = 0, reduction: int | None = None) -> ByRows:
+    def build(self, *made: Made, mean: bool = False, elements: int = 0, reduction: int | None = None) -> ByRows:
         """Return the op with these results. Raise if it reads an argument made inside that was not requested."""
         if any(arg in self.inside and arg not in self.found for arg in self.node.all_input_nodes):
             raise NotByRowsError

@@ -30,25 +30,25 @@ class RowDimensions:
     first: int
     last: int
 
-    def moved(self, dims: int) -> "RowDimensions":
+    def shift(self, dims: int) -> "RowDimensions":
         """Return the rows shifted by `dims` dimensions."""
         return RowDimensions(self.first + dims, self.last + dims)
 
-    def within(self, dim: int) -> bool:
+    def has_dimension(self, dim: int) -> bool:
         """Return True if `dim` is one of the dimensions."""
         return self.first <= dim <= self.last
 
-    def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def list_sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the sizes of these dimensions."""
         return tuple(shape[self.first : self.last + 1])
 
-    def chunk(self, shape: Sequence[int], count: int, rows: int) -> list[int]:
+    def compute_chunk_shape(self, shape: Sequence[int], count: int, rows: int) -> list[int]:
         """Return the shape of `count` of `rows` rows, with the same number of dimensions."""
-        size = prod(self.sizes(shape)) // rows * count
+        size = prod(self.list_sizes(shape)) // rows * count
         return [*shape[: self.first], *(1,) * (self.last - self.first), size, *shape[self.last + 1 :]]
 
 
-def rows_behind(shape: Sequence[int], before: int, rows: int) -> RowDimensions:
+def find_rows_behind(shape: Sequence[int], before: int, rows: int) -> RowDimensions:
     """Return the fewest dimensions of `shape` that contain `rows` rows, after dimensions with `before` elements.
 
     Raises:
@@ -65,7 +65,7 @@ def rows_behind(shape: Sequence[int], before: int, rows: int) -> RowDimensions:
     raise NotByRowsError
 
 
-def slice_of(value: torch.Tensor, rows: RowDimensions, begin: int, size: int) -> torch.Tensor:
+def take_slice(value: torch.Tensor, rows: RowDimensions, begin: int, size: int) -> torch.Tensor:
     """Return `size` elements of the dimensions of `rows`, in the shape of a chunk."""
     flat = value.flatten(rows.first, rows.last) if rows.last > rows.first else value
     part = flat.narrow(rows.first, begin, size)
@@ -85,7 +85,7 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or node.target in _RESHAPING or bool(getattr(node.target, "is_view", False))
 
 
-def through_view(node: fx.Node, base: RowDimensions, rows: int) -> RowDimensions:
+def map_through_view(node: fx.Node, base: RowDimensions, rows: int) -> RowDimensions:
     """Return the position of the rows in the value of the view `node`, whose base has them at `base`.
 
     Raises:
@@ -95,57 +95,57 @@ def through_view(node: fx.Node, base: RowDimensions, rows: int) -> RowDimensions
     assert isinstance(arg, fx.Node)
     if node.target is operator.getitem:
         return base
-    given, shape = tuple(arg.meta["val"].shape), _shape(node)
+    given, shape = tuple(arg.meta["val"].shape), _get_shape(node)
     match node.target:
         case target if target in _SAME:
             return base
         case target if target in _RESHAPING:
-            return rows_behind(shape, prod(given[: base.first]), rows)
+            return find_rows_behind(shape, prod(given[: base.first]), rows)
         case aten.t.default | aten.transpose.int | aten.permute.default:
-            return _permuted(node, base, len(given))
+            return _permute(node, base, len(given))
         case aten.unsqueeze.default:
-            dim = _dim(node.args[1], len(shape))
+            dim = _normalize_dim(node.args[1], len(shape))
             if base.first < dim <= base.last:
                 raise NotByRowsError
-            return base.moved(1) if dim <= base.first else base
+            return base.shift(1) if dim <= base.first else base
         case aten.expand.default:
-            moved = base.moved(len(shape) - len(given))
-            if moved.sizes(shape) != base.sizes(given):
+            moved = base.shift(len(shape) - len(given))
+            if moved.list_sizes(shape) != base.list_sizes(given):
                 raise NotByRowsError
             return moved
         case aten.slice.Tensor | aten.split.Tensor | aten.split_with_sizes.default:
             position = 1 if node.target is aten.slice.Tensor else 2
-            if base.within(_dim(node.args[position] if len(node.args) > position else 0, len(given))):
+            if base.has_dimension(_normalize_dim(node.args[position] if len(node.args) > position else 0, len(given))):
                 raise NotByRowsError
             return base
         case aten.select.int | aten.squeeze.dim:
-            dim = _dim(node.args[1], len(given))
-            if base.within(dim):
+            dim = _normalize_dim(node.args[1], len(given))
+            if base.has_dimension(dim):
                 raise NotByRowsError
             is_gone = node.target is aten.select.int or given[dim] == 1
-            return base.moved(-1) if dim < base.first and is_gone else base
+            return base.shift(-1) if dim < base.first and is_gone else base
     raise NotByRowsError
 
 
-def _permuted(node: fx.Node, base: RowDimensions, dims: int) -> RowDimensions:
+def _permute(node: fx.Node, base: RowDimensions, dims: int) -> RowDimensions:
     order = list(range(dims))
     if node.target is aten.permute.default:
-        order = [_dim(d, dims) for d in node.args[1]]  # type: ignore[union-attr]
+        order = [_normalize_dim(d, dims) for d in node.args[1]]  # type: ignore[union-attr]
     elif dims > 1:
-        one, other = (0, 1) if node.target is aten.t.default else (_dim(d, dims) for d in node.args[1:3])
+        one, other = (0, 1) if node.target is aten.t.default else (_normalize_dim(d, dims) for d in node.args[1:3])
         order[one], order[other] = order[other], order[one]
     first = order.index(base.first)
-    moved = base.moved(first - base.first)
+    moved = base.shift(first - base.first)
     if order[moved.first : moved.last + 1] != list(range(base.first, base.last + 1)):
         raise NotByRowsError
     return moved
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
+def _get_shape(node: fx.Node) -> tuple[int, ...]:
     value = node.meta["val"]
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
-def _dim(dim: object, dims: int) -> int:
+def _normalize_dim(dim: object, dims: int) -> int:
     assert isinstance(dim, int)
     return dim % max(1, dims)

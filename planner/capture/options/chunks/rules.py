@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from planner.capture.options.chunks.op_by_rows import ByRows, OpByRows, Total
-from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, rows_behind
+from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, find_rows_behind
 
 aten = torch.ops.aten
 
 
-def by_rows(op: OpByRows) -> ByRows:
+def find_row_form(op: OpByRows) -> ByRows:
     """Return the row-by-row form of an op.
 
     Raises:
@@ -27,7 +27,7 @@ def by_rows(op: OpByRows) -> ByRows:
     if rule := _RULES.get(target):
         return rule(op)
     if torch.Tag.pointwise in getattr(target, "tags", ()) or target in _ELEMENTWISE:
-        return op.makes(_by_elements(op, op.shape(op.node)))
+        return op.build(_match_elements(op, op.get_shape(op.node)))
     raise NotByRowsError
 
 
@@ -35,113 +35,113 @@ def by_rows(op: OpByRows) -> ByRows:
 _ELEMENTWISE = frozenset({aten._to_copy.default, aten.masked_fill.Tensor, aten.hardswish_backward.default})
 
 
-def _by_elements(op: OpByRows, out: tuple[int, ...]) -> RowDimensions:
+def _match_elements(op: OpByRows, out: tuple[int, ...]) -> RowDimensions:
     """Return the position of the rows in an elementwise result of shape `out`; scalars are read whole."""
     args = [a for a in op.node.all_input_nodes if isinstance(a.meta["val"], torch.Tensor)]
     first = next((a for a in args if a in op.known), None)
-    place = op.at(first).moved(len(out) - len(op.shape(first))) if first is not None else op.at()
+    place = op.get_rows(first).shift(len(out) - len(op.get_shape(first))) if first is not None else op.get_rows()
     for arg in args:
-        dims = len(out) - len(op.shape(arg))
-        sizes = ((1,) * dims + op.shape(arg))[place.first : place.last + 1]
-        if sizes == place.sizes(out) and place.first >= dims:
-            op.want(arg, place.moved(-dims))
+        dims = len(out) - len(op.get_shape(arg))
+        sizes = ((1,) * dims + op.get_shape(arg))[place.first : place.last + 1]
+        if sizes == place.list_sizes(out) and place.first >= dims:
+            op.require(arg, place.shift(-dims))
         elif all(size == 1 for size in sizes):
-            op.want_whole(arg)
+            op.require_whole(arg)
         else:
             raise NotByRowsError
     return place
 
 
-def _along(*read: int, dim: int, reduces: bool = False) -> Callable[[OpByRows], ByRows]:
+def _make_rule_along(*read: int, dim: int, reduces: bool = False) -> Callable[[OpByRows], ByRows]:
     """Return the rule of an op along the dimensions in its argument `dim`, none of them rows; `read` are its tensor arguments."""
 
-    def rule(op: OpByRows) -> ByRows:
-        place = op.at(*map(op.arg, read))
-        count = len(op.shape(op.arg(read[0])))
-        given = op.arg(dim)
+    def apply_rule(op: OpByRows) -> ByRows:
+        place = op.get_rows(*map(op.get_arg, read))
+        count = len(op.get_shape(op.get_arg(read[0])))
+        given = op.get_arg(dim)
         dims = {d % count for d in ([given] if isinstance(given, int) else given or range(count))}
-        if any(place.within(d) for d in dims):
+        if any(place.has_dimension(d) for d in dims):
             raise NotByRowsError
         for position in read:
-            _want_with_equal_rows(op, op.arg(position), op.arg(read[0]), place)
-        gone = sum(d < place.first for d in dims) if reduces and len(op.shape(op.node)) < count else 0
-        return op.makes(place.moved(-gone))
+            _require_equal_rows(op, op.get_arg(position), op.get_arg(read[0]), place)
+        gone = sum(d < place.first for d in dims) if reduces and len(op.get_shape(op.node)) < count else 0
+        return op.build(place.shift(-gone))
 
-    return rule
-
-
-_reduced = _along(0, dim=1, reduces=True)
+    return apply_rule
 
 
-def _summed(op: OpByRows) -> ByRows:
+_reduced = _make_rule_along(0, dim=1, reduces=True)
+
+
+def _apply_sum(op: OpByRows) -> ByRows:
     """Return the form of a sum over all rows and perhaps more, or along other dimensions."""
-    arg = op.arg(0)
-    place, shape = op.at(arg), op.shape(arg)
-    dims = {d % len(shape) for d in op.arg(1) or range(len(shape))}
-    if not any(place.within(d) for d in dims):
+    arg = op.get_arg(0)
+    place, shape = op.get_rows(arg), op.get_shape(arg)
+    dims = {d % len(shape) for d in op.get_arg(1) or range(len(shape))}
+    if not any(place.has_dimension(d) for d in dims):
         return _reduced(op)
     if not all(d in dims for d in range(place.first, place.last + 1)):
         raise NotByRowsError
-    op.want(arg, place)
-    return op.makes(Total.SUM, elements=prod(shape[d] for d in dims) if op.node.target in MEANS else 0)
+    op.require(arg, place)
+    return op.build(Total.SUM, elements=prod(shape[d] for d in dims) if op.node.target in MEANS else 0)
 
 
-def _loss(reduction: int) -> Callable[[OpByRows], ByRows]:
+def _make_loss_rule(reduction: int) -> Callable[[OpByRows], ByRows]:
     """Return the rule of an elementwise loss or its gradient; the argument at `reduction` is the kind of reduction."""
 
-    def rule(op: OpByRows) -> ByRows:
+    def apply_rule(op: OpByRows) -> ByRows:
         backward = "backward" in str(op.node.target)
-        shape = op.shape(op.arg(1 if backward else 0))
-        place, how = _by_elements(op, shape), op.arg(reduction)
+        shape = op.get_shape(op.get_arg(1 if backward else 0))
+        place, how = _match_elements(op, shape), op.get_arg(reduction)
         made = place if backward or how == _NONE else Total.SUM
-        return op.makes(made, elements=prod(shape) if how in (None, _MEAN) else 0, reduction=reduction)
+        return op.build(made, elements=prod(shape) if how in (None, _MEAN) else 0, reduction=reduction)
 
-    return rule
+    return apply_rule
 
 
-def _product(first: int) -> Callable[[OpByRows], ByRows]:
+def _make_product_rule(first: int) -> Callable[[OpByRows], ByRows]:
     """Return the rule of a matrix product whose left factor is at position `first`; an addend comes before."""
 
-    def rule(op: OpByRows) -> ByRows:
-        left, right = op.arg(first), op.arg(first + 1)
-        added = op.arg(0) if first else None
-        dims = len(op.shape(left))
+    def apply_rule(op: OpByRows) -> ByRows:
+        left, right = op.get_arg(first), op.get_arg(first + 1)
+        added = op.get_arg(0) if first else None
+        dims = len(op.get_shape(left))
         down, across = RowDimensions(dims - 2, dims - 2), RowDimensions(dims - 1, dims - 1)
         at_left, at_right = op.known.get(left), op.known.get(right)
         if dims == 3 and RowDimensions(0, 0) in (at_left, at_right):  # each row has products of its own
             made = RowDimensions(0, 0)
-            op.want(left, made)
-            op.want(right, made)
+            op.require(left, made)
+            op.require(right, made)
         elif at_left == across or at_right == down:
-            op.want(left, across)
-            op.want(right, down)
+            op.require(left, across)
+            op.require(right, down)
             if added is not None:
                 raise NotByRowsError
-            return op.makes(Total.PRODUCT)
+            return op.build(Total.PRODUCT)
         elif at_left == down:
             made = down
-            op.want(left, down)
-            op.want_whole(right)
+            op.require(left, down)
+            op.require_whole(right)
         elif at_right == across:
             made = across
-            op.want(right, across)
-            op.want_whole(left)
+            op.require(right, across)
+            op.require_whole(left)
         else:
             raise NotByRowsError
         if added is not None:
             _add(op, added, made)
-        return op.makes(made)
+        return op.build(made)
 
-    return rule
+    return apply_rule
 
 
 def _add(op: OpByRows, added: fx.Node, made: RowDimensions) -> None:
     """Require the addend of a product by rows if it has them, else whole."""
-    dims = len(op.shape(op.node)) - len(op.shape(added))
-    if made.first < dims or op.shape(added)[made.first - dims] == 1:
-        op.want_whole(added)
+    dims = len(op.get_shape(op.node)) - len(op.get_shape(added))
+    if made.first < dims or op.get_shape(added)[made.first - dims] == 1:
+        op.require_whole(added)
     else:
-        op.want(added, made.moved(-dims))
+        op.require(added, made.shift(-dims))
 
 
 _COUNTING = (torch.float32, torch.float64)
@@ -150,89 +150,93 @@ _NONE, _MEAN = 0, 1  # of ``reduction``: a loss per row, or the mean
 _REDUCTION = 3
 
 
-def _picked_loss(op: OpByRows) -> ByRows:
+def _apply_picked_loss(op: OpByRows) -> ByRows:
     """Return the form of ``nll_loss``: the entry of each row's class, summed."""
-    if op.arg(_REDUCTION) == _NONE or len(op.shape(op.arg(0))) == 1:
+    if op.get_arg(_REDUCTION) == _NONE or len(op.get_shape(op.get_arg(0))) == 1:
         raise NotByRowsError
-    rows = rows_behind(op.shape(op.arg(0)), 1, op.rows)
-    op.want(op.arg(0), rows)
-    op.want(op.arg(1), rows)
-    exact = op.arg(2) is None and op.node.meta["val"][1].dtype in _COUNTING and prod(op.shape(op.arg(1))) < _MOST_COUNTED
+    rows = find_rows_behind(op.get_shape(op.get_arg(0)), 1, op.rows)
+    op.require(op.get_arg(0), rows)
+    op.require(op.get_arg(1), rows)
+    exact = (
+        op.get_arg(2) is None and op.node.meta["val"][1].dtype in _COUNTING and prod(op.get_shape(op.get_arg(1))) < _MOST_COUNTED
+    )
     count = Total.COUNT if exact else Total.SUM
-    return op.makes(Total.SUM, count, mean=op.arg(_REDUCTION) == _MEAN, reduction=_REDUCTION)
+    return op.build(Total.SUM, count, mean=op.get_arg(_REDUCTION) == _MEAN, reduction=_REDUCTION)
 
 
-def _picked_loss_backward(op: OpByRows) -> ByRows:
-    rows = rows_behind(op.shape(op.arg(1)), 1, op.rows)
-    op.want(op.arg(1), rows)
-    op.want(op.arg(2), rows)
-    if op.arg(4) == _NONE:
-        op.want(op.arg(0), rows)
-    return op.makes(rows)
+def _apply_picked_loss_backward(op: OpByRows) -> ByRows:
+    rows = find_rows_behind(op.get_shape(op.get_arg(1)), 1, op.rows)
+    op.require(op.get_arg(1), rows)
+    op.require(op.get_arg(2), rows)
+    if op.get_arg(4) == _NONE:
+        op.require(op.get_arg(0), rows)
+    return op.build(rows)
 
 
-def _padded(op: OpByRows) -> ByRows:
+def _apply_padding(op: OpByRows) -> ByRows:
     """Return the form of padding along other dimensions than the rows."""
-    arg, pad = op.arg(0), op.arg(1)
-    place, dims = op.at(arg), len(op.shape(arg))
-    if any(place.within(dims - 1 - i // 2) for i, size in enumerate(pad) if size):
+    arg, pad = op.get_arg(0), op.get_arg(1)
+    place, dims = op.get_rows(arg), len(op.get_shape(arg))
+    if any(place.has_dimension(dims - 1 - i // 2) for i, size in enumerate(pad) if size):
         raise NotByRowsError
-    op.want(arg, place)
-    return op.makes(place)
+    op.require(arg, place)
+    return op.build(place)
 
 
-def _joined(op: OpByRows) -> ByRows:
+def _apply_concatenation(op: OpByRows) -> ByRows:
     """Return the form of a concatenation of arguments that all have the rows."""
-    args = op.arg(0)
-    place = op.at(*args)
-    if place.within((op.arg(1) or 0) % len(op.shape(args[0]))):
+    args = op.get_arg(0)
+    place = op.get_rows(*args)
+    if place.has_dimension((op.get_arg(1) or 0) % len(op.get_shape(args[0]))):
         raise NotByRowsError
     for arg in args:
-        _want_with_equal_rows(op, arg, args[0], place)
-    return op.makes(place)
+        _require_equal_rows(op, arg, args[0], place)
+    return op.build(place)
 
 
-def _want_with_equal_rows(op: OpByRows, arg: fx.Node, other: fx.Node, place: RowDimensions) -> None:
+def _require_equal_rows(op: OpByRows, arg: fx.Node, other: fx.Node, place: RowDimensions) -> None:
     """Require `arg` by rows, with as many elements per row as `other`."""
-    op.want(arg, place)
-    if place.sizes(op.shape(arg)) != place.sizes(op.shape(other)):
+    op.require(arg, place)
+    if place.list_sizes(op.get_shape(arg)) != place.list_sizes(op.get_shape(other)):
         raise NotByRowsError
 
 
 _RULES: Mapping[Any, Callable[[OpByRows], ByRows]] = {
-    aten.mm.default: _product(0),
-    aten.bmm.default: _product(0),
-    aten.addmm.default: _product(1),
-    aten.baddbmm.default: _product(1),
-    **dict.fromkeys((aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default), _along(0, dim=1)),
-    **dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), _along(0, 1, dim=2)),
+    aten.mm.default: _make_product_rule(0),
+    aten.bmm.default: _make_product_rule(0),
+    aten.addmm.default: _make_product_rule(1),
+    aten.baddbmm.default: _make_product_rule(1),
+    **dict.fromkeys((aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default), _make_rule_along(0, dim=1)),
+    **dict.fromkeys(
+        (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), _make_rule_along(0, 1, dim=2)
+    ),
     **dict.fromkeys((aten.logsumexp.default, aten.amax.default, aten.amin.default), _reduced),
     aten.argmax.default: _reduced,
-    aten.cumsum.default: _along(0, dim=1),
-    aten.gather.default: _along(0, 2, dim=1),
-    aten.scatter.src: _along(0, 2, 3, dim=1),
-    aten.scatter.value: _along(0, 2, dim=1),
-    aten.scatter_add.default: _along(0, 2, 3, dim=1),
-    aten.sum.dim_IntList: _summed,
-    aten.sum.default: _summed,
-    aten.mean.default: _summed,
-    aten.mean.dim: _summed,
-    aten.mse_loss.default: _loss(2),
-    aten.smooth_l1_loss.default: _loss(2),
-    aten.huber_loss.default: _loss(2),
-    aten.binary_cross_entropy.default: _loss(3),
-    aten.binary_cross_entropy_with_logits.default: _loss(4),
-    aten.mse_loss_backward.default: _loss(3),
-    aten.smooth_l1_loss_backward.default: _loss(3),
-    aten.huber_loss_backward.default: _loss(3),
-    aten.binary_cross_entropy_backward.default: _loss(4),
-    aten.nll_loss_forward.default: _picked_loss,
-    aten.nll_loss_backward.default: _picked_loss_backward,
-    aten.nll_loss2d_forward.default: _picked_loss,
-    aten.nll_loss2d_backward.default: _picked_loss_backward,
-    aten.constant_pad_nd.default: _padded,
-    aten.slice_backward.default: _along(0, dim=2),
-    aten.cat.default: _joined,
+    aten.cumsum.default: _make_rule_along(0, dim=1),
+    aten.gather.default: _make_rule_along(0, 2, dim=1),
+    aten.scatter.src: _make_rule_along(0, 2, 3, dim=1),
+    aten.scatter.value: _make_rule_along(0, 2, dim=1),
+    aten.scatter_add.default: _make_rule_along(0, 2, 3, dim=1),
+    aten.sum.dim_IntList: _apply_sum,
+    aten.sum.default: _apply_sum,
+    aten.mean.default: _apply_sum,
+    aten.mean.dim: _apply_sum,
+    aten.mse_loss.default: _make_loss_rule(2),
+    aten.smooth_l1_loss.default: _make_loss_rule(2),
+    aten.huber_loss.default: _make_loss_rule(2),
+    aten.binary_cross_entropy.default: _make_loss_rule(3),
+    aten.binary_cross_entropy_with_logits.default: _make_loss_rule(4),
+    aten.mse_loss_backward.default: _make_loss_rule(3),
+    aten.smooth_l1_loss_backward.default: _make_loss_rule(3),
+    aten.huber_loss_backward.default: _make_loss_rule(3),
+    aten.binary_cross_entropy_backward.default: _make_loss_rule(4),
+    aten.nll_loss_forward.default: _apply_picked_loss,
+    aten.nll_loss_backward.default: _apply_picked_loss_backward,
+    aten.nll_loss2d_forward.default: _apply_picked_loss,
+    aten.nll_loss2d_backward.default: _apply_picked_loss_backward,
+    aten.constant_pad_nd.default: _apply_padding,
+    aten.slice_backward.default: _make_rule_along(0, dim=2),
+    aten.cat.default: _apply_concatenation,
 }
 
 # Ops that sum and divide, by the op that only sums.

@@ -16,12 +16,12 @@ from torch import fx
 
 from graphs.ir import Phase
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.added import made_values
+from planner.capture.options.added import iterate_made_values
 from planner.capture.options.chunks.op_by_rows import ByRows, OpByRows
-from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, is_view, rows_behind, through_view
-from planner.capture.options.chunks.rules import CONSTANTS, by_rows
-from planner.capture.rewrites.layouts import in_place_random_op, read_strides
-from planner.capture.rewrites.outputs import fake
+from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, find_rows_behind, is_view, map_through_view
+from planner.capture.options.chunks.rules import CONSTANTS, find_row_form
+from planner.capture.rewrites.layouts import find_in_place_random_op, read_strides
+from planner.capture.rewrites.outputs import get_fake
 
 aten = torch.ops.aten
 
@@ -69,9 +69,9 @@ class Stretch:
         base = node.args[0]
         assert isinstance(base, fx.Node)
         place = self.place(base)
-        return None if place is None else through_view(node, place, self.rows)
+        return None if place is None else map_through_view(node, place, self.rows)
 
-    def makes_long(self, node: fx.Node, item: int, value: torch.Tensor) -> bool:
+    def has_long_rows(self, node: fx.Node, item: int, value: torch.Tensor) -> bool:
         """Return True if `value`, item `item` of the op `node`, has long rows."""
         return value.numel() / self.rows > self.longest and isinstance(self.calls[node].makes[item], RowDimensions)
 
@@ -81,21 +81,21 @@ class StretchFinder:
 
     def __init__(self, capture: Capture) -> None:
         self.graph, self.capture = capture.graph, capture
-        self._values = dict(made_values(capture))
+        self._values = dict(iterate_made_values(capture))
         self.op_of = {node: op.id for op, node in zip(capture.graph.ops, capture.nodes, strict=True) if node is not None}
 
     def find(self) -> list[tuple[Stretch, Stretch | None]]:
         """Return the stretches of the forward pass, each with that of its backward pass, without shared ops."""
         found: list[tuple[Stretch, Stretch | None]] = []
         taken: set[int] = set()
-        most = max(self._held(op.id) for op in self.graph.ops)
+        most = max(self._count_held(op.id) for op in self.graph.ops)
         products = [node for node, op in self.op_of.items() if node.target in _PRODUCTS]
-        for node in sorted(products, key=lambda node: -fake(node).numel()):  # the longest rows first
+        for node in sorted(products, key=lambda node: -get_fake(node).numel()):  # the longest rows first
             op = self.op_of[node]
             if op in taken or self.graph.ops[op].phase is not Phase.FORWARD:
                 continue
-            pair = self._from(node)
-            if pair is None or max(self._held(p) for stretch in pair if stretch for p in stretch.ops) < _SHARE * most:
+            pair = self._find_from(node)
+            if pair is None or max(self._count_held(p) for stretch in pair if stretch for p in stretch.ops) < _SHARE * most:
                 continue
             ops = {p for stretch in pair if stretch for p in stretch.ops}
             if taken.isdisjoint(ops):
@@ -103,27 +103,27 @@ class StretchFinder:
                 found.append(pair)
         return sorted(found, key=lambda pair: min(pair[0].ops))
 
-    def _held(self, op: int) -> int:
+    def _count_held(self, op: int) -> int:
         """Return the bytes of `op`'s inputs and outputs that may be freed."""
         node, tensors = self.graph.ops[op], self.graph.tensors
         freed = {t for t in (*node.inputs, *node.outputs) if not tensors[t].static and t not in self.graph.kept}
         return sum(tensors[t].size_bytes for t in freed)
 
-    def _from(self, node: fx.Node) -> tuple[Stretch, Stretch | None] | None:
+    def _find_from(self, node: fx.Node) -> tuple[Stretch, Stretch | None] | None:
         """Return the stretch from the product `node`, if possible with a backward pass and as many rows as possible; else
         None.
         """
         forward_only = None
-        for rows, known in self._beginnings(node):
-            longest = _LONG * max(fake(arg).numel() for arg in known) / rows
-            if fake(node).numel() / rows <= longest:
+        for rows, known in self._iterate_beginnings(node):
+            longest = _LONG * max(get_fake(arg).numel() for arg in known) / rows
+            if get_fake(node).numel() / rows <= longest:
                 continue
             forward = Stretch(rows, longest)
             try:
                 self._close(forward, self.op_of[node], known)
             except NotByRowsError:
                 continue
-            if not (begin := self._backward_readers(forward)):
+            if not (begin := self._find_backward_readers(forward)):
                 return forward, None
             backward = Stretch(rows, longest, forward)
             try:
@@ -135,15 +135,15 @@ class StretchFinder:
             return forward, backward
         return forward_only
 
-    def _beginnings(self, node: fx.Node) -> Iterable[tuple[int, Mapping[fx.Node, RowDimensions]]]:
+    def _iterate_beginnings(self, node: fx.Node) -> Iterable[tuple[int, Mapping[fx.Node, RowDimensions]]]:
         """Yield the possible numbers of rows of the product `node`, and their positions in its arguments."""
         left, right = node.args[_PRODUCTS[node.target] :][:2]
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-        batched = fake(left).dim() == 3
-        if batched and fake(left).shape[0] == 1:
-            yield fake(left).shape[1], {left: RowDimensions(1, 1)}
+        batched = get_fake(left).dim() == 3
+        if batched and get_fake(left).shape[0] == 1:
+            yield get_fake(left).shape[1], {left: RowDimensions(1, 1)}
             return
-        first = int(fake(left).shape[0])
+        first = int(get_fake(left).shape[0])
         seen_as = [*filter(is_view, node.users), *(left.all_input_nodes if is_view(left) else ())]
         values = [value for n in seen_as if isinstance(value := n.meta.get("val"), torch.Tensor)]
         parts = {int(value.shape[0]) for value in values if value.dim() > 2}
@@ -151,16 +151,16 @@ class StretchFinder:
             if rows > 1:
                 yield rows, {left: RowDimensions(0, 0), **({right: RowDimensions(0, 0)} if batched else {})}
 
-    def _backward_readers(self, forward: Stretch) -> list[int]:
-        readers = {op for t in self.long(forward) for op in self.graph.consumers[t]}
+    def _find_backward_readers(self, forward: Stretch) -> list[int]:
+        readers = {op for t in self.find_long(forward) for op in self.graph.consumers[t]}
         return sorted(op for op in readers if self.graph.ops[op].phase is Phase.BACKWARD)
 
-    def long(self, stretch: Stretch, ops: Iterable[int] | None = None) -> list[int]:
+    def find_long(self, stretch: Stretch, ops: Iterable[int] | None = None) -> list[int]:
         """Return the tensors of long rows made by `ops` of `stretch`, by default all its ops."""
         found = []
         for op in stretch.ops if ops is None else ops:
             for item, t in enumerate(self.graph.ops[op].outputs):
-                if stretch.makes_long(stretch.ops[op], item, self._values[t]):
+                if stretch.has_long_rows(stretch.ops[op], item, self._values[t]):
                     found.append(t)
         return found
 
@@ -177,7 +177,7 @@ class StretchFinder:
             if op not in stretch.ops:
                 self._join(stretch, op, known)
                 joined = [op, *self._join_producers(stretch, op)]
-                long = self.long(stretch, joined)
+                long = self.find_long(stretch, joined)
                 if not self.graph.kept.isdisjoint(long):
                     raise NotByRowsError
                 waiting += [(p, {}) for t in long for p in self.graph.consumers[t] if self.graph.ops[p].phase is phase]
@@ -185,10 +185,17 @@ class StretchFinder:
 
     def _join(self, stretch: Stretch, op: int, known: Mapping[fx.Node, RowDimensions]) -> None:
         node, what = self.capture.nodes[op], self.graph.ops[op]
-        if node is None or not what.recomputable or what.random or what.mutates or read_strides(node) or in_place_random_op(node):
+        if (
+            node is None
+            or not what.recomputable
+            or what.random
+            or what.mutates
+            or read_strides(node)
+            or find_in_place_random_op(node)
+        ):
             raise NotByRowsError
         places = {arg: place for arg in node.all_input_nodes if (place := stretch.place(arg)) is not None}
-        call = by_rows(OpByRows(node, stretch.rows, {**known, **places}, frozenset(places)))
+        call = find_row_form(OpByRows(node, stretch.rows, {**known, **places}, frozenset(places)))
         stretch.ops[op] = node
         stretch.calls[node] = call
 
@@ -203,7 +210,7 @@ class StretchFinder:
             inside = value in stretch.calls or (stretch.before is not None and value in stretch.before.calls)
             if op is None or inside or self.graph.ops[op].phase is not self.graph.ops[reader].phase:
                 continue
-            if not isinstance(value.meta["val"], torch.Tensor) or fake(value).numel() / stretch.rows <= stretch.longest:
+            if not isinstance(value.meta["val"], torch.Tensor) or get_fake(value).numel() / stretch.rows <= stretch.longest:
                 continue
             if self._join_producer(stretch, op, arg, rows):
                 joined += [op, *self._join_producers(stretch, op)]
@@ -223,7 +230,7 @@ class StretchFinder:
         if not isinstance(left, fx.Node) or not isinstance(left.meta["val"], torch.Tensor):
             return False
         try:
-            self._join(stretch, op, {left: rows_behind(tuple(fake(left).shape), 1, stretch.rows)})
+            self._join(stretch, op, {left: find_rows_behind(tuple(get_fake(left).shape), 1, stretch.rows)})
             if stretch.place(arg) == rows:
                 return True
         except NotByRowsError:
@@ -244,7 +251,7 @@ class StretchFinder:
             inside = (arg for arg in node.all_input_nodes if stretch.place(arg) is not None)
             if node.target not in CONSTANTS and any(arg not in reads for arg in inside):
                 raise NotByRowsError
-            long = self.long(stretch, [op])
+            long = self.find_long(stretch, [op])
             for t in self.graph.ops[op].outputs:
                 readers = [p for p in self.graph.consumers[t] if p not in stretch.ops]
                 readers = [p for p in readers if self.graph.ops[p].phase is self.graph.ops[op].phase]

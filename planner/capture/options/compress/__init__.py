@@ -3,7 +3,7 @@
 from graphs.options.compress import COMPRESS as NAME
 from graphs.options.compress import LEAST_BITS, MOST_BITS, REFERENCE_BITS, limit_variance
 from graphs.options.option import Argument, Feature
-from planner.capture.options.option import EAGER_KERNELS, StepOption, imported_late
+from planner.capture.options.option import EAGER_KERNELS, StepOption, import_late
 
 COMPRESS = StepOption(
     name=NAME,
@@ -15,6 +15,6 @@ COMPRESS = StepOption(
         Feature.VARYING_SIZES: "the gradient error is measured at one size; leave one of them out",
     },
     argument=Argument(LEAST_BITS, MOST_BITS, REFERENCE_BITS, "bits", "which limits the gradient error", limit_variance),
-    apply=imported_late("planner.capture.options.compress.find", "compressed"),
-    measure=imported_late("planner.capture.options.compress.sensitivity", "measured_variances"),
+    apply=import_late("planner.capture.options.compress.find", "find_compressed"),
+    measure=import_late("planner.capture.options.compress.sensitivity", "measure_variances"),
 )

@@ -16,8 +16,8 @@ import torch
 from graphs.ir import Kind, Op, Phase, Tensor
 from graphs.options.compress import COMPRESS, KEEP, RESTORE
 from planner.capture.lowering.lower import Capture
-from planner.capture.lowering.statics import allocated_bytes
-from planner.capture.options.added import Additions, made_values
+from planner.capture.lowering.statics import compute_allocated_bytes
+from planner.capture.options.added import Additions, iterate_made_values
 from planner.capture.options.compress.forms import FORMS
 from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
 from planner.capture.rewrites.outputs import is_dense
@@ -28,20 +28,20 @@ _MOST_READ = 3  # of the inputs of one op so many may be restored, the largest f
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def compressed(capture: Capture) -> Capture:
+def find_compressed(capture: Capture) -> Capture:
     """Return `capture` with ops that compress tensors; their times and variances are not measured."""
     additions = Additions(capture)
-    found = _compressible(capture)
+    found = _find_compressible(capture)
     restored: dict[int, int] = {}
     for t, value in found.items():
         restored[t] = _add_forms(additions, capture.graph.tensors[t], value)
-    for op in _readers(capture):
+    for op in _iterate_readers(capture):
         read = sorted((t for t in op.inputs if t in found), key=lambda t: -capture.graph.tensors[t].size_bytes)[:_MOST_READ]
         for count in range(1, len(read) + 1):
             for some in combinations(read, count):
                 name = f"{op.name}_of_{'_'.join(map(str, sorted(some)))}"
                 additions.add_variant(op, {t: restored[t] for t in some}, name, f"{COMPRESS}.read")
-    return additions.captured()
+    return additions.build_capture()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Kept:
     ops: Mapping[str, tuple[int, int]]
 
 
-def kept_tensors(capture: Capture) -> list[Kept]:
-    """Return the tensors that ``compressed`` has found."""
+def list_kept_tensors(capture: Capture) -> list[Kept]:
+    """Return the tensors that ``find_compressed`` has found."""
     found: dict[int, dict[str, tuple[int, int]]] = {}
     for op in capture.graph.ops[len(capture.graph.program) :]:
         if op.target.startswith(f"{KEEP}."):
@@ -67,12 +67,12 @@ def kept_tensors(capture: Capture) -> list[Kept]:
     return [Kept(t, ops) for t, ops in found.items()]
 
 
-def _compressible(capture: Capture) -> dict[int, torch.Tensor]:
+def _find_compressible(capture: Capture) -> dict[int, torch.Tensor]:
     """Return the tensors that may be compressed, with their fake values."""
     graph = capture.graph
     found: dict[int, torch.Tensor] = {}
-    readers = {t for op in _readers(capture) for t in op.inputs}
-    for t, value in made_values(capture):
+    readers = {t for op in _iterate_readers(capture) for t in op.inputs}
+    for t, value in iterate_made_values(capture):
         tensor = graph.tensors[t]
         forward = graph.ops[tensor.producers[0]].phase is Phase.FORWARD
         if forward and tensor.kind is Kind.ACTIVATION and t in readers and _is_whole(tensor, value):
@@ -83,11 +83,11 @@ def _compressible(capture: Capture) -> dict[int, torch.Tensor]:
 
 def _is_whole(tensor: Tensor, value: torch.Tensor) -> bool:
     """Return True if the elements are numbers, sufficiently many, and fill the storage."""
-    as_allocated = tensor.size_bytes == allocated_bytes(value.untyped_storage().nbytes(), value.device)
+    as_allocated = tensor.size_bytes == compute_allocated_bytes(value.untyped_storage().nbytes(), value.device)
     return value.dtype in _DTYPES and value.numel() >= _LEAST_ELEMENTS and is_dense(value) and as_allocated
 
 
-def _readers(capture: Capture) -> Iterator[Op]:
+def _iterate_readers(capture: Capture) -> Iterator[Op]:
     """Yield the ops of the backward pass that can read other tensors instead."""
     for op in capture.graph.program:
         movable = not (op.random or op.mutates or capture.program.calls[op.id].launches)

@@ -25,7 +25,7 @@ class Noise:
     seed: torch.Tensor
     first: int
 
-    def like(self, rows: torch.Tensor) -> torch.Tensor:
+    def draw_like(self, rows: torch.Tensor) -> torch.Tensor:
         """Return uniform numbers in [0, 1), in float32; the integer arithmetic wraps around at 2^32."""
         hashed = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device).mul_(_SPREAD)
         hashed += self.seed + self.first * GROUP * _SPREAD
@@ -38,7 +38,7 @@ class Noise:
         return hashed.bitwise_and_(2**24 - 1).to(torch.float32).mul_(_UNIFORM).view(rows.shape)
 
 
-def seed_of(values: torch.Tensor, number: int) -> torch.Tensor:
+def compute_seed(values: torch.Tensor, number: int) -> torch.Tensor:
     """Return the seed of op `number` on `values`: an integer on the same device, from all of their bits."""
     # Sums of 64-bit words are many times as fast as sums of shorter words; the remainder is added separately.
     size = values.element_size()
@@ -77,7 +77,7 @@ class Uniform:
         limits.copy_(torch.cat((least, largest), dim=1))
         steps = 2**self.bits - 1
         length = (largest - least).clamp_min_(torch.finfo(torch.float32).tiny)
-        places = (rows - least).div_(length).mul_(steps).add_(noise.like(rows)).floor_().clamp_(0, steps)
+        places = (rows - least).div_(length).mul_(steps).add_(noise.draw_like(rows)).floor_().clamp_(0, steps)
         whole = places.nan_to_num_(0.0).to(torch.uint8).view(len(rows), 8 // self.bits, self.code_bytes)
         for i in range(1, 8 // self.bits):
             whole[:, 0] |= whole[:, i] << (self.bits * i)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from graphs.errors import TraceError
-from planner.capture.options.compress.forms import GROUP, Form, Noise, seed_of
+from planner.capture.options.compress.forms import GROUP, Form, Noise, compute_seed
 
 _LEAST_SLICE, _MOST_SLICES = 2**16, 8  # least elements of a slice, and most slices of a tensor
 
@@ -39,7 +39,7 @@ class DenseLayout:
         """The bytes of the compressed tensor: codes, then limits in the tensor's dtype."""
         return self.code_bytes + self.groups * self.form.limits * self.like.element_size()
 
-    def parts(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def split_parts(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes and limits of a compressed tensor, with a row for each group."""
         codes = kept[: self.code_bytes].view(self.groups, self.form.code_bytes)
         return codes, kept[self.code_bytes :].view(self.like.dtype).view(self.groups, self.form.limits)
@@ -52,10 +52,10 @@ class DenseLayout:
     @property
     def part(self) -> "DenseLayout":
         """The layout of the first slice."""
-        _, elements = next(self.slices())
+        _, elements = next(self.iterate_slices())
         return DenseLayout(self.like.new_empty(elements.stop), self.form)
 
-    def slices(self) -> Iterator[tuple[slice, slice]]:
+    def iterate_slices(self) -> Iterator[tuple[slice, slice]]:
         """Yield the groups and the elements of each slice."""
         size = max(_LEAST_SLICE, self.like.numel() // _MOST_SLICES) // GROUP
         for begin in range(0, self.groups, size):
@@ -76,7 +76,7 @@ class _InSlices(ABC):
     @property
     def count(self) -> int:
         """The number of slices."""
-        return sum(1 for _ in self.layout.slices())
+        return sum(1 for _ in self.layout.iterate_slices())
 
     @property
     def alike(self) -> Hashable:
@@ -119,9 +119,9 @@ class Keep(_InSlices):
             )
         flat = value.as_strided((value.numel(),), (1,))
         kept = torch.empty(layout.kept_bytes, dtype=torch.uint8, device=value.device)
-        codes, limits = layout.parts(kept)
-        seed = seed_of(flat, self.number)
-        for groups, elements in layout.slices():
+        codes, limits = layout.split_parts(kept)
+        seed = compute_seed(flat, self.number)
+        for groups, elements in layout.iterate_slices():
             rows = flat[elements].to(torch.float32)
             if missing := -rows.numel() % GROUP:
                 rows = torch.cat((rows, rows[-1:].expand(missing)))  # padding within the range of its group
@@ -146,8 +146,8 @@ class Restore(_InSlices):
         like = layout.like
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=kept.device)
         flat = made.as_strided((made.numel(),), (1,))
-        codes, limits = layout.parts(kept)
-        for groups, elements in layout.slices():
+        codes, limits = layout.split_parts(kept)
+        for groups, elements in layout.iterate_slices():
             rows = layout.form.unpack(codes[groups], limits[groups]).view(-1)
             flat[elements].copy_(rows[: elements.stop - elements.start])
         return (made,)

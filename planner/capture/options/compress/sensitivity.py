@@ -14,47 +14,47 @@ import torch
 from graphs.ir import Graph, Phase
 from graphs.options.compress import model_variance, set_variances
 from graphs.schedule import Compute, schedule_of
-from planner.capture.frontend.random_states import gpus_of, preserve_random_states
+from planner.capture.frontend.random_states import list_gpus, preserve_random_states
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.compress.find import Kept, kept_tensors
+from planner.capture.options.compress.find import Kept, list_kept_tensors
 from planner.capture.program.builder import Pass, PassBuilder
 from planner.capture.program.program import Ref
 from planner.capture.program.writer import PassWriter
 from planner.capture.replay import RealStep
 
 
-def modelled_variances(capture: Capture) -> Graph:
+def model_variances(capture: Capture) -> Graph:
     """Return the graph of `capture` with modelled variances; nothing is run.
 
     Each tensor changes its part of the gradients as much as itself. Numbers are taken as normal, and the parts as equal.
     """
-    found = kept_tensors(capture)
+    found = list_kept_tensors(capture)
     modelled = {op: model_variance(form) / len(found) for kept in found for form, (_, op) in kept.ops.items()}
     return set_variances(capture.graph, modelled, "modelled") if found else capture.graph
 
 
-def measured_variances(capture: Capture, real: RealStep | None) -> Graph:
+def measure_variances(capture: Capture, real: RealStep | None) -> Graph:
     """Return the graph of `capture`, whose step is `real`, with measured variances; with modelled ones if that is None.
 
     Runs the forward pass once, and the backward pass once more for each rounding, with all its inputs kept. Parameters, buffers
     and random state are restored. If the gradients are all zero or not finite, the variances are modelled.
     """
     if real is None:
-        return modelled_variances(capture)
-    if not (found := kept_tensors(capture)):
+        return model_variances(capture)
+    if not (found := list_kept_tensors(capture)):
         return capture.graph
-    with real.running():
+    with real.preserve_state():
         passes = _PerturbedStep(real, found)
-        exact = passes.gradients({})
-        norm = _squared(exact)
+        exact = passes.compute_gradients({})
+        norm = _sum_squares(exact)
         if not (0 < norm < math.inf):
-            return modelled_variances(capture)
+            return model_variances(capture)
         measured: dict[int, float] = {}
         for kept in found:
             for form, (_, restore) in kept.ops.items():
-                measured[restore] = passes.squared_error(kept, form, exact) / norm
+                measured[restore] = passes.measure_squared_error(kept, form, exact) / norm
     if not all(map(math.isfinite, measured.values())):
-        return modelled_variances(capture)
+        return model_variances(capture)
     return set_variances(capture.graph, measured, "measured")
 
 
@@ -66,22 +66,24 @@ class _PerturbedStep:
         forward, self._backward, alive = _compile_passes(real.capture, {kept.tensor for kept in found})
         self._alive: dict[int, Any] = dict(zip(alive, forward.run(self._static), strict=True))
 
-    def gradients(self, replaced: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def compute_gradients(self, replaced: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the gradients of the parameters, with some tensors replaced in the backward pass."""
         alive = list((self._alive | replaced).values())
-        with preserve_random_states(gpus_of(self._device)):
+        with preserve_random_states(list_gpus(self._device)):
             gradients: tuple[torch.Tensor, ...] = self._backward.run(self._static, alive)
             return gradients
 
-    def squared_error(self, kept: Kept, form: str, exact: Sequence[torch.Tensor]) -> float:
+    def measure_squared_error(self, kept: Kept, form: str, exact: Sequence[torch.Tensor]) -> float:
         """Return the squared error of the gradients if the tensor is kept in this form."""
         keep, restore = (self._capture.program.calls[op].composed for op in kept.ops[form])
         assert keep is not None and restore is not None
         (restored,) = restore(*keep(self._alive[kept.tensor]))
-        return _squared(a.to(torch.float32) - b for a, b in zip(self.gradients({kept.tensor: restored}), exact, strict=True))
+        return _sum_squares(
+            a.to(torch.float32) - b for a, b in zip(self.compute_gradients({kept.tensor: restored}), exact, strict=True)
+        )
 
 
-def _squared(tensors: Iterable[torch.Tensor]) -> float:
+def _sum_squares(tensors: Iterable[torch.Tensor]) -> float:
     """Return the sum of the squares of all elements."""
     return math.fsum(torch.linalg.vector_norm(t.detach(), dtype=torch.float64).item() ** 2 for t in tensors)
 
@@ -99,11 +101,11 @@ def _compile_passes(capture: Capture, needed: set[int]) -> tuple[Pass, Pass, tup
     writer, static = PassWriter(graph, program), [source.tensor for source in program.sources]
     first, second = PassBuilder(program), PassBuilder(program)
     for builder in (first, second):
-        builder.tensor_list("static", static)
+        builder.add_tensor_list("static", static)
     writer.write(first, steps[:cut])
     alive = tuple(writer.live)
     assert needed.issubset(alive)  # the backward pass reads it
-    second.tensor_list("alive", alive)
+    second.add_tensor_list("alive", alive)
     writer.write(second, steps[cut:])
     title = f"sensitivity of {graph.fingerprint}"
     forward = first.finish(list(map(Ref, alive)), title)

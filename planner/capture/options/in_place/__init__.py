@@ -1,7 +1,7 @@
 """In-place ops: elementwise kernels may overwrite an input."""
 
 from graphs.ir import Graph
-from planner.capture.options.option import StepOption, imported_late
+from planner.capture.options.option import StepOption, import_late
 
 IN_PLACE = StepOption(
     name="in-place",
@@ -9,5 +9,5 @@ IN_PLACE = StepOption(
     offers="ops over an input",
     default=True,
     restored=Graph.out_of_place,
-    apply=imported_late("planner.capture.options.in_place.find", "in_place"),
+    apply=import_late("planner.capture.options.in_place.find", "find_in_place"),
 )

@@ -13,15 +13,15 @@ from torch import fx
 from graphs.ir import Kind, Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.references import is_laid_out
-from planner.capture.options.added import tensors_by_storage
-from planner.capture.options.in_place_variants import covers, with_out, working_in_place
+from planner.capture.options.added import map_tensors_by_storage
+from planner.capture.options.in_place_variants import find_in_place_variant, find_out_variant, is_covering
 from planner.capture.program.program import Call, OpCalls, Ref
-from planner.capture.rewrites.batch_norms import ignored_inputs
-from planner.capture.rewrites.outputs import fake, is_random, storage
+from planner.capture.rewrites.batch_norms import find_ignored_inputs
+from planner.capture.rewrites.outputs import get_fake, get_storage, is_random
 from planner.torch_private.core import OpOverload
 
 
-def in_place(capture: Capture) -> Capture:
+def find_in_place(capture: Capture) -> Capture:
     """Return `capture` with the possible in-place writes of the program's ops."""
     graph, program = capture.graph, capture.program
     finding = _Finding(capture)
@@ -29,7 +29,7 @@ def in_place(capture: Capture) -> Capture:
     calls: list[OpCalls] = []
     for op, called in zip(graph.program, program.calls, strict=False):
         if called.launches:
-            ops.append(replace(op, overwrites=finding.launched(called)))
+            ops.append(replace(op, overwrites=finding.list_launched(called)))
             calls.append(called)
         elif (found := finding.of(op)) is None:
             ops.append(op)
@@ -47,7 +47,7 @@ class _Finding:
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self._tensor_of = tensors_by_storage(capture)
+        self._tensor_of = map_tensors_by_storage(capture)
         n = len(capture.graph.program)
         self._readers = [[r for r in readers if r < n] for readers in capture.graph.consumers]
 
@@ -61,34 +61,34 @@ class _Finding:
             return None
         target, call = node.target, calls.call
         # With another target or copied arguments, it is not this kernel on these tensors.
-        as_it_is = call.target is target and not is_laid_out(call) and not ignored_inputs(node)
+        as_it_is = call.target is target and not is_laid_out(call) and not find_ignored_inputs(node)
         if not isinstance(target, OpOverload) or not as_it_is:
             return None
         if torch.Tag.pointwise not in target.tags or target._schema.is_mutable or is_random(node):
             return None
         o = calls.outputs[0][0]
-        for t in sorted(op.inputs, key=self._staying):
-            value = self._whole(node, o, t)
+        for t in sorted(op.inputs, key=self._find_last_reader):
+            value = self._find_whole(node, o, t)
             if value is None:
                 continue
             reference = self.capture.values[value]
             if o in self.capture.graph.kept and not isinstance(reference, Ref):
                 continue  # results for the caller are no views
-            if (out := with_out(target)) is not None:
+            if (out := find_out_variant(target)) is not None:
                 return o, t, Call(out[0], call.args, {**call.kwargs, out[1]: reference})
-            if node.args[0] is value and (function := working_in_place(target)) is not None:
+            if node.args[0] is value and (function := find_in_place_variant(target)) is not None:
                 return o, t, replace(call, target=function)
         return None
 
-    def launched(self, calls: OpCalls) -> tuple[tuple[int, int], ...]:
+    def list_launched(self, calls: OpCalls) -> tuple[tuple[int, int], ...]:
         """Return the outputs of kernels and the inputs that they may overwrite, each once, chosen as in ``of``."""
         found: dict[int, int] = {}
-        for o, t, _ in sorted(calls.over, key=lambda pair: (*self._staying(pair[1]), pair[:2])):
+        for o, t, _ in sorted(calls.over, key=lambda pair: (*self._find_last_reader(pair[1]), pair[:2])):
             if self._may_go(o, t) and o not in found and t not in found.values():
                 found[o] = t
         return tuple(found.items())
 
-    def _staying(self, t: int) -> tuple[int, int]:
+    def _find_last_reader(self, t: int) -> tuple[int, int]:
         """Return the last op that reads t in the program, and the number of its readers."""
         return self._readers[t][-1], len(self._readers[t])
 
@@ -99,11 +99,11 @@ class _Finding:
         alone = all(other is None for tensor in (read, made) for other in (tensor.view_of, tensor.held_for))
         return alone and not read.static and t not in graph.kept and read.size_bytes == made.size_bytes > 0
 
-    def _whole(self, node: fx.Node, o: int, t: int) -> fx.Node | None:
+    def _find_whole(self, node: fx.Node, o: int, t: int) -> fx.Node | None:
         """Return the argument that is all of t, laid out like the output o; None if t stays, or is also read in another order."""
-        made = fake(node)
+        made = get_fake(node)
         if not self._may_go(o, t) or self.capture.graph.tensors[t].kind is Kind.RANDOM_STATE:
             return None
         values = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), torch.Tensor)]
-        of_t = [value for value in values if self._tensor_of.get(storage(fake(value))) == t]
-        return of_t[0] if of_t and all(covers(fake(value), made) for value in of_t) else None
+        of_t = [value for value in values if self._tensor_of.get(get_storage(get_fake(value))) == t]
+        return of_t[0] if of_t and all(is_covering(get_fake(value), made) for value in of_t) else None

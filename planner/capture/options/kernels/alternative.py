@@ -9,10 +9,10 @@ from torch import fx
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.added import value_of
+from planner.capture.options.added import get_value
 from planner.capture.program.program import Path
-from planner.capture.rewrites.layouts import in_place_random_op, read_strides
-from planner.capture.rewrites.outputs import same_layout, storage
+from planner.capture.rewrites.layouts import find_in_place_random_op, read_strides
+from planner.capture.rewrites.outputs import get_storage, is_same_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class MadeTensor:
     @property
     def value(self) -> torch.Tensor:
         """The fake value."""
-        found: torch.Tensor = value_of(self.node, self.path)
+        found: torch.Tensor = get_value(self.node, self.path)
         return found
 
 
@@ -71,19 +71,19 @@ class Alternative:
     always_exact: bool = False
     bundle: str = ""
 
-    def rounds(self, equal: Sequence[bool]) -> list[bool]:
+    def list_rounding(self, equal: Sequence[bool]) -> list[bool]:
         """Return for each result True if it is one of the program's and may be rounded differently; see ``Comparable``."""
         of_program = (isinstance(made, MadeTensor) for made in self.makes)
         return [of and not (same and self.repeatable) for of, same in zip(of_program, equal, strict=True)]
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the results."""
-        return tuple(_as_laid_out(value, made.value) for value, made in zip(self.compute(*given), self.makes, strict=True))
+        return tuple(_lay_out_like(value, made.value) for value, made in zip(self.compute(*given), self.makes, strict=True))
 
 
-def _as_laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _lay_out_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return `value` with the strides of `like`, in a storage of the same size."""
-    if value.untyped_storage().nbytes() != like.untyped_storage().nbytes() or not same_layout(value, like):
+    if value.untyped_storage().nbytes() != like.untyped_storage().nbytes() or not is_same_layout(value, like):
         return value.new_empty_strided(like.shape, like.stride()).copy_(value)
     # The stride of a dimension with one element is arbitrary, but it influences the choice of kernels.
     return value if value.stride() == like.stride() else value.as_strided(like.shape, like.stride())
@@ -106,7 +106,7 @@ class Calls:
             for op, node, call in zip(capture.graph.ops, capture.nodes, capture.program.calls, strict=True)
             if node is not None
         }
-        self._producers = {storage(result.value): op for op in self._ops.values() for result in op.results}
+        self._producers = {get_storage(result.value): op for op in self._ops.values() for result in op.results}
 
     def __iter__(self) -> Iterator["ReplaceableOp"]:
         return iter(self._ops.values())
@@ -119,10 +119,10 @@ class Calls:
         """Return the op that was captured as `node`."""
         return next(op for op in self if op.node is node)
 
-    def producer(self, value: fx.Node) -> "ReplaceableOp | None":
+    def find_producer(self, value: fx.Node) -> "ReplaceableOp | None":
         """Return the op that makes the memory of `value`, an argument; None if there is none."""
         made = value.meta["val"]
-        return self._producers.get(storage(made)) if isinstance(made, torch.Tensor) else None
+        return self._producers.get(get_storage(made)) if isinstance(made, torch.Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class ReplaceableOp:
         argument = self.node.target._schema.arguments[position]  # type: ignore[union-attr]
         return self.node.kwargs.get(argument.name, argument.default_value)
 
-    def named(self, name: str) -> Any:
+    def get_named(self, name: str) -> Any:
         """Return the argument called `name`."""
         names = [argument.name for argument in self.node.target._schema.arguments]  # type: ignore[union-attr]
         return self[names.index(name)]
@@ -162,9 +162,11 @@ class ReplaceableOp:
     def is_bound(self) -> bool:
         """True if the op must be executed as captured: it draws, mutates, may not be recomputed, or reads copied layouts."""
         op = self.graph_op
-        return bool(op.random or op.mutates or not op.recomputable or read_strides(self.node) or in_place_random_op(self.node))
+        return bool(
+            op.random or op.mutates or not op.recomputable or read_strides(self.node) or find_in_place_random_op(self.node)
+        )
 
-    def alternative(self, name: str, target: Callable[..., Any], *arguments: Any, **more: Any) -> Alternative:
+    def build_alternative(self, name: str, target: Callable[..., Any], *arguments: Any, **more: Any) -> Alternative:
         """Return an alternative that calls `target` with `arguments`, values of the program among them, for all results of the
         op.
 
@@ -172,22 +174,22 @@ class ReplaceableOp:
             more: other attributes of ``Alternative``.
         """
         return Alternative(
-            name, (self.node,), reads_of(arguments), self.results, calling(target, arguments, self.results), **more
+            name, (self.node,), list_reads(arguments), self.results, make_call(target, arguments, self.results), **more
         )
 
 
-def reads_of(arguments: Any) -> tuple[fx.Node, ...]:
+def list_reads(arguments: Any) -> tuple[fx.Node, ...]:
     """Return the values of the program among `arguments`, each once."""
     found: dict[fx.Node, None] = {}
     fx.map_arg(arguments, lambda node: found.setdefault(node))
     return tuple(found)
 
 
-def calling(
+def make_call(
     target: Callable[..., Any], arguments: tuple[Any, ...], makes: Sequence[MadeTensor]
 ) -> Callable[..., list[torch.Tensor]]:
     """Return a function of the program's values in `arguments` that calls `target` and returns the results `makes`."""
-    reads = reads_of(arguments)
+    reads = list_reads(arguments)
     positions = [made.path[0] if made.path else None for made in makes]
 
     def compute(*given: torch.Tensor) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import fx
 
 from planner.capture.options.kernels.alternative import Alternative, Bundle, MadeTensor, Own, ReplaceableOp
 from planner.capture.rewrites.cuda_attention import fits_efficient, fits_flash
-from planner.capture.rewrites.outputs import fake
+from planner.capture.rewrites.outputs import get_fake
 
 aten = torch.ops.aten
 
@@ -33,63 +33,63 @@ _BACKWARD = {
 }
 
 
-def alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
+def iterate_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the alternatives for a pass of a fused attention kernel."""
     if op.node.target in _FORWARD:
         yield from _forward_alternatives(op)
     elif op.node.target in _BACKWARD:
-        yield from _backward_alternatives(op)
+        yield from _iterate_backward_alternatives(op)
 
 
 def _forward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
     query, key, value, mask = _read(op, _FORWARD)
     if _has_math(op, query, key):
-        compute = partial(_math_forward, causal=op.named("is_causal"), scale=_scale(op, query))
+        compute = partial(_compute_forward, causal=op.get_named("is_causal"), scale=_scale(op, query))
         out = tuple(result for result in op.results if result.path == (0,))
         reads = (query, key, value) if mask is None else (query, key, value, mask)
         yield (Alternative("math", (op.node,), reads, out, compute),)
 
 
-def _backward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
+def _iterate_backward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the alternatives for a backward pass, with its forward pass if that must save something else."""
     query, key, value, mask = _read(op, _BACKWARD)
-    if _has_math(op, query, key) and _gives_no_mask_gradient(op):
-        compute = partial(_math_backward, causal=op.named("is_causal"), scale=_scale(op, query))
+    if _has_math(op, query, key) and _is_without_mask_gradient(op):
+        compute = partial(_compute_backward, causal=op.get_named("is_causal"), scale=_scale(op, query))
         reads = (op[0], query, key, value) if mask is None else (op[0], query, key, value, mask)
         yield (Alternative("math", (op.node,), reads, op.results, compute),)
-    before = op.calls.producer(op.named("out"))
+    before = op.calls.find_producer(op.get_named("out"))
     if op.node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return  # a CPU has one fused kernel
-    if before is None or op.named("dropout_p") or not _gives_no_mask_gradient(op):
+    if before is None or op.get_named("dropout_p") or not _is_without_mask_gradient(op):
         return
-    values = tuple(map(fake, (query, key, value)))
+    values = tuple(map(get_fake, (query, key, value)))
     if op.node.target is aten._scaled_dot_product_flash_attention_backward.default:
         if fits_efficient(*values):
-            yield _efficient(op, before)
-    elif mask is None and values[0].shape[3] % 8 == 0 and fits_flash(*values, is_causal=op.named("is_causal")):
-        yield _flash(op, before)
+            yield _build_efficient(op, before)
+    elif mask is None and values[0].shape[3] % 8 == 0 and fits_flash(*values, is_causal=op.get_named("is_causal")):
+        yield _build_flash(op, before)
 
 
 def _read(op: ReplaceableOp, masks: dict[Any, str | None]) -> tuple[Any, Any, Any, Any]:
     mask = masks[op.node.target]
-    return (*(op.named(name) for name in ("query", "key", "value")), None if mask is None else op.named(mask))
+    return (*(op.get_named(name) for name in ("query", "key", "value")), None if mask is None else op.get_named(mask))
 
 
 def _has_math(op: ReplaceableOp, query: fx.Node, key: fx.Node) -> bool:
     """Return True if the op has no dropout, whose mask the fused kernels do not save, and one key head per query head."""
-    return not op.named("dropout_p") and fake(query).dim() == 4 and fake(query).shape[:2] == fake(key).shape[:2]
+    return not op.get_named("dropout_p") and get_fake(query).dim() == 4 and get_fake(query).shape[:2] == get_fake(key).shape[:2]
 
 
-def _gives_no_mask_gradient(op: ReplaceableOp) -> bool:
+def _is_without_mask_gradient(op: ReplaceableOp) -> bool:
     return all(result.path in ((0,), (1,), (2,)) for result in op.results) and len(op.results) == 3
 
 
 def _scale(op: ReplaceableOp, query: fx.Node) -> float:
-    scale = op.named("scale")
-    return 1 / sqrt(fake(query).shape[-1]) if scale is None else float(scale)
+    scale = op.get_named("scale")
+    return 1 / sqrt(get_fake(query).shape[-1]) if scale is None else float(scale)
 
 
-def _probabilities(
+def _compute_probabilities(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, scale: float
 ) -> torch.Tensor:
     """Return the probabilities as one quadratic tensor, in float32 at least; fully masked rows are 0, as in the fused kernels."""
@@ -109,7 +109,7 @@ def _probabilities(
     return scores.div_(total.masked_fill_(total == 0.0, 1.0))
 
 
-def _math_forward(
+def _compute_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -119,11 +119,11 @@ def _math_forward(
     scale: float,
 ) -> tuple[torch.Tensor]:
     """Return softmax(Q K' scale) V, without the logsumexp that the fused backward pass reads."""
-    probabilities = _probabilities(query, key, mask, causal=causal, scale=scale)
+    probabilities = _compute_probabilities(query, key, mask, causal=causal, scale=scale)
     return (torch.matmul(probabilities.to(value.dtype), value),)
 
 
-def _math_backward(
+def _compute_backward(
     gradient: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -137,7 +137,7 @@ def _math_backward(
 
     With P the probabilities and O = P V: dV = P' dO; dP = dO V'; dS = P (dP - rowsum(P dP)); dQ = dS K scale; dK = dS' Q scale.
     """
-    probabilities = _probabilities(query, key, mask, causal=causal, scale=scale)
+    probabilities = _compute_probabilities(query, key, mask, causal=causal, scale=scale)
     of_value = torch.matmul(probabilities.to(value.dtype).transpose(-2, -1), gradient)
     of_scores = torch.matmul(gradient, value.transpose(-2, -1)).to(probabilities.dtype).mul_(probabilities)
     of_scores.addcmul_(probabilities, of_scores.sum(-1, keepdim=True), value=-1).mul_(scale)
@@ -146,10 +146,10 @@ def _math_backward(
     return torch.matmul(of_scores, key), torch.matmul(of_scores.transpose(-2, -1), query), of_value
 
 
-def _efficient(op: ReplaceableOp, before: ReplaceableOp) -> Bundle:
+def _build_efficient(op: ReplaceableOp, before: ReplaceableOp) -> Bundle:
     """Return both passes by the memory-efficient kernel, which saves the logsumexp with rows padded to a tile."""
-    causal, scale = op.named("is_causal"), op.named("scale")
-    rows = fake(op.named("query")).shape[2]
+    causal, scale = op.get_named("is_causal"), op.get_named("scale")
+    rows = get_fake(op.get_named("query")).shape[2]
 
     def forward(*given: torch.Tensor) -> Any:
         return aten._scaled_dot_product_efficient_attention.default(*given, None, True, 0.0, causal, scale=scale)
@@ -159,13 +159,13 @@ def _efficient(op: ReplaceableOp, before: ReplaceableOp) -> Bundle:
             gradient, query, key, value, None, out, kept, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
         )
 
-    return _both(op, before, "efficient", -(-rows // _TILE) * _TILE, forward, backward)
+    return _build_both(op, before, "efficient", -(-rows // _TILE) * _TILE, forward, backward)
 
 
-def _flash(op: ReplaceableOp, before: ReplaceableOp) -> Bundle:
+def _build_flash(op: ReplaceableOp, before: ReplaceableOp) -> Bundle:
     """Return both passes by flash attention, which saves one logsumexp per row."""
-    causal, scale = op.named("is_causal"), op.named("scale")
-    rows, keys = (fake(op.named(name)).shape[2] for name in ("query", "key"))
+    causal, scale = op.get_named("is_causal"), op.get_named("scale")
+    rows, keys = (get_fake(op.get_named(name)).shape[2] for name in ("query", "key"))
 
     def forward(*given: torch.Tensor) -> Any:
         return aten._scaled_dot_product_flash_attention.default(*given, 0.0, causal, scale=scale)
@@ -175,18 +175,18 @@ def _flash(op: ReplaceableOp, before: ReplaceableOp) -> Bundle:
             gradient, query, key, value, out, kept, None, None, rows, keys, 0.0, causal, seed, seed, scale=scale
         )
 
-    return _both(op, before, "flash", rows, forward, backward)
+    return _build_both(op, before, "flash", rows, forward, backward)
 
 
-def _both(op: ReplaceableOp, before: ReplaceableOp, name: str, rows: int, forward: Any, backward: Any) -> Bundle:
+def _build_both(op: ReplaceableOp, before: ReplaceableOp, name: str, rows: int, forward: Any, backward: Any) -> Bundle:
     """Return both passes by a kernel that saves `rows` logarithms per head."""
     query, key, value, _ = _read(op, _BACKWARD)
-    logarithms = Own("logsumexp", fake(query).new_empty((*fake(query).shape[:2], rows), dtype=torch.float32))
+    logarithms = Own("logsumexp", get_fake(query).new_empty((*get_fake(query).shape[:2], rows), dtype=torch.float32))
 
     def forward_by(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(forward(*given)[:2])
 
-    def backward_by(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run_backward(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         seed = torch.zeros((), dtype=torch.long, device=given[0].device)  # no dropout
         return tuple(backward(*given, seed)[:3])
 
@@ -195,9 +195,9 @@ def _both(op: ReplaceableOp, before: ReplaceableOp, name: str, rows: int, forwar
         Alternative(
             name,
             (op.node,),
-            (op[0], query, key, value, op.named("out"), logarithms),
+            (op[0], query, key, value, op.get_named("out"), logarithms),
             op.results,
-            backward_by,
+            run_backward,
             repeatable=False,  # gradients are accumulated in no fixed order
         ),
     )

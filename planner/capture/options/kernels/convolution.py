@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from planner.capture.options.kernels.alternative import Alternative, Bundle, ReplaceableOp, calling, reads_of
-from planner.capture.rewrites.outputs import fake
+from planner.capture.options.kernels.alternative import Alternative, Bundle, ReplaceableOp, list_reads, make_call
+from planner.capture.rewrites.outputs import get_fake
 from planner.torch_private.core import FakeTensor
 
 aten = torch.ops.aten
@@ -19,12 +19,12 @@ _INPUT, _MASK = (0,), 10
 _STRIDE, _PADDING, _DILATION, _TRANSPOSED, _OUTPUT_PADDING, _GROUPS = range(6)  # positions after the tensors
 
 
-def alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
+def iterate_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
     """Yield the alternatives for a convolution or its backward pass."""
     if op.node.target is aten.convolution.default:
         yield from _forward_alternatives(op)
     elif op.node.target is aten.convolution_backward.default:
-        yield from _backward_alternatives(op)
+        yield from _iterate_backward_alternatives(op)
 
 
 def _forward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
@@ -32,81 +32,85 @@ def _forward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
     stride, padding, dilation, groups = (geometry[i] for i in (_STRIDE, _PADDING, _DILATION, _GROUPS))
     transposed = geometry[_TRANSPOSED]
     if _has_native(x, weight, geometry):
-        yield (op.alternative("native", _native, x, weight, _kernel(weight), bias, stride, padding),)
-    if op.device == "cpu" and not transposed and fake(x).dtype == torch.float32:
-        yield (op.alternative("onednn", _onednn, x, weight, bias, padding, stride, dilation, groups),)
-    if fake(x).dim() == 4:
-        target = _in_format(_other_format(fake(x)), aten.convolution.default)
-        yield (op.alternative(_format_name(fake(x)), target, x, weight, bias, *geometry),)
+        yield (op.build_alternative("native", _run_native, x, weight, _get_kernel_size(weight), bias, stride, padding),)
+    if op.device == "cpu" and not transposed and get_fake(x).dtype == torch.float32:
+        yield (op.build_alternative("onednn", _run_onednn, x, weight, bias, padding, stride, dilation, groups),)
+    if get_fake(x).dim() == 4:
+        target = _run_in_format(_choose_other_format(get_fake(x)), aten.convolution.default)
+        yield (op.build_alternative(_format_name(get_fake(x)), target, x, weight, bias, *geometry),)
     if op.device == "cuda":
         for name, setting in _CUDNN.items():
-            call = _with_cudnn(setting, aten.convolution.default)
-            yield (op.alternative(name, call, x, weight, bias, *geometry, repeatable=name in _REPEATABLE),)
+            call = _run_with_cudnn(setting, aten.convolution.default)
+            yield (op.build_alternative(name, call, x, weight, bias, *geometry, repeatable=name in _REPEATABLE),)
 
 
-def _backward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
+def _iterate_backward_alternatives(op: ReplaceableOp) -> Iterator[Bundle]:
     gradient, x, weight, bias_sizes, *geometry = (op[i] for i in range(_MASK))
     mask = op[_MASK]
     given = (gradient, x, weight, bias_sizes, *geometry)
     # Some algorithms of cuDNN accumulate in no fixed order.
     repeatable = op.device != "cuda" or torch.backends.cudnn.deterministic
     if mask[0] and mask[1]:
-        yield _one_at_a_time(op, given, mask, repeatable=repeatable)
+        yield _build_one_at_a_time(op, given, mask, repeatable=repeatable)
     if _has_native(x, weight, geometry):
-        arguments = (gradient, x, weight, _kernel(weight), geometry[_STRIDE], geometry[_PADDING], mask)
-        yield (op.alternative("native", _native_backward, *arguments, repeatable=repeatable),)
-    if fake(x).dim() == 4:
-        target = _in_format(_other_format(fake(x)), aten.convolution_backward.default)
-        yield (op.alternative(_format_name(fake(x)), target, *given, mask, repeatable=repeatable),)
+        arguments = (gradient, x, weight, _get_kernel_size(weight), geometry[_STRIDE], geometry[_PADDING], mask)
+        yield (op.build_alternative("native", _run_native_backward, *arguments, repeatable=repeatable),)
+    if get_fake(x).dim() == 4:
+        target = _run_in_format(_choose_other_format(get_fake(x)), aten.convolution_backward.default)
+        yield (op.build_alternative(_format_name(get_fake(x)), target, *given, mask, repeatable=repeatable),)
     if op.device == "cuda":
         for name, setting in _CUDNN.items():
-            call = _with_cudnn(setting, aten.convolution_backward.default)
-            yield (op.alternative(name, call, *given, mask, repeatable=repeatable and name in _REPEATABLE),)
+            call = _run_with_cudnn(setting, aten.convolution_backward.default)
+            yield (op.build_alternative(name, call, *given, mask, repeatable=repeatable and name in _REPEATABLE),)
 
 
-def _one_at_a_time(op: ReplaceableOp, given: tuple[Any, ...], mask: list[bool], *, repeatable: bool) -> Bundle:
+def _build_one_at_a_time(op: ReplaceableOp, given: tuple[Any, ...], mask: list[bool], *, repeatable: bool) -> Bundle:
     """Return one op for the input's gradient, which does not read the input, and another one for the other gradients."""
     gradient, x, weight, bias_sizes, *geometry = given
     of_input = tuple(result for result in op.results if result.path == _INPUT)
     others = tuple(result for result in op.results if result.path != _INPUT)
 
-    def input_alone(gradient: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
-        like = gradient.new_empty(()).expand(fake(x).shape)  # the kernel reads only its shape
+    def compute_input_gradient(gradient: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+        like = gradient.new_empty(()).expand(get_fake(x).shape)  # the kernel reads only its shape
         found = aten.convolution_backward.default(gradient, like, weight, bias_sizes, *geometry, [True, False, False])
         return (found[0],)
 
     rest = (*given, [False, *mask[1:]])
     return (
-        Alternative("input", (op.node,), (gradient, weight), of_input, input_alone, repeatable, helper=True),
+        Alternative("input", (op.node,), (gradient, weight), of_input, compute_input_gradient, repeatable, helper=True),
         Alternative(
             "weight",
             (op.node,),
-            reads_of(rest),
+            list_reads(rest),
             others,
-            calling(aten.convolution_backward.default, rest, others),
+            make_call(aten.convolution_backward.default, rest, others),
             repeatable,
         ),
     )
 
 
-def _kernel(weight: Any) -> list[int]:
-    return list(fake(weight).shape[2:])
+def _get_kernel_size(weight: Any) -> list[int]:
+    return list(get_fake(weight).shape[2:])
 
 
 def _has_native(x: Any, weight: Any, geometry: list[Any]) -> bool:
     """Return True if PyTorch has a native kernel: rows of all windows, times the weights."""
     plain = not geometry[_TRANSPOSED] and geometry[_GROUPS] == 1 and all(d == 1 for d in geometry[_DILATION])
-    return plain and fake(x).dim() == 4 and fake(x).dtype == fake(weight).dtype and fake(x).dtype in _NATIVE_DTYPES
+    return (
+        plain and get_fake(x).dim() == 4 and get_fake(x).dtype == get_fake(weight).dtype and get_fake(x).dtype in _NATIVE_DTYPES
+    )
 
 
-def _native(x: torch.Tensor, weight: torch.Tensor, kernel: list[int], bias: Any, stride: Any, padding: Any) -> Any:
+def _run_native(x: torch.Tensor, weight: torch.Tensor, kernel: list[int], bias: Any, stride: Any, padding: Any) -> Any:
     """Return ``aten._slow_conv2d_forward``; for fake tensors the convolution op, as PyTorch would run on real zeros."""
     if isinstance(x, FakeTensor):
         return aten.convolution.default(x, weight, bias, stride, padding, [1, 1], False, [0, 0], 1)
     return aten._slow_conv2d_forward.default(x, weight, kernel, bias, stride, padding)
 
 
-def _native_backward(gradient: Any, x: Any, weight: Any, kernel: list[int], stride: Any, padding: Any, mask: list[bool]) -> Any:
+def _run_native_backward(
+    gradient: Any, x: Any, weight: Any, kernel: list[int], stride: Any, padding: Any, mask: list[bool]
+) -> Any:
     """Return ``aten._slow_conv2d_backward``; for fake tensors the convolution op."""
     if isinstance(x, FakeTensor):
         sizes = [weight.shape[0]] if mask[2] else None
@@ -114,7 +118,7 @@ def _native_backward(gradient: Any, x: Any, weight: Any, kernel: list[int], stri
     return aten._slow_conv2d_backward.output_mask(gradient, x, weight, kernel, stride, padding, mask)
 
 
-def _onednn(*arguments: Any) -> torch.Tensor:
+def _run_onednn(*arguments: Any) -> torch.Tensor:
     """Return ``aten.mkldnn_convolution``, which has no fake kernel; for fake tensors the convolution op."""
     if isinstance(arguments[0], FakeTensor):
         x, weight, bias, padding, stride, dilation, groups = arguments
@@ -124,15 +128,15 @@ def _onednn(*arguments: Any) -> torch.Tensor:
     return made
 
 
-def _other_format(x: torch.Tensor) -> torch.memory_format:
+def _choose_other_format(x: torch.Tensor) -> torch.memory_format:
     return torch.contiguous_format if x.is_contiguous(memory_format=torch.channels_last) else torch.channels_last
 
 
 def _format_name(x: torch.Tensor) -> str:
-    return "contiguous" if _other_format(x) is torch.contiguous_format else "channels_last"
+    return "contiguous" if _choose_other_format(x) is torch.contiguous_format else "channels_last"
 
 
-def _in_format(memory_format: torch.memory_format, target: Callable[..., Any]) -> Callable[..., Any]:
+def _run_in_format(memory_format: torch.memory_format, target: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `target` with all images in `memory_format`."""
 
     def call(*arguments: Any) -> Any:
@@ -153,7 +157,7 @@ _CUDNN = {
 _REPEATABLE = ("deterministic",)
 
 
-def _with_cudnn(setting: dict[str, bool], target: Callable[..., Any]) -> Callable[..., Any]:
+def _run_with_cudnn(setting: dict[str, bool], target: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `target` with cuDNN's `setting`."""
 
     def call(*arguments: Any) -> Any:

@@ -13,18 +13,18 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
 from planner.capture.options.kernels import attention, convolution, in_place
 from planner.capture.options.kernels.alternative import Bundle, Calls, Own, ReplaceableOp
-from planner.capture.rewrites.outputs import storage
+from planner.capture.rewrites.outputs import get_storage
 
 TARGET = "kernels"  # the prefix of the ops' targets
 
 KINDS: tuple[Callable[[ReplaceableOp], Iterator[Bundle]], ...] = (
-    convolution.alternatives,
-    attention.alternatives,
-    in_place.alternatives,
+    convolution.iterate_alternatives,
+    attention.iterate_alternatives,
+    in_place.iterate_alternatives,
 )
 
 
-def with_kernels(capture: Capture) -> Capture:
+def find_kernels(capture: Capture) -> Capture:
     """Return `capture` with alternative kernels of all ``KINDS``; their times are not measured."""
     calls, additions = Calls(capture), Additions(capture)
     for op in calls:
@@ -32,7 +32,7 @@ def with_kernels(capture: Capture) -> Capture:
             for alternatives in KINDS:
                 for bundle in alternatives(op):
                     _add(additions, calls, op.graph_op, bundle)
-    return additions.captured()
+    return additions.build_capture()
 
 
 def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
@@ -50,7 +50,7 @@ def _add(additions: Additions, calls: Calls, found: Op, bundle: Bundle) -> None:
         stood_for = sorted(calls.of(node).graph_op.id for node in alternative.nodes)
         like = capture.graph.ops[stood_for[0]]
         made = [
-            own[value] if isinstance(value, Own) else additions.tensor_of[storage(value.value)] for value in alternative.makes
+            own[value] if isinstance(value, Own) else additions.tensor_of[get_storage(value.value)] for value in alternative.makes
         ]
         additions.add_op(
             replace(alternative, bundle=name),

@@ -28,14 +28,14 @@ class _UsefulOps:
     held_bytes: int
     exact: bool
 
-    def beats(self, other: "_UsefulOps", margin_s: float, margin_bytes: float) -> bool:
+    def is_better(self, other: "_UsefulOps", margin_s: float, margin_bytes: float) -> bool:
         """Return True if the offer is better in time or memory by more than noise."""
         faster = self.time_s < (1 - FASTER) * other.time_s and other.time_s - self.time_s > margin_s
         return faster or self.held_bytes < other.held_bytes - margin_bytes or (self.exact and not other.exact)
 
 
-def useless_ops(capture: Capture) -> frozenset[int]:
-    """Return the ids of the ops of ``with_kernels`` that are neither faster nor smaller than another offer for the same ops.
+def find_useless_ops(capture: Capture) -> frozenset[int]:
+    """Return the ids of the ops of ``find_kernels`` that are neither faster nor smaller than another offer for the same ops.
 
     Args:
         capture: with times and workspaces, measured or modelled.
@@ -43,22 +43,22 @@ def useless_ops(capture: Capture) -> frozenset[int]:
     graph = capture.graph
     found: set[int] = set()
     margin_s = _SHARE_S * graph.time_s
-    margin_bytes = _SHARE_BYTES * max(_held(graph, op) for op in graph.program)
+    margin_bytes = _SHARE_BYTES * max(_count_held(graph, op) for op in graph.program)
     measured = graph.provenance.get("times") == "measured"
     for op, call in zip(graph.ops, capture.program.calls, strict=True):
         if measured and isinstance(call.composed, Alternative) and call.composed.always_exact and not op.exact:
             found.add(op.id)  # the kernel does not read before it writes: its result is wrong
-    for replaced, offers in _offers(capture, found).items():
+    for replaced, offers in _find_offers(capture, found).items():
         taken = [_offer(graph, replaced)]
         for offer in sorted(offers, key=lambda offer: (offer.time_s, offer.held_bytes)):
-            if all(offer.beats(other, margin_s, margin_bytes) for other in taken):
+            if all(offer.is_better(other, margin_s, margin_bytes) for other in taken):
                 taken.append(offer)
             else:
                 found.update(offer.ops)
     return frozenset(found)
 
 
-def _offers(capture: Capture, wrong: Collection[int]) -> dict[tuple[int, ...], list[_UsefulOps]]:
+def _find_offers(capture: Capture, wrong: Collection[int]) -> dict[tuple[int, ...], list[_UsefulOps]]:
     """Return groups of ops that are replaced together, with the offers for them, without the ops that are `wrong`."""
     graph = capture.graph
     bundles: dict[str, list[int]] = {}
@@ -77,12 +77,12 @@ def _offer(graph: Graph, ids: Iterable[int]) -> _UsefulOps:
     return _UsefulOps(
         tuple(op.id for op in ops),
         sum(op.time_s for op in ops),
-        max(_held(graph, op) for op in ops),
+        max(_count_held(graph, op) for op in ops),
         all(op.exact for op in ops),
     )
 
 
-def _held(graph: Graph, op: Op) -> int:
+def _count_held(graph: Graph, op: Op) -> int:
     """Return the bytes in memory while `op` is executed, without static memory."""
     tensors = {t for t in (*op.inputs, *op.outputs) if not graph.tensors[t].static}
     return op.workspace_bytes + sum(graph.tensors[t].size_bytes for t in tensors)

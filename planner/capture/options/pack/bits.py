@@ -21,24 +21,24 @@ _IN_CACHE = 2**18
 Write = Callable[[torch.Tensor, int, int], object]
 
 
-def bytes_of(count: int) -> int:
+def count_bytes(count: int) -> int:
     """Return the bytes of `count` bits."""
     return -(-count // _WORD)
 
 
-def part_size(count: int, device: str) -> int:
+def choose_part_size(count: int, device: str) -> int:
     """Return the number of elements, of `count`, to process at a time on `device`, ``cpu`` or ``cuda``: a multiple of eight."""
     size = -(-count // _PARTS)
-    return max(1, bytes_of(min(size, _IN_CACHE) if device == "cpu" else size)) * _WORD
+    return max(1, count_bytes(min(size, _IN_CACHE) if device == "cpu" else size)) * _WORD
 
 
-def parts(count: int, size: int) -> Iterator[tuple[int, int]]:
+def iterate_parts(count: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield the begin and end of each part of `size` of `count` elements; the last may be smaller."""
     for begin in range(0, count, size):
         yield begin, min(begin + size, count)
 
 
-def in_order(value: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
+def flatten_in_order(value: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
     """Return the elements of `value` in one dimension, `dimensions` from the outermost; a view if they have no gaps."""
     return value.permute(tuple(dimensions)).reshape(-1)
 
@@ -56,18 +56,18 @@ def pack(write: Write, count: int, size: int, like: torch.Tensor) -> torch.Tenso
         write: writes a part of the truth values.
         size: number of values in a part, a multiple of eight.
     """
-    packed = like.new_empty(bytes_of(count), dtype=torch.uint8)
+    packed = like.new_empty(count_bytes(count), dtype=torch.uint8)
     room = like.new_empty(size, dtype=torch.uint8)
-    for begin, end in parts(count, size):
+    for begin, end in iterate_parts(count, size):
         write(room[: end - begin].view(torch.bool), begin, end)
-        used = bytes_of(end - begin) * _WORD
+        used = count_bytes(end - begin) * _WORD
         room[end - begin : used].zero_()
         room[:used].view(torch.int64).mul_(_SPREAD)
-        packed[begin // _WORD : bytes_of(end)].copy_(room[_WORD - 1 : used : _WORD])
+        packed[begin // _WORD : count_bytes(end)].copy_(room[_WORD - 1 : used : _WORD])
     return packed
 
 
-def spread(packed: torch.Tensor, words: torch.Tensor) -> None:
+def write_truth_values(packed: torch.Tensor, words: torch.Tensor) -> None:
     """Write the bits `packed` as truth values to `words` of int64, eight in each."""
     words.copy_(packed).mul_(_SPREAD).bitwise_right_shift_(_WORD - 1).bitwise_and_(_LOWEST)
 
@@ -76,18 +76,18 @@ def unpack_to(packed: torch.Tensor, flat: torch.Tensor, size: int) -> None:
     """Write the bits `packed` to the truth values `flat`, `size` at a time; the last byte uses a separate buffer."""
     count = flat.numel()
     whole = count // _WORD * _WORD
-    for begin, end in parts(whole, size):
-        spread(packed[begin // _WORD : end // _WORD], flat[begin:end].view(torch.int64))
+    for begin, end in iterate_parts(whole, size):
+        write_truth_values(packed[begin // _WORD : end // _WORD], flat[begin:end].view(torch.int64))
     if whole < count:
         rest = flat.new_empty(_WORD)
-        spread(packed[whole // _WORD :], rest.view(torch.int64))
+        write_truth_values(packed[whole // _WORD :], rest.view(torch.int64))
         flat[whole:].copy_(rest[: count - whole])
 
 
-def unpacked(packed: torch.Tensor, count: int, size: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+def iterate_unpacked(packed: torch.Tensor, count: int, size: int) -> Iterator[tuple[torch.Tensor, int, int]]:
     """Yield `count` truth values in parts of `size`, in a reused buffer, with the begin and end of each part."""
     room = packed.new_empty(size)
-    for begin, end in parts(count, size):
-        used = bytes_of(end - begin)
-        spread(packed[begin // _WORD : begin // _WORD + used], room[: used * _WORD].view(torch.int64))
+    for begin, end in iterate_parts(count, size):
+        used = count_bytes(end - begin)
+        write_truth_values(packed[begin // _WORD : begin // _WORD + used], room[: used * _WORD].view(torch.int64))
         yield room[: end - begin].view(torch.bool), begin, end

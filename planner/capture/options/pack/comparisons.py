@@ -10,9 +10,9 @@ from torch import fx
 
 from graphs.ir import Phase
 from planner.capture.options.pack import bits
-from planner.capture.options.pack.finder import PackFinder, room_for
-from planner.capture.options.pack.results import is_of_type, needed_result
-from planner.capture.rewrites.outputs import fake, is_dense, same_layout
+from planner.capture.options.pack.finder import PackFinder, allocate_like
+from planner.capture.options.pack.results import find_needed_result, is_of_type
+from planner.capture.rewrites.outputs import get_fake, is_dense, is_same_layout
 
 aten = torch.ops.aten
 
@@ -75,21 +75,21 @@ class Compared:
     like: torch.Tensor
     size: int
 
-    def to_bits(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+    def pack_bits(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         """Return the bits that the gradient needs of the kernel's input."""
-        flat = bits.in_order(x, bits.order_of(self.like))
+        flat = bits.flatten_in_order(x, bits.order_of(self.like))
 
         def write(room: torch.Tensor, begin: int, end: int) -> None:
             self.comparison.ask(flat[begin:end], room, self.arguments)
 
         return (bits.pack(write, flat.numel(), self.size, flat),)
 
-    def from_bits(self, gradient: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor]:
+    def unpack_bits(self, gradient: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor]:
         """Return the gradient, laid out like the kernel's."""
-        result, order = room_for(self.like, gradient), bits.order_of(self.like)
-        came, goes = bits.in_order(gradient, order), bits.in_order(result, order)
+        result, order = allocate_like(self.like, gradient), bits.order_of(self.like)
+        came, goes = bits.flatten_in_order(gradient, order), bits.flatten_in_order(result, order)
         zero = gradient.new_zeros(())
-        for answers, begin, end in bits.unpacked(packed, came.numel(), self.size):
+        for answers, begin, end in bits.iterate_unpacked(packed, came.numel(), self.size):
             arguments = came[begin:end], zero, goes[begin:end], self.arguments
             yes, no = self.comparison.yes(*arguments), self.comparison.no(*arguments)
             torch.where(answers, yes, no, out=goes[begin:end])
@@ -101,18 +101,18 @@ def offer(finder: PackFinder) -> None:
 
     If the result of the activation gives the same bit and is needed anyway, ``pack.results`` has a better alternative.
     """
-    for op, node in finder.calls(COMPARISONS, Phase.BACKWARD):
+    for op, node in finder.iterate_calls(COMPARISONS, Phase.BACKWARD):
         gradient, x, *arguments = node.args
         assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
-        if finder.is_needed(x) or needed_result(finder, node) is not None or not _is_alike(finder, node):
+        if finder.is_needed(x) or find_needed_result(finder, node) is not None or not _is_alike(finder, node):
             continue
-        comparison, size = COMPARISONS[node.target], bits.part_size(fake(x).numel(), finder.device)
-        packed = fake(x).new_empty(bits.bytes_of(fake(x).numel()), dtype=torch.uint8)
+        comparison, size = COMPARISONS[node.target], bits.choose_part_size(get_fake(x).numel(), finder.device)
+        packed = get_fake(x).new_empty(bits.count_bytes(get_fake(x).numel()), dtype=torch.uint8)
         made = finder.additions.add_tensor(f"{op.name}@bits", packed)
-        found = Compared(comparison, tuple(arguments), fake(node), size)
-        finder.add(found.to_bits, [x], like=op, of=op.name, does="to_bits", makes=made)
+        found = Compared(comparison, tuple(arguments), get_fake(node), size)
+        finder.add(found.pack_bits, [x], like=op, of=op.name, does="to_bits", makes=made)
         finder.add(
-            found.from_bits, [gradient, made], like=op, of=op.name, does="from_bits", makes=op.outputs[0], alternative=True
+            found.unpack_bits, [gradient, made], like=op, of=op.name, does="from_bits", makes=op.outputs[0], alternative=True
         )
 
 
@@ -120,11 +120,15 @@ def _is_alike(finder: PackFinder, node: fx.Node) -> bool:
     """Return True if inputs and output of `node` share a dense layout, and its kernel's dtype is supported."""
     gradient, x, *arguments = node.args
     assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
-    dtypes = {fake(value).dtype for value in (gradient, x, node)}
-    dense = is_dense(fake(node)) and same_layout(fake(x), fake(node)) and same_layout(fake(gradient), fake(node))
+    dtypes = {get_fake(value).dtype for value in (gradient, x, node)}
+    dense = (
+        is_dense(get_fake(node))
+        and is_same_layout(get_fake(x), get_fake(node))
+        and is_same_layout(get_fake(gradient), get_fake(node))
+    )
     # On a CPU, the bits of NaN depend on whether the element is processed in a vector or alone: for this kernel in bfloat16, for
     # products in any half precision; and in float64 a sixth differs from that of the kernel.
     if node.target is not aten.threshold_backward.default:
         return dense and dtypes == {torch.float32}
     rounded = finder.device == "cpu" and torch.bfloat16 in dtypes
-    return dense and len(dtypes) == 1 and not rounded and all(is_of_type(number, fake(x).dtype) for number in arguments)
+    return dense and len(dtypes) == 1 and not rounded and all(is_of_type(number, get_fake(x).dtype) for number in arguments)

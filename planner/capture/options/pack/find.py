@@ -23,10 +23,10 @@ KINDS: tuple[Callable[[PackFinder], None], ...] = (
 )
 
 
-def packed(capture: Capture) -> Capture:
+def find_packed(capture: Capture) -> Capture:
     """Return `capture` with ops that pack large tensors read in the backward pass; their times are not measured."""
     finder = PackFinder(capture, spared={*comparisons.COMPARISONS, *results.ACTIVATIONS, *shapes.WRITING})
     with disable_current_modes():  # added ops get fake values as in the capture
         for offer in KINDS:
             offer(finder)
-    return finder.additions.captured()
+    return finder.additions.build_capture()

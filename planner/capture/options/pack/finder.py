@@ -10,7 +10,7 @@ from graphs.ir import Op, Phase
 from planner.capture.lowering.lower import Capture
 from planner.capture.options.added import Additions
 from planner.capture.program.program import Composed
-from planner.capture.rewrites.outputs import fake, storage
+from planner.capture.rewrites.outputs import get_fake, get_storage
 
 TARGET = "pack"  # the prefix of the ops' targets
 
@@ -36,33 +36,33 @@ class PackFinder:
         large = {t for t in across if self.graph.tensors[t].size_bytes >= LEAST_BYTES}
         self._worth = large or set(across)
         self._spared: dict[int, set[int]] = {}
-        for op, node in self.calls(spared, Phase.BACKWARD):
+        for op, node in self.iterate_calls(spared, Phase.BACKWARD):
             if isinstance(x := node.args[1], fx.Node):
-                self._spared.setdefault(self.tensor_of(x), set()).add(op.id)
+                self._spared.setdefault(self.get_tensor(x), set()).add(op.id)
 
-    def calls(self, targets: Collection[Any], phase: Phase | None = None) -> Iterator[tuple[Op, fx.Node]]:
+    def iterate_calls(self, targets: Collection[Any], phase: Phase | None = None) -> Iterator[tuple[Op, fx.Node]]:
         """Yield the program's ops that call one of `targets`, in order."""
         for op in self.graph.program:
             node = self.capture.nodes[op.id]
             if node is not None and node.target in targets and phase in (None, op.phase):
                 yield op, node
 
-    def tensor_of(self, node: fx.Node) -> int:
+    def get_tensor(self, node: fx.Node) -> int:
         """Return the tensor that holds the value of `node`."""
-        return self.additions.tensor_of[storage(fake(node))]
+        return self.additions.tensor_of[get_storage(get_fake(node))]
 
     def is_worth(self, tensor: int) -> bool:
         """Return True if a tensor is large, made by the forward pass, not kept, and read by the backward pass."""
         return tensor in self._worth
 
-    def readers(self, tensor: int) -> set[int]:
+    def find_readers(self, tensor: int) -> set[int]:
         """Return the ops of the backward pass that read a tensor."""
         return {p for p in self.graph.consumers[tensor] if p < len(self.graph.program) and self._is_backward(p)}
 
     def is_needed(self, node: fx.Node) -> bool:
         """Return True if the value of `node` is small, or needed by an op of the backward pass that cannot do without it."""
-        tensor = self.tensor_of(node)
-        return not self.is_worth(tensor) or bool(self.readers(tensor) - self._spared.get(tensor, set()))
+        tensor = self.get_tensor(node)
+        return not self.is_worth(tensor) or bool(self.find_readers(tensor) - self._spared.get(tensor, set()))
 
     def add(
         self,
@@ -99,12 +99,12 @@ class PackFinder:
 
     def _is_across(self, tensor: int) -> bool:
         made = self.graph.tensors[tensor].producers[0]
-        return made < len(self.graph.program) and not self._is_backward(made) and bool(self.readers(tensor))
+        return made < len(self.graph.program) and not self._is_backward(made) and bool(self.find_readers(tensor))
 
     def _is_backward(self, op: int) -> bool:
         return self.graph.ops[op].phase is Phase.BACKWARD
 
 
-def room_for(value: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
+def allocate_like(value: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized tensor with the layout of the fake `value`, on the device of `near`."""
     return near.new_empty_strided(value.shape, value.stride(), dtype=value.dtype)

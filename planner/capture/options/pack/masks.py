@@ -5,20 +5,20 @@ from functools import partial
 import torch
 
 from planner.capture.options.pack import bits
-from planner.capture.options.pack.finder import PackFinder, room_for
+from planner.capture.options.pack.finder import PackFinder, allocate_like
 from planner.capture.rewrites.outputs import is_dense
 
 
-def to_bits(mask: torch.Tensor, *, like: torch.Tensor, size: int) -> tuple[torch.Tensor]:
+def pack_bits(mask: torch.Tensor, *, like: torch.Tensor, size: int) -> tuple[torch.Tensor]:
     """Return the bits of a mask in the memory order of the fake `like`, `size` elements at a time."""
-    flat = bits.in_order(mask, bits.order_of(like))
+    flat = bits.flatten_in_order(mask, bits.order_of(like))
     return (bits.pack(lambda room, begin, end: room.copy_(flat[begin:end]), flat.numel(), size, flat),)
 
 
-def from_bits(packed: torch.Tensor, *, like: torch.Tensor, size: int) -> tuple[torch.Tensor]:
-    """Return the mask, laid out like the fake `like`, from the result of ``to_bits``."""
-    mask = room_for(like, packed)
-    bits.unpack_to(packed, bits.in_order(mask.view(torch.uint8), bits.order_of(like)), size)
+def unpack_bits(packed: torch.Tensor, *, like: torch.Tensor, size: int) -> tuple[torch.Tensor]:
+    """Return the mask, laid out like the fake `like`, from the result of ``pack_bits``."""
+    mask = allocate_like(like, packed)
+    bits.unpack_to(packed, bits.flatten_in_order(mask.view(torch.uint8), bits.order_of(like)), size)
     return (mask,)
 
 
@@ -28,9 +28,9 @@ def offer(finder: PackFinder) -> None:
         for t in op.outputs:
             value = finder.additions.fakes.get(t)
             if value is not None and finder.is_worth(t) and value.dtype is torch.bool and is_dense(value):
-                size = bits.part_size(value.numel(), finder.device)
-                packed = value.new_empty(bits.bytes_of(value.numel()), dtype=torch.uint8)
+                size = bits.choose_part_size(value.numel(), finder.device)
+                packed = value.new_empty(bits.count_bytes(value.numel()), dtype=torch.uint8)
                 name = finder.graph.tensors[t].name
                 made = finder.additions.add_tensor(f"{name}@bits", packed)
-                finder.add(partial(to_bits, like=value, size=size), [t], like=op, of=name, does="to_bits", makes=made)
-                finder.add(partial(from_bits, like=value, size=size), [made], like=op, of=name, does="from_bits", makes=t)
+                finder.add(partial(pack_bits, like=value, size=size), [t], like=op, of=name, does="to_bits", makes=made)
+                finder.add(partial(unpack_bits, like=value, size=size), [made], like=op, of=name, does="from_bits", makes=t)

@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.pack.finder import PackFinder, room_for
-from planner.capture.options.pack.shapes import OfShape, of_shape
-from planner.capture.rewrites.outputs import fake, is_dense
+from planner.capture.options.pack.finder import PackFinder, allocate_like
+from planner.capture.options.pack.shapes import OfShape, build_of_shape
+from planner.capture.rewrites.outputs import get_fake, is_dense
 
 aten = torch.ops.aten
 
@@ -43,11 +43,11 @@ class Windows:
     @classmethod
     def of(cls, width: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> "Windows | None":
         """Return the windows; None if the positions of a window exceed a byte, or overlap."""
-        (rows, wide), (down, right) = _pair(kernel), _pair(dilation)
-        found = cls(width, _pair(stride or kernel), _pair(padding), down, (wide - 1) * right + 1, rows)
+        (rows, wide), (down, right) = _make_pair(kernel), _make_pair(dilation)
+        found = cls(width, _make_pair(stride or kernel), _make_pair(padding), down, (wide - 1) * right + 1, rows)
         return found if found.columns <= width * down and found.rows * found.columns <= _VALUES else None
 
-    def first(self, like: torch.Tensor) -> torch.Tensor:
+    def compute_first(self, like: torch.Tensor) -> torch.Tensor:
         """Return for each element of a plane of results the index at which its window begins, on the device of `like`.
 
         For a window that begins in the padding, this is an index inside the plane, so that position 0 is always an element, also
@@ -70,49 +70,49 @@ class Windows:
         return torch.add(first, places).add_(row, alpha=self.width * self.down - self.columns)
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _make_pair(value: Any) -> tuple[int, int]:
     values = (value, value) if isinstance(value, int) else tuple(value)
     return (values[0], values[-1])
 
 
-def to_places(indices: torch.Tensor, *, like: torch.Tensor, windows: Windows) -> tuple[torch.Tensor]:
+def pack_places(indices: torch.Tensor, *, like: torch.Tensor, windows: Windows) -> tuple[torch.Tensor]:
     """Return the positions of `indices` in their windows, laid out like the fake `like`."""
-    places, first = room_for(like, indices), windows.first(indices)
-    for part, room in zip(_parts(indices), _parts(places), strict=True):
+    places, first = allocate_like(like, indices), windows.compute_first(indices)
+    for part, room in zip(_split_parts(indices), _split_parts(places), strict=True):
         windows.encode(part, first, room)
     return (places,)
 
 
-def from_places(gradient: torch.Tensor, places: torch.Tensor, *, whole: OfShape, windows: Windows) -> tuple[torch.Tensor]:
+def unpack_places(gradient: torch.Tensor, places: torch.Tensor, *, whole: OfShape, windows: Windows) -> tuple[torch.Tensor]:
     """Return the gradient of max-pooling by the program's kernel, on one part of the batch after another.
 
     Args:
         whole: the kernel on the whole batch.
     """
-    result, first = room_for(whole.result, gradient), windows.first(places)
-    for room, came, place in zip(_parts(result), _parts(gradient), _parts(places), strict=True):
+    result, first = allocate_like(whole.result, gradient), windows.compute_first(places)
+    for room, came, place in zip(_split_parts(result), _split_parts(gradient), _split_parts(places), strict=True):
         whole.write(room, came, windows.decode(place, first))
     return (result,)
 
 
-def _parts(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _split_parts(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     parts: tuple[torch.Tensor, ...] = value.split(-(-value.shape[0] // _PARTS) or 1)
     return parts
 
 
 def offer(finder: PackFinder) -> None:
     """Add two ops for each max-pooling whose indices only its gradient reads: to bytes, and the gradient from them."""
-    for op, node in finder.calls([aten.max_pool2d_with_indices_backward.default], Phase.BACKWARD):
+    for op, node in finder.iterate_calls([aten.max_pool2d_with_indices_backward.default], Phase.BACKWARD):
         gradient, x, kernel, stride, padding, dilation, _, indices = node.args
         assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node) and isinstance(indices, fx.Node)
-        value = fake(indices)
-        windows = Windows.of(fake(x).shape[-1], kernel, stride, padding, dilation)
-        alone = finder.readers(finder.tensor_of(indices)) == {op.id}
-        if windows is None or not alone or not finder.is_worth(finder.tensor_of(indices)) or not is_dense(value):
+        value = get_fake(indices)
+        windows = Windows.of(get_fake(x).shape[-1], kernel, stride, padding, dilation)
+        alone = finder.find_readers(finder.get_tensor(indices)) == {op.id}
+        if windows is None or not alone or not finder.is_worth(finder.get_tensor(indices)) or not is_dense(value):
             continue
         places = value.new_empty_strided(value.shape, value.stride(), dtype=torch.uint8)
         made = finder.additions.add_tensor(f"{op.name}@places", places)
-        called = partial(to_places, like=places, windows=windows)
+        called = partial(pack_places, like=places, windows=windows)
         finder.add(called, [indices], like=op, of=op.name, does="to_places", makes=made)
-        called = partial(from_places, whole=of_shape(node), windows=windows)
+        called = partial(unpack_places, whole=build_of_shape(node), windows=windows)
         finder.add(called, [gradient, made], like=op, of=op.name, does="from_places", makes=op.outputs[0], alternative=True)

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.added import value_of
-from planner.capture.options.pack.finder import PackFinder, room_for
+from planner.capture.options.added import get_value
+from planner.capture.options.pack.finder import PackFinder, allocate_like
 from planner.capture.program.program import Path
-from planner.capture.rewrites.outputs import fake, is_dense
+from planner.capture.rewrites.outputs import get_fake, is_dense
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ class Positions:
         assert isinstance(x, fx.Node)
         given = node.args[self.argument :][:1]
         dimension: Any = given[0] if given else node.kwargs.get("dim", self.default)
-        return fake(x).numel() if dimension is None or not fake(x).dim() else fake(x).shape[dimension]
+        return get_fake(x).numel() if dimension is None or not get_fake(x).dim() else get_fake(x).shape[dimension]
 
 
 POSITIONS: Mapping[Any, Positions] = MappingProxyType(
@@ -61,16 +61,16 @@ POSITIONS: Mapping[Any, Positions] = MappingProxyType(
 _TYPES = {torch.uint8: 2**8, torch.int16: 2**15, torch.int32: 2**31}
 
 
-def cast(numbers: torch.Tensor, *, like: torch.Tensor) -> tuple[torch.Tensor]:
+def convert_integers(numbers: torch.Tensor, *, like: torch.Tensor) -> tuple[torch.Tensor]:
     """Return the same integers, in the dtype and the layout of the fake `like`."""
-    return (room_for(like, numbers).copy_(numbers),)
+    return (allocate_like(like, numbers).copy_(numbers),)
 
 
 def offer(finder: PackFinder) -> None:
     """Add two ops for the positions of each such kernel: to the narrowest dtype that holds them, and back."""
-    for op, node in finder.calls(POSITIONS, Phase.FORWARD):
+    for op, node in finder.iterate_calls(POSITIONS, Phase.FORWARD):
         found = POSITIONS[node.target]
-        value = value_of(node, found.path)
+        value = get_value(node, found.path)
         made_here = dict(zip((path for _, path in finder.capture.program.calls[op.id].outputs), op.outputs, strict=True))
         t, count = made_here[found.path], found.count(node)
         dtype = next((dtype for dtype, limit in _TYPES.items() if count <= limit), None)
@@ -78,5 +78,5 @@ def offer(finder: PackFinder) -> None:
             narrow = value.new_empty_strided(value.shape, value.stride(), dtype=dtype)
             name = finder.graph.tensors[t].name
             made = finder.additions.add_tensor(f"{name}@narrow", narrow)
-            finder.add(partial(cast, like=narrow), [t], like=op, of=name, does="to_narrow", makes=made)
-            finder.add(partial(cast, like=value), [made], like=op, of=name, does="from_narrow", makes=t)
+            finder.add(partial(convert_integers, like=narrow), [t], like=op, of=name, does="to_narrow", makes=made)
+            finder.add(partial(convert_integers, like=value), [made], like=op, of=name, does="from_narrow", makes=t)

@@ -11,7 +11,7 @@ from torch import fx
 
 from graphs.ir import Phase
 from planner.capture.options.pack.finder import PackFinder
-from planner.capture.rewrites.outputs import fake, same_layout
+from planner.capture.rewrites.outputs import get_fake, is_same_layout
 from planner.torch_private.core import OpOverload
 
 aten = torch.ops.aten
@@ -42,24 +42,24 @@ def _is_clamp(arguments: tuple[Any, ...], dtype: torch.dtype) -> bool:
     return lowest < highest and is_of_type(lowest, dtype) and is_of_type(highest, dtype)
 
 
-def _keeps_sign(arguments: tuple[Any, ...], _: torch.dtype) -> bool:
+def _is_sign_kept(arguments: tuple[Any, ...], _: torch.dtype) -> bool:
     return bool(arguments[0] > 0)
 
 
 ACTIVATIONS: Mapping[Any, Activation] = MappingProxyType(
     {
         aten.hardtanh_backward.default: Activation(aten.hardtanh.default, 2, _is_clamp),
-        aten.leaky_relu_backward.default: Activation(aten.leaky_relu.default, 1, _keeps_sign),
+        aten.leaky_relu_backward.default: Activation(aten.leaky_relu.default, 1, _is_sign_kept),
     }
 )
 
 
-def from_result(*given: torch.Tensor, target: Any, arguments: Sequence[Any]) -> tuple[torch.Tensor]:
+def compute_from_result(*given: torch.Tensor, target: Any, arguments: Sequence[Any]) -> tuple[torch.Tensor]:
     """Return the gradient by its kernel `target`, `given` the incoming gradient and the result; `arguments` are further ones."""
     return (target(*given, *arguments),)
 
 
-def needed_result(finder: PackFinder, node: fx.Node) -> fx.Node | None:
+def find_needed_result(finder: PackFinder, node: fx.Node) -> fx.Node | None:
     """Return the result that can replace the input of `node`, an activation's gradient, if the backward pass needs it."""
     x = node.args[1]
     assert isinstance(x, fx.Node)
@@ -67,13 +67,17 @@ def needed_result(finder: PackFinder, node: fx.Node) -> fx.Node | None:
         return None
     arguments = tuple(node.args[2 : 2 + activation.arguments])
     for user in x.users:
-        if user.target is activation.forward and _arguments(user) == arguments and activation.says(arguments, fake(x).dtype):
-            same = fake(user).dtype == fake(x).dtype and same_layout(fake(user), fake(x))
+        if (
+            user.target is activation.forward
+            and _get_arguments(user) == arguments
+            and activation.says(arguments, get_fake(x).dtype)
+        ):
+            same = get_fake(user).dtype == get_fake(x).dtype and is_same_layout(get_fake(user), get_fake(x))
             return user if same and finder.is_needed(user) else None
     return None
 
 
-def _arguments(node: fx.Node) -> tuple[Any, ...]:
+def _get_arguments(node: fx.Node) -> tuple[Any, ...]:
     """Return the arguments of the activation `node` after its input."""
     assert isinstance(node.target, OpOverload)
     schema = node.target._schema.arguments[1:]
@@ -84,9 +88,9 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 
 def offer(finder: PackFinder) -> None:
     """Add an op for each such gradient, if nothing else in the backward pass needs its input."""
-    for op, node in finder.calls(ACTIVATIONS, Phase.BACKWARD):
+    for op, node in finder.iterate_calls(ACTIVATIONS, Phase.BACKWARD):
         gradient, x, *arguments = node.args
         assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
-        if not finder.is_needed(x) and (result := needed_result(finder, node)) is not None:
-            called = partial(from_result, target=node.target, arguments=arguments)
+        if not finder.is_needed(x) and (result := find_needed_result(finder, node)) is not None:
+            called = partial(compute_from_result, target=node.target, arguments=arguments)
             finder.add(called, [gradient, result], like=op, of=op.name, does="from_result", makes=op.outputs[0], alternative=True)

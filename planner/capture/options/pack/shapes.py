@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.pack.finder import PackFinder, room_for
-from planner.capture.rewrites.outputs import fake
+from planner.capture.options.pack.finder import PackFinder, allocate_like
+from planner.capture.rewrites.outputs import get_fake
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ class OfShape:
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gradient."""
-        result = room_for(self.result, given[0])
+        result = allocate_like(self.result, given[0])
         self.write(result, *given)
         return (result,)
 
@@ -51,16 +51,16 @@ class OfShape:
         kernel(gradient, result, *self.arguments, *indices, **{name: result})
 
 
-def of_shape(node: fx.Node) -> OfShape:
+def build_of_shape(node: fx.Node) -> OfShape:
     """Return the computation of `node`, a call of one of ``WRITING``."""
-    return OfShape(fake(node), node.target, tuple(arg for arg in node.args[2:] if not isinstance(arg, fx.Node)))
+    return OfShape(get_fake(node), node.target, tuple(arg for arg in node.args[2:] if not isinstance(arg, fx.Node)))
 
 
 def offer(finder: PackFinder) -> None:
     """Add an op for each such gradient without the tensor, if nothing else in the backward pass needs that."""
-    for op, node in finder.calls(WRITING, Phase.BACKWARD):
+    for op, node in finder.iterate_calls(WRITING, Phase.BACKWARD):
         x = node.args[1]
         assert isinstance(x, fx.Node)
         if not finder.is_needed(x):
             reads = [arg for arg in (node.args[0], *node.args[2:]) if isinstance(arg, fx.Node)]
-            finder.add(of_shape(node), reads, like=op, of=op.name, does="of_shape", makes=op.outputs[0], alternative=True)
+            finder.add(build_of_shape(node), reads, like=op, of=op.name, does="of_shape", makes=op.outputs[0], alternative=True)

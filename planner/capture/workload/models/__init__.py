@@ -87,24 +87,24 @@ def build(name: str, **options: Any) -> Workload:
         UnknownOptionError: it has no such option.
         UsageError: the name is unknown, or a value has the wrong type or is out of range.
     """
-    function = factory(name)
+    function = get_factory(name)
     parameters = inspect.signature(function).parameters
     for option, value in options.items():
         if option not in parameters:
-            raise UnknownOptionError(name, option, described(parameters))
+            raise UnknownOptionError(name, option, describe_options(parameters))
         _check_value(name, option, value, parameters[option].annotation)
     return function(**options)
 
 
-def described(parameters: Mapping[str, inspect.Parameter]) -> str:
+def describe_options(parameters: Mapping[str, inspect.Parameter]) -> str:
     """Return the options of a function that builds a workload, with their defaults: ``its options are batch=8, seq=1024``."""
     if not parameters:
         return "it has none"
-    texts = [name if p.default is p.empty else f"{name}={_written(p.default)}" for name, p in parameters.items()]
+    texts = [name if p.default is p.empty else f"{name}={_format_default(p.default)}" for name, p in parameters.items()]
     return f"its options are {', '.join(texts)}"
 
 
-def factory(name: str) -> Callable[..., Workload]:
+def get_factory(name: str) -> Callable[..., Workload]:
     """Return the function that builds the workload `name`.
 
     Raises:
@@ -146,5 +146,5 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _written(value: Any) -> str:
+def _format_default(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

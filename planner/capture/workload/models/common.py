@@ -13,7 +13,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @contextmanager
-def creating(dtype: str, device: str) -> Iterator[None]:
+def create_tensors_in(dtype: str, device: str) -> Iterator[None]:
     """Create floating-point tensors in `dtype`, and all tensors on `device`.
 
     Raises:
@@ -47,17 +47,17 @@ def refuse_if(condition: object, message: str) -> None:
         raise UsageError(message)
 
 
-def class_loss(logits: Tensor, target: Tensor) -> Tensor:
+def compute_class_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Return the cross-entropy of ``(batch, classes, ...)`` logits, in float32 as in mixed-precision training."""
     return F.cross_entropy(logits.float(), target)
 
 
-def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+def compute_token_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Return the cross-entropy of ``(batch, seq, vocab)`` logits against ``(batch, seq)`` tokens, in float32."""
     return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
-def images(batch: int, channels: int, size: int) -> Tensor:
+def draw_images(batch: int, channels: int, size: int) -> Tensor:
     """Return random square images of `size` pixels a side."""
     return torch.randn(batch, channels, size, size)
 

@@ -4,10 +4,16 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import class_loss, creating, images, init_convolutions, refuse_if
+from planner.capture.workload.models.common import (
+    compute_class_loss,
+    create_tensors_in,
+    draw_images,
+    init_convolutions,
+    refuse_if,
+)
 
 
-def normed_convolution(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
+def build_normed_convolution(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
     """Return BatchNorm, ReLU, and a convolution without bias."""
     return nn.Sequential(
         nn.BatchNorm2d(inputs), nn.ReLU(inplace=True), nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
@@ -20,7 +26,9 @@ class DenseBlock(nn.Module):
     def __init__(self, inputs: int, layers: int, growth: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(normed_convolution(inputs + layer * growth, 4 * growth, 1), normed_convolution(4 * growth, growth, 3))
+            nn.Sequential(
+                build_normed_convolution(inputs + layer * growth, 4 * growth, 1), build_normed_convolution(4 * growth, growth, 3)
+            )
             for layer in range(layers)
         )
 
@@ -49,7 +57,7 @@ def densenet121(
     """
     least = 2 ** (len(blocks) + 1)
     refuse_if(size < least, f"option size of densenet121 is {size}: {len(blocks)} blocks need at least {least}")
-    with creating(dtype, device):
+    with create_tensors_in(dtype, device):
         channels = 2 * growth
         layers: list[nn.Module] = [
             nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False),
@@ -61,9 +69,9 @@ def densenet121(
             layers.append(DenseBlock(channels, count, growth))
             channels += count * growth
             if index + 1 < len(blocks):
-                layers += [normed_convolution(channels, channels // 2, 1), nn.AvgPool2d(2)]
+                layers += [build_normed_convolution(channels, channels // 2, 1), nn.AvgPool2d(2)]
                 channels //= 2
         layers += [nn.BatchNorm2d(channels), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         model = nn.Sequential(*layers, nn.Linear(channels, classes))
         init_convolutions(model)
-        return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch,))))
+        return Workload(model, compute_class_loss, (draw_images(batch, 3, size), torch.randint(classes, (batch,))))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import choose, creating, refuse_if, token_loss
+from planner.capture.workload.models.common import choose, compute_token_loss, create_tensors_in, refuse_if
 
 
 class GPT2Attention(nn.Module):
@@ -112,6 +112,6 @@ def gpt2(
     """
     choose("attention", attention, ("sdpa", "written"))
     refuse_if(width % heads, f"option width of gpt2 is {width}: it must be a multiple of heads={heads}")
-    with creating(dtype, device):
+    with create_tensors_in(dtype, device):
         model = GPT2(layers=layers, width=width, heads=heads, vocab=vocab, seq=seq, dropout=dropout, attention=attention, tie=tie)
-        return Workload(model, token_loss, (torch.randint(vocab, (batch, seq)), torch.randint(vocab, (batch, seq))))
+        return Workload(model, compute_token_loss, (torch.randint(vocab, (batch, seq)), torch.randint(vocab, (batch, seq))))

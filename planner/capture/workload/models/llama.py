@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import creating, refuse_if, token_loss
+from planner.capture.workload.models.common import compute_token_loss, create_tensors_in, refuse_if
 
 
 class RMSNorm(nn.Module):
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * scale).to(x.dtype)
 
 
-def rotary_tables(seq: int, head_width: int, base: float) -> tuple[Tensor, Tensor]:
+def compute_rotary_tables(seq: int, head_width: int, base: float) -> tuple[Tensor, Tensor]:
     """Return cosine and sine ``(seq, head_width)`` of position times frequency, equal in both halves."""
     frequencies = base ** -(torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
     angles = torch.outer(torch.arange(seq, dtype=torch.float32), frequencies).repeat(1, 2)
@@ -94,7 +94,7 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers))
         self.norm = RMSNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
-        cos, sin = rotary_tables(seq, width // heads, rope_base)
+        cos, sin = compute_rotary_tables(seq, width // heads, rope_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         for parameter in self.parameters():
@@ -132,7 +132,7 @@ def llama(
     kv_heads = heads if kv_heads is None else kv_heads
     refuse_if(width % (2 * heads), f"option width of llama is {width}: it must be a multiple of 2 * heads = {2 * heads}")
     refuse_if(heads % kv_heads, f"option kv_heads of llama is {kv_heads}: it must divide heads={heads}")
-    with creating(dtype, device):
+    with create_tensors_in(dtype, device):
         model = Llama(
             layers=layers,
             width=width,
@@ -143,4 +143,4 @@ def llama(
             seq=seq,
             rope_base=rope_base,
         )
-        return Workload(model, token_loss, (torch.randint(vocab, (batch, seq)), torch.randint(vocab, (batch, seq))))
+        return Workload(model, compute_token_loss, (torch.randint(vocab, (batch, seq)), torch.randint(vocab, (batch, seq))))

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import class_loss, creating
+from planner.capture.workload.models.common import compute_class_loss, create_tensors_in
 
 
 def mlp(
@@ -18,9 +18,9 @@ def mlp(
     device: str = "cpu",
 ) -> Workload:
     """Build `layers` hidden layers of `width` units with ReLU and dropout, then a classifier."""
-    with creating(dtype, device):
+    with create_tensors_in(dtype, device):
         blocks: list[nn.Module] = []
         for _ in range(layers):
             blocks += [nn.Linear(width, width), nn.ReLU(), nn.Dropout(dropout)]
         model = nn.Sequential(*blocks, nn.Linear(width, classes))
-        return Workload(model, class_loss, (torch.randn(batch, width), torch.randint(classes, (batch,))))
+        return Workload(model, compute_class_loss, (torch.randn(batch, width), torch.randint(classes, (batch,))))

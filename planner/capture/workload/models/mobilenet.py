@@ -4,19 +4,21 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import class_loss, creating, images, init_convolutions
+from planner.capture.workload.models.common import compute_class_loss, create_tensors_in, draw_images, init_convolutions
 
 # Table 2 of the paper: expansion, channels, repetitions, stride of the first repetition.
 STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 
 
-def to_multiple_of_8(channels: float) -> int:
+def round_to_multiple_of_8(channels: float) -> int:
     """Return the nearest multiple of 8, at least 8, and at most a tenth below `channels`."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * channels else rounded
 
 
-def convolution(inputs: int, outputs: int, kernel: int, *, stride: int = 1, groups: int = 1, relu: bool = True) -> nn.Sequential:
+def build_convolution(
+    inputs: int, outputs: int, kernel: int, *, stride: int = 1, groups: int = 1, relu: bool = True
+) -> nn.Sequential:
     """Return a convolution without bias, its BatchNorm, and ReLU6 if `relu`."""
     layers: list[nn.Module] = [
         nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=False),
@@ -33,9 +35,9 @@ class InvertedResidual(nn.Module):
         wide = inputs * expansion
         self.adds = stride == 1 and inputs == outputs
         self.branch = nn.Sequential(
-            *([convolution(inputs, wide, 1)] if expansion > 1 else []),
-            convolution(wide, wide, 3, stride=stride, groups=wide),
-            convolution(wide, outputs, 1, relu=False),
+            *([build_convolution(inputs, wide, 1)] if expansion > 1 else []),
+            build_convolution(wide, wide, 3, stride=stride, groups=wide),
+            build_convolution(wide, outputs, 1, relu=False),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,16 +57,16 @@ def mobilenet_v2(
     device: str = "cpu",
 ) -> Workload:
     """Build MobileNetV2; all channels but those of narrow classifiers are scaled by `multiplier`."""
-    with creating(dtype, device):
-        channels = to_multiple_of_8(32 * multiplier)
-        layers: list[nn.Module] = [convolution(3, channels, 3, stride=2)]
+    with create_tensors_in(dtype, device):
+        channels = round_to_multiple_of_8(32 * multiplier)
+        layers: list[nn.Module] = [build_convolution(3, channels, 3, stride=2)]
         for expansion, width, repetitions, first_stride in STAGES:
-            outputs = to_multiple_of_8(width * multiplier)
+            outputs = round_to_multiple_of_8(width * multiplier)
             for repetition in range(repetitions):
                 layers.append(InvertedResidual(channels, outputs, first_stride if repetition == 0 else 1, expansion))
                 channels = outputs
-        last = to_multiple_of_8(1280 * max(1.0, multiplier))
-        layers += [convolution(channels, last, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        last = round_to_multiple_of_8(1280 * max(1.0, multiplier))
+        layers += [build_convolution(channels, last, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         model = nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(last, classes))
         init_convolutions(model)
-        return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch,))))
+        return Workload(model, compute_class_loss, (draw_images(batch, 3, size), torch.randint(classes, (batch,))))

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import class_loss, creating, images, init_convolutions
+from planner.capture.workload.models.common import compute_class_loss, create_tensors_in, draw_images, init_convolutions
 
 
-def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
+def build_convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
     """Return a convolution without bias, and its BatchNorm."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False), nn.BatchNorm2d(outputs)
@@ -23,15 +23,19 @@ class Residual(nn.Module):
         super().__init__()
         outputs = 4 * width if bottleneck else width
         if bottleneck:
-            layers = [convolution(inputs, width, 1), convolution(width, width, 3, stride), convolution(width, outputs, 1)]
+            layers = [
+                build_convolution(inputs, width, 1),
+                build_convolution(width, width, 3, stride),
+                build_convolution(width, outputs, 1),
+            ]
         else:
-            layers = [convolution(inputs, width, 3, stride), convolution(width, width, 3)]
+            layers = [build_convolution(inputs, width, 3, stride), build_convolution(width, width, 3)]
         parts: list[nn.Module] = []
         for layer in layers:
             parts += [layer, nn.ReLU(inplace=True)]
         self.branch = nn.Sequential(*parts[:-1])
         same = stride == 1 and inputs == outputs
-        self.shortcut = nn.Identity() if same else convolution(inputs, outputs, 1, stride)
+        self.shortcut = nn.Identity() if same else build_convolution(inputs, outputs, 1, stride)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,9 +44,9 @@ class Residual(nn.Module):
         return joined
 
 
-def residual_network(blocks: tuple[int, ...], width: int, classes: int, *, bottleneck: bool) -> nn.Sequential:
+def build_residual_network(blocks: tuple[int, ...], width: int, classes: int, *, bottleneck: bool) -> nn.Sequential:
     """Build stem, one stage for each of `blocks`, pooling and classifier; stages halve the image and double the width."""
-    stem = nn.Sequential(convolution(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1))
+    stem = nn.Sequential(build_convolution(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1))
     stages: list[nn.Module] = []
     inputs = width
     for stage, count in enumerate(blocks):
@@ -57,7 +61,7 @@ def residual_network(blocks: tuple[int, ...], width: int, classes: int, *, bottl
     return model
 
 
-def _resnet(default: tuple[int, ...], *, bottleneck: bool) -> Callable[..., Workload]:
+def _make_resnet(default: tuple[int, ...], *, bottleneck: bool) -> Callable[..., Workload]:
     """Return a function that builds networks, by default with `default` blocks in the stages."""
 
     def build(
@@ -70,13 +74,13 @@ def _resnet(default: tuple[int, ...], *, bottleneck: bool) -> Callable[..., Work
         dtype: str = "float32",
         device: str = "cpu",
     ) -> Workload:
-        with creating(dtype, device):
-            model = residual_network(tuple(blocks), width, classes, bottleneck=bottleneck)
-            return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch,))))
+        with create_tensors_in(dtype, device):
+            model = build_residual_network(tuple(blocks), width, classes, bottleneck=bottleneck)
+            return Workload(model, compute_class_loss, (draw_images(batch, 3, size), torch.randint(classes, (batch,))))
 
     return build
 
 
-resnet18 = _resnet((2, 2, 2, 2), bottleneck=False)  # ResNet-34 with blocks=(3, 4, 6, 3)
-resnet50 = _resnet((3, 4, 6, 3), bottleneck=True)  # ResNet-101 with blocks=(3, 4, 23, 3)
-resnet152 = _resnet((3, 8, 36, 3), bottleneck=True)
+resnet18 = _make_resnet((2, 2, 2, 2), bottleneck=False)  # ResNet-34 with blocks=(3, 4, 6, 3)
+resnet50 = _make_resnet((3, 4, 6, 3), bottleneck=True)  # ResNet-101 with blocks=(3, 4, 23, 3)
+resnet152 = _make_resnet((3, 8, 36, 3), bottleneck=True)

@@ -4,7 +4,14 @@ import torch
 from torch import Tensor, nn
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import choose, class_loss, creating, images, init_convolutions, refuse_if
+from planner.capture.workload.models.common import (
+    choose,
+    compute_class_loss,
+    create_tensors_in,
+    draw_images,
+    init_convolutions,
+    refuse_if,
+)
 
 
 class DoubleConvolution(nn.Sequential):
@@ -65,6 +72,6 @@ def unet(
     choose("norm", norm, ("batch", "group"))
     refuse_if(size % 2**depth, f"option size of unet is {size}: it must be a multiple of 2^depth = {2**depth}")
     refuse_if(norm == "group" and channels % 8, f"option channels of unet is {channels}: norm=group needs a multiple of 8")
-    with creating(dtype, device):
+    with create_tensors_in(dtype, device):
         model = UNet(channels=channels, depth=depth, classes=classes, norm=norm)
-        return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch, size, size))))
+        return Workload(model, compute_class_loss, (draw_images(batch, 3, size), torch.randint(classes, (batch, size, size))))

@@ -6,12 +6,18 @@ import torch
 from torch import nn
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import class_loss, creating, images, init_convolutions, refuse_if
+from planner.capture.workload.models.common import (
+    compute_class_loss,
+    create_tensors_in,
+    draw_images,
+    init_convolutions,
+    refuse_if,
+)
 
 STAGE_WIDTHS = (1, 2, 4, 8, 8)
 
 
-def plain_network(
+def build_plain_network(
     convolutions: tuple[int, ...], *, width: int, hidden: int, classes: int, bn: bool, dropout: float
 ) -> nn.Sequential:
     """Build five stages of `convolutions` convolutions, each followed by a halving, and three linear layers."""
@@ -39,7 +45,7 @@ def plain_network(
     return model
 
 
-def _vgg(*convolutions: int) -> Callable[..., Workload]:
+def _make_vgg(*convolutions: int) -> Callable[..., Workload]:
     """Return a function that builds networks with `convolutions` in the stages; with BatchNorm if `bn`."""
 
     def build(
@@ -55,12 +61,12 @@ def _vgg(*convolutions: int) -> Callable[..., Workload]:
         device: str = "cpu",
     ) -> Workload:
         refuse_if(size < 32, f"option size of vgg is {size}: five halvings need at least 32")
-        with creating(dtype, device):
-            model = plain_network(convolutions, width=width, hidden=hidden, classes=classes, bn=bn, dropout=dropout)
-            return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch,))))
+        with create_tensors_in(dtype, device):
+            model = build_plain_network(convolutions, width=width, hidden=hidden, classes=classes, bn=bn, dropout=dropout)
+            return Workload(model, compute_class_loss, (draw_images(batch, 3, size), torch.randint(classes, (batch,))))
 
     return build
 
 
-vgg16 = _vgg(2, 2, 3, 3, 3)  # configuration D
-vgg19 = _vgg(2, 2, 4, 4, 4)  # configuration E
+vgg16 = _make_vgg(2, 2, 3, 3, 3)  # configuration D
+vgg19 = _make_vgg(2, 2, 4, 4, 4)  # configuration E

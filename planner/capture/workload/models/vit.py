@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from planner.capture.workload.models import Workload
-from planner.capture.workload.models.common import class_loss, creating, images, refuse_if
+from planner.capture.workload.models.common import compute_class_loss, create_tensors_in, draw_images, refuse_if
 
 
 class ViTAttention(nn.Module):
@@ -94,7 +94,7 @@ def vit(
     """
     refuse_if(size % patch, f"option size of vit is {size}: it must be a multiple of patch={patch}")
     refuse_if(width % heads, f"option width of vit is {width}: it must be a multiple of heads={heads}")
-    with creating(dtype, device):
+    with create_tensors_in(dtype, device):
         model = ViT(
             size=size,
             patch=patch,
@@ -105,4 +105,4 @@ def vit(
             classes=classes,
             dropout=dropout,
         )
-        return Workload(model, class_loss, (images(batch, 3, size), torch.randint(classes, (batch,))))
+        return Workload(model, compute_class_loss, (draw_images(batch, 3, size), torch.randint(classes, (batch,))))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from planner.capture.kernels.in_place import _shared_by_threads
+from planner.capture.kernels.in_place import _is_shared_by_threads
 from planner.capture.kernels.variants import CompileVariant
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import detach_batch
@@ -95,9 +95,9 @@ def node(*sizes: int, backend: object = None) -> Any:
 )
 def test_inputs_shared_by_gpu_threads_are_not_overwritten(read: MemoryDep, kernel: list[Any], shared: bool) -> None:
     """Inductor emits a barrier where it writes over such an input; a kernel that two pointers are given of has none."""
-    assert _shared_by_threads(read, kernel) is shared
+    assert _is_shared_by_threads(read, kernel) is shared
 
 
 def test_rows_on_the_cpu_are_not_shared_by_threads() -> None:
     backend = CppScheduling.__new__(CppScheduling)
-    assert not _shared_by_threads(ONE_PER_ROW, [node(8, 4, backend=backend)])
+    assert not _is_shared_by_threads(ONE_PER_ROW, [node(8, 4, backend=backend)])

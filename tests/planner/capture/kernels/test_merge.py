@@ -1,7 +1,7 @@
 """Launches that write one value: one op where that is possible, and once, in order, where it is not."""
 
 from graphs.ir import Phase
-from planner.capture.kernels.merge import Group, grouped
+from planner.capture.kernels.merge import Group, group_launches
 from planner.capture.kernels.wrapper import Launch
 from planner.capture.program.program import Call
 
@@ -16,7 +16,7 @@ def launch(makes: int | None = None, *, reads: str = "", writes: str = "", phase
 
 def parts(launches: list[Launch], static: tuple[int, ...] = ()) -> tuple[list[Group], list[list[int]]]:
     """The groups, and which launches are in them."""
-    groups = grouped(launches, static)
+    groups = group_launches(launches, static)
     return groups, [[next(i for i, each in enumerate(launches) if each is one) for one in group.launches] for group in groups]
 
 

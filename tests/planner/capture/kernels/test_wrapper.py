@@ -250,7 +250,7 @@ return (buf0, )
 
 
 def test_an_input_that_kernels_expect_aligned_is_bound_to_the_tensor_itself() -> None:
-    """Static tensors are aligned before they are read; see ``builder.aligned``."""
+    """Static tensors are aligned before they are read; see ``builder.align``."""
     body = """
 primals_1, primals_2 = args
 primals_1 = copy_if_misaligned(primals_1)
@@ -314,7 +314,7 @@ def test_two_modules_may_use_one_name_for_two_things() -> None:
     body = "primals_1, = args\nbuf0 = empty_strided_cpu((4, ), (1, ), torch.float32)\ncpp_ones(buf0)\nreturn (buf0, )"
     other = {**NAMES, "cpp_ones": lambda out: out.fill_(5.0)}
     wrapper, first = read(module(body, KERNELS), NAMES, 1)
-    value = wrapper.new(Value())
+    value = wrapper.add_value(Value())
     second = wrapper.read(module(body, KERNELS), other, [value], {}, Phase.BACKWARD)
     third = wrapper.read(module(body, KERNELS), NAMES, [value], {}, Phase.BACKWARD)
     called = [line.partition("(")[0] for line in lines(wrapper, 1) if line.startswith("cpp")]
@@ -326,14 +326,14 @@ def test_two_modules_may_use_one_name_for_two_things() -> None:
 
 def test_constants_are_values_that_are_there_before() -> None:
     wrapper = Wrapper()
-    constant = wrapper.new(Value())
+    constant = wrapper.add_value(Value())
     body = """
 primals_1, = args
 buf0 = empty_strided_cpu((4, ), (1, ), torch.float32)
 cpp_add(primals_1, _frozen0, buf0)
 return (buf0, )
 """
-    value = wrapper.new(Value())
+    value = wrapper.add_value(Value())
     returned = wrapper.read(module(body, KERNELS), NAMES, [value], {"_frozen0": constant}, Phase.FORWARD)
     (launch,) = wrapper.launches
     assert launch.reads == {0, 1}

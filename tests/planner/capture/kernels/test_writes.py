@@ -21,7 +21,7 @@ KERNELS = {
 def called(call: str, kernels: dict[str, str] = KERNELS, **names: Any) -> tuple[str, Writes]:
     expression = ast.parse(call, mode="eval").body
     assert isinstance(expression, ast.Call)
-    return Kernels(ast.parse(module("return ()", kernels)), namespace(**names)).called(expression)
+    return Kernels(ast.parse(module("return ()", kernels)), namespace(**names)).resolve_call(expression)
 
 
 @pytest.mark.parametrize(

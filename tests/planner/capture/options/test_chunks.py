@@ -12,9 +12,9 @@ from graphs.errors import UsageError
 from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.options import remove_options
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import with_options
-from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, rows_behind
-from planner.capture.options.traced import with_traced
+from planner.capture.options import apply_options
+from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, find_rows_behind
+from planner.capture.options.traced import add_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
 from planner.measure.roofline import model_times
@@ -24,7 +24,7 @@ from tests.support.models.alternatives import CLASSES, Classifier, make, optiona
 
 
 def chunked(workload: Workload) -> Capture:
-    return with_traced(capture(*workload), ["chunks"])
+    return add_traced(capture(*workload), ["chunks"])
 
 
 def targets(found: Capture, kind: str) -> list[list[str]]:
@@ -127,29 +127,29 @@ def test_losses_not_computed_row_by_row_are_not_chunked(model: Callable[[int], n
 
 
 def test_rows_behind_finds_row_dimensions_after_leading_ones() -> None:
-    assert rows_behind((32, 7), 1, 32) == RowDimensions(0, 0)
-    assert rows_behind((4, 8, 7), 1, 32) == RowDimensions(0, 1)
-    assert rows_behind((4, 8, 7), 1, 4) == rows_behind((32, 7), 1, 4) == RowDimensions(0, 0)
-    assert rows_behind((3, 1, 4, 8), 3, 32) == RowDimensions(2, 3)
+    assert find_rows_behind((32, 7), 1, 32) == RowDimensions(0, 0)
+    assert find_rows_behind((4, 8, 7), 1, 32) == RowDimensions(0, 1)
+    assert find_rows_behind((4, 8, 7), 1, 4) == find_rows_behind((32, 7), 1, 4) == RowDimensions(0, 0)
+    assert find_rows_behind((3, 1, 4, 8), 3, 32) == RowDimensions(2, 3)
     for shape, before, rows in (((6, 8), 1, 32), ((4, 8, 7), 2, 8), ((4, 8), 32, 7)):
         with pytest.raises(NotByRowsError):
-            rows_behind(shape, before, rows)
-    assert RowDimensions(0, 1).chunk((4, 8, 7), 16, 32) == [1, 16, 7]
-    assert RowDimensions(0, 0).chunk((32, 7), 1, 4) == [8, 7]
+            find_rows_behind(shape, before, rows)
+    assert RowDimensions(0, 1).compute_chunk_shape((4, 8, 7), 16, 32) == [1, 16, 7]
+    assert RowDimensions(0, 0).compute_chunk_shape((32, 7), 1, 4) == [8, 7]
 
 
 def test_graph_keeps_named_options_and_drops_others() -> None:
     found = chunked(make("smoothed")).graph
     plain = capture(*make("smoothed")).graph
-    assert with_options(found, ["chunks"]) is found
-    left = with_options(found, ())
+    assert apply_options(found, ["chunks"]) is found
+    left = apply_options(found, ())
     assert left.plain and left.ops == plain.ops and left.tensors == plain.tensors
     assert left.fingerprint == remove_options(found).fingerprint == plain.fingerprint != found.fingerprint
     assert build_from_dict(convert_to_dict(found)) == found
     with pytest.raises(UsageError, match=r"traced without the option 'chunks'.*--options chunks"):
-        with_options(plain, ["chunks"])
+        apply_options(plain, ["chunks"])
     with pytest.raises(UsageError, match="the option 'chunks' is named twice"):
-        with_options(found, ["chunks", "chunks"])
+        apply_options(found, ["chunks", "chunks"])
 
 
 def test_the_same_step_has_the_same_ops_each_time() -> None:
@@ -160,4 +160,4 @@ def test_the_same_step_has_the_same_ops_each_time() -> None:
 def test_a_step_without_such_stretches_was_looked_at_all_the_same() -> None:
     found = chunked(Workload(nn.Linear(4, 3), nn.MSELoss(), (torch.randn(5, 4), torch.randn(5, 3)))).graph
     assert found.plain and found.provenance["options"] == ["chunks"]
-    assert with_options(found, ["chunks"]).plain
+    assert apply_options(found, ["chunks"]).plain

@@ -13,11 +13,11 @@ from graphs.ir import Graph, Phase
 from graphs.options import remove_options
 from graphs.options.compress import KEEP, RESTORE, VARIANCE, predict_variance
 from graphs.simulate import simulate
-from planner.capture.options import check_options, check_traced, with_options
-from planner.capture.options.compress.find import kept_tensors
+from planner.capture.options import apply_options, check_options, check_traced
+from planner.capture.options.compress.find import list_kept_tensors
 from planner.capture.options.compress.forms import FORMS, GROUP
 from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
-from planner.capture.options.traced import with_traced
+from planner.capture.options.traced import add_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import build
 from planner.measure.roofline import model_times
@@ -112,7 +112,7 @@ def test_the_same_numbers_are_rounded_in_the_same_way_and_no_generator_is_asked(
 @cache
 def small() -> Graph:
     workload = build("mlp", layers=3, width=64, batch=64)
-    return model_times(with_traced(capture(*workload), ["compress"]), get_device("cpu"))
+    return model_times(add_traced(capture(*workload), ["compress"]), get_device("cpu"))
 
 
 def test_compression_bits_are_parsed_from_option_names() -> None:
@@ -129,18 +129,18 @@ def test_compression_bits_are_parsed_from_option_names() -> None:
         with pytest.raises(UsageError, match=said):
             check_options(names)
     with pytest.raises(UsageError, match=r"needs a number of bits from 1 to 8, which limits.*'compress:4'"):
-        with_options(small(), ["compress"])
+        apply_options(small(), ["compress"])
 
 
 def test_graphs_hold_every_form_and_the_limit_comes_with_the_bits() -> None:
     graph = small()
     assert graph.provenance["sensitivity"] == "modelled"
     assert build_from_dict(convert_to_dict(graph)) == graph
-    found = with_options(graph, ["compress:4"])
+    found = apply_options(graph, ["compress:4"])
     assert build_from_dict(convert_to_dict(found)) == found
     four = sum(op.used(VARIANCE) for op in graph.ops if op.target == f"{RESTORE}.4")
     assert dict(found.limits)[VARIANCE] == pytest.approx(four) and predict_variance(graph, 8) == pytest.approx(four / 17**2)
-    assert len(with_options(graph, ()).ops) == len(graph.program)
+    assert len(apply_options(graph, ()).ops) == len(graph.program)
     restored_tensors = {t for op in graph.ops if op.target.startswith(RESTORE) for t in op.outputs}
     for op in graph.ops:
         # The forward pass never reads what is lossy, and nothing that is lossy is kept.
@@ -150,7 +150,7 @@ def test_graphs_hold_every_form_and_the_limit_comes_with_the_bits() -> None:
 
 
 def test_the_judge_counts_each_lossy_op_once() -> None:
-    graph = with_options(small(), ["compress:4"])
+    graph = apply_options(small(), ["compress:4"])
     schedule = compress_all(graph, "4")
     assert graph.used(VARIANCE, (*schedule.computed, *schedule.computed)) == pytest.approx(dict(graph.limits)[VARIANCE])
     kept = simulate(graph, schedule)
@@ -174,5 +174,5 @@ def test_variances_that_cannot_be_are_refused(variance: float) -> None:
 
 
 def test_small_models_have_no_compressed_tensors() -> None:
-    found = with_traced(capture(*build("mlp", layers=2, width=8, batch=4, classes=10)), ["compress"])
-    assert kept_tensors(found) == [] and len(found.graph.ops) == len(found.graph.program)
+    found = add_traced(capture(*build("mlp", layers=2, width=8, batch=4, classes=10)), ["compress"])
+    assert list_kept_tensors(found) == [] and len(found.graph.ops) == len(found.graph.program)

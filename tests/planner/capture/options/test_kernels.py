@@ -12,8 +12,8 @@ from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Op
 from graphs.options import remove_options
 from planner.capture.lowering.lower import Capture
-from planner.capture.options import with_options
-from planner.capture.options.traced import with_traced
+from planner.capture.options import apply_options
+from planner.capture.options.traced import add_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
 from planner.measure import tracing
@@ -23,7 +23,7 @@ from tests.support.models.alternatives import make
 
 
 def with_kernels(workload: Workload, *, as_on_cuda: bool = False) -> Capture:
-    return with_traced(capture(*workload, as_on_cuda=as_on_cuda), ["kernels"])
+    return add_traced(capture(*workload, as_on_cuda=as_on_cuda), ["kernels"])
 
 
 def rows(found: Capture) -> list[list[str]]:
@@ -150,12 +150,12 @@ def test_unnamed_options_are_dropped_from_the_graph() -> None:
     workload = make("smoothed")
     found = tracing.trace(*workload, roofline="cpu", options=["chunks", "kernels"])
     plain = capture(*workload).graph
-    assert with_options(found, ()).fingerprint == remove_options(found).fingerprint == plain.fingerprint
+    assert apply_options(found, ()).fingerprint == remove_options(found).fingerprint == plain.fingerprint
     assert build_from_dict(convert_to_dict(found)) == found
-    alone = with_options(found, ["kernels"])
+    alone = apply_options(found, ["kernels"])
     assert {op.target.partition(".")[0] for op in alone.ops if op.optional} == {"kernels"}
     with pytest.raises(UsageError, match=r"traced without the option 'kernels'.*--options kernels"):
-        with_options(plain, ["kernels"])
+        apply_options(plain, ["kernels"])
 
 
 def test_recaptured_step_has_the_same_optional_ops() -> None:

@@ -12,12 +12,12 @@ from torch import nn
 
 from graphs.ir import Graph
 from graphs.options import remove_options
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.capture.options.pack import bits, finder, pooling, ranges
 from planner.capture.options.pack.comparisons import COMPARISONS, Compared
-from planner.capture.options.pack.masks import from_bits, to_bits
+from planner.capture.options.pack.masks import pack_bits, unpack_bits
 from planner.capture.options.pack.shapes import OfShape
-from planner.capture.options.traced import with_traced
+from planner.capture.options.traced import add_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.measure.roofline import model_times
@@ -50,9 +50,9 @@ def test_a_mask_comes_back_from_its_bits(shape: tuple[int, ...]) -> None:
     if len(shape) == 4:
         masks.append(mask.to(memory_format=torch.channels_last))
     for mask, size in product(masks, (8, 64, 4096)):
-        (packed,) = to_bits(mask, like=mask, size=size)
-        assert packed.numel() == bits.bytes_of(mask.numel())
-        assert_identical(from_bits(packed, like=mask, size=size), mask)
+        (packed,) = pack_bits(mask, like=mask, size=size)
+        assert packed.numel() == bits.count_bytes(mask.numel())
+        assert_identical(unpack_bits(packed, like=mask, size=size), mask)
 
 
 _NUMBERS = (NAN, -0.0, 0.0, INF, -INF, 6.0, 7.0, -1.0, 3.0, -3.0, 0.5, -0.5, 1e-30, -1e-30, 2.984375, -2.984375)
@@ -80,9 +80,9 @@ def test_gradients_from_bits_are_those_of_the_kernels(dtype: torch.dtype) -> Non
         given = gradient[:count].clone(), x[:count].clone()
         wanted = kernel(*given, *arguments)
         compared = Compared(COMPARISONS[kernel], arguments, wanted, 64)
-        (packed,) = compared.to_bits(given[1])
-        assert packed.numel() == bits.bytes_of(count)
-        assert_identical(compared.from_bits(given[0], packed), wanted)
+        (packed,) = compared.pack_bits(given[1])
+        assert packed.numel() == bits.count_bytes(count)
+        assert_identical(compared.unpack_bits(given[0], packed), wanted)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_indices_of_pooling_come_back_from_places_in_windows(layout: torch.memor
         windows = pooling.Windows.of(plane[1], kernel, stride, padding, dilation)
         assert windows is not None
         like = torch.empty_strided(indices.shape, indices.stride(), dtype=torch.uint8)
-        (places,) = pooling.to_places(indices, like=like, windows=windows)
+        (places,) = pooling.pack_places(indices, like=like, windows=windows)
         assert places.stride() == indices.stride()
-        assert_identical(windows.decode(places, windows.first(places)), indices)
+        assert_identical(windows.decode(places, windows.compute_first(places)), indices)
         whole = OfShape(wanted, target, rest)
-        assert_identical(pooling.from_places(gradient, places, whole=whole, windows=windows), wanted)
+        assert_identical(pooling.unpack_places(gradient, places, whole=whole, windows=windows), wanted)
         assert_identical(whole(gradient, indices), wanted)
         tried += 1
     assert tried > 60
@@ -163,13 +163,13 @@ def test_pooling_gradient_from_shape_alone_is_exact(
 def test_positions_come_back_from_the_narrowest_type(largest: int, dtype: torch.dtype) -> None:
     positions = torch.tensor([[0, 1, largest], [7, largest - 1, 3]]).t()
     like = torch.empty_strided(positions.shape, positions.stride(), dtype=dtype)
-    (narrow,) = ranges.cast(positions, like=like)
+    (narrow,) = ranges.convert_integers(positions, like=like)
     assert narrow.dtype is dtype
-    assert_identical(ranges.cast(narrow, like=positions), positions)
+    assert_identical(ranges.convert_integers(narrow, like=positions), positions)
 
 
 def packed(workload: Workload) -> Graph:
-    return with_traced(capture(*workload), ["pack"]).graph
+    return add_traced(capture(*workload), ["pack"]).graph
 
 
 def offers(graph: Graph) -> Counter[str]:
@@ -195,8 +195,8 @@ def test_each_kind_of_packing_is_found() -> None:
     assert names["max_pool2d_with_indices_backward@places"].size_bytes * 8 == names["max_pool2d_with_indices[1]"].size_bytes
     assert names["max_1[1]@narrow"].size_bytes * 8 == names["max_1[1]"].size_bytes
     assert names["threshold_backward@bits"].size_bytes == -(-names["relu"].size_bytes // 32)
-    assert with_options(graph, ()).ops == capture(*mixed()).graph.ops
-    assert with_options(graph, ()).fingerprint == remove_options(graph).fingerprint != graph.fingerprint
+    assert apply_options(graph, ()).ops == capture(*mixed()).graph.ops
+    assert apply_options(graph, ()).fingerprint == remove_options(graph).fingerprint != graph.fingerprint
 
 
 class Chained(nn.Module):
@@ -246,7 +246,7 @@ def test_of_large_steps_small_tensors_are_left_alone() -> None:
 def test_a_roofline_gives_times_and_workspaces_and_no_mask_of_cuda_is_drawn_again(cuda: bool, device: str) -> None:
     with FakeTensorMode():
         batch = torch.empty(2**24), torch.empty(2**23)
-        found = with_traced(capture(Dropping(), None, batch, as_on_cuda=cuda), ["pack"])
+        found = add_traced(capture(Dropping(), None, batch, as_on_cuda=cuda), ["pack"])
     assert offers(found.graph) == {"to_bits": 2, "from_bits": 2} | ({} if cuda else {"mask_drawn_again": 2})
     graph = model_times(found, get_device(device))
     for op in graph.ops[len(graph.program) :]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.capture.program.builder import PassBuilder
-from planner.capture.program.program import Call, Program, Ref, Shared, Statement, call_of, item
+from planner.capture.program.program import Call, Program, Ref, Shared, Statement, call_of, get_item
 
 aten = torch.ops.aten
 EMPTY = Program((), (), None, (), ())
@@ -19,7 +19,7 @@ def add(*terms: object) -> Call:
 
 def builder(program: Program = EMPTY, tensors: tuple[int, ...] = (0, 1)) -> PassBuilder:
     found = PassBuilder(program)
-    found.tensor_list("static", tensors)
+    found.add_tensor_list("static", tensors)
     return found
 
 
@@ -93,7 +93,7 @@ def test_unread_tensor_is_held_until_it_is_freed() -> None:
 
 def test_static_tensors_that_are_given_up_go_with_their_last_reader() -> None:
     built = PassBuilder(EMPTY)
-    built.tensor_list("static", (0, 1), emptied=True)
+    built.add_tensor_list("static", (0, 1), emptied=True)
     built.execute([Statement(add(Ref(0), Ref(1)), ((2, ()),))], [2])
     built.execute([Statement(add(Ref(2), Ref(1)), ((3, ()),))], [3])
     built.free_read((0, 1), (Ref(3), Ref(1)))
@@ -122,7 +122,7 @@ def test_names_of_objects_are_no_variables() -> None:
 
     built = builder()
     built.execute([Statement(Call(made, (Ref(0),)), ((2, (0,)), (3, (1,))))], [2, 3])
-    found = built.finish([Ref(2), Ref(3), item([Ref(0), Ref(1)], (1,))], "test").run([X, Y])
+    found = built.finish([Ref(2), Ref(3), get_item([Ref(0), Ref(1)], (1,))], "test").run([X, Y])
     assert all(map(torch.equal, found, (X + 1, X + 2, Y)))
 
 

@@ -20,7 +20,7 @@ def test_an_output_that_the_backward_pass_does_not_make_is_not_freed_there(is_af
     graph = Graph((Op(0, "sort", "aten.sort", (0,), (1, 2), 1.0, phase=Phase.FORWARD),), tensors, frozenset({1}))
     calls = call_of(SORT, [(1, (0,)), (2, (1,))], after_forward=Statement(SORT, ((1, (0,)),)))
     builder = PassBuilder(Program((calls,), (), None, (), ()))
-    builder.tensor_list("static", [0])
+    builder.add_tensor_list("static", [0])
     writer = PassWriter(graph, Program((calls,), (), None, (), ()))
     if is_after_forward:
         writer.end_forward()

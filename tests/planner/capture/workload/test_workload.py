@@ -11,8 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphs.errors import ModelError, PlannerError
-from planner.capture.workload.models import ZOO, Workload, described, factory
-from planner.capture.workload.workload import ModelSpec, load, parse_spec, typed_options
+from planner.capture.workload.models import ZOO, Workload, describe_options, get_factory
+from planner.capture.workload.workload import ModelSpec, load, parse_options, parse_spec
 
 OWN_MODEL = Path(__file__).parents[4] / "examples" / "own_model.py"
 
@@ -236,7 +236,7 @@ def test_files_other_than_python_raise(name: str, said: str, tmp_path: Path) -> 
 
 def zoo_options(text: str) -> dict[str, object]:
     spec = parse_spec(f"zoo:{text}")
-    return typed_options(factory(spec.function), spec, spec.function)
+    return parse_options(get_factory(spec.function), spec, spec.function)
 
 
 def test_options_of_the_zoo_are_parsed_from_text() -> None:
@@ -248,8 +248,8 @@ def test_options_of_the_zoo_are_parsed_from_text() -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_described_options_of_the_zoo_are_the_defaults(name: str) -> None:
-    parameters = inspect.signature(factory(name)).parameters
-    texts = described(parameters).removeprefix("its options are ").replace(", ", ",")
+    parameters = inspect.signature(get_factory(name)).parameters
+    texts = describe_options(parameters).removeprefix("its options are ").replace(", ", ",")
     assert zoo_options(f"{name},{texts}") == {option: parameter.default for option, parameter in parameters.items()}
 
 

@@ -12,7 +12,7 @@ import pytest
 from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.small import make_training_chain
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.plans.solving import solve
 from planner.show.facts.lifetimes import compute_lifetimes
 from planner.show.facts.step import StepFacts
@@ -253,7 +253,7 @@ def test_tiles_stand_in_one_row_on_a_desktop(driver: Any) -> None:
 @pytest.mark.parametrize("dark", [False, True])
 def test_page_elements_do_not_overlap_at_any_width(width: int, dark: bool, tmp_path: Path) -> None:
     graph, plan = solved(["offload"])
-    offered = with_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12))
+    offered = apply_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12))
     with opened(
         written(render_page(StepFacts.of(Timeline(offered, plan)), CURVE), tmp_path), width=width, dark=dark, touch=width < 500
     ) as browser:

@@ -19,7 +19,7 @@ from graphs.pools import COMPUTE, DEVICE, DEVICE_TO_HOST, HOST, HOST_TO_DEVICE
 from graphs.schedule import Compute, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import make_training_chain
-from planner.capture.options import with_options
+from planner.capture.options import apply_options
 from planner.cli.main import main
 from planner.plans.document import write_plan
 from planner.show.facts import timeline as timeline_module
@@ -166,7 +166,7 @@ def test_the_page_is_whole_and_needs_nothing_else(name: str) -> None:
 
 def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() -> None:
     plain = make_training_chain(4)
-    offered = with_options(plain, ["offload"], Surroundings(Link.even(1.0), 10))
+    offered = apply_options(plain, ["offload"], Surroundings(Link.even(1.0), 10))
     text, as_ever = (
         render_page(StepFacts.of(Timeline(graph, plan_of(graph, keep_everything(plain))))) for graph in (offered, plain)
     )
@@ -177,7 +177,7 @@ def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() ->
 
 def test_held_tensors_report_their_offload() -> None:
     graph, plan = solved(["offload"])
-    timeline = Timeline(with_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12)), plan)
+    timeline = Timeline(apply_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12)), plan)
     rows = parsed(render_page(StepFacts.of(timeline))).rows
     header = next(row for row in rows if row[-1] == "elsewhere")
     held = rows[rows.index(header) + 1 :]
@@ -226,7 +226,7 @@ def test_timeline_matches_the_judge_on_random_streams_and_pools(monkeypatch: pyt
     seen = 0
     small = make_training_chain(3)
     # These graphs have what baselines are not made for: static tensors of other memories.
-    monkeypatch.setattr(chart, "baselines", lambda graph, plan: build_baselines(small, plan))
+    monkeypatch.setattr(chart, "build_baselines", lambda graph, plan: build_baselines(small, plan))
     for timeline in drawn(monkeypatch, 60):
         graph, steps = timeline.graph, timeline.plan.schedule.steps
         for stream in list_streams(timeline):
@@ -292,7 +292,7 @@ def test_the_command_shows_such_plans(tmp_path: Path) -> None:
     counts = [e["args"]["bytes"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "memory of host"]
     assert max(counts) == plan.pool_peaks_bytes[HOST]
     # The same where the graph in the file offers it already.
-    offered = with_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12))
+    offered = apply_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12))
     write_graph(offered, graph_file)
     asked = {name for name in plan.settings if name not in ("options", "link_bytes_per_s", "host_budget_bytes")}
     write_plan(replace(plan, settings={name: plan.settings[name] for name in asked}), plan_file)

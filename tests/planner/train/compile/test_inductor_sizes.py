@@ -12,7 +12,7 @@ from torch import nn
 
 import planner
 from graphs.errors import InfeasibleError
-from planner.capture.replay import real_static
+from planner.capture.replay import collect_static
 from planner.capture.step import TrainingStep
 from planner.measure.profile import profile
 from planner.measure.steps import measure_outcome
@@ -95,7 +95,7 @@ def test_kernels_profiled_alone_have_the_sizes_of_the_step(case: Case) -> None:
     )
     state, drawn = copy.deepcopy(step.state_dict()), torch.get_rng_state()
     captured = replace(known.captured, graph=unknown)
-    found = profile(captured, real_static(captured, step, known.workload.batch)).graph
+    found = profile(captured, collect_static(captured, step, known.workload.batch)).graph
     assert found.tensors == graph.tensors
     assert [op.workspace_bytes for op in found.ops] == [op.workspace_bytes for op in graph.ops]
     assert all(op.time_s > 0 for op in found.ops)

@@ -18,7 +18,7 @@ from graphs.errors import MismatchError
 from graphs.ir import Phase
 from graphs.overwriting import find_overwritten_saved
 from graphs.schedule import schedule_of
-from planner.capture.options.traced import with_traced
+from planner.capture.options.traced import add_traced
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
@@ -253,7 +253,7 @@ def dropout_at_half_way() -> tuple[nn.Module, Callable[..., Any]]:
 def sigmoid_over_what_is_saved() -> tuple[nn.Module, Callable[..., Any]]:
     torch.manual_seed(7)
     model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 32), nn.Sigmoid(), nn.Linear(32, 10))
-    captured = with_traced(capture(model, F.cross_entropy, make("vit").batch), ["in-place"])
+    captured = add_traced(capture(model, F.cross_entropy, make("vit").batch), ["in-place"])
     graph = captured.graph
     (sigmoid,) = (op.id for op in graph.ops if op.name == "sigmoid")
     first = next(op.id for op in graph.ops if op.phase is Phase.BACKWARD)

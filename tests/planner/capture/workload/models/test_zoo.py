@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from graphs.errors import PlannerError, UsageError
 from planner.capture.workload.models import ZOO, Workload, build
-from planner.capture.workload.models.llama import rotary_tables, rotate
+from planner.capture.workload.models.llama import compute_rotary_tables, rotate
 
 TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"batch": 2, "seq": 8, "layers": 2, "width": 16, "heads": 2, "vocab": 32},
@@ -191,7 +191,7 @@ def test_embeddings_are_tied_by_default() -> None:
 
 def test_rotary_scores_depend_on_distance_only() -> None:
     torch.manual_seed(0)
-    cos, sin = rotary_tables(16, 8, 10000.0)
+    cos, sin = compute_rotary_tables(16, 8, 10000.0)
     q, k = torch.randn(8), torch.randn(8)
     turned_q, turned_k = rotate(q.expand(1, 1, 16, 8), cos, sin)[0, 0], rotate(k.expand(1, 1, 16, 8), cos, sin)[0, 0]
     torch.testing.assert_close(turned_q[3] @ turned_k[1], turned_q[12] @ turned_k[10])

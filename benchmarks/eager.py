@@ -59,7 +59,7 @@ class TreeNet(nn.Module):
         if leaves == 1:
             return self.leaf(torch.randint(100, (self.batch,), device=self.leaf.weight.device))
         left = draw.randrange(1, leaves)
-        i, f, g, o = self.gates(torch.cat((self(left, draw), self(leaves - left, draw)), 1)).compute_chunk_shape(4, 1)
+        i, f, g, o = self.gates(torch.cat((self(left, draw), self(leaves - left, draw)), 1)).chunk(4, 1)
         return o.sigmoid() * (i.sigmoid() * g.tanh() + f.sigmoid()).tanh()
 
 

@@ -20,15 +20,15 @@ from benchmarks.solves import build_graph, solve_row
 from graphs.ir import Graph
 from graphs.options.option import Need
 from graphs.simulate import simulate
-from planner.capture.options import OPTIONS, check_options, needs, restricted_to, traced_options
+from planner.capture.options import OPTIONS, check_options, list_step_option_names, needs, restrict_to
 from planner.cli import argument_types
-from planner.plans.attributes import attributes
+from planner.plans.attributes import get_attributes
 from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
-from planner.settings.option_settings import OptionSettings, option_settings
+from planner.settings.option_settings import OptionSettings, build_option_settings
 from planner.settings.plan import PlanSettings
 from planner.studies.experiment import Study
-from planner.studies.rows import missing_keys, provenance
+from planner.studies.rows import collect_provenance, find_missing_keys
 from solvers.clock import Clock
 from solvers.least import bracket_least_budget
 from solvers.order.reorder import find_order
@@ -64,7 +64,7 @@ class TracedStep:
     @cached_property
     def ordered(self) -> Graph:
         """The step in the common order of all sets of options: a bound for one set also bounds its subsets."""
-        return find_order(restricted_to(self.traced, traced_options(self.names))).graph
+        return find_order(restrict_to(self.traced, list_step_option_names(self.names))).graph
 
     def add_options(self, some: Sequence[str]) -> Graph:
         """Return the step with a set of options."""
@@ -76,7 +76,7 @@ def find_offers(step: TracedStep, known: Sequence[Offer]) -> Iterator[Offer]:
     for name in step.names:
         if name not in {offer.option for offer in known}:
             added = [op for op in step.add_options((name,)).ops if op.optional or op.overwrites]
-            yield Offer(model=step.model, option=name, ops=len(added), bits=find_most_bits(added), **provenance())
+            yield Offer(model=step.model, option=name, ops=len(added), bits=find_most_bits(added), **collect_provenance())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class OptionsCase:
 def solve(case: OptionsCase, known: Sequence[OptionsRow]) -> Iterator[OptionsRow]:
     """Yield the missing rows of a model, which is traced if there are any."""
     for some in list_sets(case.offers):
-        if missing := missing_keys(product([set_name(some)], BUDGETS), known, "options", "budget"):
+        if missing := find_missing_keys(product([set_name(some)], BUDGETS), known, "options", "budget"):
             graph = case.step.add_options(some)
             yield from (_solve(case, some, graph, budget) for _, budget in missing)
 
@@ -103,25 +103,25 @@ def _solve(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) ->
         model=case.step.model,
         options=set_name(some),
         budget=budget,
-        budget_bytes=None if budget == LEAST else read_budget(budget).in_bytes(peak_bytes),
+        budget_bytes=None if budget == LEAST else read_budget(budget).resolve(peak_bytes),
         base_s=traced.time_s,
         base_peak_bytes=peak_bytes,
         limit=clock.format_amount(clock.limit),
         link=str(settings.link(traced.provenance)) if settings.offloads else "",
-        **provenance(),
+        **collect_provenance(),
     )
     if budget != LEAST:
         return solve_row(row, graph, case.clock())[0]
     begin = time.monotonic()
     bracket = bracket_least_budget(graph, clock=case.clock())
     seconds = time.monotonic() - begin
-    judged = attributes(simulate(graph, bracket.schedule), "time_s", "peak_bytes")
+    judged = get_attributes(simulate(graph, bracket.schedule), "time_s", "peak_bytes")
     found = {"budget_bytes": bracket.found_bytes, "proved_bytes": bracket.proved_bytes}
     return replace(row, status=str(Status.FEASIBLE), seconds=seconds, **judged, **found)
 
 
 def _make_settings(some: Sequence[str]) -> OptionSettings:
-    return option_settings(some, host_budget=offload.HOST if Need.LINK in needs(some) else None)
+    return build_option_settings(some, host_budget=offload.HOST if Need.LINK in needs(some) else None)
 
 
 def _get_position(option: str) -> int:
@@ -148,11 +148,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """Make the missing rows; write rows and tables."""
     parser = build_parser(__doc__, OptionsRow, models=(*MODELS, *MEASURED), out="results/options")
     parser.add_argument(
-        "--options", type=argument_types.names, default=",".join(NAMES), help="with commas (default: %(default)s)"
+        "--options", type=argument_types.parse_names, default=",".join(NAMES), help="with commas (default: %(default)s)"
     )
-    parser.add_argument("--seconds", type=argument_types.duration, default=LIMIT_S, help="for each solve (default: %(default)g)")
     parser.add_argument(
-        "--work", type=argument_types.work, help="instead of seconds, units of work: a busy machine changes no row"
+        "--seconds", type=argument_types.parse_duration, default=LIMIT_S, help="for each solve (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--work", type=argument_types.parse_work, help="instead of seconds, units of work: a busy machine changes no row"
     )
     parser.add_argument("--ablation", action="store_true", help="leave out each part of pack, kernels and chunks instead")
     arguments = parser.parse_args(words)
@@ -162,15 +164,17 @@ def main(words: Sequence[str] | None = None) -> int:
     names = arguments.options
     check_options(names)
     limit_threads()
-    clock = PlanSettings(time_limit_s=arguments.seconds, work_limit=arguments.work).clock
+    clock = PlanSettings(time_limit_s=arguments.seconds, work_limit=arguments.work).start_clock
     pairs = [(model, option) for model in arguments.models if model in MEASURED for option in names]
-    code = carry_out(ERRORS, arguments, {pair: (*pair, clock) for pair in pairs if traced_options(pair[1:])})
+    code = carry_out(ERRORS, arguments, {pair: (*pair, clock) for pair in pairs if list_step_option_names(pair[1:])})
     traces = {
-        m: partial(build_graph, MODELS[m], options=OptionSettings(traced_options(names))) for m in arguments.models if m in MODELS
+        m: partial(build_graph, MODELS[m], options=OptionSettings(list_step_option_names(names)))
+        for m in arguments.models
+        if m in MODELS
     }
     steps = {(model,): TracedStep(model, trace, names) for model, trace in traces.items()}
     code = carry_out(OFFERS, arguments, steps) or code
-    offers = OFFERS.kept(arguments.out)
+    offers = OFFERS.read_kept(arguments.out)
     own = {key: [offer for offer in offers.of(*key) if offer.option in names] for key in steps}
     cases = {key: OptionsCase(step, own[key], clock) for key, step in steps.items()}
     pages = {"table.md": lambda rows: format_table(rows, offers, MODELS)}

@@ -40,25 +40,27 @@ GENERAL_WORDS = {
 MOST_LINES, MOST_PARAMETERS = 60, 7
 # The first words of names that say what a function does. Words that are nouns as often (plan, record, time) are among them.
 _VERBS = """
-abandon accept add adjust admit advance advise allocate allot allow answer append apply ask assign assume attach await
-bar begin bind block bound bracket branch break bring build calculate call capture carry change check checkpoint choose
-clear close collect combine come commit compare compile complete compose compress compute connect construct continue
-convert copy count cover create cut decide decode decompose define delete derive describe detect determine discard
-disconnect divide download draw drop enable encode end enforce enlarge enter estimate evaluate evict exclude execute
-expand expect explain export extend extract fail feed fetch fill filter find finish fit fix flatten follow forbid forget
-form format forward free freeze gather generate get give go group grow guess halt halve hand handle hash hide hold
-identify ignore import improve increase index insert install interrupt invert issue iterate join judge keep learn leave
-let lift limit link list listen live load lock log look lower make map mark match measure merge mock model monitor move
-mutate name narrow need normalize note notice number observe occur offer offload open order pack pad pair parse
-partition pass patch permute pick pin place plan play plot poll pop predict prepare preserve prevent print profile
-propagate prove provide prune publish push put quote raise rank reach read readmit rebuild recall receive recompute
-record reduce refine refuse refute register relax release reload remember remove rename render renumber reorder repair
-repeat replace replay report request require reserve reset resolve restart restore restrict resume return reuse rewrite
-round run sample save scale schedule score search see select send separate serve set settle share shift shorten show
-sift simplify simulate slow solve sort spare specify spend split start stay steer step stop store stretch strip submit
-substitute sum summarize swap take tell test tie time touch trace track train transfer transform translate traverse trim
-try turn unite unlock unmap unpack unpin unwrap update use validate vary verify view visit wait walk warm warn watch
-weigh win wrap write yield
+abandon accept adapt add adjust admit adopt advance advise agree align allocate allot allow announce answer append
+apply ask assign assume attach await bar begin bind block bound bracket branch break bring build calculate call
+capture carry change check checkpoint choose clear close collect combine come commit compare compile complete compose
+compress compute confirm connect construct consult continue convert copy count cover create cut decide declare decode
+decompose define delete derive describe detach detect determine disable discard disconnect divide download draw drop
+emit enable encode end enforce enlarge enter escape estimate evaluate evict exclude execute expand expect explain
+export extend extract fail feed fetch fill filter find finish fit fix flatten follow forbid forget form format forward
+free freeze gather generate get give go group grow guess halt halve hand handle hash hide hold identify ignore import
+improve increase index initialize insert install interrupt invert isolate issue iterate join judge keep label launch
+lay learn leave let lift limit link list listen live load lock log look lower make map mark match measure merge mock
+model monitor move multiply mutate name narrow need normalize note notice notify number observe occur offer offload
+open order pack pad pair parse partition pass patch permute pick pin place plan play plot poll pop predict prepare
+preserve prevent print profile propagate prove provide prune publish push put quote raise rank reach read readmit
+rebuild recall receive recommend recompute record redraw reduce refine refresh refuse refute register relax release
+reload rematerialize remember remove rename render renumber reorder repair repeat replace replan replay report request
+require reserve reset reshard resolve restart restore restrict resume return reuse rewrite round run sample save scale
+schedule score search see select send separate serve set settle share shift shorten show shrink sift silence simplify
+simulate skip slow solve sort spare specify spend split start stay steer step stop store stretch strip submit
+substitute sum summarize swap take tell test tie time touch trace track train transfer transform translate traverse
+trim try turn unite unlock unmap unpack unpin unwrap update use validate vary verify view visit wait walk warm warn
+watch weigh win work wrap write yield
 """
 VERBS = frozenset(_VERBS.split())
 YES_OR_NO = frozenset(

@@ -29,7 +29,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     model, loss_fn, batch = build(batch=512 * size, width=64)
-    x, y = (part.compute_chunk_shape(size)[rank].to(device) for part in batch)  # your loader's batches, by a DistributedSampler
+    x, y = (part.chunk(size)[rank].to(device) for part in batch)  # your loader's batches, by a DistributedSampler
     model = DistributedDataParallel(model.to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = planner.compile(model, loss_fn, (x, y), budget=arguments.budget, optimizer="adamw")

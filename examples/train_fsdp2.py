@@ -29,7 +29,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     model, loss_fn, batch = build(batch=512 * size, width=64)
-    x, y = (part.compute_chunk_shape(size)[rank].to(device) for part in batch)  # your loader's batches, by a DistributedSampler
+    x, y = (part.chunk(size)[rank].to(device) for part in batch)  # your loader's batches, by a DistributedSampler
     model.to(device)
     mesh = dist.device_mesh.init_device_mesh(device.type, (size,))
     for block in model[:-1]:

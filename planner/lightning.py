@@ -25,7 +25,7 @@ from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.progress import LoggingView
 from planner.settings.budget import read_budget_or_overhead
 from planner.train.compile.per_batch import BatchPlans, check_options
-from planner.train.compile.sizes import Shapes, shapes_of
+from planner.train.compile.sizes import Shapes, list_shapes
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import InReplicated, unwrap
 
@@ -170,7 +170,7 @@ class _TrainingStepModule(nn.Module):
 
     def options_of_logs(self, given: tuple[Any, ...], names: Collection[str]) -> dict[str, dict[str, Any]]:
         """Return the options that the values `names` are logged with for arguments of these sizes. Call inside ``recording``."""
-        shapes = shapes_of(given)
+        shapes = list_shapes(given)
         if not self._options.get(shapes, {}).keys() >= set(names):
             with torch.no_grad(), preserve_training_state(self, given):
                 self(*given)

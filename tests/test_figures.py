@@ -113,7 +113,7 @@ def test_drawn_calls_are_in_the_sources(name: str) -> None:
     [
         (
             "planner.measure.profile",
-            ("planner.plans.search", "first_plan"),
+            ("planner.plans.search", "find_first_plan"),
             "planner.measure.profile does not import planner.plans.search",
         ),
         ("planner.plans.search", ("planner.plans.solving", "solve"), "planner.plans.search does not call solve"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.structure import FLOORS, import_cycles, read
+from benchmarks.structure import FLOORS, find_functions_without_verb, import_cycles, read
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
@@ -106,6 +106,12 @@ def test_the_check_for_long_functions_finds_them() -> None:
     short = 'def short():\n    """Docstring\n' + "\n" * 70 + '    """\n    return 1\n'
     long = "def long():\n" + "    x = 1\n" * 61
     assert long_bodies(short + long) == ["long"]
+
+
+def test_names_of_functions_begin_with_a_verb() -> None:
+    found = [find_functions_without_verb(module) for floor in FLOORS for module in read(ROOT, floor)]
+    without, count = [name for names, _ in found for name in names], sum(count for _, count in found)
+    assert len(without) < 0.1 * count, sorted(without)
 
 
 def test_imports_have_no_cycles() -> None:

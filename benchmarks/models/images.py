@@ -80,7 +80,7 @@ def variational() -> Workload:
     """Build a VAE, which draws noise inside the step and has two losses."""
 
     def forward(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        mean, log_variance = m.encoder(x).compute_chunk_shape(2, dim=1)
+        mean, log_variance = m.encoder(x).chunk(2, dim=1)
         z = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
         divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
         error = F.binary_cross_entropy_with_logits(m.decoder(z), x)

@@ -91,7 +91,7 @@ class _SelfDistilled(nn.Module):
             for mean, weight in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
                 mean.lerp_(weight, 0.1)
             seen = self.teacher(torch.cat((first, second)))
-            targets = ((seen - self.centre) / 0.04).softmax(-1).compute_chunk_shape(2)
+            targets = ((seen - self.centre) / 0.04).softmax(-1).chunk(2)
         guesses = [(self.student(view) / 0.1).log_softmax(-1) for view in (second, first)]
         losses = [-(target * guess).sum(-1).mean() for target, guess in zip(targets, guesses, strict=True)]
         return (losses[0] + losses[1]) / 2, seen

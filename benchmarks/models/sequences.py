@@ -39,7 +39,7 @@ def gpt() -> Workload:
             self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool).tril())
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (t.build_results(-1, (4, 16)).transpose(1, 2) for t in self.qkv(self.norm(x)).split(64, dim=-1))
+            q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(self.norm(x)).split(64, dim=-1))
             scores = (q @ k.transpose(-1, -2) / math.sqrt(16)).masked_fill(~self.mask, -math.inf)
             attention = F.dropout(scores.softmax(-1), 0.1, self.training)
             x = x + self.out((attention @ v).transpose(1, 2).flatten(2))

@@ -60,7 +60,7 @@ def half_way_known() -> Iterator[None]:
     """
     from planner.train.backend.shared_budget import SharedBudget
 
-    whole, in_bytes, half_way = SharedBudget.whole, Share.resolve, read_budget(HALF_WAY)
+    whole, in_bytes, half_way = SharedBudget.compute_whole_bytes, Share.resolve, read_budget(HALF_WAY)
 
     def solve_half_way(graph: Graph, budget: Budget, *settings: Any, **options: Any) -> Plan:
         return solve_graph(graph, Bytes(between(graph)) if budget == half_way else budget, *settings, **options)
@@ -76,7 +76,7 @@ def half_way_known() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("planner.plans.search.solve_graph", solve_half_way)
-        patch.setattr(SharedBudget, "whole", whole_half_way)
+        patch.setattr(SharedBudget, "compute_whole_bytes", whole_half_way)
         patch.setattr(Share, "resolve", for_kernels)
         patch.setattr("planner.train.compile.inductor_compiler.Bytes", lambda size: size if size == half_way else Bytes(size))
         yield

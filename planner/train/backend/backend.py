@@ -45,8 +45,8 @@ from planner.torch_private.core import keep_in_graphs, pytree
 from planner.train.backend import polyfills as polyfills  # registers them with Dynamo
 from planner.train.backend.joint_capture import capture_joint, rewrite_as_eager
 from planner.train.backend.missing_gradients import leave_out_unread
-from planner.train.backend.planned_graph import PlannedGraph, device_of
-from planner.train.backend.settings import BackendSettings, settings_of
+from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
+from planner.train.backend.settings import BackendSettings, parse_backend_options
 from planner.train.backend.shared_budget import SharedBudget
 from planner.train.backend.unplanned_graph import UnplannedGraph
 
@@ -80,7 +80,7 @@ def planner(module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[s
         PlannerError: options are unknown or do not go together (``planner.settings.compatibility``), or there is no budget.
         InfeasibleError, LimitError: a graph does not fit, as in ``planner.solve``.
     """
-    budget = _budget(settings_of(options))
+    budget = _share_budget(parse_backend_options(options))
     compile_module = _compile_kernels if budget.settings.kernels == "inductor" else _compile
     return compile_module(module, inputs, budget)
 
@@ -89,15 +89,15 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
     """Compile `module` with eager PyTorch's kernels, run by a schedule that may change between steps."""
     planned: list[PlannedGraph] = []
     unplanned_graph = UnplannedGraph()
-    add = _adding(module, inputs, budget)
+    add = _build_planner(module, inputs, budget)
 
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        device, measure = _device(joint, budget.settings.roofline), budget.settings.roofline is None
+        device, measure = _choose_device(joint, budget.settings.roofline), budget.settings.roofline is None
         rewrite_as_eager(joint.graph)
         unplanned = _copy_of(joint)  # capture changes the graph
-        with budget.stages() as stages:
+        with budget.create_stages() as stages:
             try:
                 with stages.run_stage(Stage.MEASURE) as stage:
                     captured = capture_joint(
@@ -111,11 +111,11 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
             except TraceError as error:
                 warn_caller(_NOT_PLANNED.format("eager PyTorch", error))
                 return default_partition(unplanned, (), num_fwd_outputs=num_fwd_outputs)
-            graph = budget.graph(joint, captured, outputs=num_fwd_outputs)
-            graph.input_names, graph.check_writes = _input_names(module, joint, captured), budget.settings.check_writes
+            graph = budget.build_graph(joint, captured, outputs=num_fwd_outputs)
+            graph.input_names, graph.check_writes = _find_input_names(module, joint, captured), budget.settings.check_writes
             _plan(graph, add, budget, stages)
         planned.append(graph)
-        return graph.interface()
+        return graph.build_interface()
 
     def forward(inner: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
         return planned[0].forward if planned else unplanned_graph.forward(inner, examples)
@@ -129,10 +129,10 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget
         compiled: Callable[..., Any] = compiler(module, inputs)
     forget_saved_values()
     compiled = refuse_double_backward(compiled, _DOUBLE_BACKWARD)
-    return _as_autograd(compiled, planned) if planned else budget.count(unplanned_graph, compiled)
+    return _drop_missing_gradients(compiled, planned) if planned else budget.count(unplanned_graph, compiled)
 
 
-def _adding(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
+def _build_planner(module: fx.GraphModule, inputs: Sequence[Any], budget: SharedBudget) -> Callable[[PlannedGraph], None]:
     """Return the function that plans a graph within the budget. This reads Dynamo's state, so it must run inside Dynamo."""
     more = getattr(module, "compile_subgraph_reason", None)
     scope = InstructionTranslator.current_tx().f_locals.values()
@@ -147,12 +147,12 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
     from planner.torch_private.inductor import compile_fx  # importing Inductor takes a second
     from planner.train.backend.kernel_capture import capture_kernels
 
-    if not _trains(module):
+    if not _may_train(module):
         return budget.count(UnplannedGraph(), compile_fx(module, inputs))  # type: ignore[arg-type]
-    add, stages = _adding(module, inputs, budget), budget.stages()
+    add, stages = _build_planner(module, inputs, budget), budget.create_stages()
     captured: Capture | None = None
     try:
-        with stages, stages.stage(Stage.MEASURE, "compiling and measuring kernels"), suppress(NothingCompiledError):
+        with stages, stages.run_stage(Stage.MEASURE, "compiling and measuring kernels"), suppress(NothingCompiledError):
             captured = capture_kernels(module, inputs, budget.traced)
     except TraceError as error:
         warn_caller(_NOT_PLANNED.format("torch.compile", error))
@@ -165,14 +165,14 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
     def partition(
         joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        graph = budget.graph(joint, kernels, outputs=num_fwd_outputs)
-        graph.input_names, graph.check_writes = _input_names(module, joint, kernels), budget.settings.check_writes
+        graph = budget.build_graph(joint, kernels, outputs=num_fwd_outputs)
+        graph.input_names, graph.check_writes = _find_input_names(module, joint, kernels), budget.settings.check_writes
         if isinstance(budget.budget, Share):
-            graph.eager = _as_eager(joint, num_fwd_outputs)
+            graph.eager = _build_eager_graph(joint, num_fwd_outputs)
         with stages:
             _plan(graph, add, budget, stages)
         planned.append(graph)
-        return graph.interface()
+        return graph.build_interface()
 
     compiler = aot_autograd(
         fw_compiler=lambda *_: planned[0].forward,
@@ -180,10 +180,10 @@ def _compile_kernels(module: fx.GraphModule, inputs: Sequence[Any], budget: Shar
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    return _as_autograd(compiler(module, inputs), planned)
+    return _drop_missing_gradients(compiler(module, inputs), planned)
 
 
-def _as_autograd(compiled: Callable[..., Any], planned: Sequence[PlannedGraph]) -> Callable[..., Any]:
+def _drop_missing_gradients(compiled: Callable[..., Any], planned: Sequence[PlannedGraph]) -> Callable[..., Any]:
     """Return `compiled` with missing gradients as autograd has them.
 
     Inputs that get no gradient are passed detached: autograd would call their hooks.
@@ -199,7 +199,7 @@ def _as_autograd(compiled: Callable[..., Any], planned: Sequence[PlannedGraph]) 
     return run
 
 
-def _input_names(module: fx.GraphModule, joint: fx.GraphModule, captured: Capture) -> dict[int, str]:
+def _find_input_names(module: fx.GraphModule, joint: fx.GraphModule, captured: Capture) -> dict[int, str]:
     """Return the names that a joint graph's inputs have in the user's code, by tensor."""
     given = module.graph.find_nodes(op="placeholder")
     descs = {node.name: node.meta["desc"] for node in joint.graph.find_nodes(op="placeholder")}
@@ -207,13 +207,13 @@ def _input_names(module: fx.GraphModule, joint: fx.GraphModule, captured: Captur
     for source in captured.program.sources:
         match descs.get(source.name):
             case PlainAOTInput(idx=index):
-                names[source.tensor] = _named(given[index])
+                names[source.tensor] = _name_placeholder(given[index])
             case ParamAOTInput(target=target) | BufferAOTInput(target=target):
                 names[source.tensor] = str(target)
     return names
 
 
-def _named(placeholder: fx.Node) -> str:
+def _name_placeholder(placeholder: fx.Node) -> str:
     argument = placeholder.meta.get("grapharg")
     path = placeholder.name if argument is None else make_readable(argument.source.name, {}, {})
     return re.sub(r"L\['(\w+)'\]", r"\1", path)
@@ -223,7 +223,7 @@ def _plan(graph: PlannedGraph, add: Callable[[PlannedGraph], None], budget: Shar
     """Plan `graph` with `add`, and report the plan if the step has no other graphs."""
     with stages.run_stage(Stage.SOLVE):
         add(graph)
-    stages.finish(budget.summary_of_only(graph))
+    stages.finish(budget.describe_only(graph))
 
 
 def _copy_of(joint: fx.GraphModule) -> fx.GraphModule:
@@ -234,31 +234,31 @@ def _copy_of(joint: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(joint, graph)
 
 
-def _as_eager(joint: fx.GraphModule, forward_outputs: int) -> Graph:
+def _build_eager_graph(joint: fx.GraphModule, forward_outputs: int) -> Graph:
     """Return a joint graph as eager PyTorch runs it, with each op measured alone, as with ``kernels="eager"``."""
-    fallback = find_device(_device_name(joint)) or get_device("h100")  # for ops that do not run on synthetic values
+    fallback = find_device(_describe_device(joint)) or get_device("h100")  # for ops that do not run on synthetic values
     joint = _copy_of(joint)
     rewrite_as_eager(joint.graph)
     return capture_joint(joint, fallback, measure=True, forward_outputs=forward_outputs).graph
 
 
-def _trains(module: fx.GraphModule) -> bool:
+def _may_train(module: fx.GraphModule) -> bool:
     """Return True if a backward pass may follow."""
     returned = pytree.tree_leaves(module.graph.output_node().args)
     values = (node.meta.get("example_value") for node in returned if isinstance(node, fx.Node))
     return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
-def _budget(settings: BackendSettings) -> SharedBudget:
+def _share_budget(settings: BackendSettings) -> SharedBudget:
     """Return the budget shared by the graphs of the ``torch.compile`` call that is being compiled."""
-    made_by = _made_by(InstructionTranslator.current_tx())
+    made_by = _find_backend(InstructionTranslator.current_tx())
     if id(made_by) not in BUDGETS:
         BUDGETS[id(made_by)] = SharedBudget(settings)
         weakref.finalize(made_by, BUDGETS.pop, id(made_by), None)
     return BUDGETS[id(made_by)]
 
 
-def _made_by(translator: InstructionTranslatorBase) -> Callable[..., Any]:
+def _find_backend(translator: InstructionTranslatorBase) -> Callable[..., Any]:
     """Return the backend object of the ``torch.compile`` call that compiles a frame; an options dict may serve several calls."""
     compiler = translator.output.compiler_fn
     assert compiler is not None
@@ -267,30 +267,30 @@ def _made_by(translator: InstructionTranslatorBase) -> Callable[..., Any]:
 
 def _is_planned(translator: InstructionTranslatorBase) -> bool:
     """Return True if a frame is compiled for this backend."""
-    return translator.output.compiler_fn is not None and getattr(_made_by(translator), "compiler_fn", None) is planner
+    return translator.output.compiler_fn is not None and getattr(_find_backend(translator), "compiler_fn", None) is planner
 
 
-def _runs_as_eager(translator: InstructionTranslatorBase) -> bool:
+def _is_run_as_eager(translator: InstructionTranslatorBase) -> bool:
     """Return True if a frame is compiled for this backend with eager PyTorch's kernels."""
     if not _is_planned(translator):
         return False
-    options: Mapping[str, object] = getattr(_made_by(translator), "kwargs", {}).get("options", {})
+    options: Mapping[str, object] = getattr(_find_backend(translator), "kwargs", {}).get("options", {})
     return options.get("kernels") != "inductor"
 
 
 # Must run before Dynamo calls a backend for any frame.
-keep_dynamo_as_eager_where(_runs_as_eager, ExitStack())
+keep_dynamo_as_eager_where(_is_run_as_eager, ExitStack())
 fix_sizes_where(_is_planned)
 write_data_in_place_where(_is_planned, ExitStack())
 capture_gradients_where(_is_planned)
 carry_sparse_tensors_where(_is_planned)
 
 
-def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:
+def _choose_device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:
     """Return the device for modelled times."""
     if roofline is not None:
         return get_device(roofline)
-    name = _device_name(joint)
+    name = _describe_device(joint)
     if (known := find_device(name)) is not None:
         return known
     raise PlannerError(
@@ -299,6 +299,6 @@ def _device(joint: fx.GraphModule, roofline: str | None) -> DeviceSpec:
     )
 
 
-def _device_name(joint: fx.GraphModule) -> str:
-    where = device_of(joint)
+def _describe_device(joint: fx.GraphModule) -> str:
+    where = get_graph_device(joint)
     return "cpu" if where.type == "cpu" else torch.cuda.get_device_name(where)

@@ -25,7 +25,7 @@ from planner.torch_private.capture import (
     is_compiling_forbidden,
 )
 from planner.train.backend import backend
-from planner.train.backend.settings import settings_of
+from planner.train.backend.settings import parse_backend_options
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -97,12 +97,14 @@ def checkpoint(
     read_budget(budget).resolve(2**30)  # only the syntax of a share can be checked before the first call
     given |= {"budget": budget, "on_progress": on_progress}
     asked = {name: value for name, value in given.items() if value is not None and value != ()}
-    settings_of(asked)  # raise before the first call
-    model._compiled_call_impl = _call(model, torch.compile(_own(model), backend=backend.planner, dynamic=False, options=asked))
+    parse_backend_options(asked)  # raise before the first call
+    model._compiled_call_impl = _call(
+        model, torch.compile(_build_own_call(model), backend=backend.planner, dynamic=False, options=asked)
+    )
     return model
 
 
-def _own(model: nn.Module) -> Callable[..., Any]:
+def _build_own_call(model: nn.Module) -> Callable[..., Any]:
     """Return a function that calls `model` with its hooks and has its own code object: Dynamo caches by code object."""
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -85,7 +85,7 @@ def capture_joint(
     else:
         captured = add_traced(mark_custom_ops(captured), options)
         captured = replace(captured, graph=model_times(captured, device))
-    return replace(captured, graph=once(captured.graph, mutated_inputs(module, statics)))
+    return replace(captured, graph=mark_not_recomputable(captured.graph, find_mutated_inputs(module, statics)))
 
 
 def rewrite_as_eager(graph: fx.Graph) -> None:
@@ -115,7 +115,7 @@ def separate_tangents(graph: fx.Graph) -> None:
             separated.add(node)
 
 
-def mutated_inputs(module: fx.GraphModule, statics: StaticTensors) -> set[int]:
+def find_mutated_inputs(module: fx.GraphModule, statics: StaticTensors) -> set[int]:
     """Return the inputs of a joint graph that are overwritten after its forward pass."""
     return {statics.find(d.mutated_input) for _, d in list_outputs(module.graph) if isinstance(d, InputMutationAOTOutput)}
 
@@ -136,12 +136,12 @@ class Placeholders(StaticTensors):
         """Return the tensor id of an input; see the base class."""
         return self.by_desc[desc]
 
-    def tangent(self, value: torch.Tensor) -> int:
+    def add_tangent(self, value: torch.Tensor) -> int:
         """Return the tensor id of a tangent; unlike in the base class, there may be several."""
         return self.add(Kind.INPUT, self.names[id(value)], value)
 
 
-def once(graph: Graph, mutated: set[int]) -> Graph:
+def mark_not_recomputable(graph: Graph, mutated: set[int]) -> Graph:
     """Return `graph` with ops that read inputs overwritten after the forward pass marked as not recomputable."""
     ops = tuple(replace(op, recomputable=op.recomputable and not mutated.intersection(op.inputs)) for op in graph.ops)
     return replace(graph, ops=ops)

@@ -26,7 +26,7 @@ from planner.torch_private.capture import (
     tracing,
 )
 from planner.torch_private.core import disable_current_modes, no_python_dispatcher, pytree
-from planner.train.backend.joint_capture import Placeholders, mutated_inputs, once
+from planner.train.backend.joint_capture import Placeholders, find_mutated_inputs, mark_not_recomputable
 
 _PASSES = 3
 
@@ -51,9 +51,9 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
         device = placeholders[0].meta["val"].device
         statics, signature = Placeholders(placeholders, device), Signature.of((), pytree.tree_structure(()))
         captured = lower_graph(halves, statics, signature, generator=get_default_generator(device))
-        graph = once(captured.graph, mutated_inputs(joint, statics))
+        graph = mark_not_recomputable(captured.graph, find_mutated_inputs(joint, statics))
     with disable_current_modes(), no_python_dispatcher():
-        given = {node.name: _given(node, module, inputs) for node in placeholders}
+        given = {node.name: _build_input(node, module, inputs) for node in placeholders}
         constants: dict[str, Any] = dict(captured.program.constants)
         static = {s.tensor: given[s.name] if s.name in given else constants[s.name] for s in captured.program.sources}
         captured = profile(replace(captured, graph=graph), list(static.values()), passes=_PASSES)
@@ -61,7 +61,7 @@ def capture_kernels(module: fx.GraphModule, inputs: Sequence[Any], options: Sequ
         return add_traced(captured, options)
 
 
-def _given(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:
+def _build_input(node: fx.Node, module: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:
     """Return a real tensor for an input of the joint graph."""
     match node.meta["desc"]:
         case ParamAOTInput(target=name):

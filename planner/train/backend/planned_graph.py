@@ -39,7 +39,7 @@ from planner.torch_private.capture import (
     TangentAOTInput,
 )
 from planner.torch_private.core import backward_retains_graph
-from planner.train.backend.rest_of_step import kept_bytes
+from planner.train.backend.rest_of_step import count_kept_bytes
 
 # Both passes empty their argument lists. The last arguments of a backward pass are the non-tensor results of its forward
 # pass: tensors on the host, unfinished copies, and the step in an arena.
@@ -97,7 +97,7 @@ class PlannedGraph:
             arena: the arena that the passes run in; None for PyTorch's allocator.
         """
         placeholders = module.graph.find_nodes(op="placeholder")
-        self._module, self._devices = module, Devices(captured.graph, device_of(module), channels)
+        self._module, self._devices = module, Devices(captured.graph, get_graph_device(module), channels)
         later = TangentAOTInput | BackwardTokenAOTInput
         self._primals = [node for node in placeholders if not isinstance(node.meta["desc"], later)]
         self._incoming = [node for node in placeholders if isinstance(node.meta["desc"], later)]
@@ -106,9 +106,9 @@ class PlannedGraph:
         self.eager: Graph | None = None
         self.tangents = tuple(static[node.name] for node in self._incoming if node.name in static)
         self.outputs = outputs
-        self.without_gradient = _without_gradient(module.graph)
-        self._leading = _leading_outputs(module.graph, outputs)
-        self.slots = (*(static[node.name] for node in self._primals if node.name in static), *_made_forward(captured.graph))
+        self.without_gradient = _find_without_gradient(module.graph)
+        self._leading = _find_leading_outputs(module.graph, outputs)
+        self.slots = (*(static[node.name] for node in self._primals if node.name in static), *_list_made_forward(captured.graph))
         self._slot = {t: i for i, t in enumerate(self.slots)}
         self.input_names: Mapping[int, str] = {}
         self.check_writes = False
@@ -120,7 +120,7 @@ class PlannedGraph:
         self._writing_over: set[int] = set()  # plans whose backward passes overwrite saved tensors
         self._passes: list[Passes] = []
 
-    def passes(self, schedule: Schedule) -> Passes:
+    def build_passes(self, schedule: Schedule) -> Passes:
         """Return the two passes of `schedule`, whose saved tensors fill `slots`; slots of tensors that are not saved hold None.
 
         The forward pass returns values unknown to AOTAutograd separately.
@@ -136,7 +136,7 @@ class PlannedGraph:
         later = [i for i, reads in enumerate(code.backward_reads) if reads]
 
         def forward(args: list[Any]) -> tuple[list[Any], list[Any]]:
-            static = self._static(self._primals, args)
+            static = self._select_static(self._primals, args)
             args.clear()
             saved = {program.sources[i].tensor: static[i] for i in later}
             first, others, alive = code.forward(static)
@@ -146,7 +146,7 @@ class PlannedGraph:
 
         def backward(args: list[Any]) -> Any:
             here = len(self.slots) + len(self._incoming)
-            static = self._static(self._incoming, args[len(self.slots) : here])
+            static = self._select_static(self._incoming, args[len(self.slots) : here])
             for i in later:
                 if (t := program.sources[i].tensor) in position:
                     static[i] = args[position[t]]
@@ -161,13 +161,13 @@ class PlannedGraph:
         changed = ChangedInputs(graph, [t for t in read if t not in self.tangents], self.captured.copied)
         return Passes(forward, backward, code.lines, changed)
 
-    def _static(self, nodes: Sequence[fx.Node], given: Sequence[Any]) -> list[Any]:
+    def _select_static(self, nodes: Sequence[fx.Node], given: Sequence[Any]) -> list[Any]:
         """Return the static tensors of a pass whose inputs `nodes` are `given`; None for those that are not among them."""
         program = self.captured.program
         known = {node.name: value for node, value in zip(nodes, given, strict=True)} | dict(program.constants)
         return [known.get(source.name) for source in program.sources]
 
-    def interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def build_interface(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the two passes as AOTAutograd sees them: inputs and outputs. The saved tensors end with the slot of the plan."""
         returned = list_outputs(self._module.graph)
         forward = fx.Graph()
@@ -175,9 +175,9 @@ class PlannedGraph:
         by_name = {node.name: node for node in primals}
         some = next(node for node in primals if isinstance(node.meta.get("val"), torch.Tensor))
         names = {source.tensor: source.name for source in self.captured.program.sources}
-        made = [_like(forward, value) for value, _ in returned[: self.outputs]]
-        saved = [by_name[names[t]] if t in names else _like(forward, some) for t in self.slots]
-        output = forward.output([*made, *saved, _like(forward, some)])
+        made = [_create_node_like(forward, value) for value, _ in returned[: self.outputs]]
+        saved = [by_name[names[t]] if t in names else _create_node_like(forward, some) for t in self.slots]
+        output = forward.output([*made, *saved, _create_node_like(forward, some)])
         output.meta["desc"] = [
             *(desc for _, desc in returned[: self.outputs]),
             *(SavedForBackwardsAOTOutput(i) for i in range(len(saved) + 1)),
@@ -187,7 +187,7 @@ class PlannedGraph:
             backward.placeholder(f"saved_{i}").meta = {"val": some.meta["val"]}
         for node in self._incoming:
             backward.node_copy(node)
-        gradients = [_like(backward, value) for value, _ in returned[self.outputs :]]
+        gradients = [_create_node_like(backward, value) for value, _ in returned[self.outputs :]]
         backward.output(gradients).meta["desc"] = [desc for _, desc in returned[self.outputs :]]
         return fx.GraphModule(self._module, forward), fx.GraphModule(self._module, backward)
 
@@ -200,7 +200,7 @@ class PlannedGraph:
     def schedule(self, schedule: Schedule) -> None:
         if find_overwritten_saved(self.captured.graph, schedule):
             self._writing_over.add(len(self._passes))
-        self._passes.append(self.passes(schedule))
+        self._passes.append(self.build_passes(schedule))
         self._schedule = schedule
         if self.arena is not None:
             self.arena.forget()
@@ -209,7 +209,7 @@ class PlannedGraph:
     @property
     def kept_bytes(self) -> int:
         """The bytes in memory between the passes, without static memory."""
-        return kept_bytes(self.captured.graph, self._schedule)
+        return count_kept_bytes(self.captured.graph, self._schedule)
 
     @property
     def on_host(self) -> tuple[int, int]:
@@ -218,13 +218,13 @@ class PlannedGraph:
         if graph.plain:
             return 0, 0
         peaks = dict(zip((pool.name for pool in graph.pools), simulate(graph, self._schedule).pool_peaks_bytes, strict=True))
-        return peaks[HOST], kept_bytes(graph, self._schedule, HOST)
+        return peaks[HOST], count_kept_bytes(graph, self._schedule, HOST)
 
     def forward(self, args: list[Any]) -> list[Any]:
         """Run the forward pass for AOTAutograd; `args` is emptied."""
         seen = None if self.watch is None else self.watch(args)
         number = len(self._passes) - 1
-        with self._memory(number).report_errors("forward"):
+        with self._describe_memory(number).report_errors("forward"):
             returned, handed_over = self._passes[number].forward(args)
         slots = returned[self.outputs :]
         saved_inputs = self._save_inputs(number, slots)
@@ -235,7 +235,7 @@ class PlannedGraph:
             self._handing_over.add(number)
         plan.untyped_storage().inputs = saved_inputs  # type: ignore[attr-defined]
         if self.check_writes:
-            plan.untyped_storage().unseen = UnseenWrites(self._inputs(slots))  # type: ignore[attr-defined]
+            plan.untyped_storage().unseen = UnseenWrites(self._iterate_inputs(slots))  # type: ignore[attr-defined]
         if seen is not None:
             seen(returned[: self.outputs], plan)
         return [*returned[: self.outputs], *(nothing if t is None else t for t in slots), plan]
@@ -260,11 +260,11 @@ class PlannedGraph:
                 "'in-place'"
             )
         if (unseen := getattr(plan.untyped_storage(), "unseen", None)) is not None:
-            unseen.check(tensor for _, tensor in self._inputs(args))
+            unseen.check(tensor for _, tensor in self._iterate_inputs(args))
         self._restore_inputs(number, getattr(plan.untyped_storage(), "inputs", ()), args)
         args += handed_over
         del plan, handed_over  # frees tensors on the host, unless the backward pass may run again
-        with self._memory(number).report_errors("backward"):
+        with self._describe_memory(number).report_errors("backward"):
             return self._passes[number].backward(args)
 
     @property
@@ -272,7 +272,7 @@ class PlannedGraph:
         """The inputs that were written between the passes, and whose copies the plan does not count."""
         return frozenset(self._passes[-1].changed_inputs.changed) - self.captured.copied
 
-    def names_of(self, tensors: Iterable[int]) -> str:
+    def format_names(self, tensors: Iterable[int]) -> str:
         """Return the names of inputs."""
         return ", ".join(self.input_names[t] for t in sorted(tensors))
 
@@ -304,11 +304,11 @@ class PlannedGraph:
     def _restore_inputs(self, number: int, saved: Sequence[Input], args: list[Any]) -> None:
         """Give the backward pass the inputs as the forward pass has read them."""
         changed = self._passes[number].changed_inputs
-        values = changed.restore(saved, lambda t: self.names_of([t]))
+        values = changed.restore(saved, lambda t: self.format_names([t]))
         for t, value in zip(changed.recomputed_from, values, strict=True):
             args[self._slot[t]] = value
 
-    def _inputs(self, saved: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _iterate_inputs(self, saved: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the inputs to be checked with their names, from the `saved` tensors in the slots."""
         for t, value in zip(self.slots, saved, strict=False):
             if t in self.input_names and value is not None and tuple(value.shape) == self.captured.graph.tensors[t].shape:
@@ -332,7 +332,7 @@ class PlannedGraph:
             for gradient, leading in zip(gradients, self._leading, strict=True)
         )
 
-    def _memory(self, number: int) -> PlannedMemory:
+    def _describe_memory(self, number: int) -> PlannedMemory:
         """Return a description of the memory of the plan `number`, for out-of-memory errors."""
         return PlannedMemory(
             self.captured.graph,
@@ -351,7 +351,7 @@ def is_plan(saved: torch.Tensor) -> bool:
     return hasattr(saved.untyped_storage(), "inputs")
 
 
-def _made_forward(graph: Graph) -> list[int]:
+def _list_made_forward(graph: Graph) -> list[int]:
     """Return the tensors on the device that are made by ops of the forward pass, or only by optional ops."""
     made = dict.fromkeys(t for op in graph.program if op.phase is Phase.FORWARD for t in op.outputs)
     later = {t for op in graph.program if op.phase is not Phase.FORWARD for t in op.outputs}
@@ -359,7 +359,7 @@ def _made_forward(graph: Graph) -> list[int]:
     return list(made | dict.fromkeys(optional))
 
 
-def _without_gradient(joint: fx.Graph) -> list[int]:
+def _find_without_gradient(joint: fx.Graph) -> list[int]:
     """Return the positions of the inputs that require a gradient, get none, and share no memory with an output."""
     nodes = [node for node, desc in list_outputs(joint) if isinstance(node, fx.Node) and not isinstance(desc, GradAOTOutput)]
     returned = {get_storage(value) for node in nodes for value in list_tensors(node.meta["val"])}
@@ -368,7 +368,7 @@ def _without_gradient(joint: fx.Graph) -> list[int]:
     return [desc.idx for desc in missing if isinstance(desc, PlainAOTInput) and get_storage(inputs[desc]) not in returned]
 
 
-def _leading_outputs(joint: fx.Graph, forward_outputs: int) -> list[frozenset[int]]:
+def _find_leading_outputs(joint: fx.Graph, forward_outputs: int) -> list[frozenset[int]]:
     """Return, for each output of the backward pass, the outputs of the forward pass whose gradients it is computed from."""
     position = {desc: i for i, (_, desc) in enumerate(list_outputs(joint)[:forward_outputs])}
     leading: dict[object, frozenset[int]] = {}
@@ -381,7 +381,7 @@ def _leading_outputs(joint: fx.Graph, forward_outputs: int) -> list[frozenset[in
     return [leading.get(value, frozenset()) for value, _ in list_outputs(joint)[forward_outputs:]]
 
 
-def _like(graph: fx.Graph, value: object) -> fx.Node | None:
+def _create_node_like(graph: fx.Graph, value: object) -> fx.Node | None:
     """Return a node with the metadata of a tensor like `value`; None if `value` is no tensor."""
     if not isinstance(value, fx.Node):
         return None
@@ -390,7 +390,7 @@ def _like(graph: fx.Graph, value: object) -> fx.Node | None:
     return node
 
 
-def device_of(joint: fx.GraphModule) -> torch.device:
+def get_graph_device(joint: fx.GraphModule) -> torch.device:
     """Return the device that a joint graph runs on."""
     values = (node.meta["val"] for node in joint.graph.find_nodes(op="placeholder"))
     return next(value.device for value in values if isinstance(value, torch.Tensor))

@@ -19,7 +19,7 @@ def _step_is_captured() -> bool:
 
 
 @substitute_in_graph(detect_is_causal_mask)
-def causal_as_told(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:  # noqa: FBT001 (its signature)
+def may_leave_out_mask(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:  # noqa: FBT001 (its signature)
     """Return True if attention may leave out `mask`, because the caller states that it is causal.
 
     PyTorch's own version also reads the mask's values if `is_causal` is None. That causes a graph break, in code where Dynamo

@@ -20,25 +20,25 @@ _TRIES = 5  # bisection steps for the bytes that are left to the rest
 _TRY_S = 2.0
 
 
-def with_rest(graph: Graph, tangents: Iterable[int], rest_bytes: int) -> Graph:
+def add_rest(graph: Graph, tangents: Iterable[int], rest_bytes: int) -> Graph:
     """Return `graph` with an op between the passes that needs `rest_bytes` and makes the `tangents`, its static gradients."""
     made = tuple(tangents)
-    cut = _first_backward(graph)
+    cut = _find_first_backward(graph)
 
-    def shifted(producers: tuple[int, ...]) -> tuple[int, ...]:
+    def shift_producers(producers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(op if op < cut else op + 1 for op in producers)
 
     outputs = sorted(t for t in graph.kept if any(p < cut for p in graph.tensors[t].producers))
     rest = Op(cut, "rest_of_the_step", "rest", tuple(outputs), made, 0.0, rest_bytes, Phase.BACKWARD, recomputable=False)
-    behind = (replace(op, id=op.id + 1, replaces=shifted(op.replaces)) for op in graph.ops[cut:])
+    behind = (replace(op, id=op.id + 1, replaces=shift_producers(op.replaces)) for op in graph.ops[cut:])
     ops = (*graph.ops[:cut], rest, *behind)
-    tensors = tuple(replace(t, producers=(cut,) if t.id in made else shifted(t.producers)) for t in graph.tensors)
+    tensors = tuple(replace(t, producers=(cut,) if t.id in made else shift_producers(t.producers)) for t in graph.tensors)
     return replace(graph, ops=ops, tensors=tensors, kept=graph.kept.union(made))
 
 
-def without_rest(graph: Graph, schedule: Schedule) -> Schedule:
-    """Return the schedule of `graph` that corresponds to a schedule of ``with_rest(graph, ...)``."""
-    cut = _first_backward(graph)
+def map_back_rest(graph: Graph, schedule: Schedule) -> Schedule:
+    """Return the schedule of `graph` that corresponds to a schedule of ``add_rest(graph, ...)``."""
+    cut = _find_first_backward(graph)
     steps: list[Step] = []
     for step in schedule.steps:
         if not isinstance(step, Compute):
@@ -48,33 +48,33 @@ def without_rest(graph: Graph, schedule: Schedule) -> Schedule:
     return Schedule(tuple(steps))
 
 
-def keeping_all(graph: Graph) -> Schedule:
+def build_keep_everything(graph: Graph) -> Schedule:
     """Return the schedule that keeps everything and uses no options of `graph`."""
     return keep_everything(remove_options(graph))
 
 
-def kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
+def count_kept_bytes(graph: Graph, schedule: Schedule, pool: str = DEVICE) -> int:
     """Return the bytes in `pool` between the forward and the backward pass, without static memory."""
     live = live_after(graph, schedule.steps[: find_boundary(graph, schedule)])
     return sum(graph.tensors[t].size_bytes for t in live if graph.tensors[t].pool == pool)
 
 
-def lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, time_limit_s: float) -> Schedule | None:
+def find_lean_schedule(graph: Graph, tangents: Iterable[int], budget_bytes: int, *, time_limit_s: float) -> Schedule | None:
     """Return a schedule within the budget, without options, that keeps little between the passes; None if none is found."""
     made = tuple(tangents)
     graph = remove_options(graph)
     end = min(_TRY_S, time_limit_s / _TRIES)
 
-    def leaving(rest_bytes: float) -> Schedule | None:
-        roomy = with_rest(graph, made, int(rest_bytes))
+    def solve_leaving(rest_bytes: float) -> Schedule | None:
+        roomy = add_rest(graph, made, int(rest_bytes))
         found = find_least_evicting_schedule(roomy, WallClock(end)) or schedule_of(roomy, range(len(roomy.ops)))
-        return without_rest(graph, found) if simulate(roomy, found).peak_bytes <= budget_bytes else None
+        return map_back_rest(graph, found) if simulate(roomy, found).peak_bytes <= budget_bytes else None
 
-    least = leaving(0)
+    least = solve_leaving(0)
     if least is None:
         return None
-    return find_largest(leaving, 0, max(0, budget_bytes - graph.static_bytes), halvings=_TRIES) or least
+    return find_largest(solve_leaving, 0, max(0, budget_bytes - graph.static_bytes), halvings=_TRIES) or least
 
 
-def _first_backward(graph: Graph) -> int:
+def _find_first_backward(graph: Graph) -> int:
     return next((op.id for op in graph.ops if op.phase is not Phase.FORWARD), len(graph.ops))

@@ -45,7 +45,7 @@ class BackendSettings:
         check_compatible(self.plan.features | {Feature.TORCH_COMPILE} | ({Feature.SEVERAL_PROCESSES} if several else set()))
 
 
-def settings_of(options: Mapping[str, Any] | None) -> BackendSettings:
+def parse_backend_options(options: Mapping[str, Any] | None) -> BackendSettings:
     """Return the settings given by the backend's options.
 
     Raises:

@@ -47,18 +47,24 @@ from planner.settings.budget import Auto, Budget, Bytes, Share
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import OptionSettings
-from planner.train.backend.planned_graph import PlannedGraph, device_of
-from planner.train.backend.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
+from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
+from planner.train.backend.rest_of_step import (
+    add_rest,
+    build_keep_everything,
+    count_kept_bytes,
+    find_lean_schedule,
+    map_back_rest,
+)
 from planner.train.backend.settings import BackendSettings
-from planner.train.backend.shared_channels import SharedChannels, host_room, with_host_bytes
+from planner.train.backend.shared_channels import SharedChannels, compute_host_room, set_host_bytes
 from planner.train.backend.step_memory import (
     PassStorages,
-    bytes_beside_requests,
-    bytes_of_others,
-    peak_bytes,
-    peak_of_unplanned,
-    sizes_beside_requests,
-    unread,
+    compute_bytes_of_others,
+    compute_peak_bytes,
+    compute_peak_of_unplanned,
+    count_bytes_beside_requests,
+    find_unread,
+    list_sizes_beside_requests,
 )
 from planner.train.backend.together import Together
 from planner.train.backend.unplanned_graph import UnplannedGraph
@@ -120,22 +126,22 @@ class SharedBudget:
         is_first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
         self._views = list_views(settings.on_progress) if is_first else ()
 
-    def graph(self, joint: fx.GraphModule, captured: Capture, *, outputs: int) -> PlannedGraph:
+    def build_graph(self, joint: fx.GraphModule, captured: Capture, *, outputs: int) -> PlannedGraph:
         """Return the graph of a capture of `joint`, with the requested options.
 
         Raises:
             UsageError: an option does not work on the graph's device.
         """
-        device = device_of(joint)
+        device = get_graph_device(joint)
         if device.type == "cuda":
             check_compatible({*self.settings.features, Feature.SHARED_GPU})
         asked = self.settings.memory
         self.memory = choose_memory_on(device.type, None) if asked is None else choose_memory(captured.graph, asked)
         captured = replace(captured, graph=self._options.apply(captured.graph))
-        channels = None if self._shared_channels is None else self._shared_channels.channels(device)
-        return PlannedGraph(joint, captured, channels, self._arena(), outputs=outputs)
+        channels = None if self._shared_channels is None else self._shared_channels.get_channels(device)
+        return PlannedGraph(joint, captured, channels, self._choose_arena(), outputs=outputs)
 
-    def _arena(self) -> Arena | None:
+    def _choose_arena(self) -> Arena | None:
         """Return the arena of a new graph: that of graphs whose backward pass has not run, else a new one in the slab."""
         if self._slab is None:
             return None
@@ -147,7 +153,7 @@ class SharedBudget:
         """The requested options that are found in captured graphs."""
         return self.settings.traced_options
 
-    def stages(self) -> Stages:
+    def create_stages(self) -> Stages:
         """Return the progress stages of a planning, without capture and execution; all are shown in one place."""
         return Stages(*self._views, stages=(Stage.MEASURE, Stage.SOLVE))
 
@@ -164,14 +170,14 @@ class SharedBudget:
         """
         self._learning = True
         if isinstance(self.budget, Auto):
-            self.budget = Bytes(_auto_bytes(inputs, model := list(model)))
+            self.budget = Bytes(_compute_auto_bytes(inputs, model := list(model)))
         self.forward_runs = [run for run in self.forward_runs if run.alive]
         graph.watch = lambda args: self._begin(graph, args)
-        runs = [*(run.seen for run in self.forward_runs), self._storages(inputs)]
+        runs = [*(run.seen for run in self.forward_runs), self._collect_storages(inputs)]
         kept = [run.graph.kept_bytes for run in self.forward_runs]
-        others = bytes_of_others(runs, len(runs) - 1, kept)
+        others = compute_bytes_of_others(runs, len(runs) - 1, kept)
         order = [*(run.graph for run in self.forward_runs), graph]
-        whole = self.whole(order, runs)
+        whole = self.compute_whole_bytes(order, runs)
         if self.forward_runs:
             self._warn_of_several(whole - others, whole)
         elif others >= whole:
@@ -180,16 +186,16 @@ class SharedBudget:
                 f"{format_bytes(whole)}: autograd holds it for ops that are not compiled. Raise the budget, or remove the graph "
                 "breaks (TORCH_LOGS=graph_breaks shows them)"
             )
-        whole = self._given(order, whole, alone=not self.forward_runs and not more)
+        whole = self._compute_room(order, whole, alone=not self.forward_runs and not more)
         room = max(1, whole - others)
-        behind = unread(model, runs) if more else None
+        behind = find_unread(model, runs) if more else None
         if behind is None:
-            self._first_plan(graph, room, more=more)
+            self._plan_first(graph, room, more=more)
             return
         try:
-            self._first_plan(graph, max(1, whole - bytes_of_others([*runs, behind], len(runs) - 1, kept)), more=more)
+            self._plan_first(graph, max(1, whole - compute_bytes_of_others([*runs, behind], len(runs) - 1, kept)), more=more)
         except InfeasibleError:
-            self._first_plan(graph, room, more=more)  # the model may have parameters that it never reads
+            self._plan_first(graph, room, more=more)  # the model may have parameters that it never reads
 
     def _warn_of_several(self, room_bytes: int, whole_bytes: int) -> None:
         """Warn, once, that the model has a second graph."""
@@ -201,22 +207,22 @@ class SharedBudget:
                 "first step. Removing graph breaks saves memory (TORCH_LOGS=graph_breaks shows them)",
             )
 
-    def _first_plan(self, graph: PlannedGraph, room: int, *, more: bool) -> None:
+    def _plan_first(self, graph: PlannedGraph, room: int, *, more: bool) -> None:
         """Plan `graph` within `room` bytes, before the graphs that follow are known."""
         captured = graph.captured.graph
         order = [*(run.graph for run in self.forward_runs), graph]
-        there = host_room(order, graph, {run.graph: run.graph.on_host for run in self.forward_runs}, self._host_bytes)
+        there = compute_host_room(order, graph, {run.graph: run.graph.on_host for run in self.forward_runs}, self._host_bytes)
         if more:
             if isinstance(self.budget, Share):
                 room = summarize(captured).keep_everything_peak_bytes
-            graph.lean = lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
+            graph.lean = find_lean_schedule(captured, graph.tangents, room, time_limit_s=self.limit_s)
         try:
             if graph.lean is None:
                 memory = CountedMemory.ALLOCATED if self.forward_runs else self.memory
-                graph.schedule = self._solve(with_host_bytes(captured, there), room, memory)
+                graph.schedule = self._solve(set_host_bytes(captured, there), room, memory)
             else:
-                rest_bytes = room - captured.static_bytes - kept_bytes(captured, graph.lean)
-                graph.schedule = self.leaving(graph, room, max(0, rest_bytes), graph.lean, there)
+                rest_bytes = room - captured.static_bytes - count_kept_bytes(captured, graph.lean)
+                graph.schedule = self.solve_leaving(graph, room, max(0, rest_bytes), graph.lean, there)
         except InfeasibleError as error:
             if not self.forward_runs:
                 raise
@@ -224,8 +230,8 @@ class SharedBudget:
                 run.graph.lean is None for run in self.forward_runs
             ):  # was assumed to be the last graph; keeps less from now on
                 peak_bytes = summarize(captured).keep_everything_peak_bytes
-                graph.lean = lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
-                graph.schedule = graph.lean or keeping_all(captured)
+                graph.lean = find_lean_schedule(captured, graph.tangents, peak_bytes, time_limit_s=self.limit_s)
+                graph.schedule = graph.lean or build_keep_everything(captured)
                 return
             kept = ", ".join(format_bytes(run.graph.kept_bytes) for run in self.forward_runs)
             raise InfeasibleError(
@@ -238,7 +244,7 @@ class SharedBudget:
         settings = replace(self.settings, options=OptionSettings(self.traced), memory=memory)
         return StepSearch(settings).find_first_plan(graph, Bytes(budget_bytes)).schedule
 
-    def _given(self, order: Sequence[PlannedGraph], whole: int, *, alone: bool) -> int:
+    def _compute_room(self, order: Sequence[PlannedGraph], whole: int, *, alone: bool) -> int:
         """Return the part of the budget for which the graphs of a step are planned: all of it if there is only one."""
         return whole if alone else whole - predict_kept_beside_passes([graph.captured.graph for graph in order], self.memory)
 
@@ -251,39 +257,41 @@ class SharedBudget:
     def _host_bytes(self) -> int:
         return 0 if self._shared_channels is None else self._shared_channels.host_bytes
 
-    def whole(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> int:
+    def compute_whole_bytes(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> int:
         """Return the budget in bytes for a step of these graphs; a share refers to the largest step so far.
 
         So a smaller last batch does not get a smaller budget.
         """
         captured = [graph.captured.graph if graph.eager is None else graph.eager for graph in graphs]
         if self.memory is CountedMemory.ALLOCATED:
-            step_bytes = _eager_peak_bytes(captured, runs)
+            step_bytes = _compute_eager_peak_bytes(captured, runs)
         elif len(graphs) == 1:
-            step_bytes = predict_eager_bytes(captured[0], self.memory) + bytes_of_others(runs, 0, [])
+            step_bytes = predict_eager_bytes(captured[0], self.memory) + compute_bytes_of_others(runs, 0, [])
         else:
-            step_bytes = self._reserved(graphs, runs, [(graph, keeping_all(graph)) for graph in captured])
+            step_bytes = self._predict_reserved(graphs, runs, [(graph, build_keep_everything(graph)) for graph in captured])
         self._largest_bytes = max(self._largest_bytes, step_bytes)
         return self.budget.resolve(self._largest_bytes) if self._largest_bytes else 1  # all tensors are empty
 
-    def summary_of_only(self, graph: PlannedGraph) -> str:
+    def describe_only(self, graph: PlannedGraph) -> str:
         """Return the plan of a graph in one line; "" if the step has other graphs, with which it is planned again."""
-        return "" if self.forward_runs or graph.lean is not None else self._summary([graph], [PassStorages({}, {}, {})])
+        return "" if self.forward_runs or graph.lean is not None else self._describe_plans([graph], [PassStorages({}, {}, {})])
 
-    def _summary(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> str:
+    def _describe_plans(self, graphs: Sequence[PlannedGraph], runs: Sequence[PassStorages]) -> str:
         """Return the plans of the graphs of a step in one line."""
         plans = [(graph.captured.graph, graph.schedule) for graph in graphs]
         time_s, base_s = sum(simulate(*plan).time_s for plan in plans), sum(summarize(graph).time_s for graph, _ in plans)
         overhead = time_s / base_s - 1 if base_s else 0.0
-        return describe_saved(peak_bytes(plans, runs), _eager_peak_bytes([graph for graph, _ in plans], runs), overhead, None)
+        return describe_saved(
+            compute_peak_bytes(plans, runs), _compute_eager_peak_bytes([graph for graph, _ in plans], runs), overhead, None
+        )
 
-    def _reserved(
+    def _predict_reserved(
         self, order: Sequence[PlannedGraph], seen: Sequence[PassStorages], parts: Sequence[tuple[Graph, Schedule]]
     ) -> int:
         """Return the bytes of the counted memory that a step reserves if its graphs follow the schedules in `parts`."""
         last = order[-1]
         tangents = [last.captured.graph.tensors[t].size_bytes for t in last.tangents]  # made by ops outside of graphs
-        return predict_reserved_for_passes(parts, [*sizes_beside_requests(seen), *tangents], self.memory)
+        return predict_reserved_for_passes(parts, [*list_sizes_beside_requests(seen), *tangents], self.memory)
 
     def _begin(self, graph: PlannedGraph, args: Sequence[object]) -> Callable[[list[Any], torch.Tensor], None]:
         """Record the start of a forward pass; if a step has ended, plan the graphs of that step together."""
@@ -292,12 +300,12 @@ class SharedBudget:
         if graph.changed:
             self._count_copies(graph)
         if self._learning:
-            self.known_graphs[graph] = self._storages(args)
+            self.known_graphs[graph] = self._collect_storages(args)
         run = _ForwardRun(graph, self.known_graphs[graph])
 
         def end(returned: list[Any], plan: torch.Tensor) -> None:
             if self._learning:
-                run.seen.returned(returned)
+                run.seen.add_outputs(returned)
             run.plan = StorageWeakRef(plan.untyped_storage())
             self.forward_runs.append(run)
 
@@ -310,7 +318,7 @@ class SharedBudget:
             returned = compiled(*args)
             if self._learning:
                 seen = PassStorages.of(args, graph)
-                seen.returned(returned)
+                seen.add_outputs(returned)
                 if any(run.alive for run in self.forward_runs):
                     self.forward_runs[-1].seen.followed_by.append(seen)
                 else:
@@ -319,7 +327,7 @@ class SharedBudget:
 
         return call
 
-    def _storages(self, inputs: Iterable[object]) -> PassStorages:
+    def _collect_storages(self, inputs: Iterable[object]) -> PassStorages:
         """Return the storages that are known before a pass of a planned graph."""
         found = PassStorages.of(inputs)
         for seen in self._before.values():
@@ -328,14 +336,14 @@ class SharedBudget:
 
     def _count_copies(self, graph: PlannedGraph) -> None:
         """Plan `graph` again, with copies of the inputs that were written between its passes, for the same peak as before."""
-        names, peak_bytes = graph.names_of(graph.changed), simulate(graph.captured.graph, graph.schedule).peak_bytes
+        names, peak_bytes = graph.format_names(graph.changed), simulate(graph.captured.graph, graph.schedule).peak_bytes
         graph.count_copies()
         captured, old = graph.captured.graph, graph.schedule
         if graph.lean is None and not self.forward_runs:
             graph.schedule = self._solve(captured, peak_bytes)
         else:
-            rest_bytes = max(0, peak_bytes - captured.static_bytes - kept_bytes(captured, old))
-            graph.schedule = self.leaving(graph, peak_bytes, rest_bytes, old, self._host_bytes)
+            rest_bytes = max(0, peak_bytes - captured.static_bytes - count_kept_bytes(captured, old))
+            graph.schedule = self.solve_leaving(graph, peak_bytes, rest_bytes, old, self._host_bytes)
         warn_caller(f"planned again: {names} changed between forward and backward pass, so the plan keeps copies")
 
     def _end_step(self) -> None:
@@ -347,30 +355,30 @@ class SharedBudget:
             self._learning = True  # the step has changed: observe the next one
         else:
             seen = [run.seen for run in runs]
-            whole = self.whole(step, seen)
-            self._planned[step] = _StepBudget(whole, whole - bytes_beside_requests(seen))
+            whole = self.compute_whole_bytes(step, seen)
+            self._planned[step] = _StepBudget(whole, whole - count_bytes_beside_requests(seen))
             if len(runs) > 1 or runs[0].graph.lean is not None or seen[0].followed_by:
-                with self.stages() as stages:
+                with self.create_stages() as stages:
                     with stages.run_stage(Stage.SOLVE, f"planning {len(runs)} graphs together"):
-                        together = self._together(runs, self._given(step, whole, alone=False))
+                        together = self._build_together(runs, self._compute_room(step, whole, alone=False))
                         together.warn_of_first_step()
                         together.plan()
                         self._fit_reserved(runs, whole)
                         together.copy_inputs()
-                    stages.finish(f"{self._summary(step, seen)}, {len(runs)} graphs")
+                    stages.finish(f"{self._describe_plans(step, seen)}, {len(runs)} graphs")
         if self._slab is not None and step in self._planned:
             self._fit_arena(runs, self._planned[step])
 
-    def _together(self, runs: Sequence[_ForwardRun], whole: int) -> Together:
+    def _build_together(self, runs: Sequence[_ForwardRun], whole: int) -> Together:
         order, seen = [run.graph for run in runs], [run.seen for run in runs]
-        return Together(order, seen, whole, self.leaving, host_bytes=self._host_bytes, limit_s=self.limit_s)
+        return Together(order, seen, whole, self.solve_leaving, host_bytes=self._host_bytes, limit_s=self.limit_s)
 
     def _fit_reserved(self, runs: Sequence[_ForwardRun], whole: int) -> None:
         """Plan the graphs of a step for less memory if they reserve more than the budget; warn if no such plans are found."""
         if self.memory is CountedMemory.ALLOCATED:
             return
         order, seen = [run.graph for run in runs], [run.seen for run in runs]
-        first = self._given(order, whole, alone=False), {graph: graph.schedule for graph in order}
+        first = self._compute_room(order, whole, alone=False), {graph: graph.schedule for graph in order}
         solve, measure = partial(self._replan, runs), partial(self._measure, order, seen)
         (_, least), least_bytes = fit(first, solve, measure, Bracket(whole), allocated=itemgetter(0), tries=_FITS)
         for graph, schedule in least.items():
@@ -387,14 +395,14 @@ class SharedBudget:
 
     def _replan(self, runs: Sequence[_ForwardRun], budget: Bytes) -> tuple[int, dict[PlannedGraph, Schedule]]:
         """Plan the graphs of a step together; return the allocated bytes that they were planned for, and their schedules."""
-        self._together(runs, budget.size_bytes).plan()
+        self._build_together(runs, budget.size_bytes).plan()
         return budget.size_bytes, {run.graph: run.graph.schedule for run in runs}
 
     def _measure(
         self, order: Sequence[PlannedGraph], seen: Sequence[PassStorages], found: tuple[int, dict[PlannedGraph, Schedule]]
     ) -> int:
         """Return the bytes that a step reserves by the schedules that were found."""
-        return self._reserved(order, seen, [(graph.captured.graph, found[1][graph]) for graph in order])
+        return self._predict_reserved(order, seen, [(graph.captured.graph, found[1][graph]) for graph in order])
 
     def _fit_arena(self, runs: Sequence[_ForwardRun], budget: _StepBudget) -> None:
         """Plan the graphs of a step for less memory if their arena exceeds the budget, because there are gaps between addresses.
@@ -426,34 +434,36 @@ class SharedBudget:
 
     def _lower(self, runs: Sequence[_ForwardRun], budget: _StepBudget, less_bytes: int) -> None:
         """Plan the graphs of a step together for `less_bytes` less than before."""
-        self._together(runs, budget.planned_bytes - less_bytes).plan()
+        self._build_together(runs, budget.planned_bytes - less_bytes).plan()
         budget.planned_bytes -= less_bytes
         budget.less_bytes = less_bytes
 
-    def leaving(self, graph: PlannedGraph, budget_bytes: int, rest_bytes: int, known: Schedule, host_bytes: int) -> Schedule:
+    def solve_leaving(
+        self, graph: PlannedGraph, budget_bytes: int, rest_bytes: int, known: Schedule, host_bytes: int
+    ) -> Schedule:
         """Return a schedule within `budget_bytes` that leaves `rest_bytes` of it free between the passes, like `known`.
 
         It uses at most `host_bytes` of host memory.
         """
         captured = graph.captured.graph
-        roomy = with_rest(with_host_bytes(captured, host_bytes), graph.tangents, rest_bytes)
+        roomy = add_rest(set_host_bytes(captured, host_bytes), graph.tangents, rest_bytes)
         try:
-            schedule = without_rest(captured, self._solve(roomy, budget_bytes))
+            schedule = map_back_rest(captured, self._solve(roomy, budget_bytes))
         except (InfeasibleError, LimitError):
             return known
-        allowed = max(budget_bytes - captured.static_bytes - rest_bytes, kept_bytes(captured, known))
-        return schedule if kept_bytes(captured, schedule) <= allowed else known
+        allowed = max(budget_bytes - captured.static_bytes - rest_bytes, count_kept_bytes(captured, known))
+        return schedule if count_kept_bytes(captured, schedule) <= allowed else known
 
 
-def _eager_peak_bytes(graphs: Sequence[Graph], runs: Sequence[PassStorages]) -> int:
+def _compute_eager_peak_bytes(graphs: Sequence[Graph], runs: Sequence[PassStorages]) -> int:
     """Return the peak of the allocated bytes in a step that runs its graphs as eager PyTorch does."""
-    kept = [kept_bytes(graph, keeping_all(graph)) for graph in graphs]
+    kept = [count_kept_bytes(graph, build_keep_everything(graph)) for graph in graphs]
     peaks = [summarize(graph).keep_everything_peak_bytes for graph in graphs]
-    most = max(peak + bytes_of_others(runs, i, kept) for i, peak in enumerate(peaks))
-    return max(most, peak_of_unplanned(runs, kept))
+    most = max(peak + compute_bytes_of_others(runs, i, kept) for i, peak in enumerate(peaks))
+    return max(most, compute_peak_of_unplanned(runs, kept))
 
 
-def _auto_bytes(inputs: Sequence[object], model: Sequence[torch.Tensor]) -> int:
+def _compute_auto_bytes(inputs: Sequence[object], model: Sequence[torch.Tensor]) -> int:
     """Return the bytes of the device that a model may use, with room for AdamW's state, because the optimizer is not known."""
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     trained = {id(t): t for t in (*model, *tensors) if t.requires_grad and t.is_leaf}

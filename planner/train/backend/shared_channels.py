@@ -26,7 +26,7 @@ class SharedChannels:
         self.host_bytes = host_bytes
         self._opened: tuple[torch.device, HostChannels] | None = None
 
-    def channels(self, device: torch.device) -> HostChannels:
+    def get_channels(self, device: torch.device) -> HostChannels:
         """Return the channels between a graph's `device` and the host; all graphs and steps share them.
 
         Raises:
@@ -43,13 +43,13 @@ class SharedChannels:
         return channels
 
 
-def with_host_bytes(graph: Graph, host_bytes: int) -> Graph:
+def set_host_bytes(graph: Graph, host_bytes: int) -> Graph:
     """Return `graph`, which offers offloading, with `host_bytes` of host memory."""
     pools = tuple(replace(pool, capacity_bytes=host_bytes) if pool.name == HOST else pool for pool in graph.pools)
     return replace(graph, pools=pools)
 
 
-def host_room(order: Sequence[G], graph: G, taken: Mapping[G, tuple[int, int]], whole_bytes: int) -> int:
+def compute_host_room(order: Sequence[G], graph: G, taken: Mapping[G, tuple[int, int]], whole_bytes: int) -> int:
     """Return the host memory that `graph` may use at any time, in bytes.
 
     Args:

@@ -14,7 +14,7 @@ from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.rewrites.sparse_products import list_strided_parts
 from planner.torch_private.core import disable_current_modes
 from planner.train.backend.planned_graph import is_plan
-from planner.train.backend.rest_of_step import kept_bytes
+from planner.train.backend.rest_of_step import count_kept_bytes
 
 if TYPE_CHECKING:
     from planner.train.backend.unplanned_graph import UnplannedGraph
@@ -51,19 +51,19 @@ class PassStorages:
         tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
         trained = [t for t in tensors if t.requires_grad and t.grad_fn is None]
         with disable_current_modes():  # an alias that autograd makes of a saved output is not part of the capture
-            held = list(_held_by_autograd([t.grad_fn for t in tensors if t.grad_fn is not None]))
+            held = list(_iterate_held_by_autograd([t.grad_fn for t in tensors if t.grad_fn is not None]))
         return cls(
-            storages(tensors),
-            storages(trained),
-            storages(held),
+            collect_storages(tensors),
+            collect_storages(trained),
+            collect_storages(held),
             unplanned=unplanned,
             identities=[StorageWeakRef(t.untyped_storage()) for t in (*tensors, *held)],
         )
 
-    def returned(self, outputs: Iterable[object]) -> None:
+    def add_outputs(self, outputs: Iterable[object]) -> None:
         """Add the outputs of the pass."""
         tensors = [t for t in outputs if isinstance(t, torch.Tensor)]
-        self.made.update({s: size for s, size in storages(tensors).items() if s not in self.inputs})
+        self.made.update({s: size for s, size in collect_storages(tensors).items() if s not in self.inputs})
         self.identities.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
 
     def hold(self, other: "PassStorages") -> None:
@@ -73,14 +73,14 @@ class PassStorages:
         self.identities.extend(other.identities)
 
 
-def unread(model: Iterable[torch.Tensor], runs: Sequence[PassStorages]) -> PassStorages | None:
+def find_unread(model: Iterable[torch.Tensor], runs: Sequence[PassStorages]) -> PassStorages | None:
     """Return a pass that reads the tensors of `model` that none of `runs` reads; None if there are none."""
-    read = _union(run.inputs for run in _all_passes(runs))
+    read = _unite(run.inputs for run in _list_all_passes(runs))
     found = [t for t in model if t.untyped_storage()._cdata not in read]
     return PassStorages.of(found) if found else None
 
 
-def storages(tensors: Iterable[torch.Tensor]) -> Storages:
+def collect_storages(tensors: Iterable[torch.Tensor]) -> Storages:
     """Return the storages of `tensors` with their allocated bytes."""
     found: Storages = {}
     for tensor in tensors:
@@ -89,7 +89,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> Storages:
     return found
 
 
-def bytes_of_others(runs: Sequence[PassStorages], index: int, kept_bytes: Sequence[int]) -> int:
+def compute_bytes_of_others(runs: Sequence[PassStorages], index: int, kept_bytes: Sequence[int]) -> int:
     """Return the peak memory, in bytes, outside a graph's own plan while it runs forward or backward.
 
     Args:
@@ -98,29 +98,29 @@ def bytes_of_others(runs: Sequence[PassStorages], index: int, kept_bytes: Sequen
         kept_bytes: for each earlier run, the bytes that its plan keeps between the passes, without static memory.
     """
     own = runs[index].inputs
-    passes = _all_passes(runs)
-    made = _union(run.made for run in passes)
-    static = _union(s for run in passes for s in (run.inputs, run.held))
+    passes = _list_all_passes(runs)
+    made = _unite(run.made for run in passes)
+    static = _unite(s for run in passes for s in (run.inputs, run.held))
     there = sum(size for s, size in static.items() if s not in own and s not in made)
     # Tensors made by an earlier graph and read by this one would be counted twice.
-    earlier = _union(run.made for run in runs[:index])
+    earlier = _unite(run.made for run in runs[:index])
     there += sum(kept_bytes[:index]) - sum(size for s, size in earlier.items() if s in own)
     # Backward: later graphs have made gradients of parameters and of earlier graphs' outputs.
-    following = _all_passes(runs[index:])[1:]
-    grads = _union(run.trained for run in following)
-    later, read = (_union(run.inputs for run in some) for some in (following, passes))
+    following = _list_all_passes(runs[index:])[1:]
+    grads = _unite(run.trained for run in following)
+    later, read = (_unite(run.inputs for run in some) for some in (following, passes))
     waiting = sum(size for s, size in earlier.items() if s in later or s not in read)
     return there + waiting + sum(size for s, size in grads.items() if s not in made)
 
 
-def peak_bytes(plans: Sequence[tuple[Graph, Schedule]], runs: Sequence[PassStorages]) -> int:
+def compute_peak_bytes(plans: Sequence[tuple[Graph, Schedule]], runs: Sequence[PassStorages]) -> int:
     """Return the peak of the allocated bytes in a step whose planned graphs follow these schedules."""
-    kept = [kept_bytes(*plan) for plan in plans]
-    peaks = [simulate(*plan).peak_bytes + bytes_of_others(runs, i, kept) for i, plan in enumerate(plans)]
-    return max(*peaks, peak_of_unplanned(runs, kept))
+    kept = [count_kept_bytes(*plan) for plan in plans]
+    peaks = [simulate(*plan).peak_bytes + compute_bytes_of_others(runs, i, kept) for i, plan in enumerate(plans)]
+    return max(*peaks, compute_peak_of_unplanned(runs, kept))
 
 
-def peak_of_unplanned(runs: Sequence[PassStorages], kept_bytes: Sequence[int]) -> int:
+def compute_peak_of_unplanned(runs: Sequence[PassStorages], kept_bytes: Sequence[int]) -> int:
     """Return the peak memory, in bytes, of a step while its graphs without a plan run; 0 if there are none.
 
     Args:
@@ -128,57 +128,57 @@ def peak_of_unplanned(runs: Sequence[PassStorages], kept_bytes: Sequence[int]) -
         kept_bytes: the bytes that each keeps between its passes, without static memory.
     """
     peak_bytes = 0
-    passes = _all_passes(runs)
-    made = _union(run.made for run in passes)
-    static = _union(s for run in passes for s in (run.inputs, run.held))
+    passes = _list_all_passes(runs)
+    made = _unite(run.made for run in passes)
+    static = _unite(s for run in passes for s in (run.inputs, run.held))
     there = sum(size for s, size in static.items() if s not in made)
     for i, run in enumerate(runs):
         for j, here in enumerate(run.followed_by):
             assert here.unplanned is not None
-            earlier = _union(before.made for before in run.followed_by[:j])
-            following = [*run.followed_by[j + 1 :], *_all_passes(runs[i + 1 :])]
-            grads = _union(after.trained for after in following)
+            earlier = _unite(before.made for before in run.followed_by[:j])
+            following = [*run.followed_by[j + 1 :], *_list_all_passes(runs[i + 1 :])]
+            grads = _unite(after.trained for after in following)
             beside = sum(kept_bytes[: i + 1]) + sum((earlier | grads).values())
             peak_bytes = max(peak_bytes, there + beside + here.unplanned.peak_bytes)
     return peak_bytes
 
 
-def bytes_beside_requests(runs: Sequence[PassStorages]) -> int:
+def count_bytes_beside_requests(runs: Sequence[PassStorages]) -> int:
     """Return the bytes in use in a step that its graphs have not requested.
 
     These are inputs that no graph has made, tensors that autograd holds for other ops, and gradients of results that no graph
     reads.
     """
-    read, made = _union(run.inputs for run in _all_passes(runs)), _union(run.made for run in runs)
-    return sum(sizes_beside_requests(runs)) + sum(size for s, size in made.items() if s not in read)
+    read, made = _unite(run.inputs for run in _list_all_passes(runs)), _unite(run.made for run in runs)
+    return sum(list_sizes_beside_requests(runs)) + sum(size for s, size in made.items() if s not in read)
 
 
-def sizes_beside_requests(runs: Sequence[PassStorages]) -> list[int]:
+def list_sizes_beside_requests(runs: Sequence[PassStorages]) -> list[int]:
     """Return the bytes of each storage that graphs of a step read but have not made, or that autograd holds for other ops."""
-    passes = _all_passes(runs)
-    made = _union(run.made for run in passes)
-    there = _union(s for run in passes for s in (run.inputs, run.held))
+    passes = _list_all_passes(runs)
+    made = _unite(run.made for run in passes)
+    there = _unite(s for run in passes for s in (run.inputs, run.held))
     return [size for s, size in there.items() if s not in made]
 
 
-def _all_passes(runs: Iterable[PassStorages]) -> list[PassStorages]:
+def _list_all_passes(runs: Iterable[PassStorages]) -> list[PassStorages]:
     """Return `runs` with the passes of graphs without a plan, in their order."""
     return [each for run in runs for each in (run, *run.followed_by)]
 
 
-def _union(parts: Iterable[Mapping[int, int]]) -> Storages:
+def _unite(parts: Iterable[Mapping[int, int]]) -> Storages:
     found: Storages = {}
     for part in parts:
         found.update(part)
     return found
 
 
-def _held_by_autograd(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _iterate_held_by_autograd(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Yield the saved tensors of the autograd nodes behind `nodes`, without those of planned graphs."""
     pending, seen = list(nodes), set(nodes)
     while pending:
         node = pending.pop()
-        saved = list(_saved(node))
+        saved = list(_iterate_saved(node))
         if not any(map(is_plan, saved)):
             yield from saved
         for following, _ in node.next_functions:
@@ -187,7 +187,7 @@ def _held_by_autograd(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
                 pending.append(following)
 
 
-def _saved(node: Any) -> Iterator[torch.Tensor]:
+def _iterate_saved(node: Any) -> Iterator[torch.Tensor]:
     for name in dir(node):
         if name.startswith("_saved_") or name in ("saved_tensors", "_tensors_no_vc_check"):
             try:

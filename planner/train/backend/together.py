@@ -10,9 +10,15 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.memory.fit import find_largest
 from planner.train.backend.planned_graph import PlannedGraph
-from planner.train.backend.rest_of_step import keeping_all, kept_bytes, lean_schedule, with_rest, without_rest
-from planner.train.backend.shared_channels import host_room
-from planner.train.backend.step_memory import PassStorages, bytes_of_others, peak_bytes, peak_of_unplanned
+from planner.train.backend.rest_of_step import (
+    add_rest,
+    build_keep_everything,
+    count_kept_bytes,
+    find_lean_schedule,
+    map_back_rest,
+)
+from planner.train.backend.shared_channels import compute_host_room
+from planner.train.backend.step_memory import PassStorages, compute_bytes_of_others, compute_peak_bytes, compute_peak_of_unplanned
 from solvers.clock import WallClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 
@@ -53,19 +59,21 @@ class Together:
         Raises:
             InfeasibleError: no plans that fit together were found. The message has the bytes that each keeps.
         """
-        most = {graph: kept_bytes(graph.captured.graph, keeping_all(graph.captured.graph)) for graph in self._graphs}
-        kept, known = self._shares(most)
+        most = {
+            graph: count_kept_bytes(graph.captured.graph, build_keep_everything(graph.captured.graph)) for graph in self._graphs
+        }
+        kept, known = self._find_shares(most)
         on_host: dict[PlannedGraph, tuple[int, int]] = {}
         for graph in self._graphs:
-            room, there = self._room(graph, kept), host_room(self._order, graph, on_host, self._host_bytes)
-            schedule = self._leaving(graph, room, self._rest(graph, room, kept), known[graph], there)
-            kept = {**kept, graph: kept_bytes(graph.captured.graph, schedule)}
+            room, there = self._compute_room(graph, kept), compute_host_room(self._order, graph, on_host, self._host_bytes)
+            schedule = self._leaving(graph, room, self._compute_rest(graph, room, kept), known[graph], there)
+            kept = {**kept, graph: count_kept_bytes(graph.captured.graph, schedule)}
             graph.schedule = schedule
             on_host[graph] = graph.on_host
 
     def copy_inputs(self) -> None:
         """Copy inputs in the next step, in case they change between the passes, as far as that fits beside all graphs."""
-        room_bytes = max(0, self._whole - self._peak_bytes())
+        room_bytes = max(0, self._whole - self._compute_peak_bytes())
         for graph in self._graphs:
             runs = self._order.count(graph)
             each_bytes = room_bytes // runs
@@ -73,48 +81,48 @@ class Together:
 
     def warn_of_first_step(self) -> None:
         """Warn if the finished step exceeded the budget."""
-        most = self._peak_bytes()
+        most = self._compute_peak_bytes()
         if most > self._whole:
             warn_caller(
                 f"the first step took {format_bytes(most)}, more than its budget of {format_bytes(self._whole)}, because the "
                 "order of its graphs was not known yet: from now on they are planned together",
             )
 
-    def _peak_bytes(self) -> int:
+    def _compute_peak_bytes(self) -> int:
         """Return the peak of a step by the plans of its graphs."""
-        return peak_bytes([(graph.captured.graph, graph.schedule) for graph in self._order], self._seen)
+        return compute_peak_bytes([(graph.captured.graph, graph.schedule) for graph in self._order], self._seen)
 
-    def _shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:
+    def _find_shares(self, most: Mapping[PlannedGraph, int]) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]]:
         """Return the bytes that each graph may keep between its passes, at most those in `most`, and schedules that keep no more.
 
         All graphs get the same share of the bytes between the least that they keep and those in `most`; the largest that fits.
         """
-        everything = self._fitting(most)
+        everything = self._find_fitting(most)
         if everything is not None:
             return dict(most), everything
-        lean = self._leanest()
-        least = {graph: kept_bytes(graph.captured.graph, schedule) for graph, schedule in lean.items()}
+        lean = self._find_leanest()
+        least = {graph: count_kept_bytes(graph.captured.graph, schedule) for graph, schedule in lean.items()}
 
-        def attempt(share: float) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]] | None:
+        def try_share(share: float) -> tuple[dict[PlannedGraph, int], dict[PlannedGraph, Schedule]] | None:
             kept = {graph: int(least[graph] + share * max(0, most[graph] - least[graph])) for graph in self._graphs}
-            fitting = self._fitting(kept)
+            fitting = self._find_fitting(kept)
             return None if fitting is None else (kept, fitting)
 
-        return find_largest(attempt, 0.0, 1.0, halvings=_HALVINGS) or (least, lean)
+        return find_largest(try_share, 0.0, 1.0, halvings=_HALVINGS) or (least, lean)
 
-    def _leanest(self) -> dict[PlannedGraph, Schedule]:
+    def _find_leanest(self) -> dict[PlannedGraph, Schedule]:
         """Return schedules that keep little."""
         kept = dict.fromkeys(self._graphs, 0)
         found: dict[PlannedGraph, Schedule] = {}
         repeated = len(self._order) > len(self._graphs)
         for _ in range(1 + repeated):  # a graph that runs several times coexists with itself
             for graph in self._graphs:
-                room = self._room(graph, kept)
-                schedule = lean_schedule(graph.captured.graph, graph.tangents, room, time_limit_s=self._limit_s)
+                room = self._compute_room(graph, kept)
+                schedule = find_lean_schedule(graph.captured.graph, graph.tangents, room, time_limit_s=self._limit_s)
                 if schedule is None:
-                    raise self._infeasible(graph, room, found)
-                found[graph], kept[graph] = schedule, kept_bytes(graph.captured.graph, schedule)
-        unplanned_bytes = self._peak_of_unplanned(kept)
+                    raise self._build_infeasible_error(graph, room, found)
+                found[graph], kept[graph] = schedule, count_kept_bytes(graph.captured.graph, schedule)
+        unplanned_bytes = self._compute_peak_of_unplanned(kept)
         if unplanned_bytes > self._whole:
             raise InfeasibleError(
                 f"budget {format_bytes(self._whole)} is too small: a graph that runs without a plan takes "
@@ -122,42 +130,44 @@ class Together:
                 "lower the batch size"
             )
         for graph, schedule in found.items():
-            if simulate(graph.captured.graph, schedule).peak_bytes > self._room(graph, kept):
-                raise self._infeasible(graph, self._room(graph, kept), found)
+            if simulate(graph.captured.graph, schedule).peak_bytes > self._compute_room(graph, kept):
+                raise self._build_infeasible_error(graph, self._compute_room(graph, kept), found)
         return found
 
-    def _fitting(self, kept: Mapping[PlannedGraph, int]) -> dict[PlannedGraph, Schedule] | None:
+    def _find_fitting(self, kept: Mapping[PlannedGraph, int]) -> dict[PlannedGraph, Schedule] | None:
         """Return schedules that keep no more than `kept`; None if none are found."""
-        if self._peak_of_unplanned(kept) > self._whole:
+        if self._compute_peak_of_unplanned(kept) > self._whole:
             return None
         found = {}
         for graph in self._graphs:
-            captured, room = remove_options(graph.captured.graph), self._room(graph, kept)
-            roomy = with_rest(captured, graph.tangents, self._rest(graph, room, kept))
+            captured, room = remove_options(graph.captured.graph), self._compute_room(graph, kept)
+            roomy = add_rest(captured, graph.tangents, self._compute_rest(graph, room, kept))
             schedule: Schedule | None = keep_everything(roomy)
             if schedule is not None and simulate(roomy, schedule).peak_bytes > room:
                 schedule = find_least_evicting_schedule(roomy, WallClock(min(_WITNESS_S, self._limit_s)))
             if schedule is None or simulate(roomy, schedule).peak_bytes > room:
                 return None
-            found[graph] = without_rest(captured, schedule)
+            found[graph] = map_back_rest(captured, schedule)
         return found
 
-    def _room(self, graph: PlannedGraph, kept: Mapping[PlannedGraph, int]) -> int:
+    def _compute_room(self, graph: PlannedGraph, kept: Mapping[PlannedGraph, int]) -> int:
         """Return the bytes available to `graph` in all its runs, given the bytes that the other graphs keep."""
         kept_bytes = [kept[other] for other in self._order]
-        return self._whole - max(bytes_of_others(self._seen, i, kept_bytes) for i, g in enumerate(self._order) if g is graph)
+        return self._whole - max(
+            compute_bytes_of_others(self._seen, i, kept_bytes) for i, g in enumerate(self._order) if g is graph
+        )
 
-    def _peak_of_unplanned(self, kept: Mapping[PlannedGraph, int]) -> int:
-        return peak_of_unplanned(self._seen, [kept[graph] for graph in self._order])
+    def _compute_peak_of_unplanned(self, kept: Mapping[PlannedGraph, int]) -> int:
+        return compute_peak_of_unplanned(self._seen, [kept[graph] for graph in self._order])
 
-    def _rest(self, graph: PlannedGraph, room: int, kept: Mapping[PlannedGraph, int]) -> int:
+    def _compute_rest(self, graph: PlannedGraph, room: int, kept: Mapping[PlannedGraph, int]) -> int:
         """Return the part of `room` for the rest of the step after `graph`."""
         if graph not in self._order[:-1] and not self._seen[-1].followed_by:
             return 0
         return max(0, room - graph.captured.graph.static_bytes - kept[graph])
 
-    def _infeasible(self, graph: PlannedGraph, room: int, found: Mapping[PlannedGraph, Schedule]) -> InfeasibleError:
-        each = [format_bytes(kept_bytes(g.captured.graph, found[g])) if g in found else "?" for g in self._order]
+    def _build_infeasible_error(self, graph: PlannedGraph, room: int, found: Mapping[PlannedGraph, Schedule]) -> InfeasibleError:
+        each = [format_bytes(count_kept_bytes(g.captured.graph, found[g])) if g in found else "?" for g in self._order]
         return InfeasibleError(
             f"budget {format_bytes(self._whole)} is too small for the {len(self._order)} graphs that the model is captured as: "
             f"the others leave {format_bytes(max(0, room))} to graph {self._order.index(graph) + 1}, and no schedule was found "

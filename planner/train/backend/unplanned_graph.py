@@ -11,7 +11,7 @@ from torch import fx
 
 from planner.capture.rewrites.outputs import list_tensors
 from planner.torch_private.capture import TangentAOTInput, boxed_nop
-from planner.train.backend.step_memory import Storages, storages
+from planner.train.backend.step_memory import Storages, collect_storages
 
 
 class UnplannedGraph:
@@ -35,7 +35,7 @@ class UnplannedGraph:
         """Return the backward pass."""
         placeholders = module.graph.find_nodes(op="placeholder")
         tangents = [node for node in placeholders if isinstance(node.meta.get("desc"), TangentAOTInput)]
-        backward_bytes = pass_bytes(module.graph)[0] + sum(_storages(*tangents).values())
+        backward_bytes = pass_bytes(module.graph)[0] + sum(_collect_storages(*tangents).values())
         self.peak_bytes = max(self.peak_bytes, self._kept_bytes + backward_bytes)
         return boxed_nop(module, examples)
 
@@ -43,8 +43,8 @@ class UnplannedGraph:
 def pass_bytes(graph: fx.Graph) -> tuple[int, int]:
     """Return the most bytes that the values of `graph` take at once beside its inputs, and the bytes of its outputs."""
     nodes = list(graph.nodes)
-    inputs = {storage for node in graph.find_nodes(op="placeholder") for storage in _storages(node)}
-    used = [_storages(node, *node.all_input_nodes) for node in nodes]
+    inputs = {storage for node in graph.find_nodes(op="placeholder") for storage in _collect_storages(node)}
+    used = [_collect_storages(node, *node.all_input_nodes) for node in nodes]
     last_use = {storage: i for i, found in enumerate(used) for storage in found}
     live: Storages = {}
     peak_bytes = 0
@@ -57,7 +57,7 @@ def pass_bytes(graph: fx.Graph) -> tuple[int, int]:
     return peak_bytes, sum(live.values())
 
 
-def _storages(*nodes: fx.Node) -> Storages:
+def _collect_storages(*nodes: fx.Node) -> Storages:
     """Return the storages of the values of `nodes` whose sizes are known."""
     values = (value for node in nodes for value in list_tensors(node.meta.get("val")))
-    return storages(v for v in values if v.layout is torch.strided and all(isinstance(size, int) for size in v.shape))
+    return collect_storages(v for v in values if v.layout is torch.strided and all(isinstance(size, int) for size in v.shape))

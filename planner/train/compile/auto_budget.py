@@ -11,9 +11,7 @@ from planner.settings.budget import Auto, Budget, Bytes
 from planner.train.distributed.wrappers import Unwrapped
 
 
-def with_auto_resolved(
-    budget: Budget, wrapper: Unwrapped, batch: Batch, optimizer: torch.optim.Optimizer | None = None
-) -> Budget:
+def resolve_auto(budget: Budget, wrapper: Unwrapped, batch: Batch, optimizer: torch.optim.Optimizer | None = None) -> Budget:
     """Return `budget`, with ``auto`` resolved to the free memory of the model's device plus what the step already uses.
 
     Args:
@@ -37,10 +35,10 @@ def with_auto_resolved(
         )
     gradients = (p.grad for p in module.parameters() if p.grad is not None)
     inputs = (leaf for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))
-    static = (*module.parameters(), *module.buffers(), *gradients, *_state(optimizer))
-    return Bytes(min(wrapper.ranks.gather(wrapper.ranks.each(lambda: compute_auto_budget_bytes(device, static, inputs)))))
+    static = (*module.parameters(), *module.buffers(), *gradients, *_list_state(optimizer))
+    return Bytes(min(wrapper.ranks.gather(wrapper.ranks.run_each(lambda: compute_auto_budget_bytes(device, static, inputs)))))
 
 
-def _state(optimizer: torch.optim.Optimizer | None) -> Iterable[torch.Tensor]:
+def _list_state(optimizer: torch.optim.Optimizer | None) -> Iterable[torch.Tensor]:
     states = () if optimizer is None else optimizer.state.values()
     return (value for state in states for value in state.values() if isinstance(value, torch.Tensor))

@@ -73,21 +73,21 @@ def compare_with_eager(
     try:
         plain = measure_outcome(reference, step, batch, written=written, undone=undone)
     except Exception as error:  # noqa: BLE001  # whatever stops PyTorch, the plan is good all the same
-        return EagerComparison(failure=_failure(error, device), reference=reference_name)
+        return EagerComparison(failure=_describe_failure(error, device), reference=reference_name)
     written += undone.written
     found = measure_outcome(planned, step, batch, written=written)
     names = plain.list_differences(found)
     if known is not None and known.identical and known.planned_time_s and not names:
         return known
-    own_error = _own_error(plain, reference, step, batch, written) if names and not allowed else None
+    own_error = _measure_own_error(plain, reference, step, batch, written) if names and not allowed else None
     unexplained = bool(names) and not allowed and own_error is None
     with preserve_training_state(step, batch, written=written):
         steps = {"plain": Isolated(reference, step, batch), "planned": Isolated(planned, step, batch)}
-        time_s, ratio, spread = _compared_times(steps, step, batch)
+        time_s, ratio, spread = _compare_times(steps, step, batch)
         peak_bytes = measure_peak(captured, reference, step, batch).peak_bytes
     return EagerComparison(
         differences=tuple(plain.compute_difference(name, found) for name in names),
-        first_op=_first_differing_op(captured, step, batch) if unexplained and captured.whole is None else None,
+        first_op=_find_first_differing_op(captured, step, batch) if unexplained and captured.whole is None else None,
         peak_bytes=peak_bytes,
         time_s=time_s,
         planned_time_s=time_s * ratio,
@@ -98,14 +98,14 @@ def compare_with_eager(
     )
 
 
-def _failure(error: Exception, device: torch.device) -> str:
+def _describe_failure(error: Exception, device: torch.device) -> str:
     if find_allocator_failure(error) is not None:
         release_unused(device)
         return "it needs more memory than there is"
     return typed_line(error)
 
 
-def _own_error(
+def _measure_own_error(
     plain: StepOutcome, reference: Step, step: TrainingStep, batch: Batch, written: Sequence[torch.Tensor]
 ) -> float | None:
     """Return the gradient error of a second run of eager PyTorch; None if it has the bits of the first."""
@@ -141,7 +141,7 @@ def _warn_dearer(kept: str, plain: str, *, why: str) -> None:
     warn_caller(f"the captured step takes {kept} without recomputation, and {plain}: {why}", EagerWarning)
 
 
-def _compared_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> tuple[float, float, float]:
+def _compare_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Batch) -> tuple[float, float, float]:
     """Return the seconds of a plain step, the ratio of a planned step to it, and the spread of that ratio.
 
     Both have run before. A turn that takes all the time there is for turns counts; otherwise it was a warm-up.
@@ -153,7 +153,7 @@ def _compared_times(steps: Mapping[str, Isolated], step: TrainingStep, batch: Ba
     return median(found["plain"]), *compute_ratio(found["planned"], found["plain"])
 
 
-def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> DifferingOp | None:
+def _find_first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> DifferingOp | None:
     """Return the first op on the path to a difference, none of whose results eager PyTorch computes; None if there is none.
 
     The path is followed backward from the differing results, and ends at ops whose results eager PyTorch has. An eager op that
@@ -164,7 +164,7 @@ def _first_differing_op(captured: Capture, step: TrainingStep, batch: Batch) -> 
     made: dict[int, tuple[bytes, ...]] = {}
 
     def see(op: int, values: tuple[torch.Tensor | None, ...]) -> None:
-        made[op] = tuple(_digest(value) for value in values if value is not None)
+        made[op] = tuple(_compute_digest(value) for value in values if value is not None)
 
     real = RealStep(captured, step, batch)
     with real.preserve_state():
@@ -201,13 +201,13 @@ class _Results(TorchDispatchMode):
         returned = func(*args, **(kwargs or {}))
         for value in pytree.tree_leaves(returned):
             if isinstance(value, torch.Tensor):
-                self.digests.add(_digest(value))
+                self.digests.add(_compute_digest(value))
                 if value.dim() == 2:
-                    self.digests.add(_digest(value.t()))
+                    self.digests.add(_compute_digest(value.t()))
         return returned
 
 
-def _digest(value: torch.Tensor) -> bytes:
+def _compute_digest(value: torch.Tensor) -> bytes:
     """Return a digest of the dtype and the elements of `value` in order; sparse layouts are made dense first."""
     dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
     flat = dense.cpu().contiguous().flatten().view(torch.uint8)

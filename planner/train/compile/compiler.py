@@ -42,8 +42,8 @@ from planner.settings.option_settings import apply_recorded_options
 from planner.settings.plan import PlanSettings
 from planner.torch_private.core import clear_cublas_workspaces
 from planner.train.compile.compare_eager import compare_with_eager, warn_of_differences
-from planner.train.compile.graph_room import GraphBudget, with_room_for_pool
-from planner.train.compile.improvement import Consultation, Improvement, over_budget, with_arena
+from planner.train.compile.graph_room import GraphBudget, make_room_for_pool
+from planner.train.compile.improvement import Consultation, Improvement, describe_over_budget, set_arena
 from planner.train.compile.step import Follow, PlannedStep
 from planner.train.distributed.ranks import SingleProcess
 from planner.train.distributed.wrappers import Unwrapped
@@ -89,15 +89,15 @@ class Compiler:
     numbers: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
 
-    def at_once(self) -> "Compiler":
+    def plan_at_once(self) -> "Compiler":
         """Return a compiler of steps that run soon: if a better plan may replace it, by the first that fits, timed once."""
         return replace(self, compare_eager=False, settings=self.settings.at_once)
 
     def capture(self, batch: Batch) -> Capture:
         """Return the step on `batch` with the sizes of its shapes; nothing is executed."""
-        return self._captured(batch, None)
+        return self._capture(batch, None)
 
-    def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
+    def adapt_capture(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
         """Return the step on `batch` with the sizes and kernels that `plan` was made for; `captured` is from ``capture``."""
         del batch
         return restore_recorded(captured, plan.graph.provenance, self.settings.traced_options)
@@ -114,11 +114,11 @@ class Compiler:
         """Return the fastest step on `batch` within the budget; `captured` is profiled."""
         return self.solve(captured, batch, budget)
 
-    def _captured(self, batch: Batch, variant: "CompileVariant | None") -> Capture:
+    def _capture(self, batch: Batch, variant: "CompileVariant | None") -> Capture:
         with self.stages.run_stage(Stage.CAPTURE):
             captured = self.wrapper.capture(self.loss_fn, batch, self.settings, variant)
         if self.settings.arena:
-            captured = self.wrapper.with_slab_gradients(captured)
+            captured = self.wrapper.add_slab_gradients(captured)
         return captured if self.recorder is None else prepare_for_recording(captured)
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:
@@ -137,40 +137,40 @@ class Compiler:
             InfeasibleError, LimitError: as ``planner.solve``.
             BudgetError: the measured peak stays above the budget.
         """
-        rehearses = self._rehearses(captured.graph)
-        counted = self._graph_budget(captured.graph, budget)
+        rehearses = self._must_rehearse(captured.graph)
+        counted = self._build_graph_budget(captured.graph, budget)
         allowed = budget if counted is None else Bytes(counted.allocated_bytes)
         try:
-            plan = self._first_plan(captured.graph, allowed, rehearses=rehearses)
+            plan = self._find_first_plan(captured.graph, allowed, rehearses=rehearses)
         except InfeasibleError as error:
             if counted is None:
                 raise
-            raise counted.explained(error) from error
+            raise counted.explain(error) from error
         if not rehearses:
-            executor = self._made_executor(captured, plan)
-            plan = self._compared(captured, batch, plan, executor)
+            executor = self._make_executor(captured, plan)
+            plan = self._compare(captured, batch, plan, executor)
             return self._step(captured, plan, executor, budget, solved_bytes=plan.budget_bytes)
         wanted_bytes = plan.budget_bytes
         if self.recorder is not None:
             counted = counted or GraphBudget(wanted_bytes, CountedMemory.ALLOCATED, plan.eager_bytes, 0)
             libraries = get_workspaces(next(self.wrapper.module.parameters()).device)
-            solve = partial(self._first_plan, captured.graph)
-            plan = with_room_for_pool(captured.graph, plan, libraries, counted, solve)
+            solve = partial(self._find_first_plan, captured.graph)
+            plan = make_room_for_pool(captured.graph, plan, libraries, counted, solve)
         for left in reversed(range(_CORRECTIONS + 1)):
-            executor, peak_bytes = self._executor(captured, batch, plan)
+            executor, peak_bytes = self._build_executor(captured, batch, plan)
             needed_bytes = plan.compute_needed_bytes(peak_bytes)
             if needed_bytes <= wanted_bytes:
                 solved_bytes = plan.budget_bytes
-                plan = with_arena(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor.arena)
+                plan = set_arena(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor.arena)
                 if counted is not None:
                     plan = counted.plan_of(captured.graph, plan, peak_bytes - captured.graph.static_bytes)
-                plan = self._compared(captured, batch, plan, executor)
+                plan = self._compare(captured, batch, plan, executor)
                 return self._step(captured, plan, executor, budget, solved_bytes=solved_bytes)
             del executor  # with the memory of its recording
-            over = over_budget(plan, needed_bytes, wanted_bytes)
+            over = describe_over_budget(plan, needed_bytes, wanted_bytes)
             if left:
                 try:
-                    plan = self._first_plan(captured.graph, Bytes(plan.predicted_bytes - (needed_bytes - wanted_bytes)))
+                    plan = self._find_first_plan(captured.graph, Bytes(plan.predicted_bytes - (needed_bytes - wanted_bytes)))
                 except BudgetError as error:
                     raise InfeasibleError(f"{over}; no plan is found that needs that much less: raise the budget") from error
         raise BudgetError(f"{over}; lower the budget")
@@ -180,22 +180,22 @@ class Compiler:
         executor.start_training(plan.budget_bytes, check_writes=self.settings.check_writes)
         return PlannedStep(
             plan,
-            self.wrapper.wrapped(executor),
+            self.wrapper.wrap(executor),
             captured.graph,
-            refreshed=self._refresher(captured, budget),
-            copying=self._copier(captured, plan.budget_bytes, measured=True),
+            refreshed=self._build_refresher(captured, budget),
+            copying=self._build_copier(captured, plan.budget_bytes, measured=True),
             executor=executor,
-            improving=self._improving(captured, plan, executor, solved_bytes, finds=True),
-        ).follow_with(self._follower())
+            improving=self._start_improvement(captured, plan, executor, solved_bytes, finds=True),
+        ).follow_with(self._build_follower())
 
-    def _graph_budget(self, graph: Graph, budget: Budget) -> GraphBudget | None:
+    def _build_graph_budget(self, graph: Graph, budget: Budget) -> GraphBudget | None:
         """Return the budget of reserved memory for a step that is recorded; None for others, and for other budgets."""
         memory = choose_memory(graph, self.settings.memory)
         if self.recorder is None or memory is CountedMemory.ALLOCATED or isinstance(budget, Overhead):
             return None
         return GraphBudget.of(graph, budget, memory)
 
-    def _first_plan(self, graph: Graph, budget: Budget, *, rehearses: bool = True) -> Plan:
+    def _find_first_plan(self, graph: Graph, budget: Budget, *, rehearses: bool = True) -> Plan:
         compare_s = _COMPARE_STEPS * graph.time_s + _COMPARE_S if self.compare_eager and rehearses else 0.0
         self.stages.expect({Stage.CHECK: _CHECK_STEPS * graph.time_s if rehearses else 0.0, Stage.COMPARE: compare_s})
         if self.settings.wait.seconds is not None:
@@ -206,7 +206,7 @@ class Compiler:
                 settings = replace(settings, memory=CountedMemory.ALLOCATED)
             return StepSearch(settings).find_first_plan(graph, budget, stage)
 
-    def _rehearses(self, graph: Graph) -> bool:
+    def _must_rehearse(self, graph: Graph) -> bool:
         """Return True if planning runs a step to measure its peak."""
         if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
             return True  # a plan over the budget would stay
@@ -219,7 +219,7 @@ class Compiler:
         """True if the plans of steps are swapped while they train."""
         return self.settings.goes_on and self.recorder is None and not self.settings.other_devices
 
-    def _improving(
+    def _start_improvement(
         self, captured: Capture, plan: Plan, executor: Executor, solved_bytes: int, *, finds: bool
     ) -> Consultation | None:
         """Return the search for better plans while the step trains; None if plans are not swapped."""
@@ -231,17 +231,17 @@ class Compiler:
             executor,
             solved_bytes=solved_bytes,
             search=StepSearch(self.settings),
-            make_executor=self._made_executor,
+            make_executor=self._make_executor,
             finds=finds,
         )
-        return Consultation(self.wrapper.ranks, improvement, self.wrapper.wrapped)
+        return Consultation(self.wrapper.ranks, improvement, self.wrapper.wrap)
 
-    def _refresher(self, captured: Capture, budget: Budget) -> Callable[[Batch], PlannedStep] | None:
+    def _build_refresher(self, captured: Capture, budget: Budget) -> Callable[[Batch], PlannedStep] | None:
         """Return the function that measures resource uses on a batch again and replans; None if no resource is limited."""
         if not needs_measuring(captured) or type(self.wrapper) is not Unwrapped:
             return None
 
-        def refreshed(batch: Batch) -> PlannedStep:
+        def refresh(batch: Batch) -> PlannedStep:
             real = RealStep(captured, TrainingStep(self.wrapper.module, self.loss_fn), batch)
             graph = measure_uses(captured, real)
             with self.stages.restart() as stages:
@@ -249,9 +249,11 @@ class Compiler:
                 stages.finish(plan_line(step.plan))
             return step
 
-        return refreshed
+        return refresh
 
-    def _copier(self, captured: Capture, budget_bytes: int, *, measured: bool) -> Callable[[Batch, Set[int]], PlannedStep] | None:
+    def _build_copier(
+        self, captured: Capture, budget_bytes: int, *, measured: bool
+    ) -> Callable[[Batch, Set[int]], PlannedStep] | None:
         """Return the function that replans with copies of tensors that change between the passes; None on several processes.
 
         Args:
@@ -260,24 +262,24 @@ class Compiler:
         if type(self.wrapper.ranks) is not SingleProcess:
             return None
 
-        def copying(batch: Batch, changed: Set[int]) -> PlannedStep:
+        def replan_with_copies(batch: Batch, changed: Set[int]) -> PlannedStep:
             with self.stages.restart() as stages:
-                compiler = replace(self.at_once(), stages=stages)
+                compiler = replace(self.plan_at_once(), stages=stages)
                 plan = compiler.solve if measured else compiler.make
                 step = plan(keep_copies(captured, changed), batch, Bytes(budget_bytes))
                 stages.finish(plan_line(step.plan))
             return step
 
-        return copying
+        return replan_with_copies
 
-    def _follower(self) -> Follow | None:
+    def _build_follower(self) -> Follow | None:
         """Return the function that makes a step for numbers that have changed; None if steps do not follow them."""
         if not self.follows:
             return None
 
-        def followed(what: str, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
+        def follow(what: str, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
             began, name = time.perf_counter(), re.split(" (?:was|is) ", what)[0]
-            step = self._with_numbers(batch, steps)
+            step = self._build_with_numbers(batch, steps)
             if name not in self.named:
                 self.named.add(name)
                 again = "captured again: " if any(step.plan is other.plan for other in steps) else "planned again: "
@@ -288,9 +290,9 @@ class Compiler:
                 warn_caller(f"{again}{what} (said once; {later})")
             return step
 
-        return followed
+        return follow
 
-    def _with_inputs(self, batch: Batch, step: PlannedStep) -> Capture:
+    def _capture_with_inputs(self, batch: Batch, step: PlannedStep) -> Capture:
         """Return the step on `batch` with the numbers as inputs that have changed since `step`, and before."""
         assert step._executor is not None
         self.numbers.update(step._executor.find_changed_numbers(batch))
@@ -302,23 +304,23 @@ class Compiler:
                 self.constants.update(names)
         return self.capture(batch)
 
-    def _with_numbers(self, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
+    def _build_with_numbers(self, batch: Batch, steps: Sequence[PlannedStep]) -> PlannedStep:
         """Return the step on `batch` with the present numbers, by the plan of one of `steps` if the graph is the same."""
         quiet = replace(self, stages=Stages())
-        captured = quiet._with_inputs(batch, steps[0]) if self.settings.reads_numbers else quiet.capture(batch)
+        captured = quiet._capture_with_inputs(batch, steps[0]) if self.settings.reads_numbers else quiet.capture(batch)
         for step in steps:
             try:
-                same = self.captured_for(step.plan, captured, batch)
+                same = self.adapt_capture(step.plan, captured, batch)
                 check_same_graph(step.plan.graph, summarize(apply_recorded_options(same.graph, step.plan.settings)))
             except PlannerError:  # a number has chosen other ops
                 continue
             if self.settings.arena and isinstance(self.slab, SharedSlab):  # its first step is recorded
-                executor, _ = quiet._executor(same, batch, step.plan)
+                executor, _ = quiet._build_executor(same, batch, step.plan)
             else:
-                executor = self._made_executor(same, step.plan)
+                executor = self._make_executor(same, step.plan)
             executor.start_training(step.plan.budget_bytes, check_writes=self.settings.check_writes)
-            copying = self._copier(same, step.plan.budget_bytes, measured=False)
-            return PlannedStep(step.plan, self.wrapper.wrapped(executor), step.measured, copying=copying, executor=executor)
+            copying = self._build_copier(same, step.plan.budget_bytes, measured=False)
+            return PlannedStep(step.plan, self.wrapper.wrap(executor), step.measured, copying=copying, executor=executor)
         with self.stages.restart() as stages:
             made = replace(self, stages=stages, compare_eager=False).make(captured, batch, Bytes(steps[0].plan.budget_bytes))
             stages.finish(plan_line(made.plan))
@@ -343,21 +345,21 @@ class Compiler:
                 f"it takes {format_bytes(host_bytes)} of the host's memory, and may take "
                 f"{format_bytes(int(self.channels.memory.capacity_bytes))} here"
             )
-        executor, peak_bytes = self._executor(captured, batch, plan)
+        executor, peak_bytes = self._build_executor(captured, batch, plan)
         if plan.compute_needed_bytes(peak_bytes) > plan.budget_bytes:
             raise BudgetError(
                 f"its measured peak here is {format_bytes(peak_bytes)}, over its budget of {format_bytes(plan.budget_bytes)}"
             )
-        plan = with_arena(replace(plan, measured_peak_bytes=peak_bytes), executor.arena)
-        plan = self._compared(captured, batch, plan, executor)
+        plan = set_arena(replace(plan, measured_peak_bytes=peak_bytes), executor.arena)
+        plan = self._compare(captured, batch, plan, executor)
         executor.start_training(plan.budget_bytes, check_writes=self.settings.check_writes)
-        improving = self._improving(captured, plan, executor, plan.budget_bytes, finds=False) if improves else None
-        copying = self._copier(captured, plan.budget_bytes, measured=False)
-        run = self.wrapper.wrapped(executor)
+        improving = self._start_improvement(captured, plan, executor, plan.budget_bytes, finds=False) if improves else None
+        copying = self._build_copier(captured, plan.budget_bytes, measured=False)
+        run = self.wrapper.wrap(executor)
         step = PlannedStep(plan, run, measured, copying=copying, executor=executor, improving=improving)
-        return step.follow_with(self._follower())
+        return step.follow_with(self._build_follower())
 
-    def _compared(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
+    def _compare(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
         """Return `plan` with its comparison with eager PyTorch, if requested; return freed memory to the system."""
         eager = None
         if self.compare_eager:
@@ -379,10 +381,10 @@ class Compiler:
         warn_of_differences(plan)
         return plan
 
-    def _executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
+    def _build_executor(self, captured: Capture, batch: Batch, plan: Plan) -> tuple[Executor, int]:
         """Return the executor of `plan`, and its measured peak."""
         with self.stages.run_stage(Stage.CHECK), report_errors("rehearsing the plan to measure its peak"), release_large_blocks():
-            executor = self._made_executor(captured, plan)
+            executor = self._make_executor(captured, plan)
             step = TrainingStep(self.wrapper.module, self.loss_fn)
             if self.recorder is None:
                 return executor, measure_peak(captured, executor, step, batch).peak_bytes
@@ -392,7 +394,7 @@ class Compiler:
                 warm_up_libraries(executor.device)  # into segments of their own, as nothing is cached now
             return executor, captured.graph.static_bytes + recorder.count_held_bytes()
 
-    def _made_executor(self, captured: Capture, plan: Plan) -> Executor:
+    def _make_executor(self, captured: Capture, plan: Plan) -> Executor:
         offered = replace_graph(captured, apply_recorded_options(captured.graph, plan.settings))
         executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
         if self.settings.arena or plan.arena_bytes is not None:

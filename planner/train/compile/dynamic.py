@@ -35,7 +35,7 @@ class DynamicStep(PlannedStep):
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The cached plans, the most recently used last."""
-        return tuple(step.plan for step in self._sizes.steps())
+        return tuple(step.plan for step in self._sizes.list_steps())
 
     @shorten_traceback
     def __call__(self, *args: object, **kwargs: object) -> Any:

@@ -57,7 +57,7 @@ class GraphBudget:
             )
         return GraphBudget(budget_bytes, memory, whole_bytes, outside_bytes - graph.static_bytes)
 
-    def explained(self, error: InfeasibleError) -> InfeasibleError:
+    def explain(self, error: InfeasibleError) -> InfeasibleError:
         """Return `error`, of a solve for the allocated part, with the use of the rest of the budget added to its message."""
         rest = f"{format_bytes(self.beside_bytes)} are reserved beside the step, outside of the pool of CUDA graphs"
         return InfeasibleError(f"{error} Of the budget of {format_bytes(self.budget_bytes)}, {rest}")
@@ -76,7 +76,7 @@ class GraphBudget:
         return replace(plan, memory=self.memory, budget_bytes=self.budget_bytes, reserved=reserved)
 
 
-def with_room_for_pool(
+def make_room_for_pool(
     graph: Graph, plan: Plan, libraries: Sequence[int], budget: GraphBudget, solve: Callable[[Bytes], Plan]
 ) -> Plan:
     """Return `plan`, or one whose tensors and pool together are within the budget of `plan`.

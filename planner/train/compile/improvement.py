@@ -115,7 +115,7 @@ class Improvement:
         others = any(solve.is_running for solve in _SOLVES)  # for other sizes or models: one solve at a time
         if not self._is_solved and self._solve is None and not others and self._is_worth_it(steps):
             self._start()
-        return self._better()
+        return self._take_better()
 
     def wait(self, seconds: float | None) -> Plan | None:
         """Wait until the solve ends, at most `seconds`; return a plan as ``find`` does."""
@@ -125,7 +125,7 @@ class Improvement:
         until = math.inf if seconds is None else time.monotonic() + seconds
         while self._solve is not None and time.monotonic() < until:
             self._receive(min(_POLL_S, max(0.0, until - time.monotonic())))
-        return self._better()
+        return self._take_better()
 
     def adopt(self, plan: Plan) -> PlanSwap:
         """Replace the current plan by `plan`, and observe the peak of its first step."""
@@ -134,17 +134,17 @@ class Improvement:
         self._time_ops_of(executor)
         self._before = PlanSwap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
         self.plan = replace(
-            with_arena(plan, executor.arena),
+            set_arena(plan, executor.arena),
             budget_bytes=self.plan.budget_bytes,
             measured_peak_bytes=None,
-            eager=_of_another_plan(self.plan.eager),
+            eager=_remove_planned_time(self.plan.eager),
         )
         self._time_s, self._bound_s = plan.time_s, plan.bound_s
         executor.start_training(self.plan.budget_bytes, check_writes=self._executor.check_writes)
         self._executor, self._watch = executor, PeakWatch(executor)
         return PlanSwap(self.plan, executor, self._captured.graph, f"{gain:.1%} faster, found during training")
 
-    def over_bytes(self) -> int | None:
+    def compute_over_bytes(self) -> int | None:
         """Return by how much the peak of the first step of a plan was over the budget; None until it is known."""
         watch = self._watch
         if watch is None or not watch.done:
@@ -152,7 +152,7 @@ class Improvement:
         self._watch = None
         if watch.peak_bytes is None:
             return None
-        self.plan = with_arena(replace(self.plan, measured_peak_bytes=watch.peak_bytes), self._executor.arena)
+        self.plan = set_arena(replace(self.plan, measured_peak_bytes=watch.peak_bytes), self._executor.arena)
         return self.plan.compute_needed_bytes(watch.peak_bytes) - self.plan.budget_bytes
 
     def take_back(self, over_bytes: int) -> PlanSwap:
@@ -179,7 +179,7 @@ class Improvement:
         try:
             found = self._search.find_first_plan(self._captured.graph, Bytes(self._solved_bytes))
         except BudgetError as error:
-            over = over_budget(self.plan, needed_bytes, self.plan.budget_bytes)
+            over = describe_over_budget(self.plan, needed_bytes, self.plan.budget_bytes)
             raise InfeasibleError(f"{over}; no plan is found that needs that much less: raise the budget") from error
         swap = replace(self.adopt(found), reason="the peak of the first one was over the budget")
         self._before = None
@@ -210,7 +210,7 @@ class Improvement:
     def _start(self) -> None:
         self._end_solve()
         try:
-            self._solve = BackgroundSolve(self._job())
+            self._solve = BackgroundSolve(self._build_job())
             _SOLVES.add(self._solve)
         except OSError:  # no process can be started: the current plan stays
             self._is_solved = True
@@ -223,15 +223,15 @@ class Improvement:
         def is_enough(seconds: float, gap: float | None) -> bool:
             return seconds > (_START_S if gap is not None and gap <= known else most_s)
 
-        found = solve_here(self._job(), is_enough).plan
+        found = solve_here(self._build_job(), is_enough).plan
         if found is not None:
             self._candidate, self._is_solved = found, found.status in SOLVED
             self._is_settled |= self._is_solved
 
-    def _job(self) -> SolveJob:
+    def _build_job(self) -> SolveJob:
         """Return the next solve, in the order of the current plan if that is settled."""
         keeps_order = self._is_settled and (self._offered.plain or not self.plan.settings.get("reordered"))
-        return self._search.job(self._captured.graph, self._solved_bytes, self.plan, keeps_order=keeps_order)
+        return self._search.build_job(self._captured.graph, self._solved_bytes, self.plan, keeps_order=keeps_order)
 
     def _end_solve(self) -> None:
         if self._solve is not None:
@@ -245,7 +245,7 @@ class Improvement:
             self._is_settled |= self._solve.ended.plan is not None
             self._solve, self._is_solved = None, True
 
-    def _better(self) -> Plan | None:
+    def _take_better(self) -> Plan | None:
         """Return the plan that the solve has found, if it is to replace the current one; otherwise take over what it proves.
 
         While the current plan's gap was proved at other costs, a plan with a larger one waits for the end of the solve.
@@ -258,14 +258,14 @@ class Improvement:
         if not (self._is_shown(found) or self._is_solved):
             return None
         self._candidate = None
-        now = self._with_proof_of(found)
+        now = self._add_proof(found)
         gain = 1 - found.time_s / now.time_s
         lacks_proof = not _is_as_close(now, self.plan) and (now.gap is None or now.gap > OPTIMAL_GAP)
         proves_more = self._is_solved and gain > 0 and lacks_proof
         fits = self._executor.earlier_gradients.fit_with(
             apply_recorded_options(self._captured.graph, found.settings), found.schedule
         )
-        alike = self._search.any_rounding or rounds_alike(self._captured.graph, self.plan, found)
+        alike = self._search.any_rounding or is_rounded_alike(self._captured.graph, self.plan, found)
         if (gain >= _GAIN or proves_more) and fits and alike:
             self.plan = now
             return found
@@ -294,10 +294,10 @@ class Improvement:
         """Return True if `plan`, at the latest costs, may be shown in place of the current one: its proof is no worse."""
         return plan.graph == self.plan.graph or _is_as_close(plan, self.plan)
 
-    def _with_proof_of(self, found: Plan) -> Plan:
+    def _add_proof(self, found: Plan) -> Plan:
         """Return the current plan at the latest costs, for which `found` was solved, with its bound if that holds for both."""
         now = self.plan if found.graph == self.plan.graph else judge_on(self._offered, self.plan)
-        bounds = [self._bound_s, found.bound_s if _first_executions(found) == _first_executions(now) else None]
+        bounds = [self._bound_s, found.bound_s if _list_first_executions(found) == _list_first_executions(now) else None]
         known = [min(bound_s, now.time_s) for bound_s in bounds if bound_s is not None]
         settings = {**now.settings, "tolerance": found.settings.get("tolerance", OPTIMAL_GAP)}
         return replace(now, bound_s=max(known, default=None), settings=settings, seconds=found.seconds, ended=found.ended)
@@ -316,7 +316,7 @@ class Improvement:
         self._timer = None
         ops = self._executor.graph.ops
         times_s = {ops[op].name: seconds for op, seconds in timer.compute_times_s().items()}
-        self._captured = replace(self._captured, graph=with_times(self._captured.graph, times_s))
+        self._captured = replace(self._captured, graph=set_times(self._captured.graph, times_s))
         self._end_solve()
         self._judge()
         self._is_solved = self._time_s <= self._offered.time_s
@@ -347,7 +347,7 @@ class Consultation:
         """The current plan."""
         return self.improvement.plan
 
-    def before_step(self) -> PlanSwap | None:
+    def begin_step(self) -> PlanSwap | None:
         """Record that a step begins; return the plan to run it by if the plan changes."""
         self._steps += 1
         steps = self._steps
@@ -360,7 +360,7 @@ class Consultation:
         return self._consult(lambda: self.improvement.wait(seconds))
 
     def _consult(self, find: Callable[[], Plan | None]) -> PlanSwap | None:
-        over = [over_bytes for over_bytes in self._ranks.gather(self.improvement.over_bytes()) if over_bytes is not None]
+        over = [over_bytes for over_bytes in self._ranks.gather(self.improvement.compute_over_bytes()) if over_bytes is not None]
         if over and max(over) > 0:
             return self.improvement.take_back(max(over))
         found, in_use = self._ranks.share(lambda: (find(), self.improvement.plan))
@@ -370,7 +370,7 @@ class Consultation:
         return None if found is None else self.improvement.adopt(found)
 
 
-def over_budget(plan: Plan, needed_bytes: int, budget_bytes: int) -> str:
+def describe_over_budget(plan: Plan, needed_bytes: int, budget_bytes: int) -> str:
     """Return the message that `plan` needs more than the budget by its measured peak (``Plan.needed_bytes``)."""
     measured = (
         "the measured peak is" if plan.memory is CountedMemory.ALLOCATED else "by the measured peak, the memory reserved is"
@@ -382,7 +382,7 @@ def over_budget(plan: Plan, needed_bytes: int, budget_bytes: int) -> str:
     )
 
 
-def with_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:
+def set_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:
     """Return `graph` with `times_s` by op name; times of ops that were not executed are scaled by the same factor."""
     known_s = math.fsum(op.time_s for op in graph.ops if op.name in times_s)
     scale = math.fsum(times_s.values()) / known_s if known_s > 0 else 1.0
@@ -390,7 +390,7 @@ def with_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:
     return replace(graph, ops=ops, provenance={**graph.provenance, "times": "measured in training steps"})
 
 
-def with_arena(plan: Plan, arena: Arena | DeviceArena | None) -> Plan:
+def set_arena(plan: Plan, arena: Arena | DeviceArena | None) -> Plan:
     """Return `plan` with the memory of the arena that its step runs in; without if it runs in none, or that is not known."""
     if arena is None:
         return replace(plan, arena_bytes=None, outside_arena_bytes=None)
@@ -402,22 +402,22 @@ def _is_as_close(plan: Plan, other: Plan) -> bool:
     return other.gap is None or (plan.gap is not None and plan.gap <= other.gap)
 
 
-def _first_executions(plan: Plan) -> Sequence[int]:
+def _list_first_executions(plan: Plan) -> Sequence[int]:
     """Return the ops of a plan in the order of their first executions, for which its bound holds."""
     return tuple(dict.fromkeys(op for op in plan.schedule.computed if op < plan.graph.ops))
 
 
-def _of_another_plan(eager: EagerComparison | None) -> EagerComparison | None:
+def _remove_planned_time(eager: EagerComparison | None) -> EagerComparison | None:
     """Return the comparison without the time of the planned step, which was measured for another plan."""
     return None if eager is None else replace(eager, planned_time_s=0.0, spread=0.0)
 
 
-def rounds_alike(graph: Graph, one: Plan, other: Plan) -> bool:
+def is_rounded_alike(graph: Graph, one: Plan, other: Plan) -> bool:
     """Return True if two plans give the same bits: the same rounding ops, in the same order among alternatives."""
-    return _rounding(graph, one) == _rounding(graph, other)
+    return _list_rounding_ops(graph, one) == _list_rounding_ops(graph, other)
 
 
-def _rounding(graph: Graph, plan: Plan) -> Sequence[str]:
+def _list_rounding_ops(graph: Graph, plan: Plan) -> Sequence[str]:
     offered = apply_recorded_options(graph, plan.settings)
     rounding = {op.id for op in offered.ops if op.optional and not op.exact}
     replaced = {p for op in rounding for p in offered.ops[op].replaces}

@@ -26,13 +26,13 @@ class InductorCompiler(Compiler):
 
     def capture(self, batch: Batch) -> Capture:
         """Return the step on `batch` as ``torch.compile`` compiles it; nothing is executed."""
-        return self._captured(batch, CompileVariant.DEFAULT)
+        return self._capture(batch, CompileVariant.DEFAULT)
 
-    def captured_for(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
+    def adapt_capture(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
         """Return the step on `batch` with the variant that `plan` was made for; see ``Compiler``."""
         variant = CompileVariant(str(plan.graph.provenance["variant"]))
-        of_plan = captured if variant is CompileVariant.DEFAULT else self._other(variant, captured, batch)
-        return Compiler.captured_for(self, plan, of_plan, batch)
+        of_plan = captured if variant is CompileVariant.DEFAULT else self._compile_other(variant, captured, batch)
+        return Compiler.adapt_capture(self, plan, of_plan, batch)
 
     def plan(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned, profiled.
@@ -47,9 +47,9 @@ class InductorCompiler(Compiler):
         if isinstance(budget, Share):
             # Shares refer to the peak of eager PyTorch, whose kernels are measured for that.
             plain = replace(self.settings, options=RECOMPUTATION, measure_link=False)
-            eager = replace(self, settings=plain).profile(self._captured(batch, None), batch)
+            eager = replace(self, settings=plain).profile(self._capture(batch, None), batch)
             whole_bytes = compute_eager_peak_bytes(eager.graph, captured.graph, self.settings.memory)
-            captured = _shares_of(whole_bytes, captured)
+            captured = _set_shares(whole_bytes, captured)
         wanted = Bytes(budget.resolve(whole_bytes))
         steps: list[PlannedStep] = []
         failure: BudgetError | LimitError | None = None
@@ -60,9 +60,9 @@ class InductorCompiler(Compiler):
         except (BudgetError, LimitError) as error:
             failure = error
         comparing = replace(self, compare_eager=True)
-        for variant in _others(captured.graph):
+        for variant in _list_others(captured.graph):
             try:
-                other = _shares_of(whole_bytes, self.profile(self._other(variant, captured, batch), batch))
+                other = _set_shares(whole_bytes, self.profile(self._compile_other(variant, captured, batch), batch))
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", EagerWarning)  # a variant that differs is rejected
                     step = comparing.solve(other, batch, wanted)
@@ -73,21 +73,21 @@ class InductorCompiler(Compiler):
         if not steps:
             assert failure is not None
             raise failure
-        return min(steps, key=_relative_time)
+        return min(steps, key=_compute_relative_time)
 
-    def _other(self, variant: CompileVariant, captured: Capture, batch: Batch) -> Capture:
+    def _compile_other(self, variant: CompileVariant, captured: Capture, batch: Batch) -> Capture:
         """Return the step compiled as another variant; its reference is still ``torch.compile``'s own."""
-        return replace(self._captured(batch, variant), whole=captured.whole)
+        return replace(self._capture(batch, variant), whole=captured.whole)
 
 
-def _shares_of(whole_bytes: int, captured: Capture) -> Capture:
+def _set_shares(whole_bytes: int, captured: Capture) -> Capture:
     """Return `captured` with the bytes that budgets given as shares refer to in its provenance."""
     graph = captured.graph
     provenance = {**graph.provenance, SHARES_OF: whole_bytes}
     return replace(captured, graph=Graph(graph.ops, graph.tensors, graph.kept, provenance))
 
 
-def _others(graph: Graph) -> list[CompileVariant]:
+def _list_others(graph: Graph) -> list[CompileVariant]:
     """Return the variants that may be faster than the default one with this `graph`."""
     found = [CompileVariant.KEEP]
     if not any(op.random for op in graph.ops):  # with a memory budget, PyTorch draws other numbers in the backward pass
@@ -97,7 +97,7 @@ def _others(graph: Graph) -> list[CompileVariant]:
     return found
 
 
-def _relative_time(step: PlannedStep) -> float:
+def _compute_relative_time(step: PlannedStep) -> float:
     """Return the measured time of a step as a multiple of ``torch.compile``'s; the predicted seconds if it was not measured."""
     eager = step.plan.eager
     return step.plan.time_s if eager is None or eager.overhead is None else 1 + eager.overhead

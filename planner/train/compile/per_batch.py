@@ -19,10 +19,10 @@ from planner.progress import OnProgress
 from planner.settings.budget import Budget, Bytes, Share
 from planner.settings.plan import PlanSettings, Wait
 from planner.torch_private.core import pytree
-from planner.train.compile.auto_budget import with_auto_resolved
+from planner.train.compile.auto_budget import resolve_auto
 from planner.train.compile.compile import compile  # noqa: A004
 from planner.train.compile.lru import LRUCache
-from planner.train.compile.sizes import Shapes, shapes_of
+from planner.train.compile.sizes import Shapes, list_shapes
 from planner.train.compile.step import PlannedStep
 from planner.train.distributed.wrappers import Unwrapped
 
@@ -92,40 +92,40 @@ class BatchPlans:
         Raises:
             PlannerError: its memory cannot be measured, or the processes' batches differ; or as in ``planner.compile``.
         """
-        key = self._key(batch)
+        key = self._build_key(batch)
         self._check_same(key, batch)
         step = self.steps.use(
-            key, lambda: self._made(key, loss_fn, batch, optimizer, accumulate=accumulate, on_progress=on_progress)
+            key, lambda: self._make_step(key, loss_fn, batch, optimizer, accumulate=accumulate, on_progress=on_progress)
         )
         self._uses[key] += 1
         if self._main is None or self._uses[key] >= self._uses[self._main[0]] + (key != self._main[0]):
             self._main = key, step
         return step
 
-    def _key(self, batch: Batch) -> Key:
+    def _build_key(self, batch: Batch) -> Key:
         """Return the cache key of a plan: structure, dtypes, trained parameters, and sizes unless one plan serves all sizes."""
         leaves, spec = pytree.tree_flatten(batch)
         numbers = (int, float) if self.follow_numbers else ()
 
-        def kind(x: object) -> Hashable:
+        def get_kind(x: object) -> Hashable:
             if isinstance(x, torch.Tensor):
                 return x.dtype, x.requires_grad, x.dim()
             return str(type(x)) if type(x) in numbers else repr(x)
 
         trained = tuple(p.requires_grad for p in self._parameters)
-        return (str(spec), *map(kind, leaves), trained), () if self._options.get("dynamic", False) else shapes_of(batch)
+        return (str(spec), *map(get_kind, leaves), trained), () if self._options.get("dynamic", False) else list_shapes(batch)
 
     def _check_same(self, key: Key, batch: Batch) -> None:
         """Raise if the processes have different batches: a process that plans alone would wait for the others forever."""
         ranks = self._wrapper.ranks
-        if not ranks.same(key):
-            found = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(ranks.gather(_shapes(batch))))
+        if not ranks.is_same(key):
+            found = "; ".join(f"rank {rank}: {shapes}" for rank, shapes in enumerate(ranks.gather(_format_shapes(batch))))
             raise PlannerError(
                 f"the batches of the processes differ ({found}), but one plan is for all of them: pad to one length, and drop "
                 "the last batch"
             )
 
-    def _made(
+    def _make_step(
         self,
         key: Key,
         loss_fn: LossFn | None,
@@ -137,21 +137,21 @@ class BatchPlans:
     ) -> PlannedStep:
         if self._main is not None and self._options.get("cuda_graph", False):
             raise PlannerError(
-                f"a batch of {_shapes(batch)} needs a plan of its own, and CUDA graphs hold the memory of the first: pad "
+                f"a batch of {_format_shapes(batch)} needs a plan of its own, and CUDA graphs hold the memory of the first: pad "
                 "batches to one size and drop the last, or leave out cuda_graph=True"
             )
         options = {"accumulate": accumulate, "optimizer": optimizer, **self._options}
         trained, step = key[0][-1], TrainingStep(self._wrapper.module, loss_fn)
         options["optimizer"] = self._memory.use(trained, lambda: find_memory(options["optimizer"], step))
-        budget: Any = with_auto_resolved(self._budget, self._wrapper, batch, optimizer)
+        budget: Any = resolve_auto(self._budget, self._wrapper, batch, optimizer)
         make = partial(compile, self._wrapper, loss_fn, batch, budget=budget)
         if any(kind == key[0] for kind, _ in self._uses):
-            return self._side_step(make, options, batch)
+            return self._make_side_step(make, options, batch)
         made = make(**{"on_progress": on_progress, **options})
         self._budget = Bytes(made.plan.budget_bytes)  # a share refers to the first batch's peak
         return made
 
-    def _side_step(self, make: Callable[..., PlannedStep], options: Mapping[str, Any], batch: Batch) -> PlannedStep:
+    def _make_side_step(self, make: Callable[..., PlannedStep], options: Mapping[str, Any], batch: Batch) -> PlannedStep:
         """Return a step for another size than the first, solved for a shorter time."""
         self._side_sizes += 1
         if self._side_sizes == _MANY_SIZES:
@@ -170,7 +170,7 @@ class BatchPlans:
             except LimitError:
                 return make(**{**side, "time_limit_s": limit_s})
         except (BudgetError, LimitError) as error:
-            raise type(error)(f"for a batch of {_shapes(batch)}{self._share()}: {error}") from error
+            raise type(error)(f"for a batch of {_format_shapes(batch)}{self._share()}: {error}") from error
 
     def _share(self) -> str:
         """Return the part of a message on a budget that is a share."""
@@ -189,5 +189,5 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise PlannerError(f"unknown option {min(unknown)!r} of planner.compile: choose from {', '.join(sorted(_OPTIONS))}")
 
 
-def _shapes(batch: Batch) -> str:
+def _format_shapes(batch: Batch) -> str:
     return ", ".join(str(list(leaf.shape)) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))

@@ -23,7 +23,7 @@ from planner.runtime.executor import check_no_transform
 from planner.settings.budget import Budget, Bytes, Overhead
 from planner.settings.compatibility import check_compatible, find_conflict
 from planner.settings.plan import PlanSettings
-from planner.train.compile.auto_budget import with_auto_resolved
+from planner.train.compile.auto_budget import resolve_auto
 from planner.train.compile.compiler import Compiler
 from planner.train.compile.dynamic import DynamicStep
 from planner.train.compile.replan import ReplannedStep
@@ -77,19 +77,19 @@ class Planning:
         """
         check_trains()
         batch = detach_batch(batch)
-        budget = with_auto_resolved(budget, self.wrapper, batch)
+        budget = resolve_auto(budget, self.wrapper, batch)
         if isinstance(budget, Overhead):
             check_compatible(self.settings.features | {Feature.MAX_OVERHEAD})
-        compiler = self._compiler()
+        compiler = self._build_compiler()
         settings = compiler.settings
 
         def plan_size(batch: Batch, budget: Budget, compiler: Compiler = compiler) -> PlannedStep:
             with compiler.stages.restart() as stages:
-                return _planned(replace(compiler, stages=stages), batch, budget)
+                return _plan(replace(compiler, stages=stages), batch, budget)
 
         def make(batch: Batch, budget: Budget) -> PlannedStep:
             first = plan_size(batch, budget)
-            others = replace(compiler, compare_eager=False) if settings.dynamic else compiler.at_once()
+            others = replace(compiler, compare_eager=False) if settings.dynamic else compiler.plan_at_once()
             sizes = SizePlans(partial(plan_size, compiler=others), Bytes(first.plan.budget_bytes), max_plans=settings.max_plans)
             if settings.dynamic:
                 return DynamicStep(first, batch, sizes)
@@ -99,14 +99,14 @@ class Planning:
 
         return ReplannedStep(make, batch, budget, max_plans=settings.max_plans) if settings.replan else make(batch, budget)
 
-    def _compiler(self) -> Compiler:
+    def _build_compiler(self) -> Compiler:
         make, settings = Compiler, self.settings
         if settings.kernels == "inductor":
             from planner.train.compile.inductor_compiler import InductorCompiler  # importing Inductor takes a second
 
             make = InductorCompiler
         device = next(self.wrapper.module.parameters()).device
-        channels = None if settings.options.host_bytes is None else self.wrapper.channels(settings.options.host_bytes)
+        channels = None if settings.options.host_bytes is None else self.wrapper.create_channels(settings.options.host_bytes)
         if channels is not None:  # whose memory all plans share: the buffers of earlier ones count as free
             options = replace(settings.options, host_bytes=int(channels.memory.capacity_bytes))
             settings = replace(settings, options=options)
@@ -138,12 +138,12 @@ def check_trains() -> None:
     check_no_transform("planner.compile is called")
 
 
-def _planned(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
+def _plan(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
     """Return the step for batches like `batch`, from the cache if possible."""
     wrapper, cache, made_with = compiler.wrapper, compiler.settings.cache, compiler.settings.made_with
-    plans = wrapper.ranks.each(lambda: None if cache is None else PlanCache(cache))
-    with wrapper.opened():
-        captured = wrapper.ranks.each(lambda: compiler.capture(batch))
+    plans = wrapper.ranks.run_each(lambda: None if cache is None else PlanCache(cache))
+    with wrapper.open():
+        captured = wrapper.ranks.run_each(lambda: compiler.capture(batch))
 
         def make() -> PlannedStep:
             return compiler.make(captured, batch, budget)
@@ -156,11 +156,11 @@ def _planned(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
         def find() -> PlannedStep:
             if plans is None:
                 return make()
-            path = plans.path({"budget": repr(budget), **_made_for(captured, wrapper.module), **made_with})
+            path = plans.get_path({"budget": repr(budget), **_collect_dependencies(captured, wrapper.module), **made_with})
             kept = plans.load(path, budget)
             if kept is not None:
                 try:
-                    planned = compiler.captured_for(kept, captured, batch)
+                    planned = compiler.adapt_capture(kept, captured, batch)
                     check_sizes(planned.graph, kept)
                     return compiler.reuse(planned, batch, kept, None)
                 except PlannerError as error:
@@ -169,16 +169,16 @@ def _planned(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
             step.keep_with(lambda plan: plans.store(plan, path))
             return step
 
-        return wrapper.ranks.first(
+        return wrapper.ranks.run_first(
             find_or_make,
             share=lambda step: (step.plan, step.measured, step.improves),
             adopt=lambda shared: compiler.reuse(
-                compiler.captured_for(shared[0], captured, batch), batch, *shared[:2], improves=shared[2]
+                compiler.adapt_capture(shared[0], captured, batch), batch, *shared[:2], improves=shared[2]
             ),
         )
 
 
-def _made_for(captured: Capture, model: nn.Module) -> dict[str, object]:
+def _collect_dependencies(captured: Capture, model: nn.Module) -> dict[str, object]:
     """Return all that the schedule of a captured step depends on, except budget and options."""
     device = next(model.parameters()).device
     return {

@@ -28,13 +28,13 @@ class SizePlans:
         self._make, self._budget = make, budget
         self._kept: LRUCache[Shapes, PlannedStep] = LRUCache(max_plans)
 
-    def steps(self) -> "tuple[PlannedStep, ...]":
+    def list_steps(self) -> "tuple[PlannedStep, ...]":
         """Return the cached steps, the most recently used last."""
         return self._kept.values()
 
     def add(self, batch: Batch, step: "PlannedStep") -> None:
         """Use `step` for batches of the shapes of `batch`."""
-        self._kept.use(shapes_of(batch), lambda: step)
+        self._kept.use(list_shapes(batch), lambda: step)
 
     def step(self, batch: Batch) -> "PlannedStep":
         """Return the step for `batch`; plan first if it has new sizes.
@@ -43,9 +43,9 @@ class SizePlans:
             InfeasibleError, LimitError: no schedule is found that fits.
             BudgetError: the measured peak stays above the budget.
         """
-        return self._kept.use(shapes_of(batch), lambda: self._made(detach_batch(batch)))
+        return self._kept.use(list_shapes(batch), lambda: self._make_step(detach_batch(batch)))
 
-    def _made(self, batch: Batch) -> "PlannedStep":
+    def _make_step(self, batch: Batch) -> "PlannedStep":
         try:
             return self._make(batch, self._budget)
         except (InfeasibleError, LimitError) as error:
@@ -53,6 +53,6 @@ class SizePlans:
             raise type(error)(f"for a batch of {sizes}: {error}") from error
 
 
-def shapes_of(batch: Batch) -> Shapes:
+def list_shapes(batch: Batch) -> Shapes:
     """Return the shape of each leaf of `batch`; () for a leaf that is no tensor."""
     return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in list_leaves(batch))

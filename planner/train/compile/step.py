@@ -109,7 +109,7 @@ class PlannedStep:
         """
         if self._improving is not None and torch.is_grad_enabled():
             self._steps += 1
-            self._take(self._improving.before_step())
+            self._take(self._improving.begin_step())
         if self._executor is not None and len(self._executor.changed_inputs.changed) > self._counted_copies:
             self._count_copies(*args, **kwargs)
         try:
@@ -149,7 +149,7 @@ class PlannedStep:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plan in use, and the plans for smaller batches, the most recently used last."""
-        return (self.plan, *(() if self._smaller is None else (step.plan for step in self._smaller.steps())))
+        return (self.plan, *(() if self._smaller is None else (step.plan for step in self._smaller.list_steps())))
 
     def scalars(self) -> dict[str, float]:
         """Return numbers of the plan in use by name, for a log such as TensorBoard's; what is unknown is left out.
@@ -238,7 +238,7 @@ class PlannedStep:
         batch: Batch = kwargs or args
         before = PlannedStep(self.plan, self._run, self.measured, copying=self._copying, executor=self._executor)
         steps = [before, *self._earlier]
-        step = next((step for step in self._earlier if step._takes(*args, **kwargs)), None)
+        step = next((step for step in self._earlier if step._accepts(*args, **kwargs)), None)
         step = step or followed(what, detach_batch(batch), steps)
         self._earlier = [other for other in steps if other is not step][:_MOST_NUMBERS]
         if step.plan.schedule != self.plan.schedule:
@@ -250,7 +250,7 @@ class PlannedStep:
         if self._improving is not None:
             self._improving.improvement.follow(step._executor)
 
-    def _takes(self, *args: object, **kwargs: object) -> bool:
+    def _accepts(self, *args: object, **kwargs: object) -> bool:
         """Return True if the step was planned for such a batch, and for the present numbers."""
         assert self._executor is not None
         try:

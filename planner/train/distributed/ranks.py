@@ -22,15 +22,15 @@ class SingleProcess:
 
     is_first = True
 
-    def each(self, make: Callable[[], T]) -> T:
+    def run_each(self, make: Callable[[], T]) -> T:
         """Return the result of `make`."""
         return make()
 
-    def first(self, make: Callable[[], T], *, share: Callable[[T], Any], adopt: Callable[[Any], T]) -> T:
+    def run_first(self, make: Callable[[], T], *, share: Callable[[T], Any], adopt: Callable[[Any], T]) -> T:
         """Return the result of `make`; there is no process to share it with."""
         return make()
 
-    def same(self, value: object) -> bool:
+    def is_same(self, value: object) -> bool:
         """Return True if all processes call this with equal values, compared by their ``repr``."""
         return True
 
@@ -51,29 +51,29 @@ class Ranks(SingleProcess):
         self._rank = dist.get_rank(group)
         self.is_first = self._rank == 0
 
-    def each(self, make: Callable[[], T]) -> T:
+    def run_each(self, make: Callable[[], T]) -> T:
         """Return the result of `make`, executed on each rank.
 
         Raises:
             PlannerError: it failed on another rank, which the message names.
         """
-        return self._agreed(*_tried(make))
+        return self._agree(*_try_make(make))
 
-    def first(self, make: Callable[[], T], *, share: Callable[[T], Any], adopt: Callable[[Any], T]) -> T:
+    def run_first(self, make: Callable[[], T], *, share: Callable[[T], Any], adopt: Callable[[Any], T]) -> T:
         """Return the result of `make` on rank 0, and on other ranks that of `adopt` on the object that `share` extracts from it.
 
         Raises:
             PlannerError: one of them failed on another rank, which the message names.
         """
-        made, error = _tried(make) if self._rank == 0 else ((), None)
+        made, error = _try_make(make) if self._rank == 0 else ((), None)
         sent = [share(made[0]) if made else None, bool(made)]
         dist.broadcast_object_list(sent, group=self._group, group_src=0)
         shared, done = sent
         if self._rank and done:
-            made, error = _tried(lambda: adopt(shared))
-        return self._agreed(made, error)
+            made, error = _try_make(lambda: adopt(shared))
+        return self._agree(made, error)
 
-    def same(self, value: object) -> bool:
+    def is_same(self, value: object) -> bool:
         """Return True if all processes call this with equal values, compared by their ``repr``.
 
         Called before every step, so it is one collective on two numbers: the greatest digest must be the least one too.
@@ -95,12 +95,12 @@ class Ranks(SingleProcess):
         Raises:
             PlannerError: it failed on rank 0; raised on all ranks.
         """
-        shared: T = self.first(make, share=lambda made: made, adopt=lambda received: received)
+        shared: T = self.run_first(make, share=lambda made: made, adopt=lambda received: received)
         return shared
 
-    def _agreed(self, made: tuple[()] | tuple[T], error: Exception | None) -> T:
+    def _agree(self, made: tuple[()] | tuple[T], error: Exception | None) -> T:
         """Return the result of this rank if no rank failed."""
-        failures = self.gather(None if error is None else _portable(error))
+        failures = self.gather(None if error is None else _encode_error(error))
         if error is not None:
             raise error
         for rank, failed in enumerate(failures):
@@ -111,7 +111,7 @@ class Ranks(SingleProcess):
         return made[0]
 
 
-def _tried(make: Callable[[], T]) -> tuple[tuple[()] | tuple[T], Exception | None]:
+def _try_make(make: Callable[[], T]) -> tuple[tuple[()] | tuple[T], Exception | None]:
     """Return the result of `make` in a tuple, or its exception."""
     try:
         return (make(),), None
@@ -119,7 +119,7 @@ def _tried(make: Callable[[], T]) -> tuple[tuple[()] | tuple[T], Exception | Non
         return (), error
 
 
-def _portable(error: Exception) -> tuple[type[PlannerError], str]:
+def _encode_error(error: Exception) -> tuple[type[PlannerError], str]:
     """Return the type and message with which other ranks raise `error`."""
     if isinstance(error, PlannerError):
         return type(error), str(error)

@@ -44,31 +44,31 @@ class Unwrapped:
         self.ranks = ranks
         self._channels: HostChannels | None = None
 
-    def channels(self, host_bytes: int | None) -> HostChannels:
+    def create_channels(self, host_bytes: int | None) -> HostChannels:
         """Return the channels to the host for all plans of this wrapper, with the `host_bytes` of the first call."""
         if self._channels is None:
             self._channels = HostChannels(next(self.module.parameters()).device, host_bytes)
         return self._channels
 
-    def opened(self) -> AbstractContextManager[None]:
+    def open(self) -> AbstractContextManager[None]:
         """Make the module's parameters plain tensors without hooks of the wrapper; all ranks enter it together."""
         return nullcontext()
 
     def capture(
         self, loss_fn: LossFn | None, batch: Batch, settings: PlanSettings, variant: "CompileVariant | None" = None
     ) -> Capture:
-        """Return the captured step, with all static memory of this process. Called inside ``opened``.
+        """Return the captured step, with all static memory of this process. Called inside ``open``.
 
         Args:
             loss_fn, batch, settings, variant: as in ``planner.measure.tracing.capture_step``.
         """
         return capture_step(Workload(self.module, loss_fn, batch), settings, variant=variant)
 
-    def with_slab_gradients(self, captured: Capture) -> Capture:
+    def add_slab_gradients(self, captured: Capture) -> Capture:
         """Return `captured` with the gradients that the wrapper holds in addition to their room in the slab."""
         return captured
 
-    def wrapped(self, executor: Executor) -> Callable[..., Any]:
+    def wrap(self, executor: Executor) -> Callable[..., Any]:
         """Return `executor` as a function for the training loop."""
         return executor
 
@@ -84,9 +84,9 @@ class Replicated(Unwrapped):
         self._model = model
         super().__init__(model.module, Ranks(model.process_group))
 
-    def opened(self) -> AbstractContextManager[None]:
+    def open(self) -> AbstractContextManager[None]:
         """Replace the parameters, so that the wrapper does not wait for their gradients."""
-        return _other_parameters(self.module)
+        return _replace_parameters(self.module)
 
     def capture(
         self, loss_fn: LossFn | None, batch: Batch, settings: PlanSettings, variant: "CompileVariant | None" = None
@@ -96,10 +96,10 @@ class Replicated(Unwrapped):
         accumulate = settings.accumulate and not in_buckets
         captured = super().capture(loss_fn, batch, replace(settings, accumulate=accumulate), variant)
         name = "gradients_in_buckets" if in_buckets else BUCKETS
-        graph = captured.graph.holding(Kind.ACCUMULATED_GRADIENT, name, _trained_bytes(self.module))
+        graph = captured.graph.holding(Kind.ACCUMULATED_GRADIENT, name, _count_trained_bytes(self.module))
         return replace(captured, graph=graph)
 
-    def wrapped(self, executor: Executor) -> Callable[..., Any]:
+    def wrap(self, executor: Executor) -> Callable[..., Any]:
         """Return the wrapper's own forward pass, around the planned one."""
         planned = _Proxy(self.module, executor)
 
@@ -120,7 +120,7 @@ class InReplicated(Replicated):
         super().__init__(model)
         self.module = step
 
-    def wrapped(self, executor: Executor) -> Callable[..., Any]:
+    def wrap(self, executor: Executor) -> Callable[..., Any]:
         """Return `executor` itself: the wrapper's forward pass surrounds it."""
         return executor
 
@@ -141,14 +141,14 @@ class Sharded(Unwrapped):
         if any(unit._get_fsdp_state()._mp_policy.param_dtype is not None for unit in self._units):
             raise TraceError("fully_shard with a mixed precision policy is not planned: use torch.autocast around the step")
         super().__init__(model, Ranks(mesh.get_group()))
-        self._shard_bytes, self._trained_shard_bytes = _local_bytes(model.parameters()), _trained_bytes(model)
+        self._shard_bytes, self._trained_shard_bytes = _count_local_bytes(model.parameters()), _count_trained_bytes(model)
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def open(self) -> Iterator[None]:
         """Gather the parameters inside the context, and reshard them at its end."""
         self._gather()
         try:
-            with _without_hooks(self._units):
+            with _remove_hooks(self._units):
                 yield
         finally:
             self._reshard()
@@ -160,19 +160,19 @@ class Sharded(Unwrapped):
 
         Earlier gradients are whole until they are sent (``set_requires_gradient_sync(False)``).
         """
-        whole_bytes, unit_bytes = _trained_bytes(self.module), max(_own_bytes(unit) for unit in self._units)
+        whole_bytes, unit_bytes = _count_trained_bytes(self.module), max(_count_own_bytes(unit) for unit in self._units)
         captured = super().capture(loss_fn, batch, settings, variant)
         if isinstance(settings.optimizer, str):  # a measured state is of the shards
-            captured = _shrunk(captured, self._trained_shard_bytes / max(1, whole_bytes))
+            captured = _shrink(captured, self._trained_shard_bytes / max(1, whole_bytes))
         graph = captured.graph.holding(Kind.PARAMETER, "parameter_shards", self._shard_bytes)
         return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, TO_SEND, unit_bytes))
 
-    def with_slab_gradients(self, captured: Capture) -> Capture:
+    def add_slab_gradients(self, captured: Capture) -> Capture:
         """Return `captured` with this rank's shards of the gradients."""
         graph = captured.graph.holding(Kind.ACCUMULATED_GRADIENT, SHARDS, self._trained_shard_bytes)
         return replace(captured, graph=graph)
 
-    def wrapped(self, executor: Executor) -> Callable[..., Any]:
+    def wrap(self, executor: Executor) -> Callable[..., Any]:
         """Return the forward pass of the outermost module, with its hooks, around the planned one."""
         numbers: list[object] = []  # those of the present step
 
@@ -186,7 +186,7 @@ class Sharded(Unwrapped):
             # Checked on gathered parameters, as captured; an error inside the wrapper would leave its hooks half done.
             self._gather()
             try:
-                with _without_hooks(self._units):
+                with _remove_hooks(self._units):
                     numbers[:] = executor.check(*args, **kwargs)[len(executor.signature.names) :]
             except MismatchError:
                 self._reshard()
@@ -245,7 +245,7 @@ class _Proxy(nn.Module):
 
 
 @contextmanager
-def _other_parameters(module: nn.Module) -> Iterator[None]:
+def _replace_parameters(module: nn.Module) -> Iterator[None]:
     """Replace the parameters by others on the same memory, so that hooks on the real ones see no gradients."""
     places = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
     others = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for _, _, p in places}
@@ -259,7 +259,7 @@ def _other_parameters(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_hooks(units: Sequence[FSDPModule]) -> Iterator[None]:
+def _remove_hooks(units: Sequence[FSDPModule]) -> Iterator[None]:
     """Remove the hooks that gather parameters when a unit is called, so that it can be captured."""
     tables = [hooks for unit in units for hooks in (unit._forward_hooks, unit._forward_pre_hooks)]  # type: ignore[attr-defined]
     before = [dict(hooks) for hooks in tables]
@@ -274,7 +274,7 @@ def _without_hooks(units: Sequence[FSDPModule]) -> Iterator[None]:
             hooks.update(all_hooks)
 
 
-def _shrunk(captured: Capture, share: float) -> Capture:
+def _shrink(captured: Capture, share: float) -> Capture:
     """Return `captured` with this share of the optimizer state."""
     graph = captured.graph
     tensors = tuple(
@@ -283,18 +283,18 @@ def _shrunk(captured: Capture, share: float) -> Capture:
     return replace(captured, graph=Graph(graph.ops, tensors, graph.kept, graph.provenance))
 
 
-def _trained_bytes(module: nn.Module) -> int:
-    return _local_bytes(p for p in module.parameters() if p.requires_grad)
+def _count_trained_bytes(module: nn.Module) -> int:
+    return _count_local_bytes(p for p in module.parameters() if p.requires_grad)
 
 
-def _own_bytes(unit: FSDPModule) -> int:
+def _count_own_bytes(unit: FSDPModule) -> int:
     """Return the bytes of the trained parameters that `unit` gathers itself."""
     assert isinstance(unit, nn.Module)
     inner = {p for module in list(unit.modules())[1:] if isinstance(module, FSDPModule) for p in module.parameters()}
-    return _local_bytes(p for p in unit.parameters() if p.requires_grad and p not in inner)
+    return _count_local_bytes(p for p in unit.parameters() if p.requires_grad and p not in inner)
 
 
-def _local_bytes(parameters: Iterable[nn.Parameter]) -> int:
+def _count_local_bytes(parameters: Iterable[nn.Parameter]) -> int:
     """Return the bytes of `parameters` that this process holds."""
     local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
     return sum(tensor.numel() * tensor.element_size() for tensor in local)

@@ -18,7 +18,7 @@ from planner.torch_private.core import TorchDispatchMode, make_subclass
 from planner.train.eager.operators import Operator
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.size_rules import bound_of
-from planner.train.eager.sizes import takes_free_memory
+from planner.train.eager.sizes import may_take_free_memory
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -119,25 +119,25 @@ class DeferredLog:
     def __init__(
         self, operator: Callable[[object], Operator], budget_bytes: int, device: torch.device, measurements: int = 0
     ) -> None:
-        library = _library()
+        library = _load_library()
         assert library is not None
         self._library = library
         self._operator = operator
         self._measures = measurements > 0
         self._threads = threading.local()
-        self._describe = _Describe(self._facts)  # kept alive as long as the log may call it
+        self._describe = _Describe(self._fill_facts)  # kept alive as long as the log may call it
         cuda_device = device.index if device.type == "cuda" else -1
         self._handle = library.deferred_new(budget_bytes, cuda_device, measurements, self._describe)
         weakref.finalize(self, library.deferred_drop, self._handle)
         self.shared = LogState.from_address(library.deferred_shared(self._handle))
 
     @staticmethod
-    def available() -> bool:
+    def is_available() -> bool:
         """Return True if the log can be used: it needs a C++ compiler the first time."""
-        return _library() is not None
+        return _load_library() is not None
 
     @contextmanager
-    def entered(self, recorder: TorchDispatchMode) -> Iterator[None]:
+    def enter(self, recorder: TorchDispatchMode) -> Iterator[None]:
         """Receive the ops of this thread, in place of a mode that executes ops and reads the log.
 
         PyTorch reports that a mode is active. Functions under ``torch.compile`` run eagerly, as in a mode.
@@ -157,7 +157,7 @@ class DeferredLog:
             found = self._threads.call = OpExchange.from_address(self._library.deferred_call())
         return found
 
-    def error(self) -> Exception:
+    def take_error(self) -> Exception:
         """Return the error of the op of this thread, once; raise it if it must not be handled, as an interrupt."""
         try:
             torch.ops.planner_log.raise_error()
@@ -165,7 +165,7 @@ class DeferredLog:
             return error
         raise AssertionError
 
-    def stay_open(self) -> None:
+    def keep_open(self) -> None:
         """Do not close before the op that the recorder has executed in this thread is logged."""
         self._library.deferred_stay_open(self._handle)
 
@@ -208,7 +208,7 @@ class DeferredLog:
         finally:
             self._library.deferred_forget(log)
 
-    def hooks(
+    def build_hooks(
         self,
         begin_step: Callable[[], None],
         pack: Callable[[torch.Tensor], object],
@@ -233,7 +233,7 @@ class DeferredLog:
         found: list[tuple[LoggedTensor, torch.Tensor]] = take(self._handle, torch.Tensor, make_subclass)
         return found
 
-    def _facts(self, name: bytes, overload: bytes, facts: Any) -> None:
+    def _fill_facts(self, name: bytes, overload: bytes, facts: Any) -> None:
         """Fill in ``Operator`` of deferred_log.cpp for an operator; do nothing if Python does not know the operator."""
         namespace, _, base = name.decode().partition("::")
         op = getattr(getattr(getattr(torch.ops, namespace), base, None), overload.decode() or "default", None)
@@ -241,7 +241,7 @@ class DeferredLog:
             return
         operator = self._operator(op)
         values = (
-            _way(operator),
+            _choose_way(operator),
             operator.repeatable,
             operator.returns_nothing_new,
             operator.reads_to_host,
@@ -249,7 +249,7 @@ class DeferredLog:
             -1 if operator.statistics is None else operator.statistics,
             -1 if operator.training is None else operator.training,
             sum(1 << position for position, _ in operator.mutated),
-            self._measures and takes_free_memory(op),
+            self._measures and may_take_free_memory(op),
             bound_of(op),
             operator.pointwise,
         )
@@ -257,7 +257,7 @@ class DeferredLog:
             facts[i] = value
 
 
-def _way(operator: Operator) -> int:
+def _choose_way(operator: Operator) -> int:
     if operator.passes:
         return _VIEW
     if operator.rebinds or not operator.has_plain_returns or (operator.statistics is not None and operator.replay is None):
@@ -267,13 +267,13 @@ def _way(operator: Operator) -> int:
 
 def note_failure(cuda_device: int) -> None:
     """Tell the logs that the allocator of a CUDA device had no memory for a request of this thread."""
-    library = _library()
+    library = _load_library()
     if library is not None:
         library.deferred_failed(cuda_device)
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def _load_library() -> ctypes.CDLL | None:
     """Return the compiled log; None if it cannot be compiled or registered with PyTorch here."""
     from planner.torch_private.cpp import CppCompileError, InvalidCxxCompiler, load_cpp  # takes a second
 

@@ -62,11 +62,11 @@ class OpCosts(ABC):
         """Return the seconds of the op, and the most bytes that it has taken, with its outputs."""
 
     @abstractmethod
-    def in_use_bytes(self) -> int:
+    def get_in_use_bytes(self) -> int:
         """Return the bytes in use on the device, including workspaces that libraries keep; 0 if that is not known."""
 
     @abstractmethod
-    def missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
+    def find_missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
         """Return the error of the allocator if it has no free block of `size_bytes`, else None."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class OpCosts(ABC):
         This is for ops whose library uses another algorithm if it gets no workspace, and keeps using it from then on. Its results
         may differ in some bits.
         """
-        while (error := self.missing_block(size_bytes)) is not None and evict_after(error):
+        while (error := self.find_missing_block(size_bytes)) is not None and evict_after(error):
             pass
 
 
@@ -112,11 +112,11 @@ class HostCosts(OpCosts):
         seconds = perf_counter() - self._start
         return seconds, max(accumulate(end_allocations(), initial=0))
 
-    def in_use_bytes(self) -> int:
+    def get_in_use_bytes(self) -> int:
         """Return 0: Python knows of all tensors on the CPU."""
         return 0
 
-    def missing_block(self, size_bytes: int) -> None:
+    def find_missing_block(self, size_bytes: int) -> None:
         """Return None: kernels on the CPU do not depend on free memory."""
 
     def forget_failures(self) -> None:
@@ -141,7 +141,7 @@ class DeviceCosts(OpCosts):
         self._start = 0.0
         _note_unserved()
 
-    def in_use_bytes(self) -> int:
+    def get_in_use_bytes(self) -> int:
         """Return the bytes in use on the device, including workspaces that libraries keep."""
         warm_up_libraries(self._device)
         return get_cuda_bytes(self._device)
@@ -151,7 +151,7 @@ class DeviceCosts(OpCosts):
         if unserved:
             unserved.pop((get_ident(), self._device.index), None)
 
-    def missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
+    def find_missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
         """Return the error of the allocator if it has no free block of `size_bytes`, else None."""
         try:
             with torch.cuda.device(self._device):  # a tensor would be filled under deterministic algorithms
@@ -178,7 +178,7 @@ class DeviceCosts(OpCosts):
     def begin(self) -> bool:
         """Begin to measure an op, and return True."""
         torch.cuda.synchronize(self._device)
-        self._taken = self._taken_so_far()
+        self._taken = self._get_taken_bytes()
         self._start = perf_counter()
         return True
 
@@ -186,14 +186,14 @@ class DeviceCosts(OpCosts):
         """Return the seconds of the op, and the bytes that it has allocated in total, which are at least its peak."""
         torch.cuda.synchronize(self._device)
         seconds = perf_counter() - self._start
-        return seconds, compute_allocated_bytes(self._taken_so_far() - self._taken, self._device)
+        return seconds, compute_allocated_bytes(self._get_taken_bytes() - self._taken, self._device)
 
-    def _taken_so_far(self) -> int:
+    def _get_taken_bytes(self) -> int:
         # A counter that only increases: resetting a peak would change the user's statistics. As nested dictionaries they take a
         # tenth of the time of the flat one.
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["requested_bytes"]["all"]["allocated"])
 
 
-def costs_of(device: torch.device) -> OpCosts:
+def create_costs(device: torch.device) -> OpCosts:
     """Return an object that measures the ops of `device`."""
     return DeviceCosts(device) if device.type == "cuda" else HostCosts()

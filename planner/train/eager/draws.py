@@ -9,7 +9,7 @@ import torch
 from planner.capture.program.draws import LOCK, get_default_generator
 from planner.runtime.random_state import RandomState
 from planner.train.eager.operators import Operator
-from planner.train.eager.size_rules import tensors_in
+from planner.train.eager.size_rules import iterate_tensors
 
 
 def lock_of_draws(operator: Operator) -> AbstractContextManager[object]:
@@ -20,17 +20,17 @@ def lock_of_draws(operator: Operator) -> AbstractContextManager[object]:
     return LOCK if operator.random else nullcontext()
 
 
-def random_state_before(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Generator, RandomState]:
+def get_random_state(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Generator, RandomState]:
     """Return the generator that an op with these arguments draws from, and its present state."""
-    generator = _generator_of(args, kwargs)
+    generator = _get_generator(args, kwargs)
     return generator, RandomState.of(generator)
 
 
-def _generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:
+def _get_generator(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Generator):
             return value
     device = kwargs.get("device")
     if device is None:
-        device = next((tensor.device for tensor in tensors_in((args, kwargs))), "cpu")
+        device = next((tensor.device for tensor in iterate_tensors((args, kwargs))), "cpu")
     return get_default_generator(torch.device(device))

@@ -10,7 +10,7 @@ from solvers.online.heuristics import make_heuristic
 _HALVINGS = 5
 
 
-def enough_bytes(step: StepGraph, heuristic: str, max_recomputation: float) -> int:
+def find_enough_bytes(step: StepGraph, heuristic: str, max_recomputation: float) -> int:
     """Return the least of a few budgets within which a replay of a step succeeds.
 
     The first budget tried is a lower bound for every schedule of the recorded graph. From there to the peak without evictions,
@@ -23,7 +23,7 @@ def enough_bytes(step: StepGraph, heuristic: str, max_recomputation: float) -> i
     """
     graph = step.graph
 
-    def ends(budget_bytes: int) -> bool:
+    def can_end(budget_bytes: int) -> bool:
         try:
             OnlineRun(graph, budget_bytes, make_heuristic(heuristic), thrash_factor=1 + max_recomputation).run()
         except OnlineFailedError:
@@ -31,12 +31,12 @@ def enough_bytes(step: StepGraph, heuristic: str, max_recomputation: float) -> i
         return True
 
     low_bytes = bound_least_budget(graph).budget_bytes
-    if ends(low_bytes):
+    if can_end(low_bytes):
         return low_bytes
     enough = simulate(graph, keep_everything(graph)).peak_bytes
     for _ in range(_HALVINGS):
         middle_bytes = (low_bytes + enough) // 2
-        if ends(middle_bytes):
+        if can_end(middle_bytes):
             enough = middle_bytes
         else:
             low_bytes = middle_bytes

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from planner.torch_private.core import current_autograd_node
 from planner.train.eager.memory import Memory
 from planner.train.eager.sizes import KnownOp
-from planner.train.eager.step_log import LoggedOp, StepGraph, StepLog, recorded_step
+from planner.train.eager.step_log import LoggedOp, StepGraph, StepLog, build_recorded_step
 from planner.train.eager.step_plans import StepPlans
 from planner.train.eager.storages import RecordedOp, TrackedStorage
 
@@ -51,7 +51,7 @@ class StepFollower:
         """Begin a step, when autograd saves its first tensor; no op may have run since the last step ended.
 
         Args:
-            is_seen: its ops will be passed to `after_op`.
+            is_seen: its ops will be passed to `log_op`.
         """
         self.end()
         memory = self.memory
@@ -66,10 +66,10 @@ class StepFollower:
         """Evict a storage that the plan has evicted by now, and return True; return False if there is none."""
         if self.log is None:
             return False
-        offered = self.plans.offered()
+        offered = self.plans.get_offered()
         for number in tuple(offered):
             storage = self._storages[number]() if number < len(self._storages) else None  # it was dropped, or is not used yet
-            if storage is None or not storage.owned():
+            if storage is None or not storage.is_owned():
                 del offered[number]
             elif self.memory.evict(storage):
                 del offered[number]
@@ -77,15 +77,15 @@ class StepFollower:
                 return True
         return False
 
-    def after_op(self, op: RecordedOp, written: Sequence[TrackedStorage], known: KnownOp) -> None:
+    def log_op(self, op: RecordedOp, written: Sequence[TrackedStorage], known: KnownOp) -> None:
         """Log an op that has run and written storages. The step must be logged."""
         node = current_autograd_node()
-        made = op.made()
+        made = op.list_made()
         logged = LoggedOp(
             op.operator.function,
-            self._numbers([ref.storage for ref in op.inputs if ref.storage is not None]),
-            self._numbers(made),
-            self._numbers(written),
+            self._number_storages([ref.storage for ref in op.inputs if ref.storage is not None]),
+            self._number_storages(made),
+            self._number_storages(written),
             op.seconds,
             op.recordable,
             op.operator.random,
@@ -97,21 +97,21 @@ class StepFollower:
         shapes = known.number or tuple([storage.size_bytes for storage in made])
         self.plans.add_op(logged, id(op.operator), shapes)
 
-    def unpacked(self, storage: TrackedStorage) -> None:
+    def log_unpack(self, storage: TrackedStorage) -> None:
         """Log that autograd unpacks a storage. The step must be logged."""
         assert self.log is not None
-        self.log.unpack(*self._numbers((storage,)))
+        self.log.unpack(*self._number_storages((storage,)))
 
-    def released(self, storage: TrackedStorage, *, only_saved: bool = False) -> None:
+    def log_release(self, storage: TrackedStorage, *, only_saved: bool = False) -> None:
         """Log that the program has released a storage, or autograd one that `only_saved` tensors held."""
         if self.log is not None and storage.step == self.number:
             self.log.release(storage.number, only_saved=only_saved)
 
-    def enough_bytes(self, enough_for: Callable[[StepGraph], int]) -> int:
+    def estimate_enough_bytes(self, enough_for: Callable[[StepGraph], int]) -> int:
         """Return a budget for the current step, from that of the largest earlier step that began like it; 0 if there is none."""
         if self.log is None or (earlier := self.plans.earlier) is None:
             return 0
-        return enough_for(recorded_step(earlier)) + self.log.held_bytes - earlier.held_bytes
+        return enough_for(build_recorded_step(earlier)) + self.log.held_bytes - earlier.held_bytes
 
     def end(self) -> None:
         """End the step."""
@@ -125,11 +125,13 @@ class StepFollower:
         self.end()
         self.plans.stop()
 
-    def _numbers(self, storages: Iterable[TrackedStorage]) -> tuple[int, ...]:
+    def _number_storages(self, storages: Iterable[TrackedStorage]) -> tuple[int, ...]:
         """Return the numbers of storages in this step, without duplicates."""
-        return tuple({(storage.number if storage.step == self.number else self._meet(storage)): None for storage in storages})
+        return tuple(
+            {(storage.number if storage.step == self.number else self._number_storage(storage)): None for storage in storages}
+        )
 
-    def _meet(self, storage: TrackedStorage) -> int:
+    def _number_storage(self, storage: TrackedStorage) -> int:
         assert self.log is not None
         storage.step, storage.number = self.number, self.log.add_storage(storage.size_bytes)
         self._storages.append(weakref.ref(storage))

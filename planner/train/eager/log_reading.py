@@ -9,10 +9,10 @@ from planner.runtime.random_state import RandomState
 from planner.torch_private.core import get_kernel_settings, storage_address
 from planner.train.eager.deferred_log import DeferredLog, OpExchange, UnreadOp
 from planner.train.eager.device_costs import MEASUREMENTS
-from planner.train.eager.draws import lock_of_draws, random_state_before
+from planner.train.eager.draws import get_random_state, lock_of_draws
 from planner.train.eager.recording import Recorder
 from planner.train.eager.saved_tensors import SavedTensor, unpack
-from planner.train.eager.sizes import data_dependent_bytes, takes_free_memory
+from planner.train.eager.sizes import bound_data_dependent_bytes, may_take_free_memory
 from planner.train.eager.storages import RecordedOp
 
 # With fewer random states than this, those of ops that are no longer in the log are not dropped.
@@ -33,7 +33,7 @@ class LogReader:
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         memory = recorder.memory
         measurements = 0 if recorder.costs.times_each else MEASUREMENTS
-        self.log = DeferredLog(recorder.operator, memory.budget_bytes, device, measurements)
+        self.log = DeferredLog(recorder.get_operator, memory.budget_bytes, device, measurements)
         self._recorder = recorder
         self._other_bytes = memory.live_bytes - sum(storage.size_bytes for storage in memory.resident.values())
         self._unread: UnreadOp | None = None  # the op of the log that is being recorded
@@ -43,9 +43,9 @@ class LogReader:
         recorder.handle = self._handle
         recorder.module.noted = self.log.shared
 
-    def hooks(self) -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]:
+    def build_hooks(self) -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]:
         """Return the hooks that pack and unpack saved tensors."""
-        return self.log.hooks(self._begin_step, self._pack, unpack)
+        return self.log.build_hooks(self._begin_step, self._pack, unpack)
 
     def observe(self) -> None:
         """Add the counts of the log to those of the recorder."""
@@ -81,7 +81,7 @@ class LogReader:
         if call.unserved:
             self._recorder.costs.check_memory(op.function)
         if call.failed:
-            failed = [self.log.error()]
+            failed = [self.log.take_error()]
             if self.log.shared.open:
                 self._read()
             return self._recorder.run(op, failed)
@@ -101,7 +101,7 @@ class LogReader:
             return False
         recorder.forget()
         self._settings = get_kernel_settings()
-        resident = (held for storage in memory.resident.values() if (held := storage.held()) is not None)
+        resident = (held for storage in memory.resident.values() if (held := storage.get_storage()) is not None)
         self.log.open(resident, self._other_bytes, memory.peak_bytes)
         return True
 
@@ -115,7 +115,7 @@ class LogReader:
             return recorder.run(op)
         with lock_of_draws(operator):
             if operator.draws:
-                op.draws = random_state_before(args, kwargs)
+                op.draws = get_random_state(args, kwargs)
             costs.forget_failures()
             is_measured = is_new and costs.begin()
             try:
@@ -135,7 +135,7 @@ class LogReader:
             self._draws[log.shared.position] = op.draws
             if len(self._draws) > self._most_draws:
                 self._forget_draws()
-        log.stay_open()
+        log.keep_open()
         return outputs
 
     def _fits(self, op: RecordedOp, call: OpExchange) -> bool:
@@ -143,15 +143,15 @@ class LogReader:
         log, sizes = self.log, self._recorder.sizes
         function, args, kwargs = op.operator.function, op.args, op.kwargs
         if op.operator.is_sized_by_data(args):
-            return log.fits(data_dependent_bytes(op.operator.name, args, kwargs))
-        call.known_bytes = sizes.out_bytes(function, args, kwargs)
+            return log.fits(bound_data_dependent_bytes(op.operator.name, args, kwargs))
+        call.known_bytes = sizes.count_out_bytes(function, args, kwargs)
         room_bytes = call.room_bytes
         if room_bytes < 0:
-            room_bytes = sizes.guessed_bytes(function, args, kwargs, call.known_bytes)
+            room_bytes = sizes.guess_bytes(function, args, kwargs, call.known_bytes)
         if not log.fits(call.known_bytes + room_bytes):
             return False
         costs = self._recorder.costs
-        return not takes_free_memory(function) or costs.missing_block(call.known_bytes + room_bytes) is None
+        return not may_take_free_memory(function) or costs.find_missing_block(call.known_bytes + room_bytes) is None
 
     def _read(self) -> None:
         """Record the ops in the log, and close it: the recorder sees further ops itself."""
@@ -185,7 +185,7 @@ class LogReader:
         op.settings = self._settings
         outputs = unread.outputs
         written = recorder.find_writes(op) if operator.writes else ()
-        if op.writes_only_pinned(written):
+        if op.is_writing_only_pinned(written):
             for storage in written:
                 storage.version += 1
         else:
@@ -196,7 +196,7 @@ class LogReader:
             known.seconds = op.seconds = min(known.seconds, unread.seconds)
             recorder.recomputation.step_ops += 1
             recorder.record(op, known, written, outputs)
-        return operator.returned(outputs)
+        return operator.build_result(outputs)
 
     def _forget_draws(self) -> None:
         """Drop the random states of ops that are no longer in the log."""

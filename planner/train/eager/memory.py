@@ -15,7 +15,7 @@ from graphs.units import format_bytes, format_enough
 from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import storage_address, storage_use_count
 from planner.train.eager.sizes import OutputSizes
-from planner.train.eager.storages import LedgerWatch, RecordedOp, StorageWatch, TrackedStorage, make_alias, reference_to
+from planner.train.eager.storages import LedgerWatch, RecordedOp, StorageWatch, TrackedStorage, build_reference, make_alias
 from solvers.online.ledger import Ledger
 
 # Storages in use are pinned in the ledger; before each search for a victim a few of them are checked again.
@@ -68,7 +68,7 @@ class Memory:
         self.evict_planned: Callable[[], bool] = lambda: False
         self.forget_unneeded: Callable[[], None] = lambda: None
         self._new_ledger = new_ledger
-        self._unheld = _unheld()
+        self._unheld = _count_unheld()
         self.pending: list[weakref.ref[RecordedOp]] = []
         self._by_id: dict[int, LedgerWatch] = {}
         self._in_use: dict[int, TrackedStorage] = {}
@@ -94,7 +94,7 @@ class Memory:
         held = tensor.untyped_storage()
         if storage is None:
             device = tensor.device
-            storage = TrackedStorage(self.sizes.counted_bytes(held.nbytes(), device), device, pinned=pinned)
+            storage = TrackedStorage(self.sizes.count_bytes(held.nbytes(), device), device, pinned=pinned)
             storage.touched_s = self.clock_s
             storage.checked = self.overwrites
         storage.address = address = storage_address(tensor)
@@ -139,25 +139,25 @@ class Memory:
             if self.ledger is not None and self._by_id.pop(watch_of_ledger.ledger_id, None) is not None:
                 self.ledger.drop(watch_of_ledger.ledger_id)
 
-    def not_evicted(self, storage: TrackedStorage) -> None:
+    def mark_not_evicted(self, storage: TrackedStorage) -> None:
         """Record that `storage` is resident again, or that no saved tensor needs it."""
         if storage.evicted:
             storage.evicted = False
             self.evicted_bytes -= storage.size_bytes
 
-    def resize(self, storage: TrackedStorage) -> int:
+    def update_size(self, storage: TrackedStorage) -> int:
         """Record the size of a storage that may have been resized, and return the size if it has grown, else 0."""
-        held = storage.held()
+        held = storage.get_storage()
         if storage.watch is None or held is None:  # its tensor was given another storage
             return 0
-        size_bytes = self.sizes.counted_bytes(held.nbytes(), held.device)
+        size_bytes = self.sizes.count_bytes(held.nbytes(), held.device)
         grown_bytes = size_bytes - storage.size_bytes
         self.live_bytes += grown_bytes
         storage.size_bytes = storage.watch.size_bytes = size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return size_bytes if grown_bytes > 0 else 0
 
-    def recomputed(self, op: RecordedOp) -> None:
+    def record_recomputed(self, op: RecordedOp) -> None:
         """Record that an op was recomputed."""
         if op.ledger_id is not None and self.ledger is not None:
             self.ledger.note_recomputed(op.ledger_id)
@@ -168,9 +168,9 @@ class Memory:
         if storage.ledger_id is not None and self.ledger is not None:
             self.ledger.touch((storage.ledger_id,), now_s)
 
-    def computed(self, storage: TrackedStorage, tensor: torch.Tensor) -> None:
+    def record_computed(self, storage: TrackedStorage, tensor: torch.Tensor) -> None:
         """Record that `storage` is resident again, as the storage of `tensor`; the runtime keeps it."""
-        self.not_evicted(storage)
+        self.mark_not_evicted(storage)
         storage.base = make_alias(tensor)
         self.add(tensor, storage, visible=storage.saved > 0)
         if storage.ledger_id is not None and self.ledger is not None:
@@ -179,7 +179,7 @@ class Memory:
 
     def allow(self, storage: TrackedStorage, *, in_use: bool = False) -> None:
         """Update in the ledger if `storage` may be evicted: the runtime must own it, and it must not be `in_use`."""
-        evictable = storage.owned() and not in_use
+        evictable = storage.is_owned() and not in_use
         if storage.ledger_id is not None and self.ledger is not None and storage.barred == evictable:
             storage.barred = not evictable
             if evictable:
@@ -222,10 +222,10 @@ class Memory:
             return
         self.settle()
         while self.live_bytes + size_bytes > self.budget_bytes:
-            if not (self.evict_planned() or self.evict_one() or (at_last and self._freed_by_collection())):
-                raise BudgetError(self._too_small(size_bytes, purpose))
+            if not (self.evict_planned() or self.evict_one() or (at_last and self._free_by_collection())):
+                raise BudgetError(self._describe_too_small(size_bytes, purpose))
 
-    def _freed_by_collection(self) -> bool:
+    def _free_by_collection(self) -> bool:
         live_bytes = self.live_bytes
         for free in (self.forget_unneeded, gc.collect):
             free()
@@ -236,7 +236,7 @@ class Memory:
 
     def evict_one(self) -> bool:
         """Evict the storage that the heuristic chooses, and return True; return False if all are in use."""
-        ledger = self._fed_ledger()
+        ledger = self._update_ledger()
         for ledger_id in list(itertools.islice(self._in_use, _ASKED_AGAIN)):
             self._ask_again(ledger_id)
         for last in (False, True):
@@ -270,20 +270,20 @@ class Memory:
 
     def evict(self, storage: TrackedStorage) -> bool:
         """Evict `storage`, and return True; return False if it is in use or not resident."""
-        if not storage.address or not storage.owned() or self._held_elsewhere(storage):
+        if not storage.address or not storage.is_owned() or self._is_held_elsewhere(storage):
             return False
         self._evict(storage)
         return True
 
-    def _held_elsewhere(self, storage: TrackedStorage) -> bool:
-        uses, references = _holders(storage.address, storage.watch)
+    def _is_held_elsewhere(self, storage: TrackedStorage) -> bool:
+        uses, references = _count_holders(storage.address, storage.watch)
         return uses > self._unheld[0] + len(storage.aliases) + (storage.base is not None) or references > self._unheld[1]
 
     def _ask_again(self, ledger_id: int) -> None:
         storage = self._in_use.pop(ledger_id)
-        if not storage.owned():
+        if not storage.is_owned():
             return
-        if self._held_elsewhere(storage):
+        if self._is_held_elsewhere(storage):
             self._in_use[ledger_id] = storage
         else:
             self.allow(storage)
@@ -291,7 +291,7 @@ class Memory:
     def _evict(self, storage: TrackedStorage) -> None:
         if storage.aliases:
             evicted = storage.evicted_aliases or {}
-            evicted.update({number: (alias._version, reference_to(None, alias)) for number, alias in storage.aliases.items()})
+            evicted.update({number: (alias._version, build_reference(None, alias)) for number, alias in storage.aliases.items()})
             storage.evicted_aliases = evicted
         if storage.saved:
             storage.evicted = True
@@ -302,7 +302,7 @@ class Memory:
         self.settle()
         assert not storage.address, "an evicted storage is still in memory"
 
-    def _fed_ledger(self) -> Ledger:
+    def _update_ledger(self) -> Ledger:
         """Return the ledger, after entering all pending ops."""
         if self.ledger is None:
             self.ledger = self._new_ledger()
@@ -339,7 +339,7 @@ class Memory:
             self.allow(storage)
         return storage.ledger_id
 
-    def _too_small(self, size_bytes: int, purpose: object) -> str:
+    def _describe_too_small(self, size_bytes: int, purpose: object) -> str:
         needed = self.live_bytes + size_bytes
         moment, request = (
             ("", f", and {purpose} needs {format_bytes(size_bytes)} more") if size_bytes else (f" after {purpose}", "")
@@ -351,15 +351,15 @@ class Memory:
         )
 
 
-def _holders(address: int, watch: StorageWatch | None) -> tuple[int, int]:
+def _count_holders(address: int, watch: StorageWatch | None) -> tuple[int, int]:
     """Return the reference counts of a storage and of its Python object."""
     return storage_use_count(address), sys.getrefcount(None if watch is None else watch())
 
 
-def _unheld() -> tuple[int, int]:
+def _count_unheld() -> tuple[int, int]:
     """Return the reference counts of a storage that is not in use: PyTorch's own, which differ between its versions."""
     tensor = torch.empty(0)
     address = storage_address(tensor)
     watch = StorageWatch(tensor.untyped_storage())
-    uses, references = _holders(address, watch)
+    uses, references = _count_holders(address, watch)
     return uses - 1, references

@@ -85,10 +85,10 @@ _ENTERED: dict[int, CurrentModule] = {}  # by thread
 
 
 @contextmanager
-def _noted_calls() -> Iterator[None]:
+def _note_calls() -> Iterator[None]:
     """Replace ``Module.__call__`` by a function that notes the running module."""
     call = nn.Module.__call__
-    nn.Module.__call__ = noted_call = _noting(call)  # type: ignore[method-assign]
+    nn.Module.__call__ = noted_call = _wrap_call(call)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -96,13 +96,13 @@ def _noted_calls() -> Iterator[None]:
             nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
-_NOTED_CALLS = SharedContext(_noted_calls)
+_NOTED_CALLS = SharedContext(_note_calls)
 
 
-def _noting(call: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a module with `call`, and notes its number while it runs."""
 
-    def noted_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def note_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = _ENTERED.get(get_ident())
         if current is None:
             return call(module, *args, **kwargs)
@@ -115,4 +115,4 @@ def _noting(call: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             noted.module = before
 
-    return noted_call
+    return note_call

@@ -9,7 +9,7 @@ import torch
 from graphs.errors import UsageError
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
 from planner.torch_private.core import OpOverload
-from planner.train.eager.size_rules import is_mask, names_of_outs
+from planner.train.eager.size_rules import is_mask, list_names_of_outs
 
 _aten = torch.ops.aten
 
@@ -115,7 +115,7 @@ class Operator:
             # Batch norm allocates its outputs before it writes statistics, and pointwise ops are one kernel.
             allocates_first=not mutated or statistics is not None or torch.Tag.pointwise in tags,
             rebinds=rebinds,
-            resizes_out=bool(names_of_outs(op)),
+            resizes_out=bool(list_names_of_outs(op)),
             has_plain_returns={str(value.type) for value in schema.returns} <= _PLAIN,
             pointwise=torch.Tag.pointwise in tags,
             random=is_random,
@@ -134,7 +134,7 @@ class Operator:
             return self.sized_by_data
         return any(index is not None and is_mask(index) for index in args[1])
 
-    def returned(self, outputs: Sequence[torch.Tensor | None]) -> Any:
+    def build_result(self, outputs: Sequence[torch.Tensor | None]) -> Any:
         """Return `outputs` in the form in which the operator returns them, with empty values for those that are not tensors."""
         assert isinstance(self.function, OpOverload)
         kinds = [str(value.type) for value in self.function._schema.returns]

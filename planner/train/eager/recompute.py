@@ -19,7 +19,7 @@ from planner.torch_private.core import (
 )
 from planner.train.eager.device_costs import OpCosts
 from planner.train.eager.memory import Memory
-from planner.train.eager.sizes import takes_free_memory
+from planner.train.eager.sizes import may_take_free_memory
 from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage
 
 # With fewer recomputed ops than this, the limit on recomputation is not checked.
@@ -59,7 +59,7 @@ class Recomputation:
         self._ops_before, self.step_ops = self.ops, 0
 
     @contextmanager
-    def own_ops(self) -> Iterator[None]:
+    def run_own_ops(self) -> Iterator[None]:
         """Run ops without recording them, below autograd, autocast and vmap, where the recorded ops were recorded."""
         self.running, grad_enabled, settings = True, torch.is_grad_enabled(), get_kernel_settings()
         try:
@@ -90,13 +90,13 @@ class Recomputation:
             BudgetError: a copy does not fit, or more ops than allowed are recomputed.
         """
         version = storage.version
-        with self.own_ops():
+        with self.run_own_ops():
             storage.version += 1  # nothing reads this one, so the contents before it are rebuilt in new memory
             try:
                 rebuilt = self._rebuild(storage, version)
             finally:
                 storage.version = version
-            held = storage.held()
+            held = storage.get_storage()
             assert held is not None
             held.copy_(rebuilt.untyped_storage())
         del rebuilt
@@ -109,7 +109,7 @@ class Recomputation:
             while stack:
                 self.memory.settle()
                 top = stack[-1]
-                missing = top.next_missing()
+                missing = top.find_next_missing()
                 if missing is not None:
                     stack.append(self._begin(*missing))
                 elif top.step < len(top.chain):
@@ -136,7 +136,7 @@ class Recomputation:
 
     def _execute(self, rebuild: "_Rebuild", stack: "list[_Rebuild]") -> None:
         op = rebuild.chain[rebuild.step]
-        tensors = [tensor for ref in op.inputs if (tensor := rebuild.tensor(ref)) is not None]
+        tensors = [tensor for ref in op.inputs if (tensor := rebuild.get_tensor(ref)) is not None]
         if len(tensors) < len(op.inputs):  # the garbage collector has just freed one
             return
         # The list holds the inputs, so that they are not evicted.
@@ -147,8 +147,8 @@ class Recomputation:
             rebuild.restart(self.memory)
             return
         outputs, seconds = called
-        rebuild.executed(op, outputs, self.memory)
-        self.memory.recomputed(op)
+        rebuild.take_outputs(op, outputs, self.memory)
+        self.memory.record_recomputed(op)
         self._count(op, seconds)
 
     def _make_room(self, op: RecordedOp, room_bytes: int, stack: "list[_Rebuild]") -> None:
@@ -176,7 +176,7 @@ class Recomputation:
         torch.set_grad_enabled(op.grad_enabled)
         _use(op.settings)
         costs = self.costs
-        if takes_free_memory(op.function):
+        if may_take_free_memory(op.function):
             costs.find_block(op.room_bytes, self.memory.evict_after)
         while True:
             start = self.memory.now()
@@ -223,7 +223,7 @@ class _Rebuild:
     def __init__(self, storage: TrackedStorage, version: int) -> None:
         self.storage = storage
         self.version = version
-        if not storage.recomputable(version):
+        if not storage.is_recomputable(version):
             raise PlannerError("an evicted tensor cannot be recomputed: this is a bug in planner, please report it")
         self.chain = storage.chain[: version + 1]
         self.step = 0
@@ -231,7 +231,7 @@ class _Rebuild:
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
         self._let_go = 0
 
-    def next_missing(self) -> tuple[TrackedStorage, int] | None:
+    def find_next_missing(self) -> tuple[TrackedStorage, int] | None:
         """Return the next input of the next op that is not resident."""
         if self.step == len(self.chain):
             return None
@@ -257,7 +257,7 @@ class _Rebuild:
         self._inputs.clear()
         return True
 
-    def tensor(self, ref: Reference) -> torch.Tensor | None:
+    def get_tensor(self, ref: Reference) -> torch.Tensor | None:
         """Return the tensor of an input; None if it is not resident."""
         storage = ref.storage
         if storage is None:
@@ -267,10 +267,10 @@ class _Rebuild:
         if source is None and storage.snapshots is not None:
             source = storage.snapshots.get(ref.version)
         if source is None:
-            source = resident_tensor(storage)
+            source = get_resident_tensor(storage)
         return None if source is None else ref.view_of(source)
 
-    def executed(self, op: RecordedOp, outputs: list[Any], memory: Memory) -> None:
+    def take_outputs(self, op: RecordedOp, outputs: list[Any], memory: Memory) -> None:
         """Take the output of an op of the chain, and keep its other outputs that saved tensors need."""
         self.step += 1
         self._inputs.clear()
@@ -281,11 +281,11 @@ class _Rebuild:
             if storage is self.storage:
                 self.built = outputs[position]
                 if self.version == storage.version:
-                    memory.computed(storage, self.built)
+                    memory.record_computed(storage, self.built)
                 else:
                     memory.add(self.built, visible=False)
             elif storage.saved and not storage.address and storage.version == 0:
-                memory.computed(storage, outputs[position])
+                memory.record_computed(storage, outputs[position])
 
     def restart(self, memory: Memory) -> None:
         """Start again, in new memory."""
@@ -311,18 +311,18 @@ def _use(settings: tuple[Any, ...]) -> None:
         set_kernel_settings(settings)
 
 
-def resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:
+def get_resident_tensor(storage: TrackedStorage) -> torch.Tensor | None:
     """Return a tensor on a storage; None if it is not resident."""
     if storage.base is not None:
         return storage.base
     for alias in storage.aliases.values():
         return alias
-    return None if storage.held() is None else whole(storage)
+    return None if storage.get_storage() is None else view_whole(storage)
 
 
-def whole(storage: TrackedStorage) -> torch.Tensor:
+def view_whole(storage: TrackedStorage) -> torch.Tensor:
     """Return a tensor on all bytes of a resident storage, even if all tensors on it cover only a part."""
-    held = storage.held()
+    held = storage.get_storage()
     assert held is not None
     return torch.empty(0, dtype=torch.uint8, device=held.device).set_(held)
 

@@ -13,15 +13,15 @@ from planner.capture.rewrites.sparse_products import list_strided_parts
 from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import TorchDispatchMode, storage_address
 from planner.train.eager.device_costs import OpCosts
-from planner.train.eager.draws import lock_of_draws, random_state_before
+from planner.train.eager.draws import get_random_state, lock_of_draws
 from planner.train.eager.following import StepFollower
 from planner.train.eager.memory import Memory
 from planner.train.eager.modules import CurrentModule
 from planner.train.eager.operators import Operator
 from planner.train.eager.recompute import Recomputation
 from planner.train.eager.saved_tensors import SavedTensor
-from planner.train.eager.size_rules import tensors_in
-from planner.train.eager.sizes import KnownOp, OutputSizes, data_dependent_bytes
+from planner.train.eager.size_rules import iterate_tensors
+from planner.train.eager.sizes import KnownOp, OutputSizes, bound_data_dependent_bytes
 from planner.train.eager.sources import Sources
 from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 
@@ -87,7 +87,7 @@ class Recorder(TorchDispatchMode):
         return False  # otherwise PyTorch wraps each call, which takes as long as all the work here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        operator = self._operators.get(id(func)) or self.operator(func)
+        operator = self._operators.get(id(func)) or self.get_operator(func)
         if operator.passes:
             return operator.call(*args, **kwargs) if kwargs else operator.call(*args)
         for kind in types:
@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
             op = RecordedOp(operator, args, kwargs or {})
             return self.handle(op)
 
-    def operator(self, op: object) -> Operator:
+    def get_operator(self, op: object) -> Operator:
         """Return the facts about an operator, cached by identity: operators are never freed, and hashing them is slow."""
         operator = self._operators.get(id(op))
         if operator is None:
@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
         written: Sequence[TrackedStorage] = ()
         if operator.writes:
             written = self.find_writes(op)
-            if op.writes_only_pinned(written):
+            if op.is_writing_only_pinned(written):
                 return self._write_pinned(op, written, failed)
         known = self.describe(op, args)
         out_bytes = known.out_bytes
@@ -135,10 +135,10 @@ class Recorder(TorchDispatchMode):
         elif with_op_bytes > memory.peak_bytes:
             memory.peak_bytes = with_op_bytes
         if written:
-            self.sources.before_writes(op, written)
+            self.sources.copy_before_writes(op, written)
         if operator.draws:
             with lock_of_draws(operator):
-                op.draws = random_state_before(args, kwargs)
+                op.draws = get_random_state(args, kwargs)
                 outputs = self._execute(op, known, written, args, kwargs, failed)
         else:
             outputs = self._execute(op, known, written, args, kwargs, failed)
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):
             memory.settle()
         made_bytes = self.record(op, known, written, outputs)
         if follower.log is not None:
-            follower.after_op(op, written, known)
+            follower.log_op(op, written, known)
         if made_bytes != out_bytes:
             memory.make_room(0, op.function)
         return outputs
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
     def _write_pinned(self, op: RecordedOp, written: Sequence[TrackedStorage], failed: list[Exception]) -> Any:
         """Execute an op that writes only pinned storages, such as an update of parameters, without recording it."""
         memory, follower = self.memory, self.follower
-        self.sources.before_writes(op, written)
+        self.sources.copy_before_writes(op, written)
         start = memory.now()
         outputs = self._call(op, written, op.args, op.kwargs, failed)
         memory.read_s = memory.clock_s = memory.clock_s + memory.now() - start
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
             storage.version += 1
         if follower.log is not None:
             op.recordable = False
-            follower.after_op(op, written, KnownOp(0))
+            follower.log_op(op, written, KnownOp(0))
         return outputs
 
     def find_writes(self, op: RecordedOp) -> Sequence[TrackedStorage]:
@@ -183,10 +183,10 @@ class Recorder(TorchDispatchMode):
         operator, args = op.operator, op.args
         if operator.statistics is None:
             values = [args[i] if i < len(args) else op.kwargs.get(name) for i, name in operator.mutated]
-            tensors = [make_alias(tensor) for tensor in tensors_in(values)]
+            tensors = [make_alias(tensor) for tensor in iterate_tensors(values)]
         elif operator.training is None or args[operator.training]:
             first = operator.statistics
-            tensors = list(tensors_in(args[first : first + 2]))
+            tensors = list(iterate_tensors(args[first : first + 2]))
             if operator.replay is None:
                 op.recordable = False
             else:
@@ -243,21 +243,21 @@ class Recorder(TorchDispatchMode):
             return KnownOp(0)
         key: list[Any] = [id(operator), op.grad_enabled, op.settings]
         try:
-            op.args = self._references(op.args, op, key)
+            op.args = self._replace_by_references(op.args, op, key)
             if kwargs:
                 key += kwargs
-                op.kwargs = dict(zip(kwargs, self._references(kwargs.values(), op, key), strict=True))
+                op.kwargs = dict(zip(kwargs, self._replace_by_references(kwargs.values(), op, key), strict=True))
         except (NotImplementedError, RuntimeError):  # an argument of an unusual kind: sparse, or of another backend
             op.recordable = False
             return KnownOp(0)
         if operator.is_sized_by_data(args):
-            return KnownOp(0 if has_run else data_dependent_bytes(operator.name, args, kwargs))
+            return KnownOp(0 if has_run else bound_data_dependent_bytes(operator.name, args, kwargs))
         if operator.resizes_out:
-            key += [tensor.untyped_storage().nbytes() for tensor in tensors_in(kwargs)]
+            key += [tensor.untyped_storage().nbytes() for tensor in iterate_tensors(kwargs)]
         signature = tuple(key)
         return self.sizes.known(signature) or self.sizes.learn(signature, operator.function, args, kwargs)
 
-    def _references(self, values: Iterable[Any], op: RecordedOp, key: list[Any]) -> list[Any]:
+    def _replace_by_references(self, values: Iterable[Any], op: RecordedOp, key: list[Any]) -> list[Any]:
         """Return `values` with references in place of tensors, and append to `key` everything that sizes depend on."""
         found: list[Any] = []
         memory = self.memory
@@ -298,9 +298,9 @@ class Recorder(TorchDispatchMode):
                     key.append(tuple(value))
                 else:
                     key.append(len(value))
-                    found.append(self._references(value, op, key))
+                    found.append(self._replace_by_references(value, op, key))
             elif issubclass(kind, _Tensor):
-                found += self._references((make_alias(value),), op, key)
+                found += self._replace_by_references((make_alias(value),), op, key)
             else:
                 if kind is dict:  # it may hold tensors
                     raise NotImplementedError
@@ -349,7 +349,7 @@ class Recorder(TorchDispatchMode):
         if find_allocator_failure(error) is None:
             return False
         if not op.operator.allocates_first and not (
-            in_part and all(storage.recomputable(storage.version) for storage in in_part)
+            in_part and all(storage.is_recomputable(storage.version) for storage in in_part)
         ):
             error.add_note(_NOT_AGAIN.format(op.function))
             return False
@@ -359,11 +359,11 @@ class Recorder(TorchDispatchMode):
 
     def record(self, op: RecordedOp, known: KnownOp, written: Sequence[TrackedStorage], outputs: Any) -> int:
         """Record an op, and return the bytes of its new storages and of those that have grown."""
-        made = self._made_by(op, outputs)
+        made = self._find_made(op, outputs)
         operator, made_bytes = op.operator, 0
         if written:
             if operator.rebinds or operator.resizes_out:
-                made_bytes = sum([self.memory.resize(storage) for storage in written])
+                made_bytes = sum([self.memory.update_size(storage) for storage in written])
             self._note_writes(op, known, written, makes_outputs=bool(made))
         for position, output in made:
             storage = self.memory.add(output, pinned=not op.recordable)
@@ -372,7 +372,7 @@ class Recorder(TorchDispatchMode):
             if op.recordable:
                 storage.chain.append(op)
         if op.taken_bytes:
-            known.measured(op.taken_bytes - made_bytes)
+            known.record_workspace(op.taken_bytes - made_bytes)
         known.out_bytes = made_bytes
         op.room_bytes = made_bytes + known.workspace_bytes
         if operator.reads_to_host:
@@ -383,7 +383,7 @@ class Recorder(TorchDispatchMode):
             self.kept_ops += 1
         return made_bytes
 
-    def _made_by(self, op: RecordedOp, outputs: Any) -> Iterable[tuple[int, torch.Tensor]]:
+    def _find_made(self, op: RecordedOp, outputs: Any) -> Iterable[tuple[int, torch.Tensor]]:
         """Return the outputs of an op on new storages, one for each storage, with their positions."""
         find = self.memory.find
         if type(outputs) is _Tensor and outputs.layout is torch.strided:
@@ -405,7 +405,7 @@ class Recorder(TorchDispatchMode):
         """Begin the next version of each storage that an op has written: add the op to its chain, or pin it."""
         storage, is_repeatable = written[0], op.recordable and op.operator.statistics is None and len(written) == 1
         if is_repeatable and not storage.pinned and len(storage.chain) < _LONGEST_CHAIN:
-            storage.chain.append(self._in_place_op(op, known, storage))
+            storage.chain.append(self._record_in_place_op(op, known, storage))
             storage.version += 1
             return
         for storage in written:
@@ -414,11 +414,11 @@ class Recorder(TorchDispatchMode):
         if op.operator.statistics is None and makes_outputs:
             op.recordable = False
 
-    def _in_place_op(self, op: RecordedOp, known: KnownOp, storage: TrackedStorage) -> RecordedOp:
+    def _record_in_place_op(self, op: RecordedOp, known: KnownOp, storage: TrackedStorage) -> RecordedOp:
         """Record an op that writes the next version of `storage` in place."""
         inputs: list[Reference] = []
-        args = self._in_own_memory(op.args, storage, inputs)
-        kwargs = dict(zip(op.kwargs, self._in_own_memory(op.kwargs.values(), storage, inputs), strict=True))
+        args = self._replace_own_references(op.args, storage, inputs)
+        kwargs = dict(zip(op.kwargs, self._replace_own_references(op.kwargs.values(), storage, inputs), strict=True))
         write = RecordedOp(op.operator, args, kwargs)
         write.grad_enabled, write.settings = op.grad_enabled, op.settings
         write.inputs, write.kept, write.draws = inputs, op.kept, op.draws
@@ -427,7 +427,7 @@ class Recorder(TorchDispatchMode):
         write.room_bytes = known.workspace_bytes + (0 if op.operator.resizes_out else known.out_bytes)
         write.in_place = True
         write.outputs.append((0, weakref.ref(storage)))
-        self.sources.written(storage)
+        self.sources.record_write(storage)
         self._count(write)
         return write
 
@@ -438,7 +438,7 @@ class Recorder(TorchDispatchMode):
         op.number = self.ops if log is None else len(log.ops)
         self.memory.pending.append(weakref.ref(op))
 
-    def _in_own_memory(self, values: Iterable[Any], storage: TrackedStorage, inputs: list[Reference]) -> list[Any]:
+    def _replace_own_references(self, values: Iterable[Any], storage: TrackedStorage, inputs: list[Reference]) -> list[Any]:
         """Return the arguments with references to `storage` replaced, and append all references to `inputs`."""
         found = []
         for value in values:
@@ -446,7 +446,7 @@ class Recorder(TorchDispatchMode):
                 value = value._replace(storage=None) if value.storage is storage else value
                 inputs.append(value)
             elif isinstance(value, list):
-                value = self._in_own_memory(value, storage, inputs)
+                value = self._replace_own_references(value, storage, inputs)
             found.append(value)
         return found
 

@@ -6,7 +6,7 @@ import torch
 
 from planner.torch_private.core import storage_address
 from planner.train.eager.deferred_log import LoggedTensor
-from planner.train.eager.recompute import resident_tensor
+from planner.train.eager.recompute import get_resident_tensor
 from planner.train.eager.storages import Reference, make_alias
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ class SavedTensor:
             storage.evicted_aliases.pop(self._number, None)
         if not storage.saved:
             recorder.sources.saved.pop(id(storage), None)
-            recorder.memory.not_evicted(storage)
+            recorder.memory.mark_not_evicted(storage)
             # The ledger is not updated: the garbage collector may call this while it runs. Its choices are checked instead.
             storage.base = None
-            if storage.held() is None:
-                recorder.follower.released(storage, only_saved=True)
+            if storage.get_storage() is None:
+                recorder.follower.log_release(storage, only_saved=True)
         if recorder.is_closed and not recorder.sources.saved:
             recorder.forget()
 
@@ -66,24 +66,24 @@ class SavedTensor:
         storage, recorder = self.storage, self._recorder
         with recorder.lock:
             if recorder.follower.log is not None:
-                recorder.follower.unpacked(storage)
+                recorder.follower.log_unpack(storage)
             recorder.memory.touch(storage, recorder.memory.read_s)
             alias = self._leaf if self._leaf is not None else storage.aliases.get(self._number)
             if alias is None:
-                alias = self._restored()
+                alias = self._restore()
             elif alias._version != self.version:
-                raise _overwritten(alias, self.version, alias._version)
+                raise _build_overwritten_error(alias, self.version, alias._version)
             return make_alias(alias)  # autograd may keep this alias: then the reference count of the storage is higher
 
-    def _restored(self) -> torch.Tensor:
+    def _restore(self) -> torch.Tensor:
         """Return the alias, which was dropped when the storage was evicted."""
         storage, recomputation = self.storage, self._recorder.recomputation
         assert storage.evicted_aliases is not None
         version, reference = storage.evicted_aliases[self._number]
         if version != self.version:
-            raise _overwritten(reference, self.version, version)
-        with recomputation.own_ops():
-            source = resident_tensor(storage)
+            raise _build_overwritten_error(reference, self.version, version)
+        with recomputation.run_own_ops():
+            source = get_resident_tensor(storage)
             if source is None:
                 source = recomputation.recompute(storage)
             alias = storage.aliases[self._number] = make_alias(reference.view_of(source))
@@ -92,7 +92,7 @@ class SavedTensor:
         return alias
 
 
-def _overwritten(saved: torch.Tensor | Reference, expected: int, version: int) -> RuntimeError:
+def _build_overwritten_error(saved: torch.Tensor | Reference, expected: int, version: int) -> RuntimeError:
     """Return the error that plain eager PyTorch raises for a saved tensor that was modified in place."""
     kind = f"{saved.dtype}".removeprefix("torch.")
     return RuntimeError(
@@ -113,4 +113,4 @@ def unpack(saved: object) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
     logged = cast("LoggedTensor", saved)  # comes here only if the tensor was modified in place
-    raise _overwritten(logged.held, logged.version, logged.held._version)
+    raise _build_overwritten_error(logged.held, logged.version, logged.held._version)

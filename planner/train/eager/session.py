@@ -32,8 +32,8 @@ from planner.torch_private.core import (
     storage_address,
 )
 from planner.train.eager.deferred_log import DeferredLog
-from planner.train.eager.device_costs import costs_of
-from planner.train.eager.enough import enough_bytes
+from planner.train.eager.device_costs import create_costs
+from planner.train.eager.enough import find_enough_bytes
 from planner.train.eager.following import StepFollower
 from planner.train.eager.log_reading import LogReader
 from planner.train.eager.memory import Memory
@@ -139,7 +139,7 @@ class Rematerialization:
         if getattr(_ACTIVE, "session", None) is not None:
             raise UsageError("planner.rematerialize is already active in this thread: blocks cannot be nested, use one of them")
         gc.collect()
-        tensors = list(_tensors(self._device))
+        tensors = list(_iterate_tensors(self._device))
         if isinstance(self._budget, Auto):
             budget_bytes = compute_auto_budget_bytes(self._device, tensors)
         else:
@@ -151,14 +151,14 @@ class Rematerialization:
             if memory.find(storage_address(tensor)) is None:
                 memory.add(tensor)
         del tensors
-        costs = costs_of(self._device)
-        memory.live_bytes = max(memory.live_bytes, costs.in_use_bytes())  # including memory that Python does not know of
+        costs = create_costs(self._device)
+        memory.live_bytes = max(memory.live_bytes, costs.get_in_use_bytes())  # including memory that Python does not know of
         memory.make_room(0, "entering the block")
         recomputation = Recomputation(memory, self._max_recomputation, costs)
         follower = StepFollower(StepPlans(memory.budget_bytes), memory)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
-        self._reader = reader = LogReader(recorder, self._device) if DeferredLog.available() else None
-        memory.on_release = follower.released
+        self._reader = reader = LogReader(recorder, self._device) if DeferredLog.is_available() else None
+        memory.on_release = follower.log_release
         memory.evict_planned = follower.evict_one
         memory.forget_unneeded = recorder.forget_unneeded
         with ExitStack() as block:
@@ -167,9 +167,9 @@ class Rematerialization:
             block.callback(recorder.close)
             block.callback(follower.close)
             block.enter_context(recorder.module)
-            block.enter_context(recorder if reader is None else reader.log.entered(recorder))
+            block.enter_context(recorder if reader is None else reader.log.enter(recorder))
             block.enter_context(_TRANSFORMS)
-            pack_and_unpack = (recorder.pack, unpack) if reader is None else reader.hooks()
+            pack_and_unpack = (recorder.pack, unpack) if reader is None else reader.build_hooks()
             block.enter_context(saved_tensors_hooks(*pack_and_unpack))
             self._block = block.pop_all()
         _ACTIVE.session = self
@@ -179,7 +179,7 @@ class Rematerialization:
         """Stop recording. Saved tensors that are still evicted are recomputed when a backward pass reads them."""
         _ACTIVE.session = None
         if isinstance(error, BudgetError):
-            error.add_note(self._advice())
+            error.add_note(self._build_advice())
         self._block.__exit__(kind, error, trace)
         if isinstance(error, PlannerError):
             shorten(error)
@@ -273,7 +273,7 @@ class Rematerialization:
         Raises:
             UsageError: no step has ended.
         """
-        return self._enough_bytes(self._longest_step())
+        return self._find_enough_bytes(self._get_longest_step())
 
     def save_graph(self, path: str | os.PathLike[str]) -> None:
         """Write the longest step so far as a graph, which ``planner solve`` and ``planner compare`` take.
@@ -281,7 +281,7 @@ class Rematerialization:
         Raises:
             UsageError: no step has ended.
         """
-        write_graph(self._longest_step().graph, path)
+        write_graph(self._get_longest_step().graph, path)
 
     def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> None:
         """Write the report page of the longest step so far to `path`, and its Chrome trace to `trace`: docs/report.md.
@@ -293,7 +293,7 @@ class Rematerialization:
             OutputError: a file cannot be written.
             UsageError: no step has ended.
         """
-        found, step = self.plans.longest_plan, self._longest_step()
+        found, step = self.plans.longest_plan, self._get_longest_step()
         if found is not None:
             plan, step = found.plan, found.step
         else:
@@ -302,12 +302,12 @@ class Rematerialization:
             plan = solve_graph(step.graph, Bytes(self.budget_bytes), settings)
         write_pages(Timeline(step.graph, plan), path, trace)
 
-    def _enough_bytes(self, step: StepGraph) -> int:
-        return enough_bytes(step, self._heuristic, self._max_recomputation)
+    def _find_enough_bytes(self, step: StepGraph) -> int:
+        return find_enough_bytes(step, self._heuristic, self._max_recomputation)
 
-    def _advice(self) -> str:
+    def _build_advice(self) -> str:
         """Return advice on the budget of a step that ran out of memory."""
-        found_bytes = self._entered.follower.enough_bytes(self._enough_bytes)
+        found_bytes = self._entered.follower.estimate_enough_bytes(self._find_enough_bytes)
         if found_bytes > self.budget_bytes:  # else memory was short for what a replay does not see, as gaps in the allocator
             return f"If this step continues like an earlier one, a budget of {format_enough(found_bytes)} is enough for all of it"
         return (
@@ -315,7 +315,7 @@ class Rematerialization:
             "and session.least_budget() returns a budget that is enough for it"
         )
 
-    def _longest_step(self) -> StepGraph:
+    def _get_longest_step(self) -> StepGraph:
         step = self.plans.longest_step
         if step is None:
             raise UsageError("no step has ended yet: run a forward and a backward pass inside the block first")
@@ -348,7 +348,7 @@ class Rematerialization:
         return "\n".join(lines)
 
 
-def _tensors(device: torch.device) -> Iterator[torch.Tensor]:
+def _iterate_tensors(device: torch.device) -> Iterator[torch.Tensor]:
     """Yield the tensors on `device` that Python knows of, and their gradients; none that wrap others, as captures leave some."""
     for value in gc.get_objects():
         if issubclass(type(value), torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):

@@ -22,37 +22,37 @@ Rule = Callable[[Sequence[Any], dict[str, Any]], Sizes]
 
 
 @cache
-def rule_of(function: Any) -> Rule | None:
+def get_rule(function: Any) -> Rule | None:
     """Return the rule for an operator; None if there is none."""
     schema = function._schema
-    if names_of_outs(function):
+    if list_names_of_outs(function):
         return None  # it may resize them
     if all(value.alias_info is not None for value in schema.returns):
-        return _nothing_new
+        return _count_nothing
     name = _name_in_aten(function)
     if name is None or schema.overload_name == "dtype":
         return None
     if name in _RULES:
         return _RULES[name]
     if torch.Tag.pointwise in function.tags and [str(value.type) for value in schema.returns] == ["Tensor"]:
-        return _truth_values if name in _TRUTH_VALUES else _pointwise
+        return _count_truth_values if name in _TRUTH_VALUES else _count_pointwise
     return None
 
 
 def bound_of(function: Any) -> int:
     """Return the kind of bound for all outputs of an operator: a value of ``Bound`` in deferred_log.cpp."""
-    rule = rule_of(function)
+    rule = get_rule(function)
     if rule is not None:
         return _BOUNDS_OF_RULES[rule]
     name = _name_in_aten(function)
-    if name is None or names_of_outs(function):
+    if name is None or list_names_of_outs(function):
         return _NONE
     if torch.Tag.pointwise in function.tags or name.startswith("_scaled_dot_product_"):
         return _BROADCAST
     return _BOUNDS.get(name, _NONE)
 
 
-def names_of_outs(function: Any) -> list[str]:
+def list_names_of_outs(function: Any) -> list[str]:
     """Return the names of the arguments of an operator that are tensors for its results."""
     return [argument.name for argument in function._schema.arguments if argument.is_out]
 
@@ -63,56 +63,56 @@ def _name_in_aten(function: Any) -> str | None:
     return None if namespace != "aten" or is_composite(function) else name
 
 
-def _nothing_new(_args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+def _count_nothing(_args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
     return ()
 
 
-def _pointwise(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
+def _count_pointwise(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes if one type decides: of the only real tensors, beside integers and numbers."""
     values = (*args, *kwargs.values())
-    tensors = list(tensors_in(values))
+    tensors = list(iterate_tensors(values))
     types = {tensor.dtype for tensor in tensors if tensor.dim()} or {tensor.dtype for tensor in tensors}
     real = [dtype for dtype in types if dtype.is_floating_point]
     if len(real) != 1 or any(dtype.is_complex for dtype in (*types, *(tensor.dtype for tensor in tensors))):
         return None
     if any(type(value) is complex or isinstance(value, torch.dtype) for value in values):
         return None
-    return (_elements(args, kwargs) * real[0].itemsize,)
+    return (_count_elements(args, kwargs) * real[0].itemsize,)
 
 
-def _loss(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+def _count_loss(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of the losses of all elements: a kernel that reduces them keeps their memory for the result."""
     value, target = args[:2]
     dtype = torch.promote_types(value.dtype, target.dtype)
-    return (broadcast_elements((value.shape, target.shape)) * dtype.itemsize,)
+    return (count_broadcast_elements((value.shape, target.shape)) * dtype.itemsize,)
 
 
-def _truth_values(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
-    return (_elements(args, kwargs),)
+def _count_truth_values(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
+    return (_count_elements(args, kwargs),)
 
 
-def _like(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
+def _count_like(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of a tensor of the shape of the first argument."""
     return (args[0].numel() * (kwargs.get("dtype") or args[0].dtype).itemsize,)
 
 
-def _new(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
+def _count_new(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of a tensor of the size that is the second argument, of the type of the first."""
     return (math.prod(args[1]) * (kwargs.get("dtype") or args[0].dtype).itemsize,)
 
 
-def _softmax(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+def _count_softmax(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
     to_float = args[2]
     return (args[0].numel() * (4 if to_float else args[0].element_size()),)
 
 
-def _product(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+def _count_product(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of the product of the last two tensors, or batches, of matrices."""
-    *_rest, left, right = tensors_in(args)
+    *_rest, left, right = iterate_tensors(args)
     return (math.prod(left.shape[:-1]) * right.shape[-1] * left.element_size(),)
 
 
-def _reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
+def _count_reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of a sum over the dimensions that are the second argument, or over all."""
     tensor = args[0]
     promoted = tensor.dtype if tensor.is_floating_point() or tensor.is_complex() else torch.int64
@@ -122,11 +122,11 @@ def _reduced(args: Sequence[Any], kwargs: dict[str, Any]) -> Sizes:
     return (math.prod(kept) * dtype.itemsize,)
 
 
-def _indexed(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
-    return (indexed_bytes(args[0], args[1]),)
+def _count_indexed(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+    return (count_indexed_bytes(args[0], args[1]),)
 
 
-def indexed_bytes(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> int:
+def count_indexed_bytes(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> int:
     """Return the bytes of a tensor that is indexed: exactly for indices, at most for masks, which may choose all."""
     sizes, others, chosen = iter(tensor.shape), list[int](), list[Sequence[int]]()
     for index in indices:
@@ -139,7 +139,7 @@ def indexed_bytes(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) 
         else:
             chosen.append(index.shape)
             next(sizes, 1)
-    return math.prod((*others, *sizes)) * broadcast_elements(chosen) * tensor.element_size()
+    return math.prod((*others, *sizes)) * count_broadcast_elements(chosen) * tensor.element_size()
 
 
 def is_mask(index: torch.Tensor) -> bool:
@@ -147,18 +147,18 @@ def is_mask(index: torch.Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
-def _selected(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
+def _count_selected(args: Sequence[Any], _kwargs: dict[str, Any]) -> Sizes:
     """Return the bytes of a tensor with the rows that the third argument names."""
     tensor, dim, rows = args
     others = [size for other, size in enumerate(tensor.shape) if other != dim % tensor.dim()]
     return (math.prod(others) * rows.numel() * tensor.element_size(),)
 
 
-def _elements(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    return broadcast_elements([tensor.shape for tensor in tensors_in((*args, *kwargs.values()))])
+def _count_elements(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    return count_broadcast_elements([tensor.shape for tensor in iterate_tensors((*args, *kwargs.values()))])
 
 
-def broadcast_elements(shapes: Sequence[Sequence[int]]) -> int:
+def count_broadcast_elements(shapes: Sequence[Sequence[int]]) -> int:
     """Return the elements of a tensor of these shapes, broadcast."""
     if len(shapes) == 1:
         return math.prod(shapes[0])
@@ -166,15 +166,15 @@ def broadcast_elements(shapes: Sequence[Sequence[int]]) -> int:
     return math.prod(0 if 0 in of_dim else max(of_dim) for of_dim in sizes)
 
 
-def tensors_in(values: object) -> Iterator[torch.Tensor]:
+def iterate_tensors(values: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists, tuples and dicts, in order."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from tensors_in(value)
+            yield from iterate_tensors(value)
     elif isinstance(values, dict):
-        yield from tensors_in(list[Any](values.values()))
+        yield from iterate_tensors(list[Any](values.values()))
 
 
 _TRUTH_VALUES = frozenset(
@@ -188,22 +188,24 @@ _LIKE = (
     *("ones_like", "roll", "scatter", "scatter_add", "scatter_reduce", "tril", "triu", "zeros_like"),
 )
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_LIKE, _like),
-    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _new),
-    **dict.fromkeys(("addmm", "baddbmm", "bmm", "mm"), _product),
-    **dict.fromkeys(("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"), _loss),
-    **dict.fromkeys(("mean", "sum"), _reduced),
-    "_softmax": _softmax,
-    "index": _indexed,
-    "index_select": _selected,
+    **dict.fromkeys(_LIKE, _count_like),
+    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), _count_new),
+    **dict.fromkeys(("addmm", "baddbmm", "bmm", "mm"), _count_product),
+    **dict.fromkeys(("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"), _count_loss),
+    **dict.fromkeys(("mean", "sum"), _count_reduced),
+    "_softmax": _count_softmax,
+    "index": _count_indexed,
+    "index_select": _count_selected,
 }
 _BOUNDS_OF_RULES: dict[Rule, int] = {
-    **dict.fromkeys((_like, _loss, _pointwise, _reduced, _softmax, _truth_values), _BROADCAST),
-    _indexed: _INDEXED,
-    _new: _SIZE,
-    _nothing_new: _NOTHING_NEW,
-    _product: _PRODUCT,
-    _selected: _SELECTED,
+    **dict.fromkeys(
+        (_count_like, _count_loss, _count_pointwise, _count_reduced, _count_softmax, _count_truth_values), _BROADCAST
+    ),
+    _count_indexed: _INDEXED,
+    _count_new: _SIZE,
+    _count_nothing: _NOTHING_NEW,
+    _count_product: _PRODUCT,
+    _count_selected: _SELECTED,
 }
 _OF_SIZE_OF_INPUTS = (
     *("_log_softmax", "_log_softmax_backward_data", "_safe_softmax", "_softmax_backward_data", "_unsafe_view", "cummax"),

@@ -10,7 +10,13 @@ import torch
 
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.torch_private.core import FakeTensorMode, disable_current_modes, has_meta_kernel, pytree, silence_fakes
-from planner.train.eager.size_rules import broadcast_elements, indexed_bytes, names_of_outs, rule_of, tensors_in
+from planner.train.eager.size_rules import (
+    count_broadcast_elements,
+    count_indexed_bytes,
+    get_rule,
+    iterate_tensors,
+    list_names_of_outs,
+)
 
 Signature = Hashable
 
@@ -23,7 +29,7 @@ class KnownOp:
         out_bytes: bytes of the outputs; 0 if they are not known.
         workspace_bytes: further bytes that it takes while it runs.
         guessed: `workspace_bytes` is a guess, because it was not measured yet.
-        needs_block: ``takes_free_memory`` is true for it.
+        needs_block: ``may_take_free_memory`` is true for it.
         seconds: the shortest time of an execution.
         number: the hash of the signature; 0 if the sizes depend on more than the signature.
         measurements: number of executions that were measured on the device.
@@ -37,7 +43,7 @@ class KnownOp:
     needs_block: bool = False
     measurements: int = 0
 
-    def measured(self, workspace_bytes: int) -> None:
+    def record_workspace(self, workspace_bytes: int) -> None:
         """Record the bytes that an execution has taken in addition to its outputs."""
         self.workspace_bytes = max(0 if self.guessed else self.workspace_bytes, workspace_bytes)
         self.guessed = False
@@ -77,74 +83,74 @@ class OutputSizes:
 
     def learn(self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> KnownOp:
         """Return the facts about an op whose signature was not used in this generation."""
-        known = self.older.pop(signature, None) or self._described(signature, function, args, kwargs)
+        known = self.older.pop(signature, None) or self._describe_signature(signature, function, args, kwargs)
         if len(self.recent) == self._generation:
             self.older, self.recent = self.recent, {}
             self.known = self.recent.get
         self.recent[signature] = known
         return known
 
-    def _described(
+    def _describe_signature(
         self, signature: Signature, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> KnownOp:
         """Return the facts about a new signature: the bytes that the op will allocate."""
-        size_bytes = self.out_bytes(function, args, kwargs)
+        size_bytes = self.count_out_bytes(function, args, kwargs)
         known = KnownOp(size_bytes, number=hash(signature) or 1)
-        known.needs_block = self._device.type == "cuda" and takes_free_memory(function)
-        if guess := self.guessed_bytes(function, args, kwargs, size_bytes):
+        known.needs_block = self._device.type == "cuda" and may_take_free_memory(function)
+        if guess := self.guess_bytes(function, args, kwargs, size_bytes):
             known.workspace_bytes, known.guessed = guess, True
         return known
 
-    def guessed_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out_bytes: int) -> int:
+    def guess_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out_bytes: int) -> int:
         """Return a guess of the bytes that an op takes in addition to the `out_bytes` of outputs that fake tensors show.
 
         These are the workspace of a convolution on CUDA, and what the CPU's LSTM keeps for its backward pass.
         """
-        if self._device.type == "cuda" and takes_free_memory(function):
+        if self._device.type == "cuda" and may_take_free_memory(function):
             # cuDNN's workspace is often about as large as inputs and outputs together, and rarely twice as large.
-            inputs = tensors_in((*args, *kwargs.values()))
-            return 2 * (out_bytes + sum(self.counted_bytes(t.untyped_storage().nbytes(), t.device) for t in inputs))
+            inputs = iterate_tensors((*args, *kwargs.values()))
+            return 2 * (out_bytes + sum(self.count_bytes(t.untyped_storage().nbytes(), t.device) for t in inputs))
         if function is not torch.ops.aten.mkldnn_rnn_layer.default or not (args[-1] and torch.is_grad_enabled()):
             return 0
         steps, batch, inputs = args[0].shape
-        return self.counted_bytes(lstm_workspace_bytes(steps, batch, inputs, args[10]), args[0].device)
+        return self.count_bytes(count_lstm_workspace_bytes(steps, batch, inputs, args[10]), args[0].device)
 
-    def out_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    def count_out_bytes(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         """Return the bytes that an op will allocate for its outputs, by executing it without memory; 0 if that fails.
 
         Rules for common ops come first. Meta tensors take a hundred times as long, and fake tensors, which know more ops and
         devices, several times as long again.
         """
         sizes = None
-        if (rule := rule_of(function)) is not None:
+        if (rule := get_rule(function)) is not None:
             with suppress(Exception):  # the real op raises its own error
                 sizes = rule(args, kwargs)
         if sizes is not None:
-            return sum(self.counted_bytes(size_bytes, self._device_of(args, kwargs)) for size_bytes in sizes)
+            return sum(self.count_bytes(size_bytes, self._get_device(args, kwargs)) for size_bytes in sizes)
         with disable_current_modes():
             found = None
-            if has_meta_kernel(function) and self._are_of_device((*args, *kwargs.values())):
-                found = self._made_bytes(nullcontext(), function, args, kwargs, "meta")
+            if has_meta_kernel(function) and self._is_on_device((*args, *kwargs.values())):
+                found = self._count_made_bytes(nullcontext(), function, args, kwargs, "meta")
             if found is None:
                 self._fake = self._fake or FakeTensorMode()
-                found = self._made_bytes(self._fake, function, args, kwargs, None)
+                found = self._count_made_bytes(self._fake, function, args, kwargs, None)
             return found or 0
 
-    def _device_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
+    def _get_device(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
         """Return the device of the outputs: the one that is asked for, or that of the tensors; numbers may be on another."""
         if (asked := kwargs.get("device")) is not None:
             device = torch.device(asked)
             return self._device if device == torch.device(self._device.type) else device
-        devices = [(tensor.dim() > 0, tensor.device.type != "cpu", tensor.device) for tensor in tensors_in((args, kwargs))]
+        devices = [(tensor.dim() > 0, tensor.device.type != "cpu", tensor.device) for tensor in iterate_tensors((args, kwargs))]
         return max(devices, key=lambda device: device[:2])[2]
 
-    def _are_of_device(self, values: Sequence[object]) -> bool:
+    def _is_on_device(self, values: Sequence[object]) -> bool:
         """Return True if there are tensors among the arguments of an op, all on the budget's device, and no device."""
         if any(isinstance(value, torch.device) for value in values):
             return False
-        return {tensor.device for tensor in tensors_in(values)} == {self._device}
+        return {tensor.device for tensor in iterate_tensors(values)} == {self._device}
 
-    def _made_bytes(
+    def _count_made_bytes(
         self,
         mode: AbstractContextManager[object],
         function: Callable[..., Any],
@@ -157,7 +163,7 @@ class OutputSizes:
         Tensors for results count if the results are larger. Their copies are empty: then no kernel warns that it resizes them.
         """
         copies: dict[int, torch.Tensor] = {}
-        outs = tensors_in([kwargs.get(name) for name in names_of_outs(function)])
+        outs = iterate_tensors([kwargs.get(name) for name in list_names_of_outs(function)])
         room_bytes = {id(tensor): tensor.untyped_storage().nbytes() for tensor in outs}
 
         def copy(value: object) -> object:
@@ -176,23 +182,23 @@ class OutputSizes:
         except Exception:  # noqa: BLE001  a kernel may be missing or raise anything; the real op decides
             return None
         there = {value.untyped_storage()._cdata: room_bytes.get(key, math.inf) for key, value in copies.items()}
-        found = [value for value in (*copies.values(), *tensors_in(outputs)) if value.layout is torch.strided]
+        found = [value for value in (*copies.values(), *iterate_tensors(outputs)) if value.layout is torch.strided]
         storages = {value.untyped_storage()._cdata: (value.untyped_storage().nbytes(), value.device) for value in found}
         return sum(
             # A tensor on `device` stands for one on the budget's.
-            self.counted_bytes(size_bytes, of if device is None else self._device)
+            self.count_bytes(size_bytes, of if device is None else self._device)
             for address, (size_bytes, of) in storages.items()
             if size_bytes > there.get(address, 0)
         )
 
-    def counted_bytes(self, size_bytes: int, device: torch.device) -> int:
+    def count_bytes(self, size_bytes: int, device: torch.device) -> int:
         """Return the bytes that the allocator takes for a storage of `size_bytes`; 0 if `device` is not the budget's."""
         if device != self._device:
             return 0
         return size_bytes if self._device.type == "cpu" else compute_allocated_bytes(size_bytes, self._device)
 
 
-def lstm_workspace_bytes(steps: int, batch: int, inputs: int, hidden: int) -> int:
+def count_lstm_workspace_bytes(steps: int, batch: int, inputs: int, hidden: int) -> int:
     """Return the workspace of oneDNN for one layer and direction of an LSTM in float32: ``set_workspace_sizes``.
 
     Parts are aligned to pages, and rows to cache lines, with one more line where rows would map to the same cache sets. The parts
@@ -200,43 +206,43 @@ def lstm_workspace_bytes(steps: int, batch: int, inputs: int, hidden: int) -> in
     the output.
     """
 
-    def part(rows: int, width: int) -> int:
+    def count_part(rows: int, width: int) -> int:
         return -(-rows * width * 4 // 4096) * 4096
 
-    def aligned(width: int) -> int:
+    def align(width: int) -> int:
         lines = -(-width // 16) * 16
         return lines + 16 if lines % 256 == 0 else lines
 
     rows = 2 * (steps + 1) * batch
-    states = 3 * part(rows, aligned(max(inputs, hidden))) + 2 * part(rows, hidden)
-    return part(steps * batch, aligned(4 * hidden)) + states + part(steps * batch, aligned(hidden))
+    states = 3 * count_part(rows, align(max(inputs, hidden))) + 2 * count_part(rows, hidden)
+    return count_part(steps * batch, align(4 * hidden)) + states + count_part(steps * batch, align(hidden))
 
 
-def takes_free_memory(function: object) -> bool:
+def may_take_free_memory(function: object) -> bool:
     """Return True if the algorithm of an op on CUDA depends on the workspace that it gets, as for cuDNN's convolutions."""
     return "convolution" in str(function)
 
 
-def data_dependent_bytes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+def bound_data_dependent_bytes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     """Return an upper bound, in bytes, for the outputs of an op whose sizes depend on data; 0 if that fails.
 
     It may read the data.
     """
     with suppress(Exception):  # the real op raises its own error
-        return _most_bytes(name, args, kwargs)
+        return _bound_bytes(name, args, kwargs)
     return 0
 
 
-def _most_bytes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    first, *others = tensors_in(args)
+def _bound_bytes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    first, *others = iterate_tensors(args)
     item_bytes = first.element_size()
     match name:
         case "aten::nonzero":
             return first.numel() * max(1, first.dim()) * 8
         case "aten::masked_select":
-            return broadcast_elements([first.shape, others[0].shape]) * item_bytes
+            return count_broadcast_elements([first.shape, others[0].shape]) * item_bytes
         case "aten::index":
-            return indexed_bytes(first, args[1])
+            return count_indexed_bytes(first, args[1])
         case "aten::bincount":
             least = int(args[2]) if len(args) > 2 else 0
             return 8 * max(least, int(first.max()) + 1 if first.numel() else 0)
@@ -250,7 +256,7 @@ def _most_bytes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
             *batch_of_left, rows, columns = first.shape
             *batch_of_right, _, sides = others[0].shape if others[0].dim() >= first.dim() else (*others[0].shape, 1)
             elements = max(rows, columns) * sides + rows + columns + sides + 1
-            return elements * broadcast_elements([batch_of_left, batch_of_right]) * max(item_bytes, 8)
+            return elements * count_broadcast_elements([batch_of_left, batch_of_right]) * max(item_bytes, 8)
         case "aten::_pack_padded_sequence":  # with the number of sequences in each step
             return first.numel() * item_bytes + 8 * max(first.shape[:2])
     indices = sum(value is True for value in args[_INVERSE_AT[name] :]) if name in _INVERSE_AT else 2

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 
 from planner.train.eager.memory import Memory
-from planner.train.eager.recompute import Recomputation, whole
+from planner.train.eager.recompute import Recomputation, view_whole
 from planner.train.eager.storages import RecordedOp, TrackedStorage
 
 
@@ -29,7 +29,7 @@ class Sources:
         self._copied_bytes = 0  # in this step
         self._read_by: tuple[int, dict[Hashable, list[int]]] = (-1, {})  # `packs` when it was found
 
-    def before_writes(self, op: RecordedOp, written: Sequence[TrackedStorage]) -> None:
+    def copy_before_writes(self, op: RecordedOp, written: Sequence[TrackedStorage]) -> None:
         """Copy pinned storages that are about to be written, if saved tensors may have to be recomputed from them.
 
         Pin those saved tensors instead, if they are smaller. Other tensors computed from them are pinned when they are read.
@@ -37,9 +37,13 @@ class Sources:
         for storage in written:
             if not storage.pinned or storage.last_read != storage.version:
                 continue
-            if self.saved and (readers := self._saved_readers(storage)) and not self._pin_instead(readers, storage.size_bytes):
+            if (
+                self.saved
+                and (readers := self._find_saved_readers(storage))
+                and not self._pin_instead(readers, storage.size_bytes)
+            ):
                 self._memory.make_room(storage.size_bytes, f"a copy of the tensor that {op.function} writes")
-                copy = whole(storage).clone()
+                copy = view_whole(storage).clone()
                 self._memory.add(copy, visible=False)
                 storage.snapshots = {**(storage.snapshots or {}), storage.version: copy}
                 self.copies += 1
@@ -61,7 +65,7 @@ class Sources:
                     source = reference.storage
                     if source is None or (source.pinned and self.keep(source, reference.version, op)):
                         continue
-                    if not source.recomputable(reference.version):
+                    if not source.is_recomputable(reference.version):
                         for passed in checked:
                             passed.checked = -1
                         self.pin(storage)
@@ -75,7 +79,7 @@ class Sources:
         """Keep the contents of a pinned storage that an op has read, and return True; return False if they are not resident."""
         if version != source.version:
             return source.has_copy(version)
-        held = source.held()
+        held = source.get_storage()
         if held is None:
             return False
         if held not in op.kept:
@@ -90,7 +94,7 @@ class Sources:
             self._memory.allow(storage)
             self._read_by = (-1, {})
 
-    def written(self, storage: TrackedStorage) -> None:
+    def record_write(self, storage: TrackedStorage) -> None:
         """Record that another op writes the next version of `storage`."""
         if id(storage) in self.saved or id(storage) in self._read_by[1]:
             self._read_by = (-1, {})
@@ -105,16 +109,16 @@ class Sources:
 
         A record keeps the inputs that cannot be recomputed, as the batches from which a gradient was accumulated.
         """
-        readers, memory = self._readers(), self._memory
+        readers, memory = self._find_readers(), self._memory
         for storage in memory.resident.values():
             if not storage.pinned and id(storage) not in self.saved and id(storage) not in readers:
                 storage.pinned, storage.chain = True, []
                 memory.allow(storage)
         self._read_by = (-1, {})
 
-    def _saved_readers(self, storage: TrackedStorage) -> list[TrackedStorage]:
+    def _find_saved_readers(self, storage: TrackedStorage) -> list[TrackedStorage]:
         """Return the storages of saved tensors that may have to be recomputed from the current contents of a pinned storage."""
-        readers = self._readers()
+        readers = self._find_readers()
         found: set[int] = set()
         stack = list(readers.get((id(storage), storage.version), ()))
         while stack:
@@ -124,7 +128,7 @@ class Sources:
                 stack += readers.get(reader, ())
         return [self.saved[reader] for reader in found if reader in self.saved]
 
-    def _readers(self) -> dict[Hashable, list[int]]:
+    def _find_readers(self) -> dict[Hashable, list[int]]:
         """Return the storages that saved tensors are computed from, each with the identities of those computed from it.
 
         Unpinned storages are named by identity. Pinned ones, whose contents must be resident, are named by identity and version.
@@ -144,7 +148,7 @@ class Sources:
                         continue
                     if storage.pinned:
                         readers.setdefault((id(storage), reference.version), []).append(id(reader))
-                    if not storage.pinned or storage.recomputable(reference.version):
+                    if not storage.pinned or storage.is_recomputable(reference.version):
                         readers.setdefault(id(storage), []).append(id(reader))
                         if id(storage) not in seen:
                             seen.add(id(storage))
@@ -158,7 +162,7 @@ class Sources:
             return False
         for storage in sorted(readers, key=lambda storage: not storage.address):
             if not storage.address:
-                with self._recomputation.own_ops():
+                with self._recomputation.run_own_ops():
                     self._recomputation.recompute(storage)
             self.pin(storage)
         return True

@@ -129,7 +129,7 @@ class StepGraph:
     released: Mapping[int, int]
 
 
-def recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> StepGraph:
+def build_recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> StepGraph:
     """Return the graph of a step that has ended.
 
     All memory that was in use when the step began is static. A storage that autograd has unpacked for a node counts as read by
@@ -147,7 +147,7 @@ def recorded_step(log: StepLog, provenance: dict[str, object] | None = None) -> 
     return draft.step(provenance or {})
 
 
-def _needed(log: StepLog) -> set[int]:
+def _find_needed(log: StepLog) -> set[int]:
     """Return the storages that autograd has unpacked, and all storages that they are computed from."""
     needed = {storage for storages in log.unpacked.values() for storage in storages}
     for op in reversed(log.ops):
@@ -162,7 +162,7 @@ class _Draft:
     def __init__(self, log: StepLog) -> None:
         self.log = log
         self.made = {storage for op in log.ops for storage in op.made}
-        self.needed = _needed(log)
+        self.needed = _find_needed(log)
         self.tensors: list[Tensor] = []
         self.storages: list[int] = []
         self.ops: list[Op] = []
@@ -184,9 +184,9 @@ class _Draft:
         is_same_node = index > 0 and op.node >= 0 and op.node == self.log.ops[index - 1].node
         self.unpacked = (*(self.unpacked if is_same_node else ()), *self.log.unpacked.get(index, ()))
         read = (*self.unpacked, *op.inputs, *op.written, *self.held.get(index, ()))
-        inputs = dict.fromkeys(self._tensor(storage) for storage in read)
+        inputs = dict.fromkeys(self._get_tensor(storage) for storage in read)
         rewritten = [storage for storage in op.written if storage in self.made and storage in self.current]
-        mutated = [self._tensor(storage) for storage in op.written if storage not in self.made]
+        mutated = [self._get_tensor(storage) for storage in op.written if storage not in self.made]
         outputs: list[int] = []
         overwrites: list[tuple[int, int]] = []
         for storage in (*op.made, *rewritten):
@@ -223,7 +223,7 @@ class _Draft:
         kept = frozenset(t for storage, t in self.current.items() if storage in self.made and storage not in log.released)
         return StepGraph(Graph(tuple(self.ops), tuple(self.tensors), kept, provenance), tuple(self.storages), dict(log.released))
 
-    def _tensor(self, storage: int) -> int:
+    def _get_tensor(self, storage: int) -> int:
         """Return the tensor with the current contents of a storage; it is static if no op has made it."""
         if storage not in self.current:
             self._add_tensor(storage, f"held_{storage}", (), Kind.CONSTANT)

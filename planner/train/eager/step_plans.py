@@ -26,7 +26,7 @@ from planner.plans.background import BackgroundSolve, SolveJob
 from planner.plans.plan import Plan
 from planner.settings.budget import Bytes
 from planner.settings.plan import PlanSettings
-from planner.train.eager.step_log import LoggedOp, StepGraph, StepLog, recorded_step
+from planner.train.eager.step_log import LoggedOp, StepGraph, StepLog, build_recorded_step
 
 _POLL_S = 0.2
 _MOST_STEPS = 64  # limit on the number of different steps that are stored
@@ -56,7 +56,7 @@ class StepPlan:
     actions: tuple[tuple[Action, ...], ...]
 
 
-def actions(step: StepGraph, schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+def list_actions(step: StepGraph, schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Return the actions before each op of the step, and at its end, with which it follows a schedule.
 
     Storages that the program has released are not evicted, unless they were recomputed after that. Contents that were overwritten
@@ -122,17 +122,17 @@ class _Seen:
     solved: bool = False
     failure: str = ""
 
-    def began_as(self, log: StepLog) -> bool:
+    def is_begun_as(self, log: StepLog) -> bool:
         """Return True if its first ops are those of an unfinished step."""
         count = len(log.ops)
         return count <= len(self.log.ops) and self.log.chains[count - 1] == log.chains[-1]
 
-    def began_alike(self, log: StepLog) -> bool:
+    def is_begun_alike(self, log: StepLog) -> bool:
         """Return True if its first ops are those of an unfinished step, with any shapes."""
         count = len(log.ops)
         return count <= len(self.log.ops) and self.log.structures[count - 1] == log.structures[-1]
 
-    def excess(self, log: StepLog) -> float:
+    def compute_excess(self, log: StepLog) -> float:
         """Return the bytes that it made in as many ops as `log` has, divided by those of `log`."""
         return (self.log.made_bytes[len(log.ops) - 1] + 1) / (log.made_bytes[-1] + 1)
 
@@ -193,21 +193,21 @@ class StepPlans:
         self._receive(0.0)
         self.log = StepLog(held_bytes)
         self._left, self.borrows, self._progress = False, False, None
-        self._following = next(self._planned(), None)
+        self._following = next(self._iterate_planned(), None)
 
     def add_op(self, op: LoggedOp, operator: Hashable, shapes: Hashable) -> None:
         """Add an op to the step; if it differs from the plan, follow the plan of a step with the same first ops, or none."""
         self.log.add_op(op, operator, shapes)
-        if self._following is not None and not self._following.began_as(self.log):
-            self._following = next((seen for seen in self._planned() if seen.began_as(self.log)), None)
+        if self._following is not None and not self._following.is_begun_as(self.log):
+            self._following = next((seen for seen in self._iterate_planned() if seen.is_begun_as(self.log)), None)
             self._left = self._following is None
 
-    def offered(self) -> dict[int, None]:
+    def get_offered(self) -> dict[int, None]:
         """Return the storages that the plan has evicted by now, in order: the step's own plan, or one for other sizes.
 
         The caller removes what it has evicted.
         """
-        if not self.log.ops or (seen := self._following or self._lender()) is None:
+        if not self.log.ops or (seen := self._following or self._find_lender()) is None:
             return {}
         assert seen.plan is not None
         if self._progress is None or self._progress.plan is not seen.plan:
@@ -256,13 +256,13 @@ class StepPlans:
     @property
     def longest_step(self) -> StepGraph | None:
         """The ended step with the most ops; None if no step has ended."""
-        longest = self._longest()
-        return None if longest is None else recorded_step(longest.log)
+        longest = self._find_longest()
+        return None if longest is None else build_recorded_step(longest.log)
 
     @property
     def earlier(self) -> StepLog | None:
         """The largest earlier step with the same first ops, in sizes up to the current ones; None if there is none."""
-        alike = (seen.log for seen in self._seen.values() if self.log.ops and seen.began_alike(self.log))
+        alike = (seen.log for seen in self._seen.values() if self.log.ops and seen.is_begun_alike(self.log))
         upto = len(self.log.ops) - 1
         not_larger = (log for log in alike if log.made_bytes[upto] <= self.log.made_bytes[-1])
         return max(not_larger, key=lambda log: log.made_bytes[-1], default=None)
@@ -270,7 +270,7 @@ class StepPlans:
     @property
     def longest_plan(self) -> StepPlan | None:
         """The plan of `longest_step`; None if it has none."""
-        longest = self._longest()
+        longest = self._find_longest()
         return None if longest is None else longest.plan
 
     def wait(self, seconds: float | None = None) -> None:
@@ -286,16 +286,16 @@ class StepPlans:
             self._solving[-1].stop()
             self._solving = None
 
-    def _longest(self) -> _Seen | None:
+    def _find_longest(self) -> _Seen | None:
         return max(self._seen.values(), key=lambda seen: len(seen.log.ops), default=None)
 
-    def _planned(self) -> Iterator[_Seen]:
+    def _iterate_planned(self) -> Iterator[_Seen]:
         """Yield the steps that have a plan, the latest first."""
         return (seen for seen in reversed(self._seen.values()) if seen.plan is not None)
 
-    def _lender(self) -> _Seen | None:
+    def _find_lender(self) -> _Seen | None:
         """Return the planned step with the same first ops in other sizes: the next larger one so far, else the largest."""
-        alike = [(seen.excess(self.log), seen) for seen in self._planned() if seen.began_alike(self.log)]
+        alike = [(seen.compute_excess(self.log), seen) for seen in self._iterate_planned() if seen.is_begun_alike(self.log)]
         larger = [(excess, seen) for excess, seen in alike if excess >= 1]
         _, lender = min(larger, key=itemgetter(0)) if larger else max(alike, key=itemgetter(0), default=(0.0, None))
         return lender
@@ -309,9 +309,9 @@ class StepPlans:
 
     def _start(self) -> None:
         """Start to solve a repeated step, if no solve is in progress."""
-        if self._solving is not None or (seen := self._next_to_solve()) is None:
+        if self._solving is not None or (seen := self._find_next_to_solve()) is None:
             return
-        step = recorded_step(seen.log)
+        step = build_recorded_step(seen.log)
         try:
             solve = BackgroundSolve(SolveJob(step.graph, Bytes(self.budget_bytes), self.settings))
         except OSError as error:  # no process can be started: the heuristic is used
@@ -319,21 +319,21 @@ class StepPlans:
         else:
             self._solving = seen.log.chain, step, solve
 
-    def _next_to_solve(self) -> _Seen | None:
+    def _find_next_to_solve(self) -> _Seen | None:
         """Return the latest repeated step, else the largest one that occurs in several sizes and has no plan to borrow."""
         unsolved = [seen for seen in reversed(self._seen.values()) if seen.evicted and not seen.solved]
         for seen in unsolved:
             if seen.times > 1:
                 return seen
         times = Counter(seen.log.structures[-1] for seen in self._seen.values())
-        sizes = (seen for seen in unsolved if times[seen.log.structures[-1]] > 1 and self._least_excess(seen) > _NEAR)
+        sizes = (seen for seen in unsolved if times[seen.log.structures[-1]] > 1 and self._compute_least_excess(seen) > _NEAR)
         return max(sizes, key=lambda seen: seen.log.made_bytes[-1], default=None)
 
-    def _least_excess(self, seen: _Seen) -> float:
+    def _compute_least_excess(self, seen: _Seen) -> float:
         """Return the bytes of the next larger planned step, divided by those of `seen`; infinite if there is none."""
         log = seen.log
-        alike = (other for other in self._planned() if len(other.log.ops) == len(log.ops) and other.began_alike(log))
-        return min((excess for other in alike if (excess := other.excess(log)) >= 1), default=math.inf)
+        alike = (other for other in self._iterate_planned() if len(other.log.ops) == len(log.ops) and other.is_begun_alike(log))
+        return min((excess for other in alike if (excess := other.compute_excess(log)) >= 1), default=math.inf)
 
     def _receive(self, most_s: float) -> None:
         """Receive a better plan of the solve, waiting up to `most_s` seconds; start the next solve if it has ended."""
@@ -344,7 +344,7 @@ class StepPlans:
         seen = self._seen.get(chain)
         if seen is not None and plan is not None:
             try:
-                seen.plan = StepPlan(plan, step, actions(step, plan.schedule))
+                seen.plan = StepPlan(plan, step, list_actions(step, plan.schedule))
             except PlannerError as error:
                 seen.failure = str(error)
         if solve.ended is not None:

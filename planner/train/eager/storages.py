@@ -87,7 +87,7 @@ class TrackedStorage:
         self.checked = 0
         self.step = self.number = 0
 
-    def recomputable(self, version: int) -> bool:
+    def is_recomputable(self, version: int) -> bool:
         """Return True if the contents of `version` can be recomputed by the chain."""
         return version < len(self.chain)
 
@@ -95,11 +95,11 @@ class TrackedStorage:
         """Return True if there is a copy of the contents of `version`."""
         return self.snapshots is not None and version in self.snapshots
 
-    def held(self) -> torch.UntypedStorage | None:
+    def get_storage(self) -> torch.UntypedStorage | None:
         """Return the storage in memory; None if it is not resident."""
         return None if self.watch is None else self.watch()
 
-    def owned(self) -> bool:
+    def is_owned(self) -> bool:
         """Return True if the runtime keeps it in memory, and may free it if nothing else holds it."""
         return not self.pinned and (self.base is not None or bool(self.aliases))
 
@@ -157,7 +157,7 @@ class Reference(NamedTuple):
         return neg_view(view) if self.negated else view
 
 
-def reference_to(storage: TrackedStorage | None, tensor: torch.Tensor) -> Reference:
+def build_reference(storage: TrackedStorage | None, tensor: torch.Tensor) -> Reference:
     """Return a reference to `tensor`, a view of the present contents of `storage`."""
     dtype = tensor.dtype
     return new_reference(
@@ -241,13 +241,13 @@ class RecordedOp:
         self.module = ""
         self.number = 0
 
-    def writes_only_pinned(self, written: Sequence[TrackedStorage]) -> bool:
+    def is_writing_only_pinned(self, written: Sequence[TrackedStorage]) -> bool:
         """Return True if it need not be recorded: the storages that it has `written` are pinned and keep their sizes."""
         operator = self.operator
         is_plain_write = operator.returns_nothing_new and not operator.rebinds and not operator.resizes_out
         return is_plain_write and all(storage.pinned for storage in written)
 
-    def made(self) -> list[TrackedStorage]:
+    def list_made(self) -> list[TrackedStorage]:
         """Return the storages that it made and that are still tracked."""
         return [storage for _, weak in self.outputs if (storage := weak()) is not None]
 

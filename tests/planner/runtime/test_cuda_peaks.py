@@ -78,8 +78,8 @@ def test_libraries_are_warm_in_both_threads_afterwards() -> None:
 
 def test_a_budget_is_met_by_the_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     solved: list[object] = []
-    first_plan = compiler.Compiler._first_plan
-    monkeypatch.setattr(compiler.Compiler, "_first_plan", lambda *args, **kw: solved.append(0) or first_plan(*args, **kw))
+    first_plan = compiler.Compiler._find_first_plan
+    monkeypatch.setattr(compiler.Compiler, "_find_first_plan", lambda *args, **kw: solved.append(0) or first_plan(*args, **kw))
     with cuda_device():
         workload = on_device(make("tied"))
         graph = planner.trace(*workload, passes=1)

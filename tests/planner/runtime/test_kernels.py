@@ -68,7 +68,7 @@ def test_a_step_by_other_kernels_is_the_step_but_for_rounding_in_the_memory_that
     different = wanted.list_differences(found)
     assert set(different) <= set().union(*(may_differ(capture, op) for op in ops))
     for result in different:
-        difference = wanted.difference(result, found)
+        difference = wanted.compute_difference(result, found)
         assert difference.relative is not None and difference.relative < (2e-2 if name == "halves" else 1e-5), difference
 
 

@@ -26,7 +26,7 @@ class Server:
         self.events: list[str] = []
         self.optimizers = optimizers
 
-    def trains(self, optimizer: Optimizer) -> bool:
+    def has_optimizer(self, optimizer: Optimizer) -> bool:
         return self.optimizers is None or optimizer in self.optimizers
 
     def begin_optimizer(self, optimizer: Optimizer) -> None:

@@ -55,11 +55,11 @@ def test_variables_are_those_of_the_process() -> None:
 
 def test_functions_and_classes_of_the_module_that_is_run_are_found(tmp_path: Path) -> None:
     (tmp_path / "run_as_main.py").write_text(
-        "from planner.studies.processes import stream\n\n"
+        "from planner.studies.processes import iterate_results\n\n"
         "class Item:\n    pass\n\n"
         "def changed(item):\n    item.is_changed = True\n    yield item\n\n"
         "if __name__ == '__main__':\n"
-        "    (item,) = stream(changed, Item())\n"
+        "    (item,) = iterate_results(changed, Item())\n"
         "    print(type(item) is Item, item.is_changed)\n"
     )
     path = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))

@@ -97,7 +97,7 @@ MUTATIONS = (
     Mutation(
         _CHANNELS,
         "the wait of what computes for a copy",
-        "            launched.before(torch.cuda.current_stream(end.device))",
+        "            launched.make_wait(torch.cuda.current_stream(end.device))",
         "            pass",
         _BITS,
     ),
@@ -127,7 +127,7 @@ MUTATIONS = (
     Mutation(
         _CHANNELS,
         "the wait for copies of a step that was dropped",
-        "                    self.launched.before(stream)",
+        "                    self.launched.make_wait(stream)",
         "                    pass",
         "test_cuda_channels.py -k dropped",
     ),
@@ -218,14 +218,14 @@ MUTATIONS = (
     Mutation(
         _ARENA,
         "the pool that the passes of a step in an arena take memory from",
-        "with nullcontext() if begun is None else begun.inside():",
+        "with nullcontext() if begun is None else begun.enter():",
         "with nullcontext():",
         "test_device_arena.py -k slab_alone",
     ),
     Mutation(
         _ARENA,
         "the holds beside an op's holes",
-        "self._running.act(self.steering.before[step])",
+        "self._running.apply_actions(self.steering.before[step])",
         "pass",
         "test_device_arena.py -k leaves_its_addresses",
     ),

@@ -23,10 +23,10 @@ class Costs(DeviceCosts):
         self.blocks: list[int] = []
         self._device = torch.device("cpu", 0)
 
-    def in_use_bytes(self) -> int:
+    def get_in_use_bytes(self) -> int:
         return 0
 
-    def missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
+    def find_missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
         self.blocks.append(size_bytes)
         return None
 
@@ -44,5 +44,5 @@ class Costs(DeviceCosts):
 
 def measure_by(costs: Costs, patch: pytest.MonkeyPatch) -> Costs:
     """Let blocks on the CPU measure their ops by `costs`, and return it."""
-    patch.setattr("planner.train.eager.session.costs_of", lambda _: costs)
+    patch.setattr("planner.train.eager.session.create_costs", lambda _: costs)
     return costs

@@ -90,7 +90,7 @@ class TreeCell(nn.Module):
             hidden = leaf(torch.full((16,), node[0]))
             return hidden, hidden.tanh()
         (h1, c1), (h2, c2) = (self.states(child, leaf) for child in node)
-        i, f1, f2, o, u = self.gates(torch.cat((h1, h2), 1)).compute_chunk_shape(5, 1)
+        i, f1, f2, o, u = self.gates(torch.cat((h1, h2), 1)).chunk(5, 1)
         cell = i.sigmoid() * u.tanh() + f1.sigmoid() * c1 + f2.sigmoid() * c2
         return self.dropout(o.sigmoid() * cell.tanh()), cell
 
@@ -217,7 +217,7 @@ def exchanges() -> Loop:
     def loss(index: int) -> Tensor:
         x = data[index]
         for layer in layers:
-            left, right = layer(x).clone().compute_chunk_shape(2, 1)
+            left, right = layer(x).clone().chunk(2, 1)
             left, right = left.clone(), right.clone()
             left += right
             right -= left

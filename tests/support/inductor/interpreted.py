@@ -50,9 +50,9 @@ def main(name: str, shares: Sequence[str]) -> None:
         known = prepare(CASES[name])
         for share in map(float, shares):
             (budget,) = on_the_way(known.graph, share)
-            plan = known.compiler._first_plan(known.graph, Bytes(budget))
+            plan = known.compiler._find_first_plan(known.graph, Bytes(budget))
             # Its peak is not measured: the interpreter copies what it is given.
-            step = known.compiler.wrapper.wrapped(known.compiler._made_executor(known.captured, plan))
+            step = known.compiler.wrapper.wrap(known.compiler._make_executor(known.captured, plan))
             steps = plan.schedule.steps
             found = {
                 "kernels": sum(op.target.startswith("triton_") for op in known.graph.ops),

@@ -177,7 +177,7 @@ def prepare(case: Case, variant: CompileVariant = CompileVariant.DEFAULT) -> Pre
     settings = PlanSettings.of(options=[IN_PLACE.name], accumulate=case.batches > 1, passes=1, time_limit_s=10.0, swap="never")
     compiler = InductorCompiler(unwrap(workload.model), workload.loss_fn, settings, compare_eager=False)
     with case.context():
-        captured = compiler.profile(compiler._captured(workload.batch, variant), workload.batch)
+        captured = compiler.profile(compiler._capture(workload.batch, variant), workload.batch)
     return Prepared(case, workload, compiler, captured, wanted)
 
 

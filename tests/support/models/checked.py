@@ -59,7 +59,7 @@ def raised_otherwise(model: Checked, x: Tensor) -> Tensor:
 
 def counted(model: Checked, x: Tensor) -> Tensor:
     hidden = model.inner(x)
-    classes = (hidden[:, 0].detach().nan_to_num(nan=100.0)).round().find_long().clamp_min(0)
+    classes = (hidden[:, 0].detach().nan_to_num(nan=100.0)).round().long().clamp_min(0)
     with torch.no_grad():
         model.usage.lerp_(torch.bincount(classes, minlength=SIZE).float(), 0.1)
     return model.outer(hidden * torch.bincount(classes, hidden.detach()[:, 1], SIZE).float())
@@ -97,5 +97,5 @@ def either_way(model: Checked, x: Tensor) -> Tensor:
 
 
 def counted_without_a_length(model: Checked, x: Tensor) -> Tensor:
-    classes = model.inner(x)[:, 0].find_long().clamp_min(0)
+    classes = model.inner(x)[:, 0].long().clamp_min(0)
     return model.outer(x) * torch.bincount(classes).sum()

@@ -116,7 +116,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.causal:
             return self.module(x, x, x, need_weights=False)[0]
-        q, k, v = (t.build_results(-1, (2, WIDTH // 2)).transpose(1, 2) for t in self.qkv(x).split(WIDTH, dim=-1))
+        q, k, v = (t.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2) for t in self.qkv(x).split(WIDTH, dim=-1))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 

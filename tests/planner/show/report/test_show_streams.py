@@ -22,6 +22,7 @@ from graphs.synthetic.small import make_training_chain
 from planner.capture.options import apply_options
 from planner.cli.main import main
 from planner.plans.document import write_plan
+from planner.show.facts import step as step_module
 from planner.show.facts import timeline as timeline_module
 from planner.show.facts.addresses import compute_reserved_addresses
 from planner.show.facts.baselines import build_baselines
@@ -30,7 +31,6 @@ from planner.show.facts.lifetimes import compute_lifetimes
 from planner.show.facts.step import StepFacts
 from planner.show.facts.streams import list_offloads, list_streams, list_waits
 from planner.show.facts.timeline import Timeline
-from planner.show.report import chart
 from planner.show.report.chart import draw_charts
 from planner.show.report.chrome_trace import build_chrome_trace
 from planner.show.report.lanes import list_bars, list_lanes
@@ -226,7 +226,7 @@ def test_timeline_matches_the_judge_on_random_streams_and_pools(monkeypatch: pyt
     seen = 0
     small = make_training_chain(3)
     # These graphs have what baselines are not made for: static tensors of other memories.
-    monkeypatch.setattr(chart, "build_baselines", lambda graph, plan: build_baselines(small, plan))
+    monkeypatch.setattr(step_module, "build_baselines", lambda graph, plan: build_baselines(small, plan))
     for timeline in drawn(monkeypatch, 60):
         graph, steps = timeline.graph, timeline.plan.schedule.steps
         for stream in list_streams(timeline):

@@ -13,8 +13,8 @@ from graphs.schedule import keep_everything
 from planner.measure import profile
 from planner.plans import search
 from planner.settings.budget import Bytes
-from planner.train.backend.rest_of_step import kept_bytes, lean_schedule, with_rest, without_rest
-from planner.train.backend.step_memory import PassStorages, bytes_of_others, unread
+from planner.train.backend.rest_of_step import add_rest, count_kept_bytes, find_lean_schedule, map_back_rest
+from planner.train.backend.step_memory import PassStorages, compute_bytes_of_others, find_unread
 from tests.support.models.backend import (
     Apart,
     Masked,
@@ -86,10 +86,10 @@ def test_first_step_stays_within_budget_or_warns_of_later_graphs() -> None:
 def test_parameters_are_seen_before_their_graph_is_reached() -> None:
     early, late = nn.Linear(3, 5), nn.Linear(7, 11)
     runs = [PassStorages.of([torch.randn(2, 3), *early.parameters()])]
-    behind = unread([*early.parameters(), *late.parameters()], runs)
+    behind = find_unread([*early.parameters(), *late.parameters()], runs)
     assert behind is not None
-    assert bytes_of_others([*runs, behind], 0, [0]) == 2 * 4 * (7 * 11 + 11)  # they, and their gradients
-    assert unread(early.parameters(), runs) is None
+    assert compute_bytes_of_others([*runs, behind], 0, [0]) == 2 * 4 * (7 * 11 + 11)  # they, and their gradients
+    assert find_unread(early.parameters(), runs) is None
 
 
 def test_all_graphs_are_planned_together_after_the_first_step() -> None:
@@ -106,7 +106,11 @@ def test_all_graphs_are_planned_together_after_the_first_step() -> None:
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     # At first, those that others follow keep little; with room for all, nothing is computed again.
     assert kept[0][0] < kept[1][0] and kept[0][1] < kept[1][1]
-    assert kept[1] == kept[2] == [kept_bytes(run.graph.captured.graph, keep_everything(run.graph.captured.graph)) for run in runs]
+    assert (
+        kept[1]
+        == kept[2]
+        == [count_kept_bytes(run.graph.captured.graph, keep_everything(run.graph.captured.graph)) for run in runs]
+    )
     for other in gradients[1:]:
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
 
@@ -117,7 +121,7 @@ def test_a_backward_pass_runs_by_the_plan_of_its_forward_pass() -> None:
     run = compiled(model, "1MB")
     (wanted,) = torch.autograd.grad(run(x).sum(), model[0][0].weight)
     (graph,) = only_budget().known_graphs
-    lean = lean_schedule(graph.captured.graph, graph.tangents, 10**6, time_limit_s=5.0)
+    lean = find_lean_schedule(graph.captured.graph, graph.tangents, 10**6, time_limit_s=5.0)
     assert lean is not None
     loss = run(x).sum()
     before = graph.kept_bytes
@@ -192,11 +196,11 @@ def test_storages_beside_a_graph_are_counted_once() -> None:
     x, weight, other = torch.randn(10), torch.randn(20, requires_grad=True), torch.randn(30, requires_grad=True)
     hidden = torch.randn(40)
     first, second = PassStorages.of([x, weight]), PassStorages.of([hidden, other, weight])
-    first.returned([hidden])
+    first.add_outputs([hidden])
     # Forward and backward of the first: the second's parameter, and gradients of both of its parameters.
-    assert bytes_of_others([first, second], 0, [1000, 1000]) == 4 * (30 + 30 + 20)
+    assert compute_bytes_of_others([first, second], 0, [1000, 1000]) == 4 * (30 + 30 + 20)
     # Of the second: what the first keeps, in which `hidden` is, and its batch.
-    assert bytes_of_others([first, second], 1, [1000, 1000]) == 1000 - 4 * 40 + 4 * 10
+    assert compute_bytes_of_others([first, second], 1, [1000, 1000]) == 1000 - 4 * 40 + 4 * 10
 
 
 def test_tensors_saved_by_eager_ops_are_counted() -> None:
@@ -210,9 +214,9 @@ def test_the_rest_of_the_step_needs_its_room() -> None:
     compiled(model, "1MB")(x).sum().backward()
     (graph,) = only_budget().known_graphs
     captured = graph.captured.graph
-    roomy = with_rest(captured, graph.tangents, 10**6)
+    roomy = add_rest(captured, graph.tangents, 10**6)
     assert len(roomy.ops) == len(captured.ops) + 1
-    assert without_rest(captured, keep_everything(roomy)).computed == keep_everything(captured).computed
+    assert map_back_rest(captured, keep_everything(roomy)).computed == keep_everything(captured).computed
     assert all(not roomy.tensors[t].static for t in graph.tangents)
 
 

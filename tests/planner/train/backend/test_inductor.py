@@ -20,7 +20,7 @@ from planner.measure.steps import StepOutcome, measure_memory, measure_outcome
 from planner.plans import search
 from planner.plans.plan import Plan
 from planner.settings.budget import Budget
-from planner.train.backend.settings import settings_of
+from planner.train.backend.settings import parse_backend_options
 from tests.support.budgets import between
 
 pytestmark = [
@@ -151,4 +151,4 @@ def test_evaluation_is_compiled_without_a_plan() -> None:
 
 def test_times_of_kernels_are_not_modelled() -> None:
     with pytest.raises(PlannerError, match="roofline= does not go with kernels='inductor': a roofline models ATen's ops"):
-        settings_of({"budget": "1GB", "kernels": "inductor", "roofline": "h100"})
+        parse_backend_options({"budget": "1GB", "kernels": "inductor", "roofline": "h100"})

@@ -13,8 +13,8 @@ from graphs.simulate import simulate
 from planner.measure.steps import measure_memory
 from planner.runtime.transfers.channels import HostChannels
 from planner.train.backend.planned_graph import PlannedGraph
-from planner.train.backend.rest_of_step import keeping_all
-from planner.train.backend.shared_channels import host_room
+from planner.train.backend.rest_of_step import build_keep_everything
+from planner.train.backend.shared_channels import compute_host_room
 from tests.support.models.backend import assert_same_state, compiled_with_offload, layers, trained_once
 from tests.support.models.offloaded import with_random_copies
 
@@ -83,7 +83,7 @@ def test_offloaded_training_equals_eager_within_both_budgets(
     predicted = simulate(graph.captured.graph, graph.schedule).peak_bytes
     static = sum(t.nbytes for t in (x, *model.parameters(), *model.buffers()))
     measured = measure_memory(lambda x: step(x).sum(), (x,), static_bytes=static, device=CPU).peak_bytes
-    whole = simulate(graph.captured.graph, keeping_all(graph.captured.graph)).peak_bytes
+    whole = simulate(graph.captured.graph, build_keep_everything(graph.captured.graph)).peak_bytes
     assert measured <= predicted + 1024 < 0.61 * whole
 
 
@@ -101,7 +101,7 @@ def test_copies_may_be_anywhere_and_under_way_between_the_passes(
     (graph,), (channels,) = graphs, opened
     offered, between = graph.captured.graph, 0
     for seed in range(6):
-        graph.schedule = with_random_copies(offered, keeping_all(offered), seed)
+        graph.schedule = with_random_copies(offered, build_keep_everything(offered), seed)
         channels.memory.peak_bytes = 0
         for run, of in ((model, model), (step, twin)):
             of.zero_grad()
@@ -125,13 +125,13 @@ def test_graphs_share_the_hosts_memory(host_budget: str, graphs: list[PlannedGra
 
 def test_the_hosts_memory_of_graphs_that_follow_each_other() -> None:
     taken = {"a": (60, 50), "b": (30, 0)}
-    assert host_room(["a"], "a", {}, 100) == 100
-    assert host_room(["a", "b"], "b", taken, 100) == 50
-    assert host_room(["a", "b", "c"], "c", taken, 100) == 50
-    assert host_room(["c", "b"], "c", taken, 100) == 70
-    assert host_room(["c", "c"], "c", {}, 100) == 50
-    assert host_room(["c", "a", "c"], "c", taken, 100) == 25
-    assert host_room(["a", "a", "c"], "c", taken, 80) == 0
+    assert compute_host_room(["a"], "a", {}, 100) == 100
+    assert compute_host_room(["a", "b"], "b", taken, 100) == 50
+    assert compute_host_room(["a", "b", "c"], "c", taken, 100) == 50
+    assert compute_host_room(["c", "b"], "c", taken, 100) == 70
+    assert compute_host_room(["c", "c"], "c", {}, 100) == 50
+    assert compute_host_room(["c", "a", "c"], "c", taken, 100) == 25
+    assert compute_host_room(["a", "a", "c"], "c", taken, 80) == 0
 
 
 @pytest.mark.gpu
@@ -148,7 +148,7 @@ def test_offloaded_training_on_a_gpu_is_exact(graphs: list[PlannedGraph]) -> Non
             run(x).square().sum().backward()
         assert_same_state(model, twin)
         (graph,) = graphs
-        graph.schedule = with_random_copies(graph.captured.graph, keeping_all(graph.captured.graph), seed)
+        graph.schedule = with_random_copies(graph.captured.graph, build_keep_everything(graph.captured.graph), seed)
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_results_of_inductor_kernels_are_offloaded_exactly(
     offered = graph.captured.graph
     state = copy.deepcopy(twin.state_dict())
     gradients = []
-    for schedule in (graph.schedule, *(with_random_copies(offered, keeping_all(offered), seed) for seed in range(3))):
+    for schedule in (graph.schedule, *(with_random_copies(offered, build_keep_everything(offered), seed) for seed in range(3))):
         graph.schedule = schedule
         twin.load_state_dict(state)
         twin.zero_grad()

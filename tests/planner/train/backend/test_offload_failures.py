@@ -13,7 +13,7 @@ from graphs.errors import CopyError, PlannerError
 from graphs.schedule import Compute, find_boundary
 from planner.runtime.transfers.channels import HostChannels
 from planner.train.backend.planned_graph import PlannedGraph
-from planner.train.backend.rest_of_step import keeping_all
+from planner.train.backend.rest_of_step import build_keep_everything
 from planner.train.backend.shared_channels import SharedChannels
 from tests.support.models.backend import assert_same_state, compiled_with_offload, layers, trained_once
 from tests.support.models.offloaded import with_random_copies
@@ -27,7 +27,7 @@ def test_dropped_loss_releases_host_memory(opened: list[HostChannels], graphs: l
     step, x = compiled_with_offload(layers(), "60%"), torch.randn(256, 64)
     trained_once(step, x)
     (graph,), (channels,) = graphs, opened
-    graph.schedule = with_random_copies(graph.captured.graph, keeping_all(graph.captured.graph), 1)
+    graph.schedule = with_random_copies(graph.captured.graph, build_keep_everything(graph.captured.graph), 1)
     out = step(x)
     assert channels.memory.used_bytes == graph.on_host[1] > 0
     del out
@@ -128,6 +128,6 @@ def test_wrong_options_are_refused(options: dict[str, object], message: str) -> 
 
 def test_graphs_on_several_devices_are_refused() -> None:
     shared = SharedChannels(10**9)
-    assert shared.channels(CPU) is shared.channels(CPU)
+    assert shared.get_channels(CPU) is shared.get_channels(CPU)
     with pytest.raises(PlannerError, match=r"graphs of the model run on cpu and on meta, .* leave out"):
-        shared.channels(torch.device("meta"))
+        shared.get_channels(torch.device("meta"))

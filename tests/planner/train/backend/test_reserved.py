@@ -55,7 +55,7 @@ def reserved_together(graphs: list[PlannedGraph]) -> int:
     budget = only_budget()
     order, seen = [run.graph for run in budget.forward_runs], [run.seen for run in budget.forward_runs]
     assert order == graphs
-    return budget._reserved(order, seen, [(graph.captured.graph, graph.schedule) for graph in graphs])
+    return budget._predict_reserved(order, seen, [(graph.captured.graph, graph.schedule) for graph in graphs])
 
 
 def test_single_graph_is_planned_within_a_reserved_budget(graphs: list[PlannedGraph]) -> None:
@@ -109,7 +109,7 @@ def test_graphs_reserving_more_than_the_budget_warn(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("kind", "counted"), [("cpu", CountedMemory.ALLOCATED), ("cuda", CountedMemory.RESERVED)])
 def test_counted_memory_defaults_by_device(kind: str, counted: CountedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_budget, "device_of", lambda _: torch.device(kind))
+    monkeypatch.setattr(shared_budget, "get_graph_device", lambda _: torch.device(kind))
     trained(stack(1, 8), torch.randn(4, 8), "1GB")
     assert only_budget().memory is counted
 

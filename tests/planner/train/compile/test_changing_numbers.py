@@ -81,7 +81,7 @@ def test_numbers_in_arithmetic_keep_the_plan(
     twins = Twins()
     schedule = twins.step.plan.schedule
     monkeypatch.setattr(Compiler, "profile", None)  # nothing is measured, solved or rehearsed again
-    monkeypatch.setattr(Compiler, "_executor", None)
+    monkeypatch.setattr(Compiler, "_build_executor", None)
     with pytest.warns(UserWarning, match="captured again") as caught:
         change(twins, monkeypatch)
     assert len({str(warning.message) for warning in caught}) == len(caught) and twins.step.plan.schedule == schedule

@@ -29,7 +29,7 @@ from planner.settings.budget import Budget, Bytes
 from planner.settings.option_settings import apply_recorded_options
 from planner.settings.plan import PlanSettings, Wait
 from planner.train.compile import compare_eager, compiler, improvement
-from planner.train.compile.improvement import rounds_alike, with_times
+from planner.train.compile.improvement import is_rounded_alike, set_times
 from solvers.clock import WorkClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
 from solvers.result import SolveProgress, compute_gap
@@ -528,7 +528,7 @@ def test_times_of_ops_that_did_not_run_are_scaled_as_those_that_did() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     first, *others = graph.ops
-    corrected = with_times(graph, {op.name: 2 * op.time_s for op in others})
+    corrected = set_times(graph, {op.name: 2 * op.time_s for op in others})
     assert corrected.ops[0].time_s == pytest.approx(2 * first.time_s)
     assert [op.time_s for op in corrected.ops[1:]] == [2 * op.time_s for op in others]
     assert corrected.fingerprint == graph.fingerprint
@@ -537,7 +537,7 @@ def test_times_of_ops_that_did_not_run_are_scaled_as_those_that_did() -> None:
 def test_a_plan_without_recomputation_stays_optimal_at_other_costs() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
-    corrected = with_times(graph, {op.name: 2 * op.time_s for op in graph.ops[1:]})
+    corrected = set_times(graph, {op.name: 2 * op.time_s for op in graph.ops[1:]})
     whole = judge_on(corrected, solve(graph, "100%", time_limit_s=5.0))
     assert (whole.status, whole.gap) == ("optimal", 0.0)
     tight = judge_on(corrected, solve(graph, between(graph), time_limit_s=5.0))
@@ -551,5 +551,5 @@ def test_plans_round_alike_if_they_execute_the_same_inexact_ops() -> None:
     schedules = [schedule_with(graph, ops) for ops in ((), in_chunks(graph, 2), in_chunks(graph, 4))]
     program, in_two, in_four = (replace(plan, schedule=schedule) for schedule in schedules)
     for one in (program, in_two, in_four):
-        assert [rounds_alike(graph, one, other) for other in (program, in_two, in_four)].count(True) == 1
-        assert rounds_alike(graph, one, one)
+        assert [is_rounded_alike(graph, one, other) for other in (program, in_two, in_four)].count(True) == 1
+        assert is_rounded_alike(graph, one, one)

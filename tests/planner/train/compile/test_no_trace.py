@@ -124,8 +124,8 @@ class Interrupted(BaseException):
     ("where", "error"),
     [
         ("plans.search.solve_graph", Interrupted),
-        pytest.param("train.compile.compiler.measured_peak", RuntimeError, marks=pytest.mark.slow),
-        pytest.param("train.compile.compiler.profiled", Interrupted, marks=pytest.mark.slow),
+        pytest.param("train.compile.compiler.measure_peak", RuntimeError, marks=pytest.mark.slow),
+        pytest.param("train.compile.compiler.profile_capture", Interrupted, marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_on_the_way_leaves_nothing(where: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from planner.torch_private.cpp import CppCodeCache, load_cpp
 from planner.train.eager.deferred_log import DeferredLog
 
-pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not DeferredLog.is_available(), reason="there is no C++ compiler")
 
 
 def test_only_a_library_that_is_not_on_disk_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

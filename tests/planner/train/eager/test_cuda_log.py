@@ -78,7 +78,7 @@ no_block = pytest.mark.xfail(raises=BudgetError, reason="a convolution's workspa
 )
 def test_a_step_that_does_not_fit_after_steps_that_do(of: Callable[[], tuple[nn.Module, Step]], memory: str) -> None:
     share = 0.75 if memory == "allocated" else 0.9  # what lies between tensors is reserved, too
-    assert DeferredLog.available()
+    assert DeferredLog.is_available()
     warm_up_libraries(torch.device("cuda"))
 
     def steps() -> list[Tensor]:

@@ -21,7 +21,7 @@ from planner.train.eager.log_reading import LogReader
 from planner.train.eager.recording import Recorder
 from planner.train.eager.saved_tensors import SavedTensor
 from planner.train.eager.session import Rematerialization, rematerialize
-from planner.train.eager.size_rules import tensors_in
+from planner.train.eager.size_rules import iterate_tensors
 from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage
 from tests.support.eager.chains import (
     RUNS,
@@ -41,7 +41,7 @@ from tests.support.eager.chains import (
 from tests.support.eager.models import LOOPS, Loop
 from tests.support.eager.tensors import existing, other_bytes
 
-pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not DeferredLog.is_available(), reason="there is no C++ compiler")
 
 aten = torch.ops.aten
 
@@ -105,7 +105,7 @@ def forward(run: Run, *, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> lis
     model, x = chain(), torch.randn(64, 64)
     with monkeypatch.context() as patch:
         if not deferred:
-            patch.setattr(DeferredLog, "available", lambda: False)
+            patch.setattr(DeferredLog, "is_available", lambda: False)
         with rematerialize("1GB") as session:
             opened(session, run, model, x) if deferred else [run(model, x).backward() for _ in range(2)]
             model.zero_grad()
@@ -458,7 +458,7 @@ def bounded() -> list[tuple[Any, tuple[Any, ...]]]:
 def test_size_bounds_are_not_below_output_sizes(number: int) -> None:
     """An op that is one byte too large is not executed by the log, which its bound would allow if it were too low."""
     function, args = bounded()[number]
-    made_bytes = sum(t.nbytes for t in tensors_in(function(*args)))
+    made_bytes = sum(t.nbytes for t in iterate_tensors(function(*args)))
     model, budget = chain(), other_bytes() + 10**8
     with rematerialize(budget) as session:
         opened(session, with_dropout, model, torch.randn(8, 64))
@@ -502,10 +502,10 @@ def of_more() -> list[tuple[Callable[[], object], Callable[[], object]]]:
 @pytest.mark.parametrize("number", range(len(of_more())))
 def test_an_op_is_not_taken_for_one_that_makes_less(number: int, *, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = of_more()[number]
-    made_bytes = sum(t.untyped_storage().nbytes() for t in tensors_in(other()))
+    made_bytes = sum(t.untyped_storage().nbytes() for t in iterate_tensors(other()))
     model, budget = chain(), other_bytes() + 10**8
     if not deferred:
-        monkeypatch.setattr(DeferredLog, "available", lambda: False)
+        monkeypatch.setattr(DeferredLog, "is_available", lambda: False)
     with rematerialize(budget) as session:
         if deferred:
             opened(session, with_dropout, model, torch.randn(8, 64))

@@ -21,7 +21,7 @@ from tests.support.eager.chains import RUNS, Run, chain, is_open, train_on, with
 from tests.support.eager.device_costs import Costs, measure_by
 from tests.support.eager.tensors import existing, other_bytes
 
-pytestmark = pytest.mark.skipif(not DeferredLog.available(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not DeferredLog.is_available(), reason="there is no C++ compiler")
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def train(model: nn.Module, x: Tensor) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("in_this_thread", [False, True])
 def test_an_op_that_went_on_without_memory_ends_the_block(costs: Costs, *, in_this_thread: bool) -> None:
-    log_library = deferred_log._library()
+    log_library = deferred_log._load_library()
     fails: list[bool] = []
     kernel = torch.library.get_kernel(torch.ops.aten.tanh.default, "CPU")
     library = torch.library.Library("aten", "IMPL")

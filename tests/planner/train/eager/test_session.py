@@ -22,7 +22,7 @@ from planner.torch_private.core import get_kernel_settings
 from planner.train.eager import memory, sizes
 from planner.train.eager.deferred_log import DeferredLog
 from planner.train.eager.session import Rematerialization, rematerialize
-from planner.train.eager.sizes import takes_free_memory
+from planner.train.eager.sizes import may_take_free_memory
 from solvers.online.heuristics import MEGENGINE, NAMES
 from tests.support.eager.chains import (
     Failing,
@@ -625,7 +625,7 @@ def test_tensors_in_reference_cycles_are_freed_before_a_budget_is_too_small(
             self.node, self.contents = self, torch.ones(100_000)
 
     if not deferred:
-        monkeypatch.setattr(DeferredLog, "available", lambda: False)
+        monkeypatch.setattr(DeferredLog, "is_available", lambda: False)
     gc.collect()
     gc.disable()
     try:
@@ -641,7 +641,7 @@ def test_tensors_in_reference_cycles_are_freed_before_a_budget_is_too_small(
 def test_batches_are_not_kept_until_the_budget_is_too_small(*, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what was computed from them and is still there: gradients that are accumulated, and counts."""
     if not deferred:
-        monkeypatch.setattr(DeferredLog, "available", lambda: False)
+        monkeypatch.setattr(DeferredLog, "is_available", lambda: False)
     model, batch = chain(), torch.randn(256, 64).numpy()
     kept = model(torch.randn(8, 64))  # a graph that is alive
     right = torch.zeros((), dtype=torch.int64)
@@ -905,7 +905,7 @@ class FullDevice(Costs):
         super().__init__()
         self.full, self.unserved_at = full, unserved_at
 
-    def missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
+    def find_missing_block(self, size_bytes: int) -> torch.OutOfMemoryError | None:
         if not self.full:
             return None
         self.full -= 1
@@ -932,7 +932,7 @@ def test_convolutions_have_memory_in_one_piece_before_they_run() -> None:
 
         def learn_as_on_cuda(*args: Any) -> Any:
             known = learn(*args)
-            known.needs_block = takes_free_memory(args[1])
+            known.needs_block = may_take_free_memory(args[1])
             return known
 
         recorder.sizes.learn = learn_as_on_cuda
@@ -970,7 +970,7 @@ def test_workspace_of_an_lstm_stays_within_the_budget_from_the_start(monkeypatch
     known = session.debug.recorder.sizes.recent.values()
     kept, taken = max(op.out_bytes for op in known), max(op.out_bytes + op.workspace_bytes for op in known)
     model.zero_grad()
-    monkeypatch.setattr(sizes, "lstm_workspace_bytes", lambda *_: kept)  # it differs between machines
+    monkeypatch.setattr(sizes, "count_lstm_workspace_bytes", lambda *_: kept)  # it differs between machines
     with rematerialize(other_bytes() + taken + 500_000) as session:
         found = step()
     assert session.evictions > 0 and session.peak_bytes <= session.budget_bytes

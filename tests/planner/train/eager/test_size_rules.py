@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner.train.eager.size_rules import rule_of, tensors_in
+from planner.train.eager.size_rules import get_rule, iterate_tensors
 from planner.train.eager.sizes import OutputSizes
 
 aten = torch.ops.aten
@@ -65,27 +65,29 @@ UNKNOWN: list[Call] = [
 
 def made_bytes(call: Call) -> int:
     function, args, kwargs = call
-    there = {t.untyped_storage()._cdata for t in tensors_in(args)}
-    outputs = {t.untyped_storage()._cdata: t for t in tensors_in(function(*args, **kwargs))}
+    there = {t.untyped_storage()._cdata for t in iterate_tensors(args)}
+    outputs = {t.untyped_storage()._cdata: t for t in iterate_tensors(function(*args, **kwargs))}
     return sum(t.untyped_storage().nbytes() for address, t in outputs.items() if address not in there)
 
 
 @pytest.mark.parametrize("number", range(len(EXACT)))
 def test_rules_return_the_bytes_of_the_outputs(number: int) -> None:
     function, args, kwargs = EXACT[number]
-    rule = rule_of(function)
+    rule = get_rule(function)
     assert rule is not None
     assert (
-        sum(rule(args, kwargs)) == made_bytes(EXACT[number]) == OutputSizes(torch.device("cpu")).out_bytes(function, args, kwargs)
+        sum(rule(args, kwargs))
+        == made_bytes(EXACT[number])
+        == OutputSizes(torch.device("cpu")).count_out_bytes(function, args, kwargs)
     )
 
 
 @pytest.mark.parametrize("number", range(len(UNKNOWN)))
 def test_rules_leave_types_that_are_promoted_to_pytorch(number: int) -> None:
     function, args, kwargs = UNKNOWN[number]
-    rule = rule_of(function)
+    rule = get_rule(function)
     assert rule is not None and rule(args, kwargs) is None
-    assert OutputSizes(torch.device("cpu")).out_bytes(function, args, kwargs) == made_bytes(UNKNOWN[number])
+    assert OutputSizes(torch.device("cpu")).count_out_bytes(function, args, kwargs) == made_bytes(UNKNOWN[number])
 
 
 TYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
@@ -134,11 +136,11 @@ def test_rules_are_exact_for_all_types(default: torch.dtype) -> None:
                 made = made_bytes((function, args, kwargs))
             except (RuntimeError, TypeError):  # no kernel for these types
                 continue
-            rule = rule_of(function)
+            rule = get_rule(function)
             assert rule is not None
             sizes = rule(args, kwargs)
             decided += sizes is not None
-            assert sizes is None or sum(sizes) == made, (function, [(a.dtype, a.shape) for a in tensors_in(args)], kwargs)
+            assert sizes is None or sum(sizes) == made, (function, [(a.dtype, a.shape) for a in iterate_tensors(args)], kwargs)
     finally:
         torch.set_default_dtype(before)
     assert decided > len(calls) / 4
@@ -148,20 +150,20 @@ def test_rules_are_exact_for_all_types(default: torch.dtype) -> None:
     "function", [aten.cat.default, aten.arange.default, aten.equal.default, aten.nonzero.default, aten.frexp.Tensor]
 )
 def test_unsupported_ops_have_no_size_rule(function: object) -> None:
-    assert rule_of(function) is None
+    assert get_rule(function) is None
 
 
 def test_only_memory_of_the_device_counts() -> None:
     sizes = OutputSizes(torch.device("meta"))
-    assert sizes.out_bytes(aten.relu.default, (torch.ones(5, device="meta"),), {}) == 20
-    assert sizes.out_bytes(aten.relu.default, (torch.ones(5),), {}) == 0
+    assert sizes.count_out_bytes(aten.relu.default, (torch.ones(5, device="meta"),), {}) == 20
+    assert sizes.count_out_bytes(aten.relu.default, (torch.ones(5),), {}) == 0
 
 
 def test_numbers_may_be_on_another_device() -> None:
     sizes = OutputSizes(torch.device("meta"))
-    assert sizes.out_bytes(aten.mul.Tensor, (torch.ones(()), torch.ones((), device="meta")), {}) == 4
-    assert sizes.out_bytes(aten.mul.Tensor, (torch.ones(()), torch.ones(3, device="meta")), {}) == 12
+    assert sizes.count_out_bytes(aten.mul.Tensor, (torch.ones(()), torch.ones((), device="meta")), {}) == 4
+    assert sizes.count_out_bytes(aten.mul.Tensor, (torch.ones(()), torch.ones(3, device="meta")), {}) == 12
 
 
 def test_wrong_arguments_are_left_to_the_op() -> None:
-    assert OutputSizes(torch.device("cpu")).out_bytes(aten.mm.default, (x[0], torch.ones(())), {}) == 0
+    assert OutputSizes(torch.device("cpu")).count_out_bytes(aten.mm.default, (x[0], torch.ones(())), {}) == 0

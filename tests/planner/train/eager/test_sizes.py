@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from planner.torch_private.core import silence_fakes
-from planner.train.eager.size_rules import tensors_in
-from planner.train.eager.sizes import OutputSizes, lstm_workspace_bytes
+from planner.train.eager.size_rules import iterate_tensors
+from planner.train.eager.sizes import OutputSizes, count_lstm_workspace_bytes
 
 aten = torch.ops.aten
 _exp = aten.exp.default
@@ -43,7 +43,7 @@ def test_guessed_workspace_of_an_lstm_is_within_a_factor_of_two(sizes: tuple[int
     state = torch.zeros(batch, hidden)
     flags = (False, [], 2, hidden, 1, True, False, False, True)
     *_, workspace = torch.ops.aten.mkldnn_rnn_layer(torch.zeros(steps, batch, inputs), *weights, state, state, *flags)
-    assert 0.5 < workspace.nbytes / lstm_workspace_bytes(*sizes) < 2
+    assert 0.5 < workspace.nbytes / count_lstm_workspace_bytes(*sizes) < 2
 
 
 def ops(device: str) -> list[tuple[object, tuple[object, ...], dict[str, object]]]:
@@ -75,12 +75,12 @@ def test_sizes_are_those_of_the_op(number: int, monkeypatch: pytest.MonkeyPatch)
     """By meta tensors where they can, which says what fake tensors say."""
     function, args, kwargs = ops("cpu")[number]
     sizes = OutputSizes(torch.device("cpu"))
-    found = sizes.out_bytes(function, args, kwargs)  # type: ignore[arg-type]
-    there = {t.untyped_storage()._cdata for t in tensors_in(args)}
-    outputs = {t.untyped_storage()._cdata: t for t in tensors_in(function(*args, **kwargs))}  # type: ignore[operator]
+    found = sizes.count_out_bytes(function, args, kwargs)  # type: ignore[arg-type]
+    there = {t.untyped_storage()._cdata for t in iterate_tensors(args)}
+    outputs = {t.untyped_storage()._cdata: t for t in iterate_tensors(function(*args, **kwargs))}  # type: ignore[operator]
     assert found == sum(t.untyped_storage().nbytes() for address, t in outputs.items() if address not in there)
     monkeypatch.setattr("planner.train.eager.sizes.has_meta_kernel", lambda _: False)
-    assert found == OutputSizes(torch.device("cpu")).out_bytes(function, args, kwargs)  # type: ignore[arg-type]
+    assert found == OutputSizes(torch.device("cpu")).count_out_bytes(function, args, kwargs)  # type: ignore[arg-type]
 
 
 def test_an_argument_that_names_a_device_makes_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +94,8 @@ def test_an_argument_that_names_a_device_makes_nothing_there(monkeypatch: pytest
     monkeypatch.setattr(torch, "empty_strided", noting)
     sizes = OutputSizes(torch.device("cpu"))
     x = torch.ones(4, 4)
-    assert sizes.out_bytes(aten.full_like.default, (x, 1.0), {"device": torch.device("cpu")}) == 64
-    assert sizes.out_bytes(aten.full_like.default, (x, 1.0), {}) == 64
+    assert sizes.count_out_bytes(aten.full_like.default, (x, 1.0), {"device": torch.device("cpu")}) == 64
+    assert sizes.count_out_bytes(aten.full_like.default, (x, 1.0), {}) == 64
     assert made[0] == "cpu" and set(made[1:]) == {"meta"}  # the first on fake tensors
 
 

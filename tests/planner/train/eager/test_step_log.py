@@ -6,7 +6,7 @@ from graphs.io.graph_document import build_from_dict, convert_to_dict
 from graphs.ir import Kind, Phase
 from graphs.schedule import Compute, Free, keep_everything
 from graphs.simulate import simulate
-from planner.train.eager.step_log import LoggedOp, StepLog, recorded_step
+from planner.train.eager.step_log import LoggedOp, StepLog, build_recorded_step
 
 
 def add(log: StepLog, target: str, inputs: tuple[int, ...], made: tuple[int, ...] = (), **facts: object) -> int:
@@ -31,7 +31,7 @@ def small_step() -> StepLog:
 
 
 def test_a_step_becomes_a_graph() -> None:
-    step = recorded_step(small_step(), {"model": "small"})
+    step = build_recorded_step(small_step(), {"model": "small"})
     graph = step.graph
     assert [op.name for op in graph.ops] == ["mm", "relu_", "mm_1", "mm_2", "sub_"]
     assert [t.name for t in graph.tensors] == ["held_0", "held_1", "mm", "relu_", "mm_1", "mm_2", "not read in the step"]
@@ -58,13 +58,13 @@ def test_unpacked_tensors_are_inputs_of_all_ops_of_their_node() -> None:
     add(log, "g", (loss,), (g,), backward=True, node=7)
     add(log, "g", (g, b), (h,), backward=True, node=7)
     add(log, "g", (h,), (k,), backward=True, node=6)
-    graph = recorded_step(log).graph
+    graph = build_recorded_step(log).graph
     assert [op.inputs for op in graph.ops] == [(), (a,), (b,), (b, loss), (b, g), (h,)]
     assert [op.recomputable for op in graph.ops] == [True, True, False, False, False, False]
 
 
 def test_keep_everything_schedule_frees_released_storages() -> None:
-    graph = recorded_step(small_step()).graph
+    graph = build_recorded_step(small_step()).graph
     assert keep_everything(graph).steps == (
         *(Compute(0), Compute(1), Free(2)),
         *(Compute(2), Compute(3), Free(3)),
@@ -99,7 +99,7 @@ def test_only_storages_held_by_the_program_stay_until_released(only_saved: bool)
     add(log, "h", (b,), (c,))
     log.release(a, only_saved=only_saved)
     log.release(a, only_saved=not only_saved)  # it is gone already
-    graph = recorded_step(log).graph
+    graph = build_recorded_step(log).graph
     assert graph.ops[2].inputs == ((1,) if only_saved else (1, 0))
 
 

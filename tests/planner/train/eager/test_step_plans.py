@@ -6,14 +6,14 @@ from graphs.errors import PlannerError
 from graphs.schedule import Compute, Free, Schedule
 from graphs.simulate import simulate
 from planner.train.eager import step_plans
-from planner.train.eager.step_log import LoggedOp, StepLog, recorded_step
-from planner.train.eager.step_plans import Action, StepPlan, StepPlans, actions
+from planner.train.eager.step_log import LoggedOp, StepLog, build_recorded_step
+from planner.train.eager.step_plans import Action, StepPlan, StepPlans, list_actions
 from tests.support.eager.step_logs import LENGTH, SIZE, Event, add, log_of, ops_of_chain
 
 
 def take_offered(plans: StepPlans) -> list[Action | int]:
     """Evict all that is offered."""
-    offered = plans.offered()
+    offered = plans.get_offered()
     taken: list[Action | int] = [Action(storage, evict=True) for storage in offered]
     offered.clear()
     return taken
@@ -37,10 +37,10 @@ def evictions_of(plan: StepPlan) -> list[Action]:
 
 
 def test_actions_are_the_schedule_between_the_ops() -> None:
-    step = recorded_step(log_of(ops_of_chain(3)))
+    step = build_recorded_step(log_of(ops_of_chain(3)))
     steps = [Compute(0), Compute(1), Free(0), Compute(2), Compute(3), Free(2), Compute(0), Compute(4), Free(1), Free(3)]
     steps += [Compute(5), Free(0), Free(4)]
-    found = actions(step, Schedule(tuple(steps)))
+    found = list_actions(step, Schedule(tuple(steps)))
     assert found == ((), (), (Action(0, evict=True),), (), (Action(0, evict=False),), (), ())
 
 
@@ -55,7 +55,7 @@ def test_recomputation_of_overwritten_storage_repeats_its_writes() -> None:
     log.add_op(LoggedOp("read", (a,), (), time_s=1.0), 3, 0)
     log.release(a)
     steps = (Compute(0), Compute(1), Free(0), Free(1), Compute(2), Free(2), Compute(0), Compute(1), Free(0), Compute(3), Free(1))
-    assert actions(recorded_step(log), Schedule(steps)) == (
+    assert list_actions(build_recorded_step(log), Schedule(steps)) == (
         *((), ()),
         (Action(a, evict=True),),
         (Action(a, evict=False),),
@@ -75,18 +75,18 @@ def test_overwritten_storage_is_recomputed_before_its_inputs_are_evicted() -> No
     log.release(other)
     log.add_op(LoggedOp("read", (mask,), (), time_s=1.0), 4, 0)
     log.release(mask)
-    step = recorded_step(log)
+    step = build_recorded_step(log)
     assert step.storages == (x, mask, mask, other)
     steps = [Compute(0), Compute(1), Compute(2), Free(0), Free(1), Free(2), Compute(3), Free(3)]
     steps += [Compute(0), Compute(1), Free(0), Compute(2), Free(1), Compute(4), Free(2)]
     again = (Action(x, evict=False), Action(mask, evict=False), Action(x, evict=True))
-    assert actions(step, Schedule(tuple(steps))) == ((), (), (), (Action(mask, evict=True),), again, ())
+    assert list_actions(step, Schedule(tuple(steps))) == ((), (), (), (Action(mask, evict=True),), again, ())
 
 
 def test_a_schedule_in_another_order_is_refused() -> None:
-    step = recorded_step(log_of(ops_of_chain(2)))
+    step = build_recorded_step(log_of(ops_of_chain(2)))
     with pytest.raises(PlannerError, match="executes op 'f_1' before ops that precede it"):
-        actions(step, Schedule((Compute(1),)))
+        list_actions(step, Schedule((Compute(1),)))
 
 
 def test_repeated_step_follows_a_plan_from_the_third_time_on() -> None:
@@ -176,7 +176,7 @@ def offers(plans: StepPlans, size: int) -> list[list[int]]:
     found = []
     plans.begin(0)
     for event in ops_of_chain(size=size):
-        found.append(list(plans.offered()))
+        found.append(list(plans.get_offered()))
         add(event, plans.log, plans)
     plans.end()
     return found
@@ -233,7 +233,7 @@ def test_other_ops_are_offered_nothing() -> None:
     plans.begin(0)
     plans.log.add_storage(90)
     plans.add_op(LoggedOp("g", (), (0,)), "g", (90,))
-    assert plans.offered() == {}
+    assert plans.get_offered() == {}
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ from tests.support.eager.device_costs import Costs, measure_by
 
 def test_first_measurement_replaces_a_guess_and_larger_ones_raise_it() -> None:
     known = KnownOp(100, workspace_bytes=1000, guessed=True)
-    known.measured(30)
+    known.record_workspace(30)
     assert (known.workspace_bytes, known.guessed) == (30, False)
-    known.measured(40)
-    known.measured(20)
+    known.record_workspace(40)
+    known.record_workspace(20)
     assert known.workspace_bytes == 40
 
 
@@ -60,7 +60,7 @@ def test_a_budget_holds_with_workspaces(model: torch.nn.Module, monkeypatch: pyt
 def test_what_kernels_on_the_cpu_take_is_in_the_budget(logged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions copy their inputs and outputs."""
     if not logged:
-        monkeypatch.setattr(DeferredLog, "available", lambda: False)
+        monkeypatch.setattr(DeferredLog, "is_available", lambda: False)
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.Tanh()) for _ in range(6)]
     model, x = torch.nn.Sequential(*layers), torch.randn(16, 8, 32, 32)

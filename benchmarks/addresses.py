@@ -17,7 +17,7 @@ from benchmarks.solves import build_graph
 from benchmarks.zoo_models import MODELS
 from graphs.addresses import Buffer, buffers_of
 from graphs.io.buffers import read_buffers
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
 from planner.studies.experiment import Study
@@ -85,7 +85,7 @@ def solve_addresses(
         live_bytes=max(instance.bound_bytes for instance in split_into_instances(buffers)),
         best_fit_bytes=compute_best_fit_bytes(buffers),
         arena_bytes=result.height_bytes,
-        **get_attributes(result, "bound_bytes", "status", "seconds"),
+        **select_attributes(result, "bound_bytes", "status", "seconds"),
         **collect_provenance(),
     )
 

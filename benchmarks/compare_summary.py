@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from planner.studies.best import (
+from planner.studies.best_rows import (
     HEURISTICS,
     NOT_TRIED,
     explain_none,

@@ -35,7 +35,7 @@ from planner.cli import argument_types
 from planner.measure import steps as measure
 from planner.measure import tracing
 from planner.measure.pool_memory import measure_peak
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings
@@ -151,7 +151,7 @@ def train(name: str, known: Sequence[CurveRow], *, steps: int, seed: int) -> Ite
                 exact_loss=exact_loss,
                 time_s=time_s,
                 exact_s=exact_s,
-                **get_attributes(curve, "predicted_peak_bytes", "peak_bytes", "predicted_error", "error"),
+                **select_attributes(curve, "predicted_peak_bytes", "peak_bytes", "predicted_error", "error"),
                 exact_peak_bytes=begun[EXACT].peak_bytes,
                 seed=seed,
                 **collect_provenance(),

@@ -26,7 +26,7 @@ from graphs.errors import BudgetError
 from graphs.units import format_seconds
 from planner.capture.workload.models import build
 from planner.cli import argument_types
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value, order_by
@@ -196,7 +196,7 @@ def measure_within(
     except BudgetError:
         model.zero_grad()
         return {"eager_s": time_step(model, step)}
-    return {"eager_s": min(eager), "time_s": min(times), **checked, **get_attributes(session, *_OF_SESSION)}
+    return {"eager_s": min(eager), "time_s": min(times), **checked, **select_attributes(session, *_OF_SESSION)}
 
 
 def measure_planned(budget: int, model: nn.Module, step: Step, expected: list[Tensor], *, steps: int) -> dict[str, object]:
@@ -218,7 +218,7 @@ def measure_planned(budget: int, model: nn.Module, step: Step, expected: list[Te
         return {"eager_s": eager_s}
     plan = found.plan
     ratios = {"plan_ratio": 1 + plan.overhead, "bound_ratio": plan.bound_s / plan.graph.time_s if plan.bound_s else None}
-    return {"eager_s": eager_s, "time_s": time_s, **checked, **get_attributes(session, *_OF_SESSION), **ratios}
+    return {"eager_s": eager_s, "time_s": time_s, **checked, **select_attributes(session, *_OF_SESSION), **ratios}
 
 
 def run_compared(

@@ -18,7 +18,7 @@ from benchmarks.command import build_parser, carry_out, limit_threads
 from benchmarks.first_step_cases import CASES
 from benchmarks.first_step_run import FAILED, LARGE_PAGES, OUT_OF_MEMORY, RAN, UNCAPPED, WAYS, FirstStepRow, train
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.studies.experiment import Study
 from planner.studies.processes import ALONE, ProcessError, iterate_results
 from planner.studies.rows import collect_provenance, order_by
@@ -39,7 +39,7 @@ def train_model(model: str, known: Sequence[FirstStepRow]) -> Iterator[FirstStep
     if uncapped is None or uncapped.status != RAN:
         uncapped, ways = replace(train_in_process(model, UNCAPPED, about), planning_steps=CASES[model].planning_steps), {}
         yield uncapped
-    found = get_attributes(uncapped, "eager_peak_bytes", "static_bytes", "eager_growth_bytes", "planning_steps")
+    found = select_attributes(uncapped, "eager_peak_bytes", "static_bytes", "eager_growth_bytes", "planning_steps")
     if None in found.values():
         return
     budget_bytes = int(CASES[model].share * found["eager_peak_bytes"])

@@ -14,7 +14,7 @@ from benchmarks.command import make_main
 from benchmarks.offload import HOST
 from graphs.units import parse_budget
 from planner.capture.workload.workload import parse_spec
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import build_option_settings
 from planner.settings.plan import PlanSettings
@@ -81,7 +81,7 @@ def search(
         max_overhead=MAX_OVERHEAD,
         first=sizes.first,
         time_limit_s=limit_s,
-        **get_attributes(case, "varies", "unit"),
+        **select_attributes(case, "varies", "unit"),
         samples=list_samples(case.varies, sizes.first),
         options=build_option_settings(["offload"], LINK, HOST),
         memory=CountedMemory.ALLOCATED,
@@ -89,8 +89,8 @@ def search(
     for answer in find_max_batch(sizes.trace_graph, wanted):
         yield LargestSizeRow(
             model=name,
-            **get_attributes(wanted, "varies", "unit", "budget_bytes", "max_overhead"),
-            **get_attributes(answer, "method", "size", "overhead", "gap", "peak_bytes", "undecided"),
+            **select_attributes(wanted, "varies", "unit", "budget_bytes", "max_overhead"),
+            **select_attributes(answer, "method", "size", "overhead", "gap", "peak_bytes", "undecided"),
             base_s=answer.keep_everything_time_s,
             link=LINK,
             **collect_provenance(),

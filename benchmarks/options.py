@@ -22,7 +22,7 @@ from graphs.options.option import Need
 from graphs.simulate import simulate
 from planner.capture.options import OPTIONS, check_options, list_step_option_names, needs, restrict_to
 from planner.cli import argument_types
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
 from planner.settings.option_settings import OptionSettings, build_option_settings
@@ -115,7 +115,7 @@ def _solve(case: OptionsCase, some: Sequence[str], graph: Graph, budget: str) ->
     begin = time.monotonic()
     bracket = bracket_least_budget(graph, clock=case.clock())
     seconds = time.monotonic() - begin
-    judged = get_attributes(simulate(graph, bracket.schedule), "time_s", "peak_bytes")
+    judged = select_attributes(simulate(graph, bracket.schedule), "time_s", "peak_bytes")
     found = {"budget_bytes": bracket.found_bytes, "proved_bytes": bracket.proved_bytes}
     return replace(row, status=str(Status.FEASIBLE), seconds=seconds, **judged, **found)
 

@@ -34,7 +34,7 @@ from planner.measure import tracing
 from planner.measure.pool_memory import measure_other_peaks, measure_peak
 from planner.measure.roofline import model_times
 from planner.measure.steps import measure_median_times
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import summarize
 from planner.runtime.executor import Executor
 from planner.settings.budget import read_budget
@@ -206,7 +206,7 @@ def compare(name: str, pair: str, step: Workload, devices: Pair, budget: str, *,
             budget=budget,
             method=method,
             status=_format_status(result),
-            **get_attributes(result, "time_s", "bound_s", "seconds", "budget_bytes", "peak_bytes"),
+            **select_attributes(result, "time_s", "bound_s", "seconds", "budget_bytes", "peak_bytes"),
             serial_s=result.settings.get("serial_s"),
             serial_bound_s=result.settings.get("serial_bound_s"),
             placed=placed,

@@ -23,7 +23,7 @@ from graphs.schedule import schedule_of
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_graph, draw_options, draw_overwriting, draw_training_step
 from planner.capture.options import apply_options
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.studies.experiment import Study
 from planner.studies.rows import Key, declare_column, declare_key, declare_value, read_rows
 from planner.studies.solves import solve_allocated
@@ -98,7 +98,7 @@ def solve_case(case: tuple[str, int], known: Sequence[Row] = ()) -> Iterator[Row
         yield row
         return
     steps = 0 if result.schedule is None else len(result.schedule.steps)
-    yield replace(row, steps=steps, **get_attributes(result, "status", "time_s", "bound_s", "peak_bytes"))
+    yield replace(row, steps=steps, **select_attributes(result, "status", "time_s", "bound_s", "peak_bytes"))
 
 
 STUDY = Study(Row, solve_case, order=lambda row: (KINDS.index(row.kind), row.seed))

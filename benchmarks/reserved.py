@@ -22,9 +22,9 @@ from graphs.allocators.training import compute_reserved_with_pool_bytes, least_c
 from graphs.errors import BudgetError, LimitError
 from graphs.ir import Graph
 from planner.memory.reserved import build_training
-from planner.plans.attributes import get_attributes
 from planner.plans.plan import Plan
-from planner.plans.solving import solve
+from planner.plans.select_attributes import select_attributes
+from planner.plans.solve import solve
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.experiment import Study
 from planner.studies.rows import (
@@ -90,7 +90,7 @@ def _measure(graph: Graph, plan: Plan) -> dict[str, object]:
     usage = usage_of(training)
     addresses = solve_addresses(buffers_of(graph, plan.schedule, alignment=512), time_limit_s=ARENA_LIMIT_S)
     return {
-        **get_attributes(plan, "budget_bytes", "peak_bytes", "overhead", "gap"),
+        **select_attributes(plan, "budget_bytes", "peak_bytes", "overhead", "gap"),
         "in_use_bytes": usage.allocated_bytes,
         "library_bytes": sum(training.libraries),
         "reserved_bytes": usage.reserved_bytes if plan.arena_bytes is None else plan.reserved_bytes,

@@ -15,7 +15,7 @@ from benchmarks.solve_case import SolverRow, make_graph, solve_case
 from benchmarks.solve_suites import PUBLISHED, SUITES, Instance, Landmarks
 from benchmarks.solve_table import draw_growth, draw_solves, format_table
 from graphs.io.formats import read_graph
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.studies.experiment import Study
 from planner.studies.processes import iterate_results
 from planner.studies.rows import find_missing_keys
@@ -41,8 +41,8 @@ def solve_instance(instance: Instance, known: Sequence[SolverRow]) -> Iterator[S
                     list(iterate_results(make_graph, instance.make, made))
                     marks = Landmarks(read_graph(made))
                 case = SolverRow(
-                    **get_attributes(instance, "suite", "graph", "time_limit_s"),
-                    **get_attributes(budget, "reference_time_s", "reference_seconds"),
+                    **select_attributes(instance, "suite", "graph", "time_limit_s"),
+                    **select_attributes(budget, "reference_time_s", "reference_seconds"),
                     budget=budget.label,
                     solver=solver,
                     run=run,

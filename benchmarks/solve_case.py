@@ -11,7 +11,7 @@ from benchmarks.process_memory import read_status_bytes
 from graphs.io.formats import read_graph, write_graph
 from graphs.ir import Graph
 from planner.measure.machine import commit, describe_machine
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.studies.rows import declare_column, declare_key, declare_text, declare_value
 from solvers.clock import WallClock
 from solvers.registry import get_solver
@@ -77,7 +77,7 @@ def solve_case(case: SolverRow, file: Path) -> Iterator[SolverRow]:
         case,
         ops=len(graph.ops),
         base_s=graph.time_s,
-        **get_attributes(result, "status", "time_s", "bound_s", "gap", "seconds", "model_rows", "model_columns"),
+        **select_attributes(result, "status", "time_s", "bound_s", "gap", "seconds", "model_rows", "model_columns"),
         first_s=result.seconds if first_s is None and result.schedule is not None else first_s,
         writing_s=measure_writing_seconds(graph, case.budget_bytes) if case.solver == "checkmate" else None,
         resident_mb=resident_mb,

@@ -7,8 +7,8 @@ from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.units import format_ratio
 from planner.capture.workload.workload import parse_spec
-from planner.plans.attributes import get_attributes
-from planner.plans.solving import order_for
+from planner.plans.select_attributes import select_attributes
+from planner.plans.solve import order_for
 from planner.settings.plan import PlanSettings
 from planner.studies.rows import Made, declare_column, declare_text, declare_value
 from planner.studies.solves import solve_allocated
@@ -86,5 +86,5 @@ def solve_row(blank: Row, graph: Graph, clock: Clock, solver: str = "windows") -
         result = solve_allocated(graph, blank.budget_bytes, clock, solver, tolerance=TOLERANCE)
     except PlannerError as error:
         return replace(blank, message=str(error)), None
-    found = get_attributes(result, "status", "time_s", "bound_s", "peak_bytes", "seconds")
+    found = select_attributes(result, "status", "time_s", "bound_s", "peak_bytes", "seconds")
     return replace(blank, **found, reason=result.reason or "", message=" ".join(result.message.split())), result

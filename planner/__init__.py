@@ -11,11 +11,11 @@ from planner.errors import explain_missing_packages
 if TYPE_CHECKING:
     __version__: str
     from graphs.errors import BudgetError, LimitError, OutOfMemoryError, PlannerError, TraceError
-    from planner.measure.running import RunReport, run
+    from planner.measure.run_plan import RunReport, run
     from planner.measure.tracing import trace
     from planner.plans.plan import Plan
-    from planner.plans.solving import solve
-    from planner.studies.advising import advise, curve
+    from planner.plans.solve import solve
+    from planner.studies.advise import advise, curve
     from planner.train.backend.checkpoint import checkpoint
     from planner.train.compile.compile import compile  # noqa: A004
     from planner.train.compile.dynamic import DynamicStep
@@ -75,15 +75,15 @@ _MODULES = {
     "DynamicStep": "planner.train.compile.dynamic",
     "PlannedStep": "planner.train.compile.step",
     "Plan": "planner.plans.plan",
-    "RunReport": "planner.measure.running",
+    "RunReport": "planner.measure.run_plan",
     "WindowsParams": "solvers.windows.params",
-    "advise": "planner.studies.advising",
+    "advise": "planner.studies.advise",
     "checkpoint": "planner.train.backend.checkpoint",
     "compile": "planner.train.compile.compile",
-    "curve": "planner.studies.advising",
+    "curve": "planner.studies.advise",
     "rematerialize": "planner.train.eager.session",
-    "run": "planner.measure.running",
-    "solve": "planner.plans.solving",
+    "run": "planner.measure.run_plan",
+    "solve": "planner.plans.solve",
     "trace": "planner.measure.tracing",
 }
 

@@ -140,7 +140,7 @@ class Result:
     def map_to(self, **changes: Any) -> "Result":
         """Return this result with other fields, without judging it again: a new schedule has the same time and peak.
 
-        ``planner.plans.solving`` judges each plan, at the end of the chain of changed problems.
+        ``planner.plans.solve`` judges each plan, at the end of the chain of changed problems.
         """
         return replace(self, graph=None, **changes)
 

@@ -13,7 +13,7 @@ import pytest
 from examples.tiny_planner import CHAIN, Op, judge, main, solve
 from graphs.ir import Graph
 from graphs.synthetic.draft import Draft
-from planner.plans.solving import solve as planner_solve
+from planner.plans.solve import solve as planner_solve
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

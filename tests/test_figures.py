@@ -116,8 +116,8 @@ def test_drawn_calls_are_in_the_sources(name: str) -> None:
             ("planner.plans.search", "find_first_plan"),
             "planner.measure.profile does not import planner.plans.search",
         ),
-        ("planner.plans.search", ("planner.plans.solving", "solve"), "planner.plans.search does not call solve"),
-        ("planner.plans.search", ("planner.plans.solving", "solve_all"), "planner.plans.solving has no solve_all"),
+        ("planner.plans.search", ("planner.plans.solve", "solve"), "planner.plans.search does not call solve"),
+        ("planner.plans.search", ("planner.plans.solve", "solve_all"), "planner.plans.solve has no solve_all"),
     ],
 )
 def test_wrong_arrows_are_noticed(caller: str, called: tuple[str, str], fault: str) -> None:

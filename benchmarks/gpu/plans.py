@@ -23,7 +23,7 @@ from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure.steps import get_loss, measure_median_times, measure_outcome
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_key, declare_text, declare_value
@@ -98,7 +98,7 @@ def measure_plan(row: PlanRow, workload: Workload) -> PlanRow:
     plan, eager = step.plan, step.plan.eager
     row = replace(
         row,
-        **get_attributes(plan, "budget_bytes", "overhead", "gap"),
+        **select_attributes(plan, "budget_bytes", "overhead", "gap"),
         predicted_peak_bytes=plan.peak_bytes,
         predicted_reserved_bytes=None if plan.reserved is None else plan.reserved.total_bytes,
         predicted_device_bytes=plan.reserved_bytes if row.way == DEVICE else None,
@@ -107,7 +107,7 @@ def measure_plan(row: PlanRow, workload: Workload) -> PlanRow:
     )
     if eager is None or eager.failure:
         return replace(row, message="" if eager is None else eager.failure)
-    errors = get_attributes(eager, "slowdown", "gradient_error", "eager_error")
+    errors = select_attributes(eager, "slowdown", "gradient_error", "eager_error")
     return replace(row, step_s=eager.planned_time_s, bits=eager.identical, **errors)
 
 

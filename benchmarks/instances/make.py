@@ -16,7 +16,7 @@ from graphs.schedule import Compute, Schedule
 from graphs.synthetic.random_graphs import draw_training_step
 from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.plans.solving import order_for
+from planner.plans.solve import order_for
 from planner.plans.summary import summarize
 from planner.studies.solves import solve_allocated
 from solvers.clock import WallClock

@@ -43,14 +43,14 @@ class Call(NamedTuple):
 
 SOLVE_WALK = (
     Call(0, "planner.cli.solve", "run", "a graph read from a file"),
-    Call(1, "planner.plans.solving", "solve", "the graph with its options, a budget in bytes"),
+    Call(1, "planner.plans.solve", "solve", "the graph with its options, a budget in bytes"),
     Call(2, "planner.memory.reserved_budget", "solve_counted", "one solve; more if reserved memory counts"),
     Call(
         3,
         "planner.memory.allocated_budget",
         "solve_once",
         "a solve in the requested order of ops",
-        passed_by="planner.plans.solving",
+        passed_by="planner.plans.solve",
     ),
     Call(4, "solvers.order.solve", "solve_in_best_order", "in program order, then in another"),
     Call(5, "solvers.registry", "solve", "a method by its name", passed_by="planner.memory.allocated_budget"),
@@ -83,7 +83,7 @@ COMPILE_WALK = (
     Call(4, "planner.measure.profile", "profile", "times, workspaces and sizes"),
     Call(4, "planner.capture.options.traced", "add_traced", "the options that are found in it"),
     Call(3, "planner.plans.search", "find_first_plan", "a plan that is good enough to start with"),
-    Call(4, "planner.plans.solving", "solve_graph", "a plan: see the figure above"),
+    Call(4, "planner.plans.solve", "solve_graph", "a plan: see the figure above"),
     Call(3, "planner.runtime.executor", "Executor", "the step, ready to run"),
     Call(4, "planner.runtime.code", "compile_schedule", "a forward and a backward pass"),
     Call(5, "planner.capture.program.writer", "write", "the steps of the schedule, on each device"),

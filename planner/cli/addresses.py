@@ -18,7 +18,7 @@ from planner.cli.arguments import (
     print_error,
     print_result,
 )
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 
 if TYPE_CHECKING:
     from graphs.addresses import Buffer
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if result.offsets is None and not arguments.json:
         print_error(said)
     else:
-        data = {"output": written, "buffers": len(table.buffers), **get_attributes(result, *_COLUMNS)}
+        data = {"output": written, "buffers": len(table.buffers), **select_attributes(result, *_COLUMNS)}
         print_result(arguments, lambda: data, lambda: said + (f"\nwritten to {written}" if written else ""), written=(written,))
     if result.offsets is not None:
         return DONE

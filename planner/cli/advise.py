@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with LineView(quiet=arguments.quiet) as progress, StopOnInterrupt(progress) as interrupt:
         progress.show_activity(f"building {arguments.model}")
-        from planner.studies.advising import advise
+        from planner.studies.advise import advise
 
         model, loss_fn, batch = build_tracing(arguments, options=RECOMPUTATION).load(arguments.model)
         advice = advise(

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 from graphs.optimizers import OPTIMIZERS
 from planner.capture.options import OPTIONS, list_step_option_names
 from planner.cli import argument_types
-from planner.plans.attributes import get_attributes
-from planner.progress.visible import escape_lines, escape_text
+from planner.plans.select_attributes import select_attributes
+from planner.progress.escape import escape_lines, escape_text
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import DEVICES
 from planner.settings.option_settings import LINK, OptionSettings, build_option_settings
@@ -297,7 +297,7 @@ def add_how_to_trace(parser: Parser) -> None:
 def build_tracing(arguments: argparse.Namespace, **changes: Any) -> Tracing:
     """Return the settings from the options of ``add_how_to_trace``, with `changes` to those of the trace."""
     options = OptionSettings(tuple(getattr(arguments, "options", None) or ()))  # for commands that have them
-    given = get_attributes(arguments, "roofline", "optimizer", "accumulate", "passes")
+    given = select_attributes(arguments, "roofline", "optimizer", "accumulate", "passes")
     return Tracing(PlanSettings(**given | {"options": options} | changes), device=arguments.device, seed=arguments.seed)
 
 
@@ -315,7 +315,7 @@ def print_written(graph: "Graph", arguments: argparse.Namespace) -> None:
     summary = summarize(graph)
     optional = f" and {summary.optional_ops:,} optional ones" if getattr(arguments, "options", ()) else ""
     sizes = ("static_bytes", "keep_everything_peak_bytes", "time_s")
-    found = get_attributes(summary, "fingerprint", "ops", "tensors", "optional_ops", *sizes)
+    found = select_attributes(summary, "fingerprint", "ops", "tensors", "optional_ops", *sizes)
     text = (
         f"{arguments.output}: {summary.ops:,} ops{optional}, {summary.tensors:,} tensors, "
         f"step time {format_seconds(summary.time_s)}, "

@@ -18,7 +18,7 @@ from planner.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from planner.measure.running import RunReport
+    from planner.measure.run_plan import RunReport
     from planner.plans.plan import Plan
 
 
@@ -68,10 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
         model = arguments.model or _model_of(plan)
         progress.show_activity(f"building {model}")
         from planner.capture.workload import workload
-        from planner.measure import running
+        from planner.measure import run_plan
 
         built = workload.load(model, device=arguments.device, seed=arguments.seed)
-        report = running.run(
+        report = run_plan.run(
             plan, *built, repeats=arguments.repeats, seed=arguments.seed, arena=arguments.arena, on_progress=progress
         )
     print_result(arguments, run_data, run_text, report)

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     from planner.cli.interrupt import StopOnInterrupt
     from planner.plans.document import write_plan
     from planner.plans.plan_files import name_graph
-    from planner.plans.solving import solve
+    from planner.plans.solve import solve
     from planner.progress import LineView
     from planner.show.report.describe import plan_data, plan_text
 
@@ -179,7 +179,7 @@ def _write_model(graph: "Graph", arguments: argparse.Namespace) -> None:
     if arguments.budget is None:
         raise UsageError("--write-model writes the program of one budget: give --budget in place of --max-overhead")
     from planner.capture.options import apply_options
-    from planner.plans.solving import order_for
+    from planner.plans.solve import order_for
     from planner.plans.summary import summarize
     from planner.settings.budget import read_budget
     from solvers.baselines.checkmate import write_model

@@ -15,7 +15,7 @@ from planner.cli.arguments import (
     print_written,
     trace_model,
 )
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 
 
 def add(commands: Commands) -> None:
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_traced(arguments.options)
     check_writable(arguments.output)
     with LineView(quiet=arguments.quiet) as progress:
-        graph = trace_model(arguments.model, arguments, progress, **get_attributes(arguments, "measure_link", "other_devices"))
+        graph = trace_model(arguments.model, arguments, progress, **select_attributes(arguments, "measure_link", "other_devices"))
         write_graph(graph, arguments.output)
     print_written(graph, arguments)
     return DONE

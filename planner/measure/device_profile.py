@@ -16,7 +16,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes
 from planner.capture.options import list_needing
 from planner.capture.program.builder import PassBuilder
-from planner.capture.program.moved import move_calls
+from planner.capture.program.other_device import move_calls
 from planner.capture.program.program import Ref
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.measure.profile import MeasuredOp, find_distinct_ops, isolate_ops

@@ -7,7 +7,7 @@ import torch
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.differing import describe_differing
+from planner.capture.options.differences import describe_differing
 from planner.capture.program.program import Call, Comparable, Ref
 from planner.capture.replay import RealStep
 

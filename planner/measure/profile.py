@@ -21,7 +21,7 @@ from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.random_states import RandomStates, list_gpus, preserve_random_states
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes, format_dtype
-from planner.capture.options.added import get_value
+from planner.capture.options.additions import get_value
 from planner.capture.rewrites.explicit_generators import preserve_generator_states
 from planner.measure.isolated_op import IsolatedOp, OpFunction
 from planner.measure.kernel_settings import SETTINGS, collect_kernel_settings, format_settings

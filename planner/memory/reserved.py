@@ -30,7 +30,7 @@ from graphs.schedule import Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.units import format_bytes, format_enough
 from planner.memory.arena_rules import bound_slab_bytes, plan_device_arena
-from planner.memory.predicted import Reserved
+from planner.memory.reserved_prediction import Reserved
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.devices import CONTEXT_BYTES, USUAL_CONTEXT_BYTES, find_device

@@ -12,7 +12,7 @@ from typing import Any
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from planner.plans.plan import Plan
-from planner.plans.solving import solve_graph
+from planner.plans.solve import solve_graph
 from planner.settings.budget import Budget
 from planner.settings.plan import PlanSettings
 from solvers.child_process import ChildProcess, connect_to_parent, describe_error
@@ -27,7 +27,7 @@ class SolveJob:
     """A solve: a graph, a budget and settings.
 
     Attributes:
-        graph, budget, settings, start: arguments of ``planner.plans.solving.solve_graph``.
+        graph, budget, settings, start: arguments of ``planner.plans.solve.solve_graph``.
     """
 
     graph: Graph

@@ -23,7 +23,7 @@ from graphs.io.documents import (
 )
 from graphs.io.files import format_json, read_object, write_text
 from graphs.schedule import Compute, Free, Schedule, Step
-from planner.memory.predicted import Reserved
+from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import Difference, DifferingOp, EagerComparison
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.settings.counted_memory import CountedMemory

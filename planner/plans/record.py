@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.units import format_bytes, format_ratio
-from planner.memory.predicted import Reserved
+from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import EagerComparison, describe_slower
 from planner.settings.counted_memory import CountedMemory
 from solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, compute_gap, decide_status

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from graphs.ir import Graph
 from planner.plans.background import SolveJob
 from planner.plans.plan import Plan
-from planner.plans.solving import solve_graph
+from planner.plans.solve import solve_graph
 from planner.progress.stages import StageReport
 from planner.settings.budget import Budget, Bytes, Overhead
 from planner.settings.plan import PlanSettings

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from planner.progress.describe import describe
+from planner.progress.escape import escape_text
 from planner.progress.stages import Event, Progress
-from planner.progress.visible import escape_text
 
 if TYPE_CHECKING:
     from rich.live import Live

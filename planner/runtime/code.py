@@ -24,7 +24,7 @@ from graphs.options.selection import remove_computed
 from graphs.pools import COMPUTE, DEVICE
 from graphs.schedule import Compute, Schedule, Step
 from planner.capture.program.builder import Line, Pass, PassBuilder
-from planner.capture.program.moved import move_calls
+from planner.capture.program.other_device import move_calls
 from planner.capture.program.program import Call, OpCalls, Program, Ref, read_by
 from planner.capture.program.writer import CallBefore, PassWriter
 from planner.native.passes import SwitchedPass

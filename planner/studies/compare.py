@@ -13,9 +13,9 @@ from graphs.options import remove_options
 from graphs.schedule import Schedule
 from planner.measure.machine import commit, describe_machine
 from planner.memory.reserved import choose_memory, predict_eager_bytes, predict_reserved_at
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import summarize
-from planner.progress.visible import escape_text
+from planner.progress.escape import escape_text
 from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, Key, RunBy, find_missing, open_rows, record_memory
@@ -92,7 +92,7 @@ class SolveRow:
             return Solved(replace(row, message=_join_lines(str(error))), None)
         row = replace(
             row,
-            **get_attributes(result, "status", "time_s", "peak_bytes", "bound_s", "seconds"),
+            **select_attributes(result, "status", "time_s", "peak_bytes", "bound_s", "seconds"),
             reserved_bytes=predict_reserved_at(graph, result.schedule, self.memory, task.budget_bytes),
             reason=result.reason or "",
             settings=self._format_settings(result.settings if result.schedule is not None else {}),
@@ -121,8 +121,8 @@ class SolveRow:
             status=status,
             settings=self._format_settings({}),
             base_s=self.graph.time_s,
-            **get_attributes(self, "base_peak_bytes", "commit"),
-            **get_attributes(self.settings, "tolerance", "time_limit_s", "seed"),
+            **select_attributes(self, "base_peak_bytes", "commit"),
+            **select_attributes(self.settings, "tolerance", "time_limit_s", "seed"),
             machine=self.machine or describe_machine(),
             versions=self._format_versions({}),
         )
@@ -187,7 +187,7 @@ def compare(
     All methods execute ops for the first time in program order, so that the bound of ``windows`` holds for all.
 
     Args:
-        budgets: in bytes or as text, as in ``planner.plans.solving.solve``.
+        budgets: in bytes or as text, as in ``planner.plans.solve.solve``.
         methods: names in ``solvers.registry``.
         folder: created if missing; rows in its CSV are not computed again.
         settings: settings of all solves. The optimum comes first, then fast methods; methods that solve large programs share the

@@ -18,14 +18,14 @@ from planner.capture.options.traced import replace_graph
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
 from planner.measure.steps import compute_ratio, describe_device
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import check_same_graph, summarize
 from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
 from planner.studies.baselines import Method, build_eager
-from planner.studies.best import HEURISTICS, find_undominated
+from planner.studies.best_rows import HEURISTICS, find_undominated
 from planner.studies.compare import Solved, SolveRow, Task, judge_of, list_tasks
 from planner.studies.comparison_rows import OPTIMUM, PEAK_OF, ComparisonRow, RunBy, find_missing, open_rows
 from planner.studies.jobs import run
@@ -224,7 +224,7 @@ def _add_measured(row: ComparisonRow, measured: Measured) -> ComparisonRow:
         row,
         measured_peak_bytes=measured.peak_bytes,
         measured_host_bytes=measured.host_bytes,
-        **get_attributes(measured, "reserved_bytes", "exactness", "gradient_error"),
+        **select_attributes(measured, "reserved_bytes", "exactness", "gradient_error"),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from graphs.units import format_bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.show.views.figures import choose_size_unit, draw_figure, pick_shades
-from planner.studies.best import get_kind
+from planner.studies.best_rows import get_kind
 from planner.studies.comparison_rows import ComparisonRow, RunBy, bound_of, list_methods, select_simulated
 
 if TYPE_CHECKING:

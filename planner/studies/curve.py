@@ -13,9 +13,9 @@ from graphs.units import format_bytes
 from planner.capture.options import apply_options
 from planner.memory.least_budget import LeastBudget, find_least_budget
 from planner.memory.reserved import choose_memory, predict_eager_bytes
-from planner.plans.attributes import get_attributes
 from planner.plans.record import GraphSummary
-from planner.plans.solving import order_for
+from planner.plans.select_attributes import select_attributes
+from planner.plans.solve import order_for
 from planner.plans.summary import summarize
 from planner.settings.budget import read_budget
 from planner.settings.counted_memory import CountedMemory
@@ -118,7 +118,7 @@ class Curve:
         """A row for each point."""
         return tuple(
             CurveRow(
-                **get_attributes(point, "budget_bytes", "gap", "time_s", "bound_s", "peak_bytes", "reserved_bytes", "seconds"),
+                **select_attributes(point, "budget_bytes", "gap", "time_s", "bound_s", "peak_bytes", "reserved_bytes", "seconds"),
                 memory=str(self.memory),
                 budget_share=point.budget_bytes / self.eager_bytes if self.eager_bytes else None,
                 status=str(point.status),
@@ -273,4 +273,4 @@ def _choose_better(point: Point, other: Point, tolerance: float) -> Point:
     if other.time_s is None or point.bound_s is None or (point.time_s is not None and point.time_s <= other.time_s):
         return point
     status = decide_status(other.time_s, point.bound_s, tolerance)
-    return replace(point, status=status, **get_attributes(other, "schedule", "peak_bytes", "time_s", "reserved_bytes"))
+    return replace(point, status=status, **select_attributes(other, "schedule", "peak_bytes", "time_s", "reserved_bytes"))

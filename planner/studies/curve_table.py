@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from graphs.units import format_bytes, format_ratio
-from planner.plans.attributes import get_attributes
-from planner.progress.visible import escape_text
+from planner.plans.select_attributes import select_attributes
+from planner.progress.escape import escape_text
 from planner.show.views.text import format_table
 from planner.studies.curve import Curve
 from planner.studies.curve_text import PERCENT, column, list_reserved_columns
@@ -73,7 +73,7 @@ def build_max_batch_data(answers: Sequence[LargestSize], wanted: Wanted) -> dict
         "varies": wanted.varies,
         "multiple_of": wanted.unit,
         **wanted.options.as_json,
-        "methods": [get_attributes(answer, *_OF_METHOD) for answer in answers],
+        "methods": [select_attributes(answer, *_OF_METHOD) for answer in answers],
     }
 
 

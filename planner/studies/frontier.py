@@ -12,7 +12,7 @@ from graphs.simulate import simulate
 from graphs.units import format_bytes
 from planner.memory.least_budget import LeastBudget
 from planner.memory.reserved import predict_beside, predict_counted_bytes, predict_reserved_bytes
-from planner.plans.attributes import get_attributes
+from planner.plans.select_attributes import select_attributes
 from planner.settings.counted_memory import CountedMemory
 from planner.studies.workers import ignore
 from solvers.bounds import bound_least_budget
@@ -168,7 +168,7 @@ class Frontier:
         return Point(
             budget_bytes,
             status=decide_status(found.time_s, bound_s, self.tolerance),
-            **get_attributes(found, "schedule", "peak_bytes", "time_s"),
+            **select_attributes(found, "schedule", "peak_bytes", "time_s"),
             reserved_bytes=reserved_bytes,
             bound_s=bound_s,
             seconds=seconds,

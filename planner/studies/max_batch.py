@@ -15,7 +15,7 @@ from graphs.units import format_bytes, format_ratio
 from planner.measure.scaling import GraphFit
 from planner.memory.least_memory import StopWhenDecided
 from planner.memory.reserved import choose_memory, predict_reserved_at
-from planner.plans.solving import order_for
+from planner.plans.solve import order_for
 from planner.studies.sizes import OPTIMAL, LargestSize, SizedMethod, Wanted
 from planner.studies.solves import solve_in_order
 from planner.studies.workers import ignore, return_false

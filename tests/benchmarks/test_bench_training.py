@@ -15,7 +15,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure import tracing
 from planner.measure.steps import get_loss
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.studies.rows import read_rows
 from planner.train.compile.step import PlannedStep
 from tests.support.models.steps import mutated

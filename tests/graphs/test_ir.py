@@ -17,7 +17,7 @@ from graphs.schedule import keep_everything
 from graphs.synthetic.draft import Draft
 from graphs.synthetic.random_graphs import draw_graph, draw_training_step
 from graphs.synthetic.small import make_chain
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.show.facts.graph import collect_graph_facts
 from solvers.registry import get_solver
 from tests.support.graphs.small_graphs import diamond

@@ -18,7 +18,7 @@ from graphs.simulate import simulate
 from planner import solve
 from planner.capture.options import apply_options
 from planner.capture.workload.models import Workload, build
-from planner.measure import running, tracing
+from planner.measure import run_plan, tracing
 from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.eager import Difference, EagerComparison
@@ -84,7 +84,7 @@ def test_a_plan_that_takes_no_such_op_differs_by_nothing(graph: Graph) -> None:
 
 
 def test_run_of_a_chunked_plan_reports_its_differences(workload: Workload, plan: Plan) -> None:
-    report = running.run(plan, *workload, repeats=1)
+    report = run_plan.run(plan, *workload, repeats=1)
     assert report.measured_peak_bytes == report.predicted_peak_bytes == plan.peak_bytes
     assert report.differs == plan.differs and not report.identical
     assert all("of its largest element" in difference for difference in report.differences)
@@ -95,7 +95,7 @@ def test_run_of_a_chunked_plan_reports_its_differences(workload: Workload, plan:
 
 def test_a_plan_of_another_step_is_refused(plan: Plan) -> None:
     with pytest.raises(MismatchError, match="the plan is for another graph"):
-        running.run(plan, *make("summed"), repeats=1)
+        run_plan.run(plan, *make("summed"), repeats=1)
 
 
 def test_training_with_chunks_reports_rounding_without_warnings(

@@ -18,13 +18,13 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure import running, tracing
+from planner.measure import run_plan, tracing
 from planner.measure import steps as measure
 from planner.measure.pool_memory import measure_peak
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings
@@ -124,7 +124,7 @@ def test_compile_with_compression_reports_and_refreshes_the_gradient_error(workl
     assert any(op.target.startswith(f"{COMPRESS}.") for op in step.measured.ops)
     loss = step(*batch)
     loss.backward()
-    report = running.run(step.plan, *workload, repeats=1)
+    report = run_plan.run(step.plan, *workload, repeats=1)
     assert report.predicted_gradient_error == step.plan.gradient_error
     assert report.measured_gradient_error is not None
     assert report.measured_gradient_error <= FACTOR * step.plan.gradient_error + 1e-6

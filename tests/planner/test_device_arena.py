@@ -14,7 +14,7 @@ from planner.memory.reserved import plan_arena, predict_reserved
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.plans.plan_check import check_plan
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.settings.counted_memory import CountedMemory
 from solvers.registry import get_solver
 from solvers.request import Request

@@ -11,7 +11,7 @@ from graphs.ir import Graph
 from planner import solve
 from planner.capture.options.traced import replace_graph
 from planner.capture.workload.models import Workload
-from planner.measure import running, tracing
+from planner.measure import run_plan, tracing
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan
@@ -55,7 +55,7 @@ def test_only_exact_ops_are_offered_and_the_plan_says_which(graph: Graph, tmp_pa
 def test_exact_plan_runs_on_a_recaptured_step(graph: Graph, workload: Workload) -> None:
     """Nothing is compared then: which ops were exact is what the plan says."""
     plan = solve(graph, "100%", options=["chunks"], exact=True, tolerance=0.5)
-    report = running.run(plan, *workload, repeats=1)
+    report = run_plan.run(plan, *workload, repeats=1)
     assert report.measured_peak_bytes <= plan.budget_bytes
 
 

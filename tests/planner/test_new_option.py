@@ -25,7 +25,7 @@ from graphs.synthetic.random_graphs import draw_training_step
 from planner.capture import options
 from planner.capture.options import OPTIONS, apply_options, register
 from planner.capture.workload.models import Workload
-from planner.measure import running
+from planner.measure import run_plan
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
 from planner.plans.plan_check import check_plan
@@ -74,7 +74,7 @@ def test_it_is_found_solved_written_judged_and_run(tmp_path: Path, capsys: pytes
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
 
-    report = running.run(plan, model, loss_fn, batch, repeats=1)
+    report = run_plan.run(plan, model, loss_fn, batch, repeats=1)
     assert report.measured_peak_bytes == plan.peak_bytes
     assert BFLOAT16.description in call(capsys, "options").out
 
@@ -130,7 +130,7 @@ USE = """
 import sys
 from dataclasses import replace
 
-import planner.plans.solving
+import planner.plans.solve
 from planner.cli.main import main
 
 assert planner.__file__.startswith(sys.argv[1]), planner.__file__

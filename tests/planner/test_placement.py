@@ -19,7 +19,7 @@ from graphs.options.surroundings import Link, OtherDevice, Surroundings
 from planner.capture.options import apply_options
 from planner.cli.main import main
 from planner.plans.plan import read_plan
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.settings.option_settings import apply_recorded_options, build_option_settings
 from planner.settings.other_devices import DEVICES_KEY, decode_devices, encode_devices, parse_device
 from tests.support.graphs.random_choices import found_in_a_step

@@ -14,7 +14,7 @@ from graphs.ir import Graph
 from graphs.options.passes import order_by_passes
 from graphs.pools import HOST
 from graphs.simulate import simulate
-from planner.measure.running import run
+from planner.measure.run_plan import run
 from planner.plans import search
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan, read_plan

@@ -12,7 +12,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_training_step
 from planner.plans.document import plan_to_dict
-from planner.plans.solving import solve as plan
+from planner.plans.solve import solve as plan
 from solvers.bounds import bound_least_budget
 from solvers.clock import Clock, WallClock, WorkClock, measure_rest
 from solvers.highs.run import HighsRun

@@ -11,7 +11,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_training_step
 from graphs.synthetic.small import make_training_chain
 from planner.plans.plan_check import check_plan
-from planner.plans.solving import solve as plan
+from planner.plans.solve import solve as plan
 from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock
 from solvers.registry import get_solver

@@ -25,7 +25,7 @@ def _cast(value: "torch.Tensor", *, dtype: "torch.dtype") -> "tuple[torch.Tensor
 def _apply(capture: "Capture") -> "Capture":
     import torch
 
-    from planner.capture.options.added import Additions
+    from planner.capture.options.additions import Additions
 
     additions = Additions(capture)
     for op, t, value in _saved(capture):
@@ -51,7 +51,7 @@ def _saved(capture: "Capture") -> "Iterator[tuple[Op, int, torch.Tensor]]":
     """What the forward pass makes in float32 and the backward pass reads, with the op that makes it and a fake value."""
     import torch
 
-    from planner.capture.options.added import get_value
+    from planner.capture.options.additions import get_value
 
     graph = capture.graph
     for op, node, call in zip(graph.program, capture.nodes, capture.program.calls, strict=False):

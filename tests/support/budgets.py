@@ -16,7 +16,7 @@ from graphs.ir import Graph
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.plans.plan import Plan
-from planner.plans.solving import solve_graph
+from planner.plans.solve import solve_graph
 from planner.settings.budget import Budget, Bytes, Share, read_budget
 from solvers.bounds import bound_least_budget
 from solvers.clock import WorkClock

@@ -12,7 +12,7 @@ import pytest
 from graphs.ir import Graph, Op, Phase, Tensor
 from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
-from planner.measure.running import RunReport
+from planner.measure.run_plan import RunReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def refused(said: Said, code: int, *words: str) -> None:
 
 
 def run_report(*, identical: bool | None, **changes: Any) -> RunReport:
-    """Return what ``planner.measure.running.run`` might, with `changes`."""
+    """Return what ``planner.measure.run_plan.run`` might, with `changes`."""
     usual = RunReport(
         budget_bytes=2000,
         predicted_peak_bytes=1990,

@@ -15,8 +15,8 @@ from graphs.simulate import simulate
 from planner.capture.options import restrict_to
 from planner.memory.least_budget import find_least_budget
 from planner.memory.reserved import EagerMemory, is_on_cuda, predict_eager_memory
-from planner.plans.attributes import get_attributes
 from planner.plans.record import GraphSummary
+from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import summarize
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.other_devices import decode_devices
@@ -210,7 +210,7 @@ def _collect_device_facts(graph: Graph, device: OtherDevice) -> DeviceFacts:
         inexact_ops=sum(bool(device.differs) and op.id not in device.exact for op, _ in offered),
         time_s=math.fsum(time_s for _, time_s in offered),
         here_s=math.fsum(op.time_s for op, _ in offered),
-        **get_attributes(device, "bytes_per_s", "latency_s", "capacity_bytes"),
+        **select_attributes(device, "bytes_per_s", "latency_s", "capacity_bytes"),
         least_budget_bytes=least.proved_bytes if least else None,
         least_budget_found_bytes=least.found_bytes if least else None,
     )
@@ -220,7 +220,7 @@ def _collect_op_facts(graph: Graph, op: Op) -> OpFacts:
     input_bytes = sum(graph.tensors[t].size_bytes for t in op.inputs if not graph.tensors[t].static)
     output_bytes = sum(graph.tensors[t].size_bytes for t in op.outputs)
     return OpFacts(
-        **get_attributes(op, "name", "target", "module", "phase", "workspace_bytes", "time_s"),
+        **select_attributes(op, "name", "target", "module", "phase", "workspace_bytes", "time_s"),
         input_bytes=input_bytes,
         output_bytes=output_bytes,
         total_bytes=input_bytes + output_bytes + op.workspace_bytes,

@@ -15,7 +15,7 @@ from graphs.ir import Op
 from graphs.pools import Pool
 from graphs.schedule import Compute
 from graphs.units import format_bytes, format_seconds
-from planner.progress.visible import escape_text
+from planner.progress.escape import escape_text
 from planner.show.facts.addresses import StepAddresses
 from planner.show.facts.baselines import Baseline
 from planner.show.facts.columns import COLUMNS, compute_memory_columns

@@ -9,10 +9,10 @@ from graphs.options.selection import LEFT_OUT
 from graphs.pools import HOST, Pool
 from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.capture.options import needs
-from planner.plans.attributes import get_attributes
 from planner.plans.eager import describe_slower
 from planner.plans.plan import Plan
-from planner.progress.visible import escape_text
+from planner.plans.select_attributes import select_attributes
+from planner.progress.escape import escape_text
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.link import MEASURED_LINK, get_measured_link
 from planner.settings.option_settings import read_recorded_link, read_recorded_options
@@ -20,7 +20,7 @@ from planner.settings.other_devices import DEVICES_KEY, decode_devices
 from planner.show.views.text import format_aligned, format_table
 
 if TYPE_CHECKING:
-    from planner.measure.running import RunReport
+    from planner.measure.run_plan import RunReport
     from planner.show.facts.streams import IdleTime
 
 
@@ -33,18 +33,18 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "memory": str(plan.memory),
         "predicted_peak_bytes": plan.peak_bytes,
         "reserved": None if plan.reserved is None else asdict(plan.reserved),
-        **get_attributes(plan, "measured_peak_bytes", "arena_bytes", "outside_arena_bytes"),
+        **select_attributes(plan, "measured_peak_bytes", "arena_bytes", "outside_arena_bytes"),
         "predicted_time_s": plan.time_s,
         "predicted_ratio": 1 + plan.overhead,
         "overhead": plan.overhead,
         "eager": None
         if plan.eager is None
         else {**asdict(plan.eager), "identical": plan.eager.identical, "overhead": plan.eager.overhead},
-        **get_attributes(plan, "bound_s", "gap", "solver", "seconds", "ended", "ending"),
+        **select_attributes(plan, "bound_s", "gap", "solver", "seconds", "ended", "ending"),
         "settings": dict(plan.settings),
         "versions": dict(plan.versions),
         "steps": len(plan.schedule.steps),
-        **get_attributes(plan, "recomputed", "copied"),
+        **select_attributes(plan, "recomputed", "copied"),
         "pool_peaks_bytes": dict(plan.pool_peaks_bytes),
         "differs": list(plan.differs),
         "gradient_error": plan.gradient_error,
@@ -134,19 +134,19 @@ def _list_plain_settings(settings: Mapping[str, object]) -> list[tuple[str, obje
 def run_data(report: "RunReport") -> dict[str, object]:
     """Return the predictions and measurements of a run as plain data, as ``planner run`` prints them; without the timeline."""
     return {
-        **get_attributes(
+        **select_attributes(
             report, "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "arena_bytes", "outside_arena_bytes"
         ),
-        **get_attributes(report, "needed_bytes", "predicted_reserved_bytes", "reserved_bytes", "library_bytes"),
-        **get_attributes(report, "predicted_host_bytes", "measured_host_bytes"),
+        **select_attributes(report, "needed_bytes", "predicted_reserved_bytes", "reserved_bytes", "library_bytes"),
+        **select_attributes(report, "predicted_host_bytes", "measured_host_bytes"),
         "predicted_pools_bytes": dict(report.predicted_pools_bytes),
         "measured_pools_bytes": dict(report.measured_pools_bytes),
-        **get_attributes(report, "predicted_time_s", "measured_time_s", "predicted_ratio", "measured_ratio", "eager_ratio"),
-        **get_attributes(report, "overhead", "spread", "identical"),
+        **select_attributes(report, "predicted_time_s", "measured_time_s", "predicted_ratio", "measured_ratio", "eager_ratio"),
+        **select_attributes(report, "overhead", "spread", "identical"),
         "differences": None if report.differences is None else list(report.differences),
         "eager_differences": None if report.eager_differences is None else list(report.eager_differences),
         "differs": list(report.differs),
-        **get_attributes(report, "predicted_gradient_error", "measured_gradient_error", "eager_error", "not_compared"),
+        **select_attributes(report, "predicted_gradient_error", "measured_gradient_error", "eager_error", "not_compared"),
     }
 
 

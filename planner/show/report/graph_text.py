@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.capture.options import OPTIONS
-from planner.progress.visible import escape_text
+from planner.progress.escape import escape_text
 from planner.settings.link import format_rate
 from planner.show.facts.graph import DeviceFacts, GraphFacts, OptionFacts
 from planner.show.report.describe import build_summary_data, list_provenance

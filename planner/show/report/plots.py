@@ -8,7 +8,7 @@ from graphs.units import format_bytes, format_seconds
 from planner.show.views.figures import choose_size_unit, draw_figure, pick_shades
 
 if TYPE_CHECKING:
-    from planner.measure.running import RunReport
+    from planner.measure.run_plan import RunReport
 
 
 def plot_memory(reports: "Sequence[RunReport]", path: Path, *, title: str) -> None:

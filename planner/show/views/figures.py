@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from graphs.errors import PlannerError, UsageError
 from graphs.io.files import check_writable, write_bytes
-from planner.progress.visible import escape_text
+from planner.progress.escape import escape_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,10 +8,10 @@ from markupsafe import escape
 from graphs.errors import PlannerError
 from graphs.ir import Graph
 from graphs.units import format_bytes, format_ratio, format_seconds
-from planner.plans.attributes import get_attributes
 from planner.plans.plan_check import apply_plan_options
 from planner.plans.record import PlanRecord
-from planner.progress.visible import escape_lines, escape_text
+from planner.plans.select_attributes import select_attributes
+from planner.progress.escape import escape_lines, escape_text
 from planner.show.facts.baselines import build_baselines
 from planner.show.facts.timeline import Timeline
 from planner.show.views.memory_plot import plot_plan
@@ -92,10 +92,10 @@ def compare(plan: PlanRecord, graph: Graph | None) -> PlanComparison:
     own = PlanComparisonRow(
         name="this plan",
         counted_bytes=plan.predicted_bytes,
-        **get_attributes(plan, "peak_bytes", "reserved_bytes", "time_s", "recomputed"),
+        **select_attributes(plan, "peak_bytes", "reserved_bytes", "time_s", "recomputed"),
     )
     columns = ("name", "peak_bytes", "reserved_bytes", "counted_bytes", "time_s", "recomputed")
-    others = (PlanComparisonRow(**get_attributes(one, *columns)) for one in build_baselines(timeline.graph, plan))
+    others = (PlanComparisonRow(**select_attributes(one, *columns)) for one in build_baselines(timeline.graph, plan))
     return PlanComparison((own, *others), plan.budget_bytes)
 
 

@@ -17,7 +17,7 @@ from planner.capture.options.traced import add_traced
 from planner.capture.program.draws import get_default_generator
 from planner.capture.signature import Signature
 from planner.measure.profile import profile
-from planner.plans.keeping_everything import prepare_for_tight_memory
+from planner.plans.keep_everything import prepare_for_tight_memory
 from planner.torch_private.capture import (
     BufferAOTInput,
     ParamAOTInput,

@@ -47,6 +47,7 @@ from planner.settings.budget import Auto, Budget, Bytes, Share
 from planner.settings.compatibility import check_compatible
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import OptionSettings
+from planner.train.backend.joint_planning import JointPlanning
 from planner.train.backend.planned_graph import PlannedGraph, get_graph_device
 from planner.train.backend.rest_of_step import (
     add_rest,
@@ -66,7 +67,6 @@ from planner.train.backend.step_memory import (
     find_unread,
     list_sizes_beside_requests,
 )
-from planner.train.backend.together import Together
 from planner.train.backend.unplanned_graph import UnplannedGraph
 
 _log = logging.getLogger(__name__)
@@ -369,9 +369,9 @@ class SharedBudget:
         if self._slab is not None and step in self._planned:
             self._fit_arena(runs, self._planned[step])
 
-    def _build_together(self, runs: Sequence[_ForwardRun], whole: int) -> Together:
+    def _build_together(self, runs: Sequence[_ForwardRun], whole: int) -> JointPlanning:
         order, seen = [run.graph for run in runs], [run.seen for run in runs]
-        return Together(order, seen, whole, self.solve_leaving, host_bytes=self._host_bytes, limit_s=self.limit_s)
+        return JointPlanning(order, seen, whole, self.solve_leaving, host_bytes=self._host_bytes, limit_s=self.limit_s)
 
     def _fit_reserved(self, runs: Sequence[_ForwardRun], whole: int) -> None:
         """Plan the graphs of a step for less memory if they reserve more than the budget; warn if no such plans are found."""

@@ -21,7 +21,7 @@ from planner.measure.pool_memory import measure_peak
 from planner.measure.steps import Isolated, Step, StepOutcome, compute_ratio, measure_outcome, turn_times
 from planner.memory.release import release_unused
 from planner.plans.eager import DifferingOp, EagerComparison
-from planner.plans.keeping_everything import explain_not_fitting
+from planner.plans.keep_everything import explain_not_fitting
 from planner.plans.plan import Plan
 from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import TorchDispatchMode, pytree

@@ -22,7 +22,7 @@ from planner.measure.pool_memory import measure_peak
 from planner.measure.tracing import profile_capture, restore_recorded
 from planner.memory.release import release_large_blocks, release_unused
 from planner.memory.reserved import choose_memory
-from planner.plans.keeping_everything import explain_not_fitting
+from planner.plans.keep_everything import explain_not_fitting
 from planner.plans.line import plan_line
 from planner.plans.plan import Plan
 from planner.plans.search import StepSearch

@@ -24,7 +24,7 @@ from planner.plans.background import BackgroundSolve, SolveJob, solve_here
 from planner.plans.eager import EagerComparison
 from planner.plans.plan import Plan
 from planner.plans.search import StepSearch
-from planner.plans.solving import judge_on
+from planner.plans.solve import judge_on
 from planner.runtime.arena import Arena
 from planner.runtime.cuda.device_arena import DeviceArena
 from planner.runtime.executor import Executor

@@ -10,7 +10,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.plans.cache import SHARES_OF
 from planner.plans.plan import Plan
-from planner.plans.solving import compute_eager_peak_bytes
+from planner.plans.solve import compute_eager_peak_bytes
 from planner.plans.summary import summarize
 from planner.settings.budget import Budget, Bytes, Share
 from planner.settings.option_settings import RECOMPUTATION

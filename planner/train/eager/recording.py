@@ -14,7 +14,6 @@ from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import TorchDispatchMode, storage_address
 from planner.train.eager.device_costs import OpCosts
 from planner.train.eager.draws import get_random_state, lock_of_draws
-from planner.train.eager.following import StepFollower
 from planner.train.eager.memory import Memory
 from planner.train.eager.modules import CurrentModule
 from planner.train.eager.operators import Operator
@@ -23,6 +22,7 @@ from planner.train.eager.saved_tensors import SavedTensor
 from planner.train.eager.size_rules import iterate_tensors
 from planner.train.eager.sizes import KnownOp, OutputSizes, bound_data_dependent_bytes
 from planner.train.eager.sources import Sources
+from planner.train.eager.step_follower import StepFollower
 from planner.train.eager.storages import RecordedOp, Reference, TrackedStorage, make_alias, new_reference
 
 # Module globals, because they are read for each tensor of each op.

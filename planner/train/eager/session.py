@@ -18,7 +18,7 @@ from graphs.short_tracebacks import shorten, shorten_traceback
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.memory.reserved import choose_memory_on
-from planner.plans.solving import solve_graph
+from planner.plans.solve import solve_graph
 from planner.runtime.allocator import limit_allocator, measure_cuda_context_bytes
 from planner.settings.budget import Auto, Budget, Bytes, Share, read_budget
 from planner.settings.counted_memory import CountedMemory
@@ -33,8 +33,7 @@ from planner.torch_private.core import (
 )
 from planner.train.eager.deferred_log import DeferredLog
 from planner.train.eager.device_costs import create_costs
-from planner.train.eager.enough import find_enough_bytes
-from planner.train.eager.following import StepFollower
+from planner.train.eager.enough_budget import find_enough_bytes
 from planner.train.eager.log_reading import LogReader
 from planner.train.eager.memory import Memory
 from planner.train.eager.recompute import Recomputation
@@ -42,6 +41,7 @@ from planner.train.eager.recording import Recorder
 from planner.train.eager.saved_tensors import unpack
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.sizes import OutputSizes
+from planner.train.eager.step_follower import StepFollower
 from planner.train.eager.step_log import StepGraph
 from planner.train.eager.step_plans import StepPlans
 from solvers.baselines.dtr import DtrParams

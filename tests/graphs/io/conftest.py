@@ -4,7 +4,7 @@ import pytest
 
 from graphs.ir import Graph, Kind, Op, Tensor
 from planner.plans.plan import Plan
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from graphs.errors import OutOfMemoryError
 from graphs.io.formats import write_graph
 from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
-from planner.measure.running import RunReport
+from planner.measure.run_plan import RunReport
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.studies.comparison_rows import ComparisonRow
 from planner.studies.rows import read_rows
 from tests.support.cli import PATIENCE_S, ROOT, WITH_ENDLESS_SOLVER, Said, call, refused, run_report, start
@@ -46,10 +46,10 @@ def ran(report: RunReport, plan_file: Path, capsys: Any, monkeypatch: Any, *opti
     """What ``planner run`` says where the run came to `report`."""
     from planner import measure
 
-    module = types.ModuleType("planner.measure.running")
+    module = types.ModuleType("planner.measure.run_plan")
     module.run = lambda *_, **__: report  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "planner.measure.running", module)
-    monkeypatch.setattr(measure, "running", module, raising=False)
+    monkeypatch.setitem(sys.modules, "planner.measure.run_plan", module)
+    monkeypatch.setattr(measure, "run_plan", module, raising=False)
     return call(capsys, "run", plan_file, "--model", "zoo:mlp,batch=2,layers=1,width=4,classes=3", *options)
 
 
@@ -133,7 +133,7 @@ def test_running_out_of_memory_is_one_line(error: Exception, said: str, plan_fil
     def solve_without_memory(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("planner.plans.solving.solve", solve_without_memory)
+    monkeypatch.setattr("planner.plans.solve.solve", solve_without_memory)
     refused(call(capsys, "solve", plan_file.parent / "model.json", "--budget", "60%"), 1, said)
 
 

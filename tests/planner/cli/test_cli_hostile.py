@@ -22,9 +22,9 @@ from graphs.synthetic.small import make_training_chain
 from planner.cli.arguments import print_error
 from planner.plans.document import plan_to_dict, write_plan
 from planner.plans.plan import Plan, read_plan
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.progress import LineView
-from planner.progress.visible import escape_lines, escape_text
+from planner.progress.escape import escape_lines, escape_text
 from planner.show.facts.timeline import Timeline
 from planner.show.views import figures
 from planner.studies.comparison_rows import ComparisonRow

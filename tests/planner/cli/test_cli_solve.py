@@ -122,7 +122,7 @@ def test_a_message_of_many_lines_is_printed_in_one(
     def fail(*_: object, **__: object) -> None:
         raise PlannerError("one\ntwo")
 
-    monkeypatch.setattr("planner.plans.solving.solve", fail)
+    monkeypatch.setattr("planner.plans.solve.solve", fail)
     refused(call(capsys, "solve", graph_file, "--budget", "60%"), 1, "one two")
 
 

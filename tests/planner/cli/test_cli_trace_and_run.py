@@ -12,10 +12,10 @@ from graphs.io.formats import read_graph
 from graphs.ir import Graph
 from planner.capture.workload.models import Workload
 from planner.capture.workload.workload import parse_spec
-from planner.measure.running import RunReport
+from planner.measure.run_plan import RunReport
 from planner.plans.document import write_plan
 from planner.plans.plan import read_plan
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.progress import LineView
 from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings

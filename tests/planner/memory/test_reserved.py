@@ -21,7 +21,7 @@ from planner.memory.reserved import EagerMemory, build_training, predict_beside,
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.plans.plan_check import check_plan
-from planner.plans.solving import solve, solve_graph
+from planner.plans.solve import solve, solve_graph
 from planner.progress import Progress
 from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory

@@ -8,7 +8,7 @@ from graphs.addresses import buffers_of
 from graphs.errors import UsageError
 from graphs.ir import Graph, Kind
 from graphs.synthetic.random_graphs import draw_training_step
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from solvers.addresses.solve import solve as solve_addresses
 
 

@@ -11,7 +11,7 @@ import pytest
 from graphs.errors import PlannerError
 from planner.plans.line import describe_saved, plan_line
 from planner.plans.plan import Plan
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.progress import LoggingView, NotebookView, Progress, Stage, Stages
 from planner.progress.describe import describe
 from solvers.result import SolveProgress

@@ -16,7 +16,7 @@ from planner.capture.options.in_place_variants import find_in_place_variant, fin
 from planner.capture.replay import collect_written_tensors
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
-from planner.measure import running, tracing
+from planner.measure import run_plan, tracing
 from planner.measure.steps import measure_outcome
 from planner.measure.tracing import capture_profiled
 from planner.runtime.executor import Executor
@@ -121,7 +121,7 @@ def test_plan_runs_at_its_solved_peak_and_percentages_refer_to_eager() -> None:
     assert plan.graph.keep_everything_peak_bytes == without.graph.keep_everything_peak_bytes == eager.peak_bytes
     assert sum(in_place.memory_bytes) < sum(eager.memory_bytes)
     for solved in (plan, without):
-        report = running.run(solved, *workload, repeats=1)
+        report = run_plan.run(solved, *workload, repeats=1)
         assert report.identical and not report.eager_differences
         assert report.measured_peak_bytes == solved.peak_bytes <= budget
 
@@ -137,7 +137,7 @@ def test_plans_with_other_choices_are_run_in_the_memory_that_is_predicted(others
     over = 0
     for budget in on_the_way(apply_options(graph, ()), 0.15, 0.5):
         plan = solve(graph, budget, options=names, link=link, exact=True, work_limit=5.0)
-        report = running.run(plan, *workload, repeats=1)
+        report = run_plan.run(plan, *workload, repeats=1)
         assert report.identical and not report.eager_differences
         assert report.measured_peak_bytes == plan.peak_bytes <= budget
         within, apart = (sum(simulate(each, plan.schedule).memory_bytes) for each in (offered, offered.out_of_place()))

@@ -18,8 +18,8 @@ from planner.capture.options.traced import remove_useless_ops
 from planner.capture.program.program import Call, Ref
 from planner.capture.replay import RealStep
 from planner.capture.step import TrainingStep
-from planner.measure import running, tracing
-from planner.plans.solving import solve
+from planner.measure import run_plan, tracing
+from planner.plans.solve import solve
 from tests.support.budgets import between
 from tests.support.models.other_kernels import STEPS, ops_by, schedule_by, ways_of, with_all_ways
 from tests.support.models.outcomes import assert_same, executed, may_differ, train
@@ -140,7 +140,7 @@ def test_plans_choose_of_them_and_run_as_they_say(options: list[str]) -> None:
     budget = between(plain)
     plan = solve(graph, budget, options=options, tolerance=0.05)
     assert plan.peak_bytes <= budget
-    report = running.run(plan, *workload, repeats=1)
+    report = run_plan.run(plan, *workload, repeats=1)
     assert report.measured_peak_bytes == plan.peak_bytes
     assert report.identical or plan.differs
 

@@ -4,7 +4,7 @@ import pytest
 
 from planner.capture.step import TrainingStep
 from planner.measure.pool_memory import measure_peak
-from planner.measure.running import run
+from planner.measure.run_plan import run
 from planner.measure.tracing import profile_capture
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings

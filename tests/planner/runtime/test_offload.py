@@ -18,7 +18,7 @@ from graphs.simulate import simulate
 from planner.capture.step import TrainingStep
 from planner.measure.pool_memory import measure_peak
 from planner.measure.tracing import profile_capture
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.runtime.executor import Executor
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.transfers.host_memory import HostMemory

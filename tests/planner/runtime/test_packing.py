@@ -17,7 +17,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
 from planner.measure.pool_memory import measure_peak
 from planner.measure.tracing import capture_profiled
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import OptionSettings
 from planner.settings.plan import PlanSettings

@@ -9,7 +9,7 @@ from benchmarks.compare_summary import format_summary
 from graphs.ir import Graph
 from graphs.synthetic.small import make_training_chain
 from graphs.synthetic.transformer import TransformerSize, transformer
-from planner.studies.best import (
+from planner.studies.best_rows import (
     HEURISTICS,
     build_tuned_table,
     explain_none,

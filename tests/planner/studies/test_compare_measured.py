@@ -24,7 +24,7 @@ from planner.studies.baselines import (
     list_baseline_methods,
     select_policies,
 )
-from planner.studies.best import HEURISTICS
+from planner.studies.best_rows import HEURISTICS
 from planner.studies.compare_measured import compare_measured, load_or_profile
 from planner.studies.comparison_rows import OPTIMUM, ComparisonRow, RunBy
 from planner.studies.comparisons import (

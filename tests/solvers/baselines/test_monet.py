@@ -12,7 +12,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.small import make_training_chain
 from planner.measure.tracing import trace
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from solvers.baselines import monet
 from solvers.bounds import bound_least_budget
 from solvers.clock import WallClock

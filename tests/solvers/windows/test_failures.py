@@ -11,7 +11,7 @@ from graphs.errors import PlannerError, SolverWarning
 from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_training_step
-from planner.plans.solving import solve as plan
+from planner.plans.solve import solve as plan
 from solvers.bounds import bound_least_budget
 from solvers.highs import solve_program
 from solvers.highs.program import Answer, Outcome

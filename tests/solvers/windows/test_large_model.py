@@ -9,7 +9,7 @@ from graphs.errors import InfeasibleError
 from graphs.ir import Graph, Kind
 from planner.capture.workload.models import build
 from planner.measure.tracing import trace
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.plans.summary import summarize
 from solvers.bounds import bound_least_budget
 

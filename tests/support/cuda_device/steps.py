@@ -13,7 +13,7 @@ from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.measure.steps import get_loss
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.runtime.cuda.cuda_graph import CudaGraphs
 from planner.runtime.cuda.graphed_step import prepare_for_recording, record
 from planner.runtime.executor import Executor

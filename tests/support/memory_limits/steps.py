@@ -23,7 +23,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.runtime.executor import Executor
 from planner.settings.plan import PlanSettings
 

@@ -17,7 +17,7 @@ from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
 from planner.capture.options import apply_options
 from planner.capture.options.traced import replace_graph
-from planner.capture.program.moved import move_calls
+from planner.capture.program.other_device import move_calls
 from planner.measure.tracing import capture_profiled
 from planner.runtime.devices import place_of
 from planner.runtime.executor import Executor

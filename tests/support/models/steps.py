@@ -16,7 +16,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload, build
 from planner.plans.plan import Plan
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.progress import Progress
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from planner.capture.frontend.eager_ops import get_callable
-from planner.capture.options.added import get_value
+from planner.capture.options.additions import get_value
 from planner.capture.options.chunks.op_by_rows import ByRows, Made, Total
 from planner.capture.options.chunks.rows import RowDimensions, is_flat, is_view, take_slice
 from planner.capture.options.chunks.rules import CONSTANTS, MEANS

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.added import Additions
+from planner.capture.options.additions import Additions
 from planner.capture.options.chunks.body import Body, CombinedResult, InChunks, is_sliced
 from planner.capture.options.chunks.stretches import Stretch, StretchFinder
 from planner.capture.rewrites.outputs import get_storage

@@ -16,7 +16,7 @@ from torch import fx
 
 from graphs.ir import Phase
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.added import iterate_made_values
+from planner.capture.options.additions import iterate_made_values
 from planner.capture.options.chunks.op_by_rows import ByRows, OpByRows
 from planner.capture.options.chunks.rows import NotByRowsError, RowDimensions, find_rows_behind, is_view, map_through_view
 from planner.capture.options.chunks.rules import CONSTANTS, find_row_form

@@ -17,9 +17,9 @@ from graphs.ir import Kind, Op, Phase, Tensor
 from graphs.options.compress import COMPRESS, KEEP, RESTORE
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes
-from planner.capture.options.added import Additions, iterate_made_values
+from planner.capture.options.additions import Additions, iterate_made_values
+from planner.capture.options.compress.codec import DenseLayout, Keep, Restore
 from planner.capture.options.compress.forms import FORMS
-from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
 from planner.capture.rewrites.outputs import is_dense
 
 _LEAST_ELEMENTS = 2048

@@ -13,7 +13,7 @@ from torch import fx
 from graphs.ir import Kind, Op
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.references import is_laid_out
-from planner.capture.options.added import map_tensors_by_storage
+from planner.capture.options.additions import map_tensors_by_storage
 from planner.capture.options.in_place_variants import find_in_place_variant, find_out_variant, is_covering
 from planner.capture.program.program import Call, OpCalls, Ref
 from planner.capture.rewrites.batch_norms import find_ignored_inputs

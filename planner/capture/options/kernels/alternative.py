@@ -9,7 +9,7 @@ from torch import fx
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.added import get_value
+from planner.capture.options.additions import get_value
 from planner.capture.program.program import Path
 from planner.capture.rewrites.layouts import find_in_place_random_op, read_strides
 from planner.capture.rewrites.outputs import get_storage, is_same_layout

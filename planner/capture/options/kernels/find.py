@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from graphs.ir import Op
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.added import Additions
+from planner.capture.options.additions import Additions
 from planner.capture.options.kernels import attention, convolution, in_place
 from planner.capture.options.kernels.alternative import Bundle, Calls, Own, ReplaceableOp
 from planner.capture.rewrites.outputs import get_storage

@@ -8,13 +8,13 @@ tensor has just the information that its readers need.
 from collections.abc import Callable
 
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.pack import comparisons, masks, pooling, ranges, redrawn, results, shapes
+from planner.capture.options.pack import comparisons, masks, pooling, ranges, redrawn_masks, results, shapes
 from planner.capture.options.pack.finder import PackFinder
 from planner.torch_private.core import disable_current_modes
 
 KINDS: tuple[Callable[[PackFinder], None], ...] = (
     masks.offer,
-    redrawn.offer,
+    redrawn_masks.offer,
     ranges.offer,
     comparisons.offer,
     results.offer,

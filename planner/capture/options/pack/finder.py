@@ -8,7 +8,7 @@ from torch import fx
 
 from graphs.ir import Op, Phase
 from planner.capture.lowering.lower import Capture
-from planner.capture.options.added import Additions
+from planner.capture.options.additions import Additions
 from planner.capture.program.program import Composed
 from planner.capture.rewrites.outputs import get_fake, get_storage
 

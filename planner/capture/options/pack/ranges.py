@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphs.ir import Phase
-from planner.capture.options.added import get_value
+from planner.capture.options.additions import get_value
 from planner.capture.options.pack.finder import PackFinder, allocate_like
 from planner.capture.program.program import Path
 from planner.capture.rewrites.outputs import get_fake, is_dense

@@ -14,9 +14,9 @@ from graphs.options import remove_options
 from graphs.options.compress import KEEP, RESTORE, VARIANCE, predict_variance
 from graphs.simulate import simulate
 from planner.capture.options import apply_options, check_options, check_traced
+from planner.capture.options.compress.codec import DenseLayout, Keep, Restore
 from planner.capture.options.compress.find import list_kept_tensors
 from planner.capture.options.compress.forms import FORMS, GROUP
-from planner.capture.options.compress.kept import DenseLayout, Keep, Restore
 from planner.capture.options.traced import add_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import build

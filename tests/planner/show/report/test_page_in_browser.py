@@ -13,7 +13,7 @@ from graphs.ir import Graph
 from graphs.options.surroundings import Link, Surroundings
 from graphs.synthetic.small import make_training_chain
 from planner.capture.options import apply_options
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.show.facts.lifetimes import compute_lifetimes
 from planner.show.facts.step import StepFacts
 from planner.show.facts.timeline import Timeline

@@ -16,7 +16,7 @@ from graphs.simulate import simulate
 from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
 from planner.plans.plan import Plan, read_plan
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.show.views.plan_views import PlanComparison, PlanComparisonRow
 from tests.support.report import parsed, solved
 

@@ -23,7 +23,7 @@ from planner.capture.workload.models import build
 from planner.cli.main import main
 from planner.plans.document import write_plan
 from planner.plans.plan import Plan
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.show.facts.addresses import compute_reserved_addresses, plan_addresses
 from planner.show.facts.baselines import build_baselines
 from planner.show.facts.columns import compute_memory_columns

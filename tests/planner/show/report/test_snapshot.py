@@ -12,7 +12,7 @@ from graphs.errors import FormatError
 from graphs.synthetic.small import make_training_chain
 from planner.cli.main import main
 from planner.plans.document import write_plan
-from planner.plans.solving import solve
+from planner.plans.solve import solve
 from planner.show.report.snapshot import Holder, read_snapshot
 
 

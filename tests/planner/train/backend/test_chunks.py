@@ -13,7 +13,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from planner.plans import search
 from planner.plans.plan import Plan
-from planner.plans.solving import solve_graph
+from planner.plans.solve import solve_graph
 from planner.settings.budget import Budget, Bytes
 from solvers.bounds import bound_least_budget
 from tests.support.models.alternatives import CLASSES, in_chunks, make, schedule_with

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.plans.solving import compute_eager_peak_bytes
+from planner.plans.solve import compute_eager_peak_bytes
 from planner.plans.summary import summarize
 from planner.settings.budget import Share
 

@@ -15,7 +15,7 @@ from graphs.options.option import Feature
 from planner.capture.signature import Batch
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload, build
-from planner.measure.running import run
+from planner.measure.run_plan import run
 from planner.measure.steps import measure_outcome
 from planner.plans.plan import read_plan
 from planner.runtime import arena_allocator

@@ -22,7 +22,7 @@ from planner.plans.background import BackgroundSolve, Ended, SolveJob, solve_her
 from planner.plans.plan import Plan, read_plan
 from planner.plans.plan_check import check_plan
 from planner.plans.search import StepSearch
-from planner.plans.solving import judge_on, solve, solve_graph
+from planner.plans.solve import judge_on, solve, solve_graph
 from planner.progress import Progress, Stage, Stages
 from planner.progress.stages import StageReport
 from planner.settings.budget import Budget, Bytes

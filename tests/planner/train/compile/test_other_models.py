@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphs.simulate import simulate
 from planner.capture.workload.models import Workload
-from planner.measure.running import run
+from planner.measure.run_plan import run
 from planner.measure.tracing import trace
 from solvers.clock import WorkClock
 from solvers.least import bracket_least_budget

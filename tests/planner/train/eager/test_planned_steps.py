@@ -19,7 +19,7 @@ from graphs.io.formats import read_graph
 from planner.cli.main import main
 from planner.plans.background import BackgroundSolve, Ended, SolveJob
 from planner.plans.plan import Plan
-from planner.plans.solving import solve_graph
+from planner.plans.solve import solve_graph
 from planner.train.eager import step_plans
 from planner.train.eager.device_costs import HostCosts
 from planner.train.eager.memory import Memory

@@ -3,6 +3,6 @@
 from typing import Any
 
 
-def get_attributes(source: object, *names: str) -> dict[str, Any]:
+def select_attributes(source: object, *names: str) -> dict[str, Any]:
     """Return the attributes `names` of `source`, in this order."""
     return {name: getattr(source, name) for name in names}

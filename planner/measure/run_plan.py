@@ -26,7 +26,7 @@ from planner.measure import steps as measure
 from planner.measure.pool_memory import measure_other_peaks, measure_peak
 from planner.measure.tracing import capture_step, restore_recorded
 from planner.plans.eager import is_within_own_error
-from planner.plans.keeping_everything import explain_not_fitting
+from planner.plans.keep_everything import explain_not_fitting
 from planner.plans.plan import Plan
 from planner.plans.plan_check import check_sizes
 from planner.progress import OnProgress, Stage, Stages, list_views

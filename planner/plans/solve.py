@@ -26,9 +26,9 @@ from planner.memory.reserved import (
     predict_reserved,
 )
 from planner.memory.reserved_budget import combine_stops, solve_counted
-from planner.plans.attributes import get_attributes
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
+from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import get_other_peaks, summarize
 from planner.progress import OnProgress, Stage, Stages, list_views
 from planner.settings.budget import Budget, Overhead, read_budget_or_overhead
@@ -280,7 +280,7 @@ class _Plans:
             )
         graph, schedule = self.graph, result.schedule
         judged = simulate(graph, schedule)  # it was mapped back from other problems
-        result = result.map_to(**get_attributes(judged, "peak_bytes", "time_s"))
+        result = result.map_to(**select_attributes(judged, "peak_bytes", "time_s"))
         arena_bytes, outside_bytes = map(result.settings.get, ARENA_SIZES)
         limit = {name: clock.limit for name in ("time_limit_s", "work_limit") if name in result.settings}
         plan = Plan(
@@ -288,7 +288,7 @@ class _Plans:
             schedule=schedule,
             budget_bytes=result.budget_bytes,
             memory=self.memory,
-            **get_attributes(result, "peak_bytes", "time_s", "bound_s", "solver", "versions", "ended"),
+            **select_attributes(result, "peak_bytes", "time_s", "bound_s", "solver", "versions", "ended"),
             seconds=clock.seconds,
             settings={**result.settings, **limit, **self.settings.options.record(graph)},
             pool_peaks_bytes=get_other_peaks(graph, judged),

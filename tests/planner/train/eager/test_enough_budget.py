@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.train.eager.enough import find_enough_bytes
+from planner.train.eager.enough_budget import find_enough_bytes
 from planner.train.eager.step_log import build_recorded_step
 from tests.support.eager.step_logs import LENGTH, SIZE, log_of, ops_of_chain
 

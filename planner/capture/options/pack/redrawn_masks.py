@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from graphs.ir import Phase
-from planner.capture.options.added import get_value
+from planner.capture.options.additions import get_value
 from planner.capture.options.pack.finder import PackFinder, allocate_like
 from planner.capture.rewrites.outputs import is_dense
 from planner.capture.rewrites.reproducible_random import find_function_with_generator

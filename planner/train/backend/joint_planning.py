@@ -26,7 +26,7 @@ _HALVINGS = 4  # bisection steps for the share that graphs may keep
 _WITNESS_S = 2.0  # seconds to show that a graph fits
 
 
-class Together:
+class JointPlanning:
     """Joint planning of all graphs of a step: each keeps the same share of the memory that it can recompute.
 
     Args:

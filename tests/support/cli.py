@@ -77,9 +77,9 @@ from solvers.registry import SOLVERS, Entry
 marker, listens, *arguments = sys.argv[1:]
 
 def solve(request):
-    request.interrupted()
+    request.is_interrupted()
     Path(marker).touch()
-    while not (listens == "listens" and request.interrupted()):
+    while not (listens == "listens" and request.is_interrupted()):
         time.sleep(0.01)
     return keep_everything.solve(request)
 

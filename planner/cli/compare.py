@@ -196,6 +196,7 @@ def _measure(
     progress.show_activity(f"building {spec}")
     from planner.capture.options import list_step_option_names
     from planner.runtime.transfers.channels import HostChannels
+    from planner.settings.option_settings import OptionSettings
     from planner.studies.baselines import list_baseline_methods, select_policies
     from planner.studies.compare_measured import compare_measured, load_or_profile
     from planner.studies.offloading import list_offloading_methods

@@ -1,6 +1,6 @@
 """Execution of a planned training step: a schedule with real tensors behind an autograd function."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from graphs.pools import DEVICE
 from graphs.schedule import Schedule, find_boundary, live_after
 from graphs.simulate import simulate
 from planner.capture.lowering.lower import Capture
-from planner.capture.program.program import Source
 from planner.capture.signature import Batch, join_returned, split_arguments
 from planner.capture.step import TrainingStep
 from planner.memory.reserved import needs_libraries, plan_arena
@@ -30,7 +29,7 @@ from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.undo import Rollback
 from planner.runtime.unseen_writes import UnseenWrites
-from planner.torch_private.core import backward_retains_graph, current_transform
+from planner.torch_private.core import apply_function, backward_retains_graph, current_transform
 
 _SMALLER = "If only the last batch is smaller, drop it: DataLoader(..., drop_last=True). "
 _OTHER_SIZES = (
@@ -98,8 +97,9 @@ class Executor:
         self._autocast = _describe_autocast(self._device_type)
         self._static_order = {source.tensor: i for i, source in enumerate(self.program.sources)}
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
-        trained = {tensor for tensor, _ in self.program.gradients}
-        self._untrained = [i for i, source in enumerate(self.program.sources) if source.tensor not in trained]
+        self._trained = [self._static_order[tensor] for tensor, _ in self.program.gradients]
+        self._untrained = sorted({*range(len(self.program.sources))}.difference(self._trained))
+        self._inputs = tuple(source for source in self.program.sources if source.kind is Kind.INPUT and not source.is_tangent)
         self._parameters = [i for i, source in enumerate(self.program.sources) if source.kind is Kind.PARAMETER]
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads their results.
         compiled = any(calls.launches for calls in self.program.calls)
@@ -227,7 +227,7 @@ class Executor:
         for i in self._untrained:  # autograd would call the hooks of inputs that get no gradient
             if static[i] is not None and static[i].requires_grad:
                 static[i] = static[i].detach()
-        results: tuple[torch.Tensor, ...] = _Step.apply(self, check_earlier_gradients, *static)  # type: ignore[no-untyped-call]
+        results: tuple[torch.Tensor, ...] = apply_function(_Step, self, check_earlier_gradients, *static)
         if self._trains and self._guards is not None:
             self._guards.count(self.training_step, numbers)
         return self.signature.build_results(results)
@@ -259,7 +259,7 @@ class Executor:
     def _check(self, leaves: Sequence[object]) -> None:
         self._check_sizes(leaves)
         self.signature.check_values(leaves)
-        for source in self._iterate_inputs():
+        for source in self._inputs:
             planned, index = self.graph.tensors[source.tensor], int(source.name)
             given, name = leaves[index], self.signature.names[index]
             if not isinstance(given, torch.Tensor):
@@ -284,10 +284,6 @@ class Executor:
                 "the casts are part of its graph; call planner.compile and the step under the same torch.autocast"
             )
 
-    def _iterate_inputs(self) -> Iterator[Source]:
-        """Yield the sources of the tensors in a batch."""
-        return (source for source in self.program.sources if source.kind is Kind.INPUT and not source.is_tangent)
-
     def _check_sizes(self, leaves: Sequence[object]) -> None:
         """Raise if the batch differs from the planned one in sizes only.
 
@@ -296,7 +292,7 @@ class Executor:
             MismatchError: it has another size, such as another length.
         """
         other: list[tuple[str, torch.Tensor, Tensor]] = []
-        for source in self._iterate_inputs():
+        for source in self._inputs:
             planned, given = self.graph.tensors[source.tensor], leaves[int(source.name)]
             if not isinstance(given, torch.Tensor) or _format_dtype(given) != planned.dtype or given.dim() != len(planned.shape):
                 return
@@ -401,8 +397,8 @@ class Executor:
     def place_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return `gradients` in the order of the static tensors; None for tensors without gradient, and for numbers."""
         placed: list[torch.Tensor | None] = [None] * (len(self.program.sources) + self.program.numbers)
-        for (tensor, _), gradient in zip(self.program.gradients, gradients, strict=True):
-            placed[self._static_order[tensor]] = gradient
+        for i, gradient in zip(self._trained, gradients, strict=True):
+            placed[i] = gradient
         return placed
 
 

@@ -68,6 +68,7 @@ current_transform = torch._C._functorch.peek_interpreter_stack
 # Their tensors wrap others, which have the memory.
 is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 is_functional_tensor = torch._is_functional_tensor
+
 # The node that runs in a backward pass, which has autograd's saved tensors.
 current_autograd_node = torch._C._current_autograd_node
 # The backward pass that runs, and what is called at its end.
@@ -124,6 +125,11 @@ neg_view = torch._neg_view
 foreach_copy_ = torch._foreach_copy_
 # Reads the numbers in a mask, which no graph can do.
 detect_is_causal_mask = transformer._detect_is_causal_mask
+
+
+def apply_function(function: type[torch.autograd.Function], *args: object) -> Any:
+    """Apply a function outside of the transforms of ``torch.func``, for which ``Function.apply`` goes through all arguments."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def begin_allocations() -> None:

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -263,12 +264,13 @@ class _Lookups:
 
     Attributes:
         modules: for each module but the step itself: the position of its parent module, and its name there.
-        tensors: for each tensor: its kind, the position of its module or leaf (-1 for the gradient of the loss), and its name.
+        runs: runs of tensors of one kind: the kind, and for each tensor the position of its module or leaf (-1 for the gradient
+            of the loss), and its name.
         parts: for tensors that are part of another one: their position, and the names of the attributes.
     """
 
     modules: tuple[tuple[int, str], ...]
-    tensors: tuple[tuple[Kind, int, str], ...]
+    runs: tuple[tuple[Kind, tuple[tuple[int, str], ...]], ...]
     parts: tuple[tuple[int, tuple[str, ...]], ...]
 
     @staticmethod
@@ -292,7 +294,10 @@ class _Lookups:
                 place = int(name)
             tensors.append((source.kind, place, name))
         parts = tuple((i, source.parts) for i, source in enumerate(sources) if source.parts)
-        return _Lookups(tuple(modules), tuple(tensors), parts)
+        runs = tuple(
+            (kind, tuple((place, name) for _, place, name in run)) for kind, run in groupby(tensors, operator.itemgetter(0))
+        )
+        return _Lookups(tuple(modules), runs, parts)
 
     def find(self, step: Any, leaves: Sequence[object], constants: Mapping[str, torch.Tensor]) -> list[Any]:
         """Return the static tensors of a step."""
@@ -300,15 +305,15 @@ class _Lookups:
         for parent, name in self.modules:
             modules.append(modules[parent]._modules[name])
         found: list[Any] = []
-        for kind, place, name in self.tensors:
+        for kind, run in self.runs:  # in comprehensions: each step waits for this
             if kind is Kind.PARAMETER:
-                found.append(modules[place]._parameters[name])
+                found += [modules[place]._parameters[name] for place, name in run]
             elif kind is Kind.BUFFER:
-                found.append(modules[place]._buffers[name])
+                found += [modules[place]._buffers[name] for place, name in run]
             elif kind is Kind.CONSTANT:
-                found.append(constants[name])
+                found += [constants[name] for _, name in run]
             else:
-                found.append(leaves[place] if place >= 0 else None)
+                found += [leaves[place] if place >= 0 else None for place, _ in run]
         for position, names in self.parts:
             found[position] = reduce(getattr, names, found[position])
         return found

@@ -18,6 +18,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -217,9 +218,15 @@ IValue build_value(const Argument& argument, const Registers& registers) {
 }
 
 // The dispatch keys of a thread, which are as before at the end.
+//
+// A Python mode around the step, such as a counter of FLOPs, sees operators after autograd has decomposed them: it keeps the keys.
 class DispatchKeys {
  public:
-  DispatchKeys() : outside_(c10::impl::tls_local_dispatch_key_set()), counting_(outside_), plain_(outside_) {
+  DispatchKeys()
+      : has_modes_(c10::impl::TorchDispatchModeTLS::any_modes_set()),
+        outside_(c10::impl::tls_local_dispatch_key_set()),
+        counting_(outside_),
+        plain_(outside_) {
     counting_.excluded_ = counting_.excluded_ | c10::autograd_dispatch_keyset;
     plain_.excluded_ = plain_.excluded_ | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
   }
@@ -229,6 +236,9 @@ class DispatchKeys {
   }
 
   void enter(bool counts_versions) {
+    if (has_modes_) {
+      return;
+    }
     const int now = counts_versions ? 1 : 2;
     if (now != now_) {
       c10::impl::_force_tls_local_dispatch_key_set(counts_versions ? counting_ : plain_);
@@ -244,6 +254,7 @@ class DispatchKeys {
   }
 
  private:
+  const bool has_modes_;
   const c10::impl::LocalDispatchKeySet outside_;
   c10::impl::LocalDispatchKeySet counting_, plain_;
   int now_ = 0;

@@ -156,7 +156,7 @@ def test_the_commands_of_kernels_print_what_the_table_beside_them_says(
 
 def shape(line: str) -> str:
     """Return a line of output without its numbers, units and spaces between columns."""
-    return " ".join(re.sub(r"[+-]?\d[\d.,]*(%|x| [kMG]?B\b| m?s\b|)", "0", line).split())
+    return " ".join(re.sub(r"[+-]?\d[\d.,]*(%|x| [kMG]?B\b| [mu]?s\b|)", "0", line).split())
 
 
 def block(page: str, first: str) -> list[str]:

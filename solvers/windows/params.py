@@ -96,7 +96,7 @@ class WindowsParams:
 
     Examples:
         >>> params = WindowsParams(bound=BoundParams(most_bytes=1_000_000_000))
-        >>> params.recorded()["bound"]["most_bytes"]
+        >>> params.export()["bound"]["most_bytes"]
         1000000000
     """
 

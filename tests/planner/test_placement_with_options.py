@@ -20,6 +20,7 @@ from planner.plans.document import write_plan
 from planner.plans.plan import Plan, read_plan
 from planner.plans.plan_check import check_plan
 from planner.plans.summary import get_other_peaks, summarize
+from planner.settings.budget import Budget
 from planner.settings.option_settings import build_option_settings
 from planner.settings.plan import PlanSettings
 from planner.show.facts.graph import collect_graph_facts
@@ -99,8 +100,10 @@ def test_written_plan_with_placement_and_options_runs_exactly(seed: int, tmp_pat
 def test_training_with_placement_and_options_equals_eager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, loss_fn, batch = small()
 
-    def solved(graph: Graph, budget: int, settings: PlanSettings, **_: Any) -> Plan:
-        return random_plan(graph, budget, seed=3, options=settings.options.names, host_budget=settings.options.host_bytes)
+    def solved(graph: Graph, budget: Budget, settings: PlanSettings, **_: Any) -> Plan:
+        return random_plan(
+            graph, budget.resolve(0), seed=3, options=settings.options.names, host_budget=settings.options.host_bytes
+        )
 
     monkeypatch.setattr(search, "solve_graph", solved)
     compiled = partial(planner.compile, budget=BUDGET, options=OPTIONS, host_budget="1GB", exact=True, passes=1)

@@ -197,13 +197,15 @@ def _make_planned_steps(captured: Capture, workload: Workload) -> Iterator[tuple
 def _take_turns(steps: Mapping[str, Step], workload: Workload, repeats: int) -> dict[str, _Times]:
     """Return the times of steps that take turns."""
     times = {way: _Times([], [], []) for way in steps}
-    passes = {way: PassTimes() for way, step in steps.items() if isinstance(step, Executor)}
+    passes: dict[str, PassTimes] = {}
+    for way, step in steps.items():
+        if isinstance(step, Executor):
+            passes[way] = PassTimes()
+            step.observe(passes[way])
     for turn in range(_WARM_UP + repeats):
         for way, step in steps.items():
             workload.model.zero_grad()
             with use_python_passes() if way == IN_PYTHON else nullcontext():
-                if isinstance(step, Executor) and turn == 0:
-                    step.observe(passes[way])
                 before = passes[way].seconds if way in passes else 0.0
                 start = time.perf_counter()
                 loss = get_loss(call(step, workload.batch))

@@ -277,8 +277,9 @@ def _list_arguments(node: fx.Node) -> list[Any] | None:
 
 def _writes(node: fx.Node) -> bool:
     """Return True if an operator writes, or if a line keeps a view that it returns."""
-    aliases = [argument.alias_info for argument in node.target._schema.arguments if argument.alias_info is not None]  # type: ignore[union-attr]
-    return any(alias.is_write for alias in aliases) or bool(aliases and not node.meta.get(INLINE))
+    schema = node.target._schema  # type: ignore[union-attr]
+    aliases = any(argument.alias_info is not None for argument in schema.arguments)
+    return schema.is_mutable or (aliases and not node.meta.get(INLINE))
 
 
 def _find_outputs_read_by_items(node: fx.Node) -> set[int] | None:
@@ -309,9 +310,7 @@ def _find_root(node: fx.Node) -> str | None:
 
 def _is_view(op: OpOverload) -> bool:
     """Return True if all outputs of an operator alias its first argument, and it writes nothing."""
-    schema = op._schema
-    written = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
-    return not written and all(returned.alias_info is not None for returned in schema.returns)
+    return not op._schema.is_mutable and all(returned.alias_info is not None for returned in op._schema.returns)
 
 
 def _make_key(value: Any) -> object:

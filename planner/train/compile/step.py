@@ -126,7 +126,7 @@ class PlannedStep:
 
     @property
     def debug(self) -> Callable[..., Any]:
-        """What runs the plan, an executor unless the step is compiled; for tests and debugging, and may change."""
+        """The function that runs the plan, an executor unless the step is compiled; for tests and debugging, and may change."""
         return self._run
 
     def __reduce__(self) -> NoReturn:

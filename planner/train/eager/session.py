@@ -199,7 +199,7 @@ class Rematerialization:
 
     @property
     def debug(self) -> SessionDebug:
-        """What runs the block; for tests and debugging, and may change."""
+        """The objects that run the block; for tests and debugging, and may change."""
         return SessionDebug(self._entered, self._reader)
 
     @property

@@ -4,8 +4,8 @@ The program makes the calls and the frees of the Python code, in the same order.
 lives until its base is freed: it shares the base's memory, and a pass reads most views several times.
 
 An operator is called by its boxed kernel if all its arguments are tensors, lists of tensors and constants that its schema knows.
-Anything else is called as in Python, which takes the interpreter lock: functions of options, Inductor's launchers, transfers,
-draws of random numbers.
+Random ops are called so too, between the reads and writes of generators that ``planner.capture.program.draws`` makes. Anything
+else is called as in Python, which takes the interpreter lock: functions of options, Inductor's launchers, transfers.
 """
 
 import operator
@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import torch
 from torch import fx
 
 from planner.capture.program.code import INLINE, VARIABLE, Parameter, free, get_variable
+from planner.capture.program.draws import LOCK, draw_again, draw_first, draw_once
 from planner.torch_private.core import OpOverload
 
 Described = tuple[Any, ...]  # an argument or an instruction, as ``passes.cpp`` reads it
@@ -38,6 +40,11 @@ class Kind(IntEnum):
     OPERATOR = 0
     FUNCTION = 1
     ITEM = 2
+    STATE = 3
+
+
+_DRAWS: dict[object, int] = {draw_once: 0, draw_first: 1, draw_again: 2}  # as ``passes.cpp`` numbers them
+_DRAWN_FROM = {draw_once: 0, draw_first: 3, draw_again: 3}  # arguments before the op: state, generator, own generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class FlatProgram:
     """A pass as data.
 
     Attributes:
-        described: registers, parameters, instructions and returned value, as ``passes.cpp`` reads them.
+        described: registers, parameters, instructions, returned value and the lock of draws, as ``passes.cpp`` reads them.
         nodes: for each instruction the node on whose line it stands in Python.
     """
 
@@ -80,7 +87,7 @@ def lower_pass(parameters: Sequence[Parameter], nodes: Iterable[fx.Node], accept
             returned = lowering.describe(node.args[0], is_returned=True)
         elif node.op != "placeholder" and not node.meta.get(INLINE):
             lowering.add_line(node)
-    described = (lowering.registers, given, lowering.instructions, returned)
+    described = (lowering.registers, given, lowering.instructions, returned, LOCK)
     return FlatProgram(described, tuple(lowering.nodes))
 
 
@@ -127,8 +134,9 @@ class _Lowering:
             self._outputs[get_variable(made)][index] = -1
             return
         name = get_variable(node)
-        if (outputs := _find_outputs_read_by_items(node)) is not None:
-            results = [self._new() if i in outputs else -1 for i in range(len(node.target._schema.returns))]  # type: ignore[union-attr]
+        call = _find_operator_call(node)
+        if call is not None and (outputs := _find_outputs_read_by_items(node, call.op)) is not None:
+            results = [self._new() if i in outputs else -1 for i in range(len(call.op._schema.returns))]
             if (called := self._operator(node, results, is_returned=False)) is not None:
                 self._add(called)
                 self._free(self._release(name))
@@ -222,6 +230,8 @@ class _Lowering:
         if node.target is operator.getitem:
             sequence, subscript = (self.describe(arg, is_returned=is_returned) for arg in node.args)
             return (Kind.ITEM, None, [sequence, subscript], None, [result], [])
+        if node.target == "get_state" and isinstance(generator := node.args[0], torch.Generator):
+            return (Kind.STATE, None, [(Form.CONSTANT, generator)], None, [result], [])
         if (called := self._operator(node, [result], is_returned=is_returned)) is not None:
             return called
         target = _MethodCall(node.target) if isinstance(node.target, str) else node.target
@@ -230,19 +240,50 @@ class _Lowering:
 
     def _operator(self, node: fx.Node, results: list[int], *, is_returned: bool) -> Described | None:
         """Return the instruction that calls an operator by its boxed kernel; None if it is none, or has other arguments."""
-        if not _is_native(node.target) or (given := _list_arguments(node)) is None:
+        if (call := _find_operator_call(node)) is None or (given := _list_arguments(call)) is None:
             return None
-        schema = node.target._schema  # type: ignore[union-attr]
+        schema = call.op._schema
         if len(results) != max(1, len(schema.returns)):
             return None
-        described = [
-            (Form.CONSTANT, value) if _is_constant(value) else self.describe(value, is_returned=is_returned) for value in given
-        ]
+        arguments = [self._describe_argument(value, is_returned=is_returned) for value in given]
+        draw = None if call.draw is None else (call.draw, [self._describe_argument(value) for value in call.drawn_from])
+        counts_versions = is_returned or _writes(call.op, is_inlined=bool(node.meta.get(INLINE)))
         called = (
-            *(Kind.OPERATOR, (schema.name, schema.overload_name), described, is_returned or _writes(node)),
+            *(Kind.OPERATOR, (schema.name, schema.overload_name), arguments, (counts_versions, draw)),
             *(results if schema.returns else [], list[int]()),
         )
         return called if self.accepts(called) else None
+
+    def _describe_argument(self, value: Any, *, is_returned: bool = False) -> Described:
+        return (Form.CONSTANT, value) if _is_constant(value) else self.describe(value, is_returned=is_returned)
+
+
+@dataclass(frozen=True, slots=True)
+class _OperatorCall:
+    """A call of an operator of PyTorch itself: kernels of others may be in Python, and use autograd.
+
+    Attributes:
+        op, args, kwargs: the operator and its arguments.
+        draw: how it draws random numbers (``_DRAWS``); None if that does not matter.
+        drawn_from: the saved state, the generator and the op's own generator.
+    """
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    draw: int | None = None
+    drawn_from: tuple[Any, ...] = ()
+
+
+def _find_operator_call(node: fx.Node) -> _OperatorCall | None:
+    """Return the operator that a node calls, or that it lets draw; None if it is none of PyTorch."""
+    op, args, draw, drawn_from = node.target, node.args, None, tuple[Any, ...]()
+    if op in _DRAWS:
+        draw, count = _DRAWS[op], _DRAWN_FROM[op]
+        drawn_from, op, args = args[:count], args[count], args[count + 1 :]
+    if not (isinstance(op, OpOverload) and op.namespace == "aten"):
+        return None
+    return _OperatorCall(op, args, node.kwargs, draw, drawn_from)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,19 +296,14 @@ class _MethodCall:
         return getattr(owner, self.name)(*args, **kwargs)
 
 
-def _is_native(target: object) -> bool:
-    """Return True for an operator of PyTorch itself: kernels of others may be in Python, and use autograd."""
-    return isinstance(target, OpOverload) and target.namespace == "aten"
-
-
-def _list_arguments(node: fx.Node) -> list[Any] | None:
+def _list_arguments(call: _OperatorCall) -> list[Any] | None:
     """Return the arguments of an operator in the order of its schema; None if one has no value."""
     given = []
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if i < len(node.args) and not argument.kwarg_only:
-            given.append(node.args[i])
-        elif argument.name in node.kwargs:
-            given.append(node.kwargs[argument.name])
+    for i, argument in enumerate(call.op._schema.arguments):
+        if i < len(call.args) and not argument.kwarg_only:
+            given.append(call.args[i])
+        elif argument.name in call.kwargs:
+            given.append(call.kwargs[argument.name])
         elif argument.has_default_value():
             given.append(argument.default_value)
         else:
@@ -275,16 +311,15 @@ def _list_arguments(node: fx.Node) -> list[Any] | None:
     return given
 
 
-def _writes(node: fx.Node) -> bool:
+def _writes(op: OpOverload, *, is_inlined: bool) -> bool:
     """Return True if an operator writes, or if a line keeps a view that it returns."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    aliases = any(argument.alias_info is not None for argument in schema.arguments)
-    return schema.is_mutable or (aliases and not node.meta.get(INLINE))
+    aliases = any(argument.alias_info is not None for argument in op._schema.arguments)
+    return op._schema.is_mutable or (aliases and not is_inlined)
 
 
-def _find_outputs_read_by_items(node: fx.Node) -> set[int] | None:
+def _find_outputs_read_by_items(node: fx.Node, op: OpOverload) -> set[int] | None:
     """Return the outputs that are read of an operator with several, each by one subscript; None if it is read otherwise."""
-    if not _is_native(node.target) or len(node.target._schema.returns) < 2:  # type: ignore[union-attr]
+    if len(op._schema.returns) < 2:
         return None
     readers = [user for user in node.users if user.target is not free]
     if any(user.target is not operator.getitem or user.meta.get(INLINE) for user in readers):

@@ -1,7 +1,8 @@
 // The passes of a schedule as flat programs: the same calls and frees as in Python, without Python between them.
 //
 // A program has registers, which hold tensors, numbers, lists of tensors or objects of Python, and instructions, which call an
-// operator by its boxed kernel, call a function of Python, or take an item out of a list. Each frees some registers at its end.
+// operator by its boxed kernel, call a function of Python, take an item out of a list, or read the state of a generator. Each
+// frees some registers at its end.
 // Operators run below autograd: nothing in a pass is recorded for it. Those that write, or return what callers see, keep the
 // counting of versions, on which checks of later writes rely.
 //
@@ -12,19 +13,24 @@
 #define AT_PER_OPERATOR_HEADERS
 #include <Python.h>
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -75,6 +81,78 @@ enum Kind : int64_t {
   kOperator,
   kFunction,
   kItem,
+  kState,
+};
+
+// How an operator draws random numbers: planner.capture.program.draws.
+enum Draw : int64_t {
+  kNoDraw = -1,
+  kDrawOnce,
+  kDrawFirst,
+  kDrawAgain,
+};
+
+using Numbers = c10::SmallVector<int64_t, 5>;
+
+// A view that an operator made of a tensor. An equal tensor gets an equal view without the operator, which takes ten times as
+// long: a pass makes more views than anything else.
+struct View {
+  c10::DispatchKeySet keys; // of the tensor
+  caffe2::TypeMeta dtype; // of both
+  Numbers base_sizes, base_strides, sizes, strides;
+  int64_t offset; // in the tensor
+
+  View(const at::Tensor& base, const at::Tensor& made)
+      : keys(base.key_set()),
+        dtype(base.dtype()),
+        base_sizes(base.sizes()),
+        base_strides(base.strides()),
+        sizes(made.sizes()),
+        strides(made.strides()),
+        offset(made.storage_offset() - base.storage_offset()) {}
+
+  // Whether another view of the tensor can be made as `make` does.
+  static bool describes(const at::Tensor& base, const at::Tensor& made) {
+    const bool is_plain = base.layout() == c10::kStrided && !base.key_set().has(c10::DispatchKey::Python);
+    return is_plain && made.key_set() == base.key_set() && made.dtype() == base.dtype() && made.is_alias_of(base);
+  }
+
+  bool is_of(const at::Tensor& base) const {
+    return base.key_set() == keys && base.dtype() == dtype && base.sizes() == base_sizes && base.strides() == base_strides;
+  }
+
+  at::Tensor make(const at::Tensor& base) const {
+    at::Tensor made = at::detail::make_tensor<at::TensorImpl>(at::TensorImpl::VIEW, at::Storage(base.storage()), keys, dtype);
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, base.storage_offset() + offset);
+    return made;
+  }
+};
+
+// The view of an instruction, once it was made; threads may run a program at the same time.
+class FirstView {
+ public:
+  FirstView() = default;
+  FirstView(const FirstView&) = delete;
+  FirstView& operator=(const FirstView&) = delete;
+
+  ~FirstView() {
+    delete view_.load();
+  }
+
+  const View* get() const {
+    return view_.load(std::memory_order_acquire);
+  }
+
+  void keep(const at::Tensor& base, const at::Tensor& made) {
+    const View* none = nullptr;
+    auto view = std::make_unique<const View>(base, made);
+    if (view_.compare_exchange_strong(none, view.get())) {
+      view.release();
+    }
+  }
+
+ private:
+  std::atomic<const View*> view_{nullptr};
 };
 
 struct Instruction {
@@ -86,6 +164,9 @@ struct Instruction {
   py::object names; // of the arguments by name, as a tuple
   std::vector<int64_t> results; // registers; -1 for what nothing reads
   std::vector<int64_t> freed;
+  std::unique_ptr<FirstView> view; // of an operator that makes one of its first argument
+  Draw draw = kNoDraw; // of an operator
+  std::vector<Argument> drawn_from; // the saved state, the generator and the operator's own generator
 };
 
 struct Parameter {
@@ -99,6 +180,7 @@ struct Program {
   std::vector<Parameter> parameters;
   std::vector<Instruction> instructions;
   Argument returned;
+  py::object draw_lock;
 };
 
 // Return a number as the tensor that operators take for it, in memory that no allocator counts: constants stay with their program.
@@ -235,6 +317,10 @@ class DispatchKeys {
     leave();
   }
 
+  bool has_modes() const {
+    return has_modes_;
+  }
+
   void enter(bool counts_versions) {
     if (has_modes_) {
       return;
@@ -260,18 +346,94 @@ class DispatchKeys {
   int now_ = 0;
 };
 
-void call_operator(const Instruction& instruction, Registers& registers, torch::jit::Stack& stack) {
+void call_operator(const Instruction& instruction, Registers& registers, torch::jit::Stack& stack, bool has_modes) {
+  const at::Tensor* base = nullptr;
+  if (instruction.view && !has_modes) {
+    base = &registers[instruction.arguments[0].index].toTensor();
+    const View* view = instruction.view->get();
+    if (view != nullptr && view->is_of(*base)) {
+      registers[instruction.results[0]] = view->make(*base);
+      return;
+    }
+  }
   stack.clear();
   for (const Argument& argument : instruction.arguments) {
     stack.push_back(build_value(argument, registers));
   }
   instruction.op->callBoxed(stack);
+  if (base != nullptr && View::describes(*base, stack[0].toTensor())) {
+    instruction.view->keep(*base, stack[0].toTensor());
+  }
   for (size_t i = 0; i < instruction.results.size(); i++) {
     if (instruction.results[i] >= 0) {
       registers[instruction.results[i]] = std::move(stack[i]);
     }
   }
   stack.clear();
+}
+
+// Python's lock of all draws of planned steps.
+class DrawLock {
+ public:
+  explicit DrawLock(const py::object& lock) : lock_(lock) {
+    py::gil_scoped_acquire held;
+    lock_.attr("acquire")();
+  }
+
+  ~DrawLock() {
+    py::gil_scoped_acquire held;
+    lock_.attr("release")();
+  }
+
+ private:
+  const py::object& lock_;
+};
+
+at::Tensor read_state(at::Generator generator) {
+  std::scoped_lock lock(generator.mutex());
+  return generator.get_state();
+}
+
+void write_state(at::Generator generator, const at::Tensor& state) {
+  std::scoped_lock lock(generator.mutex());
+  generator.set_state(state);
+}
+
+// Call a random operator so that each execution of its op draws the same numbers.
+void draw(const Instruction& instruction, Registers& registers, torch::jit::Stack& stack, const py::object& lock) {
+  const DrawLock held(lock);
+  if (instruction.draw == kDrawOnce) {
+    call_operator(instruction, registers, stack, true);
+    return;
+  }
+  at::Tensor state = build_value(instruction.drawn_from[0], registers).toTensor();
+  const at::Generator generator = instruction.drawn_from[1].constant.toGenerator();
+  const auto own = instruction.drawn_from[2].constant.toOptional<at::Generator>();
+  if (instruction.draw == kDrawFirst) {
+    state.copy_(read_state(generator)); // what was saved before is outdated: others may have drawn since
+  }
+  if (own) {
+    write_state(*own, state);
+    call_operator(instruction, registers, stack, true);
+    if (instruction.draw == kDrawFirst) {
+      write_state(generator, read_state(*own));
+    }
+    return;
+  }
+  if (instruction.draw == kDrawFirst) {
+    call_operator(instruction, registers, stack, true);
+    return;
+  }
+  const at::Generator now = generator.clone();
+  const auto restore = [&] { write_state(generator, now.get_state()); };
+  write_state(generator, state);
+  try {
+    call_operator(instruction, registers, stack, true);
+  } catch (...) {
+    restore();
+    throw;
+  }
+  restore();
 }
 
 void call_function(const Instruction& instruction, Registers& registers) {
@@ -357,7 +519,11 @@ py::object run(const Program& program, py::handle given, int64_t& position) {
       switch (instruction.kind) {
         case kOperator:
           keys.enter(instruction.counts_versions);
-          call_operator(instruction, registers, stack);
+          if (instruction.draw == kNoDraw) {
+            call_operator(instruction, registers, stack, keys.has_modes());
+          } else {
+            draw(instruction, registers, stack, program.draw_lock);
+          }
           break;
         case kFunction:
           keys.leave();
@@ -365,6 +531,9 @@ py::object run(const Program& program, py::handle given, int64_t& position) {
           break;
         case kItem:
           take_item(instruction, registers);
+          break;
+        case kState:
+          registers[instruction.results[0]] = read_state(instruction.arguments[0].constant.toGenerator());
           break;
       }
       for (int64_t freed : instruction.freed) {
@@ -428,6 +597,32 @@ void adapt(Argument& argument, c10::TypePtr type) {
   }
 }
 
+// Whether an instruction makes a view of its first argument that depends on nothing else.
+bool makes_view(const Instruction& instruction) {
+  const auto& schema = instruction.op->schema();
+  const auto& arguments = instruction.arguments;
+  if (schema.is_mutable() || instruction.counts_versions || schema.returns().size() != 1 || instruction.results[0] < 0) {
+    return false;
+  }
+  const auto& returned = schema.returns()[0];
+  const bool is_view = returned.alias_info() != nullptr && returned.type()->kind() == c10::TypeKind::TensorType;
+  const auto is_constant = [](const Argument& argument) { return argument.form == kConstant; };
+  return is_view && arguments[0].form == kRegister && std::all_of(arguments.begin() + 1, arguments.end(), is_constant);
+}
+
+// A draw is a pair of its kind, and what it draws from.
+void read_draw(Instruction& instruction, const py::tuple& described) {
+  instruction.draw = static_cast<Draw>(described[0].cast<int64_t>());
+  for (py::handle argument : described[1]) {
+    instruction.drawn_from.push_back(read_argument(argument));
+  }
+  if (instruction.draw != kDrawOnce) {
+    adapt(instruction.drawn_from[0], c10::TensorType::get());
+    adapt(instruction.drawn_from[1], c10::GeneratorType::get());
+    adapt(instruction.drawn_from[2], c10::OptionalType::create(c10::GeneratorType::get()));
+  }
+}
+
 Instruction read_instruction(py::handle described) {
   const auto fields = py::reinterpret_borrow<py::tuple>(described);
   Instruction instruction;
@@ -445,15 +640,24 @@ Instruction read_instruction(py::handle described) {
     const auto name = py::reinterpret_borrow<py::tuple>(fields[1]);
     const auto schema_name = name[0].cast<std::string>(), overload = name[1].cast<std::string>();
     instruction.op = c10::Dispatcher::singleton().findSchemaOrThrow(schema_name.c_str(), overload.c_str());
-    instruction.counts_versions = fields[3].cast<bool>();
+    const auto options = py::reinterpret_borrow<py::tuple>(fields[3]);
+    instruction.counts_versions = options[0].cast<bool>();
+    if (!options[1].is_none()) {
+      read_draw(instruction, py::reinterpret_borrow<py::tuple>(options[1]));
+    }
     const auto& expected = instruction.op->schema().arguments();
     TORCH_CHECK_TYPE(expected.size() == instruction.arguments.size(), "the schema has other arguments");
     for (size_t i = 0; i < expected.size(); i++) {
       adapt(instruction.arguments[i], expected[i].type());
     }
+    if (makes_view(instruction)) {
+      instruction.view = std::make_unique<FirstView>();
+    }
   } else if (instruction.kind == kFunction) {
     instruction.target = fields[1];
     instruction.names = fields[3];
+  } else if (instruction.kind == kState) {
+    adapt(instruction.arguments[0], c10::GeneratorType::get());
   } else if (instruction.arguments[1].form == kConstant && PyLong_Check(instruction.arguments[1].object.ptr())) {
     instruction.arguments[1].constant = instruction.arguments[1].object.cast<int64_t>();
   }
@@ -481,6 +685,7 @@ std::unique_ptr<Program> read_program(py::handle described) {
     program->instructions.push_back(read_instruction(each));
   }
   program->returned = read_argument(fields[3]);
+  program->draw_lock = fields[4];
   return program;
 }
 

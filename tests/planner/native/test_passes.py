@@ -5,6 +5,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from graphs.schedule import keep_everything
 from planner.capture.lowering.lower import Capture
+from planner.capture.program.draws import draw_once
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
@@ -82,6 +84,31 @@ def test_every_operator_of_pytorch_is_called_without_python() -> None:
         outcome(executor, workload)
         functions |= {target for each in native_passes(executor) for target in each.called_in_python}
     assert not {target for target in functions if isinstance(target, torch._ops.OpOverload)}
+    assert draw_once not in functions
+
+
+def test_views_follow_the_layout_of_what_they_are_of() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = x.reshape(4, 2, 3).transpose(0, 1)
+            return self.linear((heads * 2).transpose(0, 1).reshape(4, 6)) + x.view(2, 2, 6)[1].sum()
+
+    captured = None
+    batches = [torch.randn(4, 6), torch.randn(4, 8)[:, :6], torch.randn(8, 6)[::2], torch.randn(6, 6)[2:]]
+    outcomes: list[list[Outcome]] = []
+    for native in (False, True):
+        torch.manual_seed(0)
+        workload = Workload(Views(), lambda y, x: (y * x).sum(), (batches[0], batches[0]))
+        captured = captured or capture(*workload)
+        executor = Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn)
+        with nullcontext() if native else use_python_passes():
+            outcomes.append([outcome(executor, workload._replace(batch=(x, x))) for x in (*batches, *batches)])
+        assert isinstance(native_passes(executor)[0], NativePass) is native
+    assert_equal(*outcomes)
 
 
 def test_a_pass_that_mostly_calls_python_stays_there() -> None:

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -95,16 +95,25 @@ class HostRow(Made):
     forward_ratio: float | None = declare_column("the same of forward passes")
     backward_ratio: float | None = declare_column("the same of backward passes")
     around_ratio: float | None = declare_column(
-        "what a planned step takes besides its passes, as a share of eager PyTorch's step"
+        "what a planned step takes besides its passes: guards, lookups, checks, its autograd function; as a share of eager "
+        "PyTorch's step"
+    )
+    gradients_ratio: float | None = declare_column(
+        "what autograd takes after the backward pass to give gradients to parameters, which it does for eager PyTorch too"
     )
     repeats: int = declare_column("steps that are timed")
 
 
 class PassTimes:
-    """A stage of a step that adds up the seconds of its passes."""
+    """A stage of a step that adds up the seconds of its passes.
+
+    Attributes:
+        seconds: those so far.
+        end: when the autograd function of the last step ended.
+    """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.end = 0.0
 
     def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
         """Run the forward pass; see ``planner.runtime.code.Stage``."""
@@ -120,14 +129,25 @@ class PassTimes:
         self.seconds += time.perf_counter() - start
         return gradients
 
+    def note_end(self, *_: object) -> None:
+        """Note that the autograd function has returned its gradients; autograd calls this as its hook."""
+        self.end = time.perf_counter()
+
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds of the steps of one way, in turns: forward passes, backward passes, and what is not in passes of a plan."""
+    """Seconds of the steps of one way, in turns.
 
-    forward: list[float]
-    backward: list[float]
-    around: list[float]
+    Attributes:
+        forward, backward: of the whole step.
+        around: what is not in passes of a plan.
+        gradients: from the end of a plan's backward pass to the end of ``backward()``; not in `around`.
+    """
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    around: list[float] = field(default_factory=list)
+    gradients: list[float] = field(default_factory=list)
 
     @property
     def both(self) -> list[float]:
@@ -165,6 +185,7 @@ def measure(name: str, known: Sequence[HostRow], *, repeats: int) -> Iterator[Ho
             forward_ratio=None if found is None else compute_ratio(found.forward, eager_times.forward)[0],
             backward_ratio=None if found is None else compute_ratio(found.backward, eager_times.backward)[0],
             around_ratio=compute_ratio(found.around, eager_times.both)[0] if found is not None and found.around else None,
+            gradients_ratio=compute_ratio(found.gradients, eager_times.both)[0] if found is not None and found.around else None,
             repeats=repeats,
             **collect_provenance(),
         )
@@ -196,7 +217,7 @@ def _make_planned_steps(captured: Capture, workload: Workload) -> Iterator[tuple
 
 def _take_turns(steps: Mapping[str, Step], workload: Workload, repeats: int) -> dict[str, _Times]:
     """Return the times of steps that take turns."""
-    times = {way: _Times([], [], []) for way in steps}
+    times = {way: _Times() for way in steps}
     passes: dict[str, PassTimes] = {}
     for way, step in steps.items():
         if isinstance(step, Executor):
@@ -210,6 +231,8 @@ def _take_turns(steps: Mapping[str, Step], workload: Workload, repeats: int) -> 
                 start = time.perf_counter()
                 loss = get_loss(call(step, workload.batch))
                 middle = time.perf_counter()
+                if way in passes:
+                    loss.grad_fn.register_hook(passes[way].note_end)
                 loss.backward()
                 end = time.perf_counter()
             del loss
@@ -217,7 +240,9 @@ def _take_turns(steps: Mapping[str, Step], workload: Workload, repeats: int) -> 
                 times[way].forward.append(middle - start)
                 times[way].backward.append(end - middle)
                 if way in passes:
-                    times[way].around.append(end - start - (passes[way].seconds - before))
+                    gradients = end - passes[way].end
+                    times[way].gradients.append(gradients)
+                    times[way].around.append(end - start - gradients - (passes[way].seconds - before))
     return times
 
 
@@ -229,6 +254,7 @@ TABLE = (
     Column("forward", "forward_ratio", missing="fails"),
     Column("backward", "backward_ratio", missing="fails"),
     Column("around the passes", "around_ratio", missing=""),
+    Column("gradients", "gradients_ratio", missing=""),
 )
 WAYS = (
     "checkpointing by blocks",

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-import torch
 from torch import fx
 
 from planner.capture.program.code import INLINE, VARIABLE, Parameter, free, get_variable
@@ -44,7 +43,7 @@ class Kind(IntEnum):
 
 
 _DRAWS: dict[object, int] = {draw_once: 0, draw_first: 1, draw_again: 2}  # as ``passes.cpp`` numbers them
-_DRAWN_FROM = {draw_once: 0, draw_first: 3, draw_again: 3}  # arguments before the op: state, generator, own generator
+_DRAWN_FROM: dict[object, int] = {draw_once: 0, draw_first: 3, draw_again: 3}  # arguments before the op
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +229,8 @@ class _Lowering:
         if node.target is operator.getitem:
             sequence, subscript = (self.describe(arg, is_returned=is_returned) for arg in node.args)
             return (Kind.ITEM, None, [sequence, subscript], None, [result], [])
-        if node.target == "get_state" and isinstance(generator := node.args[0], torch.Generator):
-            return (Kind.STATE, None, [(Form.CONSTANT, generator)], None, [result], [])
+        if node.target == "get_state":  # of a generator
+            return (Kind.STATE, None, [(Form.CONSTANT, node.args[0])], None, [result], [])
         if (called := self._operator(node, [result], is_returned=is_returned)) is not None:
             return called
         target = _MethodCall(node.target) if isinstance(node.target, str) else node.target
@@ -277,7 +276,9 @@ class _OperatorCall:
 
 def _find_operator_call(node: fx.Node) -> _OperatorCall | None:
     """Return the operator that a node calls, or that it lets draw; None if it is none of PyTorch."""
-    op, args, draw, drawn_from = node.target, node.args, None, tuple[Any, ...]()
+    op: Any = node.target
+    args: tuple[Any, ...] = node.args
+    draw, drawn_from = None, tuple[Any, ...]()
     if op in _DRAWS:
         draw, count = _DRAWS[op], _DRAWN_FROM[op]
         drawn_from, op, args = args[:count], args[count], args[count + 1 :]

@@ -69,8 +69,8 @@ class ChildProcess:
         with suppress(OSError):  # the death is noticed by ``receive``
             self.connection.send(what)
 
-    def receive(self, most_s: float) -> Any:
-        """Return the next object that it has sent, waiting up to `most_s` seconds; None if there is none.
+    def receive(self, most_s: float | None) -> Any:
+        """Return the next object that it has sent, waiting up to `most_s` seconds, without limit for None; None if there is none.
 
         Raises:
             EOFError: the process has died, and everything that it sent was received.

@@ -1,12 +1,14 @@
 """A solve in a separate process, concurrent with training, or a short one in this process. Never imports torch."""
 
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from graphs.errors import PlannerError
@@ -19,7 +21,7 @@ from solvers.child_process import ChildProcess, connect_to_parent, describe_erro
 from solvers.request import Start
 from solvers.result import SolveProgress
 
-_NICE = 10  # steps of lower priority than the training process
+_LOWEST = 19  # steps of lower priority than the training process
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,11 @@ class BackgroundSolve:
             OSError: no process can be started.
         """
         self.ended: Ended | None = None
-        self._process = ChildProcess(__name__)
-        self._end = weakref.finalize(self, self._process.end)  # also if the object is collected before the end
-        self._process.send(job)
+        self._process, self._news = ChildProcess(__name__), SimpleQueue[Plan | Ended]()
+        _lower_priority(self._process.process.pid)  # before it has imported anything
+        self._kill = weakref.finalize(self, self._process.process.kill)  # also if the object is collected before the end
+        # A graph may be larger than what the system buffers, and the process may have to wait long for an idle core.
+        threading.Thread(target=_converse, args=(self._process, job, self._news), name="background solve", daemon=True).start()
 
     @property
     def is_running(self) -> bool:
@@ -75,26 +79,35 @@ class BackgroundSolve:
     def receive(self, most_s: float = 0.0) -> Plan | None:
         """Return the latest plan that is better than those before, waiting up to `most_s` seconds; None if there is none."""
         latest: Plan | None = None
-        while self.ended is None:
-            try:
-                found: Plan | Ended | None = self._process.receive(0.0 if latest is not None else most_s)
-            except EOFError:
-                found = Ended(failure="its process has died")
-            if found is None:
-                break
-            if isinstance(found, Ended):
-                self.ended = found
-                latest = found.plan or latest
-                self._end()
-            else:
-                latest = found
+        with suppress(Empty):
+            while self.ended is None:
+                found = self._news.get(timeout=0.0 if latest is not None else most_s)
+                if isinstance(found, Ended):
+                    self.ended = found
+                    latest = found.plan or latest
+                else:
+                    latest = found
         return latest
 
     def stop(self) -> None:
         """End the process; results that it has not sent are lost."""
         if self.ended is None:
             self.ended = Ended(failure="it was stopped")
-            self._end()
+            self._kill()
+
+
+def _converse(process: ChildProcess, job: SolveJob, news: "SimpleQueue[Plan | Ended]") -> None:
+    """Send the job to the process, put all that it finds into `news`, and end it, without keeping the training thread."""
+    with process:
+        process.send(job)
+        found: Plan | Ended | None = None
+        while not isinstance(found, Ended):
+            try:
+                found = process.receive(None)
+            except EOFError:
+                found = Ended(failure="its process has died")
+            if found is not None:
+                news.put(found)
 
 
 def solve_here(job: SolveJob, is_enough: Callable[[float, float | None], bool]) -> Ended:
@@ -122,10 +135,17 @@ def _solve(job: SolveJob, **callbacks: Any) -> Ended:
         return Ended(failure=describe_error(error))
 
 
+def _lower_priority(process: int) -> None:
+    """Let a process, and those that it starts, run only on cores that are idle, as far as the system can."""
+    with suppress(OSError):  # it has ended, or may not
+        os.setpriority(os.PRIO_PROCESS, process, _LOWEST)
+        if sys.platform == "linux":  # above nice 19, it takes no core from a thread that is ready
+            os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
+
+
 def main() -> None:
     """Solve the job received over the standard input, a socket; send back each better plan, and the end."""
     connection = connect_to_parent()
-    os.nice(_NICE)
     try:
         job: SolveJob = connection.recv()
     except (EOFError, OSError):

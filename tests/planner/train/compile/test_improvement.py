@@ -1,6 +1,9 @@
 """Better plans are swapped in while a step trains: same bits, within the budget, and nothing is left behind."""
 
 import math
+import os
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -522,6 +525,30 @@ def test_a_solve_in_the_background_sends_plans_and_its_end() -> None:
     stopped = BackgroundSolve(SolveJob(graph, Bytes(budget), PlanSettings()))
     stopped.stop()
     assert stopped.ended is not None and stopped.receive(1.0) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the scheduling class is Linux's")
+def test_a_solve_in_the_background_takes_only_idle_cores() -> None:
+    solve = BackgroundSolve(SolveJob(make_chain(40), Bytes(10**9), PlanSettings(time_limit_s=20.0)))
+    process = solve._process.process.pid
+    assert os.getpriority(os.PRIO_PROCESS, process) == 19 > os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.sched_getscheduler(process) == os.SCHED_IDLE != os.sched_getscheduler(0)
+    solve.stop()
+
+
+def test_training_does_not_wait_for_a_solve_that_has_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process reads nothing, and the job is larger than what the system buffers."""
+    monkeypatch.setattr(background, "_lower_priority", lambda process: os.kill(process, signal.SIGSTOP))
+    graph = replace(make_chain(4), provenance={"model": "x" * 2**22})
+    solve = BackgroundSolve(SolveJob(graph, Bytes(10**9), PlanSettings()))
+    assert solve.is_running and solve.receive(0.1) is None
+    os.kill(solve._process.process.pid, signal.SIGCONT)
+    while solve.ended is None:
+        solve.receive(0.2)
+    assert solve.ended.plan is not None
+    idle = BackgroundSolve(SolveJob(graph, Bytes(10**9), PlanSettings()))
+    idle.stop()  # while the job is being sent
+    assert idle.ended is not None and idle.ended.failure == "it was stopped"
 
 
 def test_times_of_ops_that_did_not_run_are_scaled_as_those_that_did() -> None:

@@ -8,12 +8,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from graphs.errors import MismatchError, PlannerError, SmallerBatchError
+from graphs.errors import MismatchError, PlannerError, SmallerBatchError, first_line
 from graphs.ir import Kind, Tensor
 from graphs.overwriting import find_overwritten_saved
 from graphs.pools import DEVICE
 from graphs.schedule import Schedule, find_boundary, live_after
+from graphs.short_tracebacks import warn_caller
 from graphs.simulate import simulate
+from planner.capture.guards.assertions import UNLIKELY_DRAW
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch, join_returned, split_arguments
 from planner.capture.step import TrainingStep
@@ -208,7 +210,14 @@ class Executor:
         """
         if not torch.is_grad_enabled():
             return self.evaluate(*args, **kwargs)
-        return self.run(self.check(*args, **kwargs))
+        leaves = self.check(*args, **kwargs)
+        try:
+            return self.run(leaves)
+        except RuntimeError as error:  # which has undone the step
+            if UNLIKELY_DRAW not in str(error):
+                raise
+            warn_caller(f"this step ran by eager PyTorch, which may take more than the budget: {first_line(error)}")
+        return self.evaluate(*args, **kwargs)
 
     def evaluate(self, *args: object, **kwargs: object) -> Any:
         """Return the step's result by eager PyTorch, without saved tensors."""

@@ -2,6 +2,9 @@
 
 Dynamo writes ``assert condition`` as an op that checks a tensor, but neither ``assert a and b`` nor ``if condition: raise``. The
 side that raises is not captured. The op raises a RuntimeError in the step that fails, as under ``torch.compile``.
+
+A branch that all draws but 0 take (``torch.rand(1) > 0.0``) is checked in the same way; where it fails, the step is undone and
+runs by eager PyTorch.
 """
 
 from typing import Any
@@ -15,6 +18,8 @@ from planner.torch_private.capture import InstructionTranslatorBase, VariableTra
 from planner.torch_private.core import assert_async
 
 aten = torch.ops.aten
+
+UNLIKELY_DRAW = "drew exactly 0, as one in 2**24 draws is, and takes a branch that was not planned"
 
 _ENDS = ("RETURN", "RERAISE", "YIELD")
 
@@ -31,10 +36,10 @@ def find_passing_side(translator: InstructionTranslatorBase) -> bool | None:
     return None if there is here else jumps_if is here
 
 
-def write_assertion(translator: InstructionTranslatorBase, condition: Any, passing: bool) -> None:  # noqa: FBT001  # a value
-    """Capture an op that checks that the tensor `condition` is `passing`."""
+def write_assertion(translator: InstructionTranslatorBase, condition: Any, *, passing: bool, otherwise: str) -> None:
+    """Capture an op that checks that the tensor `condition` is `passing`; the error tells what its line does `otherwise`."""
     checked = condition if passing else condition.call_method(translator, "logical_not", [], {})
-    message = f"{format_location(find_current_line())} raises an error on this batch".replace('"', "'")  # Inductor quotes nothing
+    message = f"{format_location(find_current_line())} {otherwise}".replace('"', "'")  # Inductor quotes nothing
     arguments = [checked, VariableTracker.build(translator, message)]
     VariableTracker.build(translator, assert_async).call_function(translator, arguments, {})
 

@@ -20,7 +20,13 @@ from torch import fx, nn
 
 from graphs.errors import TraceError
 from planner.capture.frontend.source_lines import branch_refusal, find_current_line, find_traced_line
-from planner.capture.guards.assertions import assert_length, find_passing_side, is_as_long_as_told, write_assertion
+from planner.capture.guards.assertions import (
+    UNLIKELY_DRAW,
+    assert_length,
+    find_passing_side,
+    is_as_long_as_told,
+    write_assertion,
+)
 from planner.capture.guards.concrete_values import ConcreteValues
 from planner.capture.guards.data_guards import DataGuards, GuardWriter, number
 from planner.capture.guards.next_steps import check_next_steps
@@ -208,12 +214,15 @@ class DataBranches:
 
     def _ask_for_outcome(self, translator: InstructionTranslatorBase, tensor: TensorVariable) -> VariableTracker:
         """Replace `tensor` on the stack by its number before a jump on it, or by the outcome that it must have; return that."""
-        is_known = self._values.get(tensor.as_proxy().node.meta["example_value"]) is not None
-        passing = None if is_known else find_passing_side(translator)
+        fake = tensor.as_proxy().node.meta["example_value"]
+        likely = self._values.get_likely(fake)
+        is_known = likely is None and self._values.get(fake) is not None
+        passing = likely if likely is not None or is_known else find_passing_side(translator)
         if passing is None:
             outcome = tensor.call_method(translator, "item", [], {})
         else:
-            write_assertion(translator, tensor, passing)
+            otherwise = "raises an error on this batch" if likely is None else UNLIKELY_DRAW
+            write_assertion(translator, tensor, passing=passing, otherwise=otherwise)
             outcome = VariableTracker.build(translator, passing)
         translator.stack[-1] = outcome
         return outcome

@@ -40,6 +40,8 @@ _COMPARISONS: dict[object, tuple[bool | None, bool]] = {
     aten.le.Scalar: (None, True),
     aten.gt.Scalar: (None, False),
 }
+# Those with 0 whose answers are the same for every draw but 0 itself, which is one in 2**24 of single precision.
+_LIKELY = {aten.gt.Scalar: True, aten.le.Scalar: False}
 _UNIFORM = (aten.rand.default, aten.rand_like.default, aten.uniform.default)
 
 
@@ -84,6 +86,11 @@ def count_true(*masks: torch.Tensor) -> tuple[int, ...]:
     return tuple(int(mask.count_nonzero()) for mask in masks)
 
 
+def _is_fine(drawn: torch.Tensor) -> bool:
+    """Return True if draws are seldom 0, and a wrong guess is noticed at once; on CUDA it would end the process."""
+    return drawn.dtype in (torch.float32, torch.float64) and drawn.device.type == "cpu"
+
+
 def _find_largest(lengths: torch.Tensor) -> int:
     return int(lengths.max()) if lengths.numel() else 0
 
@@ -102,6 +109,7 @@ class ConcreteValues:
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._random: WeakIdKeyDictionary = WeakIdKeyDictionary()  # fake tensors that depend on random numbers
         self._uniform: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._likely: WeakIdKeyDictionary = WeakIdKeyDictionary()  # answers that no draw but 0 changes
         self._of_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._sources: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Sets of dispatch keys: included, excluded.
@@ -114,6 +122,11 @@ class ConcreteValues:
             self._set(fake, fake)
         value: torch.Tensor | None = self._values.get(fake)
         return None if value is None or value.untyped_storage()._cdata in self._stale else value
+
+    def get_likely(self, fake: torch.Tensor) -> bool | None:
+        """Return the answer of a comparison that is the same for every random number but 0; None for others."""
+        answer: bool | None = self._likely.get(fake)
+        return answer
 
     def number(self, symbolic: Any) -> Any:
         """Return the value of a symbolic number; None if it is unknown."""
@@ -202,9 +215,12 @@ class ConcreteValues:
                 self._random[tensor] = True
             if is_uniform(func, args):
                 self._uniform[tensor] = True
+            if func in _LIKELY and given[0] in self._uniform and args[1] == 0 and _is_fine(given[0]):
+                self._likely[tensor] = _LIKELY[func]
         if func._schema.is_mutable:
             for written in given:
                 self._uniform.pop(written, None)
+                self._likely.pop(written, None)
                 if written in self._values:
                     self._stale.add(self._values[written].untyped_storage()._cdata)
         return result

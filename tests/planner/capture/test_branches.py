@@ -1,8 +1,10 @@
 """Branches on data: taken as on the given batch, guarded, or refused with the line that branches."""
 
+import copy
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Union, cast
 
 import numpy as np
@@ -331,3 +333,54 @@ def test_conditions_on_fake_batches_raise() -> None:
         model, batch = Step(if_all), (torch.randn(4, 4), torch.ones(4, 4) > 0)
     with pytest.raises(TraceError, match=r"if mask.all\(\):.* plan with real tensors"):
         capture(model, None, batch)
+
+
+class LeavingOut(nn.Module):
+    """A step that leaves its second layer out at random, as adapters of PEFT do."""
+
+    def __init__(self, dropped: float, *, upwards: bool = True) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropped, self.upwards = dropped, upwards
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(x)) * torch.rand(())
+        if self.upwards:
+            hidden = self.second(hidden) if torch.rand(1) > self.dropped else hidden
+        else:
+            hidden = hidden if torch.rand([]) <= self.dropped else self.second(hidden)
+        return F.dropout(hidden, 0.5).square().sum()
+
+
+@pytest.mark.parametrize("upwards", [True, False])
+def test_a_branch_that_all_draws_but_0_take_is_planned(upwards: bool) -> None:
+    torch.manual_seed(0)
+    model, x = LeavingOut(0.0, upwards=upwards), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    step = planner.compile(model, None, (x,), budget="1MB", wait=0.1)
+
+    def train(one: nn.Module, run: Callable[..., Any]) -> list[torch.Tensor]:
+        loss = run(x)
+        loss.backward()
+        left = [*(p.grad.clone() for p in one.parameters() if p.grad is not None), *(b.clone() for b in one.buffers())]
+        one.zero_grad()
+        return [loss.detach(), *left, torch.get_rng_state()]
+
+    for before_draw in (5, DRAWS_BEFORE_0, 7):  # that of the branch is 0 in the second step
+        torch.manual_seed(3)
+        torch.rand(before_draw)
+        expected = train(plain, plain)
+        torch.manual_seed(3)
+        torch.rand(before_draw)
+        with pytest.warns(UserWarning, match=r"ran by eager.*drew exactly 0") if before_draw > 7 else nullcontext():
+            found = train(model, step)
+        assert all(map(torch.equal, found, expected))
+
+
+DRAWS_BEFORE_0 = 1532311 - 1  # of the generator with seed 3, and the step draws once before the branch
+
+
+def test_a_branch_that_draws_seldom_take_raises() -> None:
+    with pytest.raises(TraceError, match="random numbers"):
+        capture(LeavingOut(0.001), None, (torch.randn(4, 8),))

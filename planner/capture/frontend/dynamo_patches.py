@@ -233,18 +233,24 @@ def _iterate_replaced_buffers(table: Any) -> Iterator[tuple[dict[Any, Any], Any,
 
 
 def _refuse_other_names(copy: fx.Node, storages: set[int]) -> None:
-    """Raise TraceError if nodes after `copy`, which writes a parameter, use views made before it of one of `storages`."""
+    """Raise TraceError if the parameter that `copy` writes was read before it, or nodes after it use views made before it.
+
+    The backward pass of what was read needs the old data, which eager PyTorch keeps.
+    """
     before = True
-    earlier: set[fx.Node] = set()
+    names: set[fx.Node] = set()  # nodes before `copy` whose values lie in one of `storages`
     for node in copy.graph.nodes:
-        before = before and node is not copy
+        if node is copy:
+            before, names = False, {name for name in names if name.op != "placeholder"}
+            continue
         value = node.meta.get("example_value")
-        if before and node.op != "placeholder" and isinstance(value, torch.Tensor) and get_storage(value) in storages:
-            earlier.add(node)
-        elif not before and node is not copy and not earlier.isdisjoint(node.all_input_nodes):
+        if before and isinstance(value, torch.Tensor) and get_storage(value) in storages:
+            names.add(node)
+        elif not names.isdisjoint(node.all_input_nodes) and (not before or getattr(value, "requires_grad", False)):
             raise TraceError(
                 f"{format_location(find_traced_line(copy.meta.get('stack_trace')))} replaces the data of a trained parameter, "
-                "and the step goes on with its old data, or writes to the new: copy it (clone) before it is replaced"
+                "and the step has read its old data, goes on with it, or writes to the new: replace it before it is read, or "
+                "write in place (weight.data.copy_(...)), with a copy (clone) of the old data where that is used later"
             )
 
 

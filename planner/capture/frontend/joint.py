@@ -43,7 +43,7 @@ from planner.capture.guards.python_random import forbid_python_random
 from planner.capture.guards.replaced_names import Frames, record_frames
 from planner.capture.rewrites.cuda_attention import capture_attention_as_on_cuda
 from planner.capture.rewrites.explicit_generators import get_explicit_generator, record_generators
-from planner.capture.rewrites.outputs import CHECKS, check_writes
+from planner.capture.rewrites.outputs import CHECKS, check_writes, drop_tangents_of_writes, find_tangents_of_writes
 from planner.capture.rewrites.sparse_products import decompose_sparse_matrices, hide_sparse_buffers
 from planner.capture.signature import Batch, list_leaves, split_arguments
 from planner.capture.step import TrainingStep
@@ -90,8 +90,10 @@ def capture_joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, n
     Raises:
         TraceError: the step cannot be captured as one graph.
     """
+    settles = True
 
     def trace() -> Traced:
+        nonlocal settles
         with keep_ops_as_eager(), capture_attention_as_on_cuda() if as_on_cuda else nullcontext():
             try:
                 traced = _capture_with_numbers(step, batch, numbers) if numbers else _capture_with_branches(step, batch)
@@ -99,7 +101,11 @@ def capture_joint_graph(step: TrainingStep, batch: Batch, *, as_on_cuda: bool, n
                 if numbers is None:
                     raise
                 traced = _capture_with_numbers(step, batch, counting.names.union(numbers), counting)
-        check_writes(traced[0].graph_module.graph)
+        graph = traced[0].graph_module.graph
+        if settles and traced[2] is not None and find_tangents_of_writes(graph):
+            settles = False
+            raise UnsettledError("parameters", [])  # a branch of the first call may initialize them
+        drop_tangents_of_writes(graph)
         return traced
 
     return _run_until_settled(step, batch, trace)

@@ -183,20 +183,44 @@ def check_layouts(graph: fx.Graph) -> None:
             )
 
 
+def drop_tangents_of_writes(graph: fx.Graph) -> None:
+    """Remove the gradients of trained parameters that a step writes to, in place; the loop gives none to what they become.
+
+    A joint graph returns such parameters with gradients of their own, to which it adds those of what reads them.
+
+    Raises:
+        TraceError: such a gradient is more than added.
+    """
+    for tangent, written in find_tangents_of_writes(graph).items():
+        for user in list(tangent.users):
+            others = [arg for arg in user.args if arg is not tangent]
+            if user.op == "output":
+                _set_outputs(graph, [(None if value is tangent else value, desc) for value, desc in list_outputs(graph)])
+            elif user.target is aten.add.Tensor and len(others) == 1 and isinstance(others[0], fx.Node):
+                user.replace_all_uses_with(others[0])
+                graph.erase_node(user)
+            else:
+                raise TraceError(
+                    f"the step itself writes to {_name(written)}, and its gradient passes the write: do that after "
+                    "optimizer.step(), under torch.no_grad(), or train with planner.checkpoint(model, budget=...)"
+                )
+        graph.erase_node(tangent)
+
+
 def check_writes(graph: fx.Graph) -> None:
-    """Raise TraceError if a step writes to trained parameters: a joint graph returns these with gradients of their own."""
-    values = {desc: value for value, desc in list_outputs(graph)}
-    for node in graph.find_nodes(op="placeholder"):
-        written = node.meta["desc"].output if isinstance(node.meta["desc"], TangentAOTInput) else None
-        if isinstance(written, InputMutationAOTOutput):
-            producer = str(getattr(values[written], "target", ""))
-            how, instead = f" by {producer}", "do that after optimizer.step(), under torch.no_grad()"
-            if "embedding" in producer:
-                how, instead = ", to keep within max_norm= of its embedding", f"leave out max_norm=, and {instead}"
-            raise TraceError(
-                f"the step itself writes to {_name(written.mutated_input)}{how}, which cannot be planned: {instead}, or "
-                "train with planner.checkpoint(model, budget=...)"
-            )
+    """Raise TraceError if a step writes to trained parameters: Inductor's kernels take gradients of what these become."""
+    for written in find_tangents_of_writes(graph).values():
+        raise TraceError(
+            f"the step itself writes to {_name(written)}, which is not planned with Inductor's kernels: leave out "
+            "kernels='inductor', or do that after optimizer.step(), under torch.no_grad()"
+        )
+
+
+def find_tangents_of_writes(graph: fx.Graph) -> dict[fx.Node, AOTInput]:
+    """Return the incoming gradients of inputs that a step writes to, with these inputs."""
+    given = {node: node.meta["desc"] for node in graph.find_nodes(op="placeholder")}
+    of = {node: desc.output for node, desc in given.items() if isinstance(desc, TangentAOTInput)}
+    return {node: desc.mutated_input for node, desc in of.items() if isinstance(desc, InputMutationAOTOutput)}
 
 
 def _name(desc: AOTInput) -> str:

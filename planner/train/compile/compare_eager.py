@@ -159,7 +159,8 @@ def _find_first_differing_op(captured: Capture, step: TrainingStep, batch: Batch
     The path is followed backward from the differing results, and ends at ops whose results eager PyTorch has. An eager op that
     was captured as several ops does not count if the last result is the same.
     """
-    with preserve_training_state(step, batch), UndoWrites(), _Results() as results:
+    written = collect_written_tensors(captured, step, batch)
+    with preserve_training_state(step, batch, written=written), UndoWrites(), _Results() as results:
         Isolated(step, step, batch).run()
     made: dict[int, tuple[bytes, ...]] = {}
 

@@ -1,6 +1,7 @@
 """Steps as they are written to fine-tune models: frozen layers, moving averages, adapters."""
 
 import copy
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -238,3 +239,79 @@ class Spread(nn.Module):
 @pytest.mark.parametrize("select", [False, True])
 def test_trained_numbers_at_places_that_an_attribute_lists(select: bool) -> None:
     check_trains_as_eager(lambda: Spread(select=select), F.mse_loss, vectors)
+
+
+class Constrained(nn.Module):
+    """Layers, one of whose weights is written to before it is read."""
+
+    def __init__(self, constrain: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+        self.constrain = constrain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](x)
+        self.constrain(self.layers[1][0].weight)
+        return self.layers[2](self.layers[1](hidden))
+
+
+def by_data(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 0.9
+
+
+def by_copied_data(weight: nn.Parameter) -> None:
+    weight.data.copy_(F.normalize(weight.data, dim=0) * 0.9)
+
+
+def without_gradients(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(0.9).clamp_(-0.2, 0.2)
+
+
+def one_row(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight[1] *= 0.9
+
+
+@pytest.mark.parametrize("constrain", [by_data, by_copied_data, without_gradients, one_row])
+def test_writes_to_trained_parameters_train_as_in_eager_mode(constrain: Callable[[nn.Parameter], None]) -> None:
+    check_trains_as_eager(lambda: Constrained(constrain), F.mse_loss, vectors)
+
+
+def test_planning_restores_the_parameters_that_a_step_writes_to() -> None:
+    torch.manual_seed(2)
+    model = Constrained(by_data)
+    before = copy.deepcopy(model.state_dict())
+    step = planner.compile(model, F.mse_loss, vectors(0), budget="100%", wait=0.1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    step(*vectors(0)).backward()
+    assert torch.equal(model.layers[1][0].weight, before["layers.1.0.weight"] * 0.9)
+
+
+class ConstrainedAfterwards(Constrained):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(x)
+        self.constrain(self.layers[1][0].weight)
+        return hidden
+
+
+def test_data_that_is_written_after_it_was_read_trains_as_in_eager_mode() -> None:
+    check_trains_as_eager(lambda: ConstrainedAfterwards(by_copied_data), F.mse_loss, vectors)
+
+
+def test_data_that_is_replaced_after_it_was_read_raises() -> None:
+    with pytest.raises(TraceError, match=r"weight\.data = weight\.data \* 0\.9\) replaces the data of a trained parameter"):
+        planner.compile(ConstrainedAfterwards(by_data), F.mse_loss, vectors(0), budget="100%", wait=0.1)
+
+
+def test_writes_to_data_with_inductors_kernels_raise() -> None:
+    with pytest.raises(TraceError, match=r"writes to 'layers\.1\.0\.weight', which is not planned with Inductor's kernels"):
+        planner.compile(Constrained(by_data), F.mse_loss, vectors(0), budget="100%", wait=0.1, kernels="inductor")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
+def test_writes_without_gradients_with_inductors_kernels_train_as_under_torch_compile() -> None:
+    model = Constrained(without_gradients)
+    step = planner.compile(model, F.mse_loss, vectors(0), budget="100%", wait=0.1, kernels="inductor")
+    assert step.plan.eager is not None
+    assert step.plan.eager.identical

@@ -31,6 +31,10 @@ _ANSWERS: dict[str, str] = {
         "the model has hooks of modules on gradients (register_full_backward_hook), which cannot be captured: hook a tensor in "
         "the forward pass (tensor.register_hook), or remove them"
     ),
+    r"torch/utils/hooks\.py.*RemovableHandle\.next_id": (
+        "{where} registers a hook in the step, which cannot be captured: register it once, before planning, and let it read what "
+        "differs from step to step from an attribute; or {on}"
+    ),
     r"(?P<name>copy\.deepcopy\(\))|copy\.py.*in deepcopy\b" if not FOLLOWS_COPIES else r"(?!)": (
         f"the step cannot be captured as one graph: torch {torch.__version__} does not follow copy.deepcopy() ({{where}}): use "
         "torch 2.13, or leave the copy out (models of Transformers copy their config where they make a cache: make it with "

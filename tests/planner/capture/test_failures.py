@@ -140,9 +140,17 @@ def scripted(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.inner(SCRIPTED(x))
 
 
+def hooked(m: Any, x: torch.Tensor) -> torch.Tensor:
+    handle = m.inner.register_forward_hook(lambda _, __, output: output * 2)
+    output = m.inner(x)
+    handle.remove()
+    return output
+
+
 @pytest.mark.parametrize(
     ("forward", "said"),
     [
+        (hooked, r"\(handle = m.inner.register_forward_hook.* registers a hook in the step.*: register it once, before planning"),
         pytest.param(
             seeded,
             r"\(return m.inner\(x\) \* torch.initial_seed\(\)\) asks PyTorch for a value that is no tensor \(initial_seed: int\)",

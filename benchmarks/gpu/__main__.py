@@ -42,6 +42,9 @@ _TESTS = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:bench
 _PLANS = ("benchmarks.gpu.plans", "--fresh")
 _TWO_MODELS = ("--models", "gpt2,resnet50")
 STEPS: Mapping[str, GpuStep] = {
+    "host": GpuStep(
+        ("benchmarks.gpu.host", "--fresh", *_TWO_MODELS, "--out", "{out}/host"), 210.0
+    ),  # with a minute to compile the library
     "probe": GpuStep(("benchmarks.gpu.probe",), 60.0),
     "tests": GpuStep(_TESTS, 240.0),
     "plans": GpuStep((*_PLANS, *_TWO_MODELS, "--ways", "recompute,reserved,expandable,device", "--out", "{out}/plans"), 240.0),

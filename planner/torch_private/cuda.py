@@ -10,6 +10,14 @@ import torch
 set_allocator_settings = torch._C._accelerator_setAllocatorSettings
 
 
+_CYCLES_PER_S = 2e9  # of a GPU, at most
+
+
+def occupy_device(seconds: float) -> None:
+    """Keep the current stream of the current CUDA device busy for about `seconds`, or longer."""
+    torch.cuda._sleep(int(seconds * _CYCLES_PER_S))
+
+
 def is_recording_memory() -> bool:
     """Return True if the allocator of CUDA devices is recorded, or cannot be."""
     is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)

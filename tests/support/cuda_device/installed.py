@@ -20,7 +20,7 @@ from tests.support.cuda_device.autograd import DeviceThread, engine
 from tests.support.cuda_device.machine import Machine
 from tests.support.cuda_device.ops import launch
 from tests.support.cuda_device.pools import MemPool, raw_alloc, raw_delete, use_mem_pool
-from tests.support.cuda_device.streams import Event, Order, Stream
+from tests.support.cuda_device.streams import Event, Order, Stream, Work
 from tests.support.cuda_device.tensors import OnDevice
 from tests.support.cuda_device.tracing import traced_on_the_cpu
 
@@ -171,6 +171,7 @@ def _torch_cuda(machine: Machine) -> dict[str, Any]:
         "default_stream": lambda device=None: machine.defaults[index(device)],
         "set_stream": machine.make_current,
         "synchronize": synchronize,
+        "_sleep": lambda cycles: machine.current(machine.device).launch(Work(lambda _: None, cycles / 1e9)),
         "device": device,
         "set_device": lambda device: setattr(machine, "device", index(device)),
         "current_device": lambda: machine.device,

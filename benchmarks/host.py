@@ -3,7 +3,7 @@
 Tensors are tiny, so that kernels take next to nothing and a step takes as long as what launches them. Eager PyTorch,
 checkpointing by blocks, ``torch.compile`` (default, and ``mode="lite"``) and planned steps take turns on one thread; ratios are
 medians within a turn. Plans have budgets of 100, 70 and 50% of the peak, or 1.1 times the least where that is more. The plan at
-100% runs in Python too, to compare both kinds of passes.
+100% runs in Python too, to compare both kinds of passes, and a plan of Inductor's kernels, beside ``torch.compile``'s own calls.
 """
 
 import sys
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import planner
 from benchmarks.command import Setting, make_main
 from benchmarks.models.dense import recommender
 from benchmarks.models.huggingface_models import build_model
@@ -46,6 +47,7 @@ from solvers.bounds import bound_least_budget
 _LAYERS, _WIDTH, _HEADS, _WORDS, _LENGTH = 12, 32, 2, 64, 8
 SHARES = (1.0, 0.7, 0.5)
 IN_PYTHON = "planned at 100%, in Python"
+INDUCTOR = "planned at 100%, Inductor's kernels"
 _ROOM = 1.1  # above the least budget
 _SOLVE_S = 20.0
 _WARM_UP = 3  # steps of each that are not timed
@@ -198,6 +200,7 @@ def _list_other_ways(workload: Workload, eager: TrainingStep) -> dict[str, Calla
         "checkpointing by blocks": lambda: build_checkpoint_blocks().prepare(workload.model, workload.loss_fn),
         "torch.compile": compiled,
         'torch.compile(mode="lite")': partial(compiled, mode="lite"),
+        INDUCTOR: lambda: planner.compile(*workload, budget="100%", kernels="inductor", on_progress=False).debug,
     }
 
 
@@ -261,6 +264,7 @@ WAYS = (
     "torch.compile",
     'torch.compile(mode="lite")',
     *map("planned at {:.0%}".format, SHARES),
+    INDUCTOR,
     IN_PYTHON,
 )
 

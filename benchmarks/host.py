@@ -80,8 +80,8 @@ MODELS: Mapping[str, Callable[[], Workload]] = {
     "resnet50": partial(build, "resnet50", width=8, size=32, classes=10, batch=2),
     "unet": partial(build, "unet", channels=4, depth=4, size=32, batch=1),
     "mobilenet_v2": partial(build, "mobilenet_v2", multiplier=0.25, size=32, classes=10, batch=2),
-    "lstm": lstm_tagger,
-    "dlrm": recommender,
+    "lstm": partial(lstm_tagger, rows=1),
+    "dlrm": partial(recommender, rows=2),
 }
 
 

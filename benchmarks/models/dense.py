@@ -190,20 +190,20 @@ def siamese() -> Workload:
     return Workload(FunctionModule(forward, encoder=nn.Sequential(*layers)), None, images)
 
 
-def recommender() -> Workload:
-    """Build DLRM: embedding bags, dense features, and the products of all pairs."""
+def recommender(rows: int = 512) -> Workload:
+    """Build DLRM for batches of `rows`: embedding bags, dense features, and the products of all pairs."""
 
     def forward(m: Any, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        rows = [m.bottom(dense), *(bag(sparse[:, i]) for i, bag in enumerate(m.bags))]
-        stacked = torch.stack(rows, dim=1)
+        features = [m.bottom(dense), *(bag(sparse[:, i]) for i, bag in enumerate(m.bags))]
+        stacked = torch.stack(features, dim=1)
         pairs = torch.bmm(stacked, stacked.transpose(1, 2))
-        i, j = torch.triu_indices(len(rows), len(rows), 1)
-        return m.top(torch.cat((rows[0], pairs[:, i, j]), dim=1)).squeeze(1)
+        i, j = torch.triu_indices(len(features), len(features), 1)
+        return m.top(torch.cat((features[0], pairs[:, i, j]), dim=1)).squeeze(1)
 
     bags = nn.ModuleList(nn.EmbeddingBag(100, 32, mode="sum") for _ in range(6))
     bottom = nn.Sequential(nn.Linear(13, 128), nn.ReLU(), nn.Linear(128, 32), nn.ReLU())
     top = nn.Sequential(nn.Linear(32 + 21, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 1))
-    batch = (torch.randn(512, 13), torch.randint(100, (512, 6, 4)), torch.rand(512).round())
+    batch = (torch.randn(rows, 13), torch.randint(100, (rows, 6, 4)), torch.rand(rows).round())
     return Workload(FunctionModule(forward, bags=bags, bottom=bottom, top=top), F.binary_cross_entropy_with_logits, batch)
 
 

@@ -72,8 +72,8 @@ def translator() -> Workload:
     return Workload(model, next_tokens, tuple(torch.randint(50, (8, 32)) for _ in range(3)))
 
 
-def lstm_tagger() -> Workload:
-    """Build a model with PyTorch's bidirectional LSTM, followed by a GRU."""
+def lstm_tagger(rows: int = 16) -> Workload:
+    """Build a model with PyTorch's bidirectional LSTM, followed by a GRU, for batches of `rows` sequences."""
 
     def forward(m: Any, tokens: torch.Tensor) -> torch.Tensor:
         hidden, _ = m.lstm(m.embed(tokens))
@@ -83,7 +83,7 @@ def lstm_tagger() -> Workload:
     lstm = nn.LSTM(32, 48, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)
     gru = nn.GRU(96, 48, batch_first=True)
     model = FunctionModule(forward, embed=nn.Embedding(50, 32), lstm=lstm, gru=gru, head=nn.Linear(48, 9))
-    return Workload(model, next_tokens, (torch.randint(50, (16, 24)), torch.randint(9, (16, 24))))
+    return Workload(model, next_tokens, (torch.randint(50, (rows, 24)), torch.randint(9, (rows, 24))))
 
 
 def recurrent_cells() -> Workload:

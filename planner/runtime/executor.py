@@ -1,6 +1,7 @@
 """Execution of a planned training step: a schedule with real tensors behind an autograd function."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -419,10 +420,7 @@ class _Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.executor = executor
         ctx.check_earlier_gradients = check_earlier_gradients
-        with (
-            executor.memory.report_errors("forward"),
-            torch.autocast(_get_device_type(static), enabled=False),
-        ):  # casts are in the graph
+        with executor.memory.report_errors("forward"), _disable_autocast(static):
             loss, extras, ctx.alive = executor.code.forward(static)
         ctx.versions = [ctx.alive[i]._version for i in executor.code.returned]
         executor.save(ctx, static)
@@ -450,7 +448,7 @@ class _Step(torch.autograd.Function):
         ctx.check_earlier_gradients()
         alive = executor.hand_over(ctx)
         static = executor.restore(ctx, tangent)
-        with executor.memory.report_errors("backward"), torch.autocast(_get_device_type(static), enabled=False):
+        with executor.memory.report_errors("backward"), _disable_autocast(static):
             return (None, None, *executor.place_gradients(executor.code.backward(static, alive)))
 
 
@@ -482,6 +480,9 @@ def _describe_autocast(device_type: str) -> str:
     return f"to {str(torch.get_autocast_dtype(device_type)).removeprefix('torch.')}"
 
 
-def _get_device_type(static: Sequence[Any]) -> str:
+def _disable_autocast(static: Sequence[Any]) -> AbstractContextManager[None]:
+    """Disable autocast inside the context: casts are in the graph. `static` are tensors on the main device, or None."""
     device_type: str = next(t.device.type for t in static if t is not None)
-    return device_type
+    if not torch.is_autocast_enabled(device_type):  # to disable it takes 10 us
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

@@ -29,6 +29,7 @@ class DynamicStep(PlannedStep):
         """Run `first` for batches like `batch`, and a step of `sizes` for others."""
         super().__init__(first.plan, first._run, first.measured)
         self._last = first
+        self._shown = first
         self._sizes = sizes
         sizes.add(batch, first)
 

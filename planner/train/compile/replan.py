@@ -29,6 +29,7 @@ class ReplannedStep(PlannedStep):
         first = make(batch, budget)
         super().__init__(first.plan, first._run, first.measured)
         self._make, self._max_plans = make, max_plans
+        self._shown = first
         self._kept = [first]
 
     @shorten_traceback

@@ -95,6 +95,7 @@ class PlannedStep:
         self._keep: Callable[[Plan], None] | None = None
         self._began = time.monotonic()
         self._steps = 0
+        self._shown: PlannedStep = self  # the one whose plan is in use
         self.history: tuple[PlanUse, ...] = (PlanUse(plan, 1, 0.0, "planned"),)
 
     @shorten_traceback
@@ -123,6 +124,20 @@ class PlannedStep:
                 raise
             self._follow(error.what, self._followed, *args, **kwargs)
         return self._run(*args, **kwargs)
+
+    @property
+    def code(self) -> str:
+        """The code of both passes, for reading: each op that the plan executes, and each tensor that it frees, in order.
+
+        Examples:
+            >>> step = planner.compile(model, loss_fn, (x, y), budget="100%")
+            >>> print(step.code)
+            def forward(static):
+            ...
+        """
+        executor = self._shown._executor
+        assert executor is not None
+        return executor.launched.source
 
     @property
     def debug(self) -> Callable[..., Any]:
@@ -270,6 +285,7 @@ class PlannedStep:
     def _show(self, step: "PlannedStep") -> None:
         """Take over the plan and the history of `step`."""
         self.plan, self.measured, self.history, self._run = step.plan, step.measured, step.history, step._run
+        self._shown = step
 
     @shorten_traceback
     def refresh_sensitivity(self, *args: object, **kwargs: object) -> None:

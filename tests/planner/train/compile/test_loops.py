@@ -208,6 +208,18 @@ def test_eval_mode_with_gradients_says_how_to_evaluate() -> None:
         step(*workload.batch)
 
 
+@pytest.mark.parametrize("options", [{}, {"replan": True}, {"dynamic": True}])
+def test_the_code_of_both_passes_can_be_read(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    x, y = torch.randn(6, 8), torch.randn(6, 1)
+    step = planner.compile(model, lambda z, y: (z.view(1, -1) * y.view(1, -1)).sum(), (x, y), budget="100%", **options)
+    code = step.code
+    assert code.count("def forward(") == 2 and "relu" in code and "del " in code
+    if options:
+        step(x[:4], y[:4]).backward()
+        assert step.code != code
+
+
 def test_a_thousand_steps_take_no_more_memory_than_one() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.1), nn.GELU(), nn.Linear(128, 3))

@@ -26,6 +26,7 @@ from graphs.errors import BudgetError
 from graphs.units import format_seconds
 from planner.capture.workload.models import build
 from planner.cli import argument_types
+from planner.native.library import wait_for_library
 from planner.plans.select_attributes import select_attributes
 from planner.runtime.libraries import warm_up_libraries
 from planner.studies.experiment import Study
@@ -143,6 +144,7 @@ class EagerRow(Made):
 
 def measure(name: str, known: Sequence[EagerRow], *, steps: int, device: str, ways: Sequence[str]) -> Iterator[EagerRow]:
     """Yield the rows of a model."""
+    wait_for_library()
     torch.manual_seed(0)
     model, step = MODELS[name](device)
     library_bytes = warm_up_libraries(torch.device(device))

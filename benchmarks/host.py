@@ -33,7 +33,8 @@ from planner.capture.workload.models import Workload, build
 from planner.cli import argument_types
 from planner.measure.steps import Step, compute_ratio, get_loss
 from planner.measure.tracing import profile_capture
-from planner.native.library import use_python_passes, wait_for_library
+from planner.native.library import wait_for_library
+from planner.native.passes import use_python_passes
 from planner.plans.solve import solve
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor

@@ -27,7 +27,8 @@ from planner.capture.signature import call
 from planner.capture.step import TrainingStep
 from planner.capture.workload.models import Workload
 from planner.measure.steps import Step, compute_ratio, get_loss
-from planner.native.library import use_python_passes, wait_for_library
+from planner.native.library import wait_for_library
+from planner.native.passes import use_python_passes
 from planner.studies.baselines import copy_code
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_key, declare_text, declare_value

@@ -80,7 +80,7 @@ def _iterate_packages() -> Iterator[Fact]:
             "-P, or rename that package"
         )
         yield Fact("packages", name, str(own), problem)
-    yield Fact("packages", "native passes", describe_library())
+    yield Fact("packages", "C++ library", describe_library())
 
 
 def _find_on_path(name: str) -> Path | None:

@@ -1,7 +1,11 @@
-"""The C++ library of planned steps: compiled once on a machine, for each release of PyTorch and Python, and kept on disk.
+"""The C++ library: compiled once on a machine, for each release of PyTorch and Python, and kept on disk.
 
-Nothing waits for it. It is compiled by a process of its own with low priority, and the passes in Python run until it is there. A
-process that shares its memory limit with the compiler must not die for it: the system is told to end the compiler first.
+It has the passes of planned steps, the op log of the eager runtime and the CPU allocator of arenas. It is compiled by a process
+of its own with low priority. Passes and the eager runtime run in Python until it is there; only an arena waits for it. A process
+that shares its memory limit with the compiler must not die for it: the system is told to end the compiler first.
+
+Inductor's code cache was used before. It compiles one file each, for the present machine only, which is wrong in a home folder
+that machines share, and takes two seconds to import.
 """
 
 import ctypes
@@ -10,13 +14,14 @@ import hashlib
 import logging
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +30,20 @@ import torch
 from graphs.errors import PlannerError, first_line
 
 _LOGGER = logging.getLogger(__name__)
-_SOURCE = Path(__file__).with_name("passes.cpp")
+_SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("passes", "deferred_log", "arena_allocator"))
+_COMPILER = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+# No vectors of the present machine: others may share the folder. Warnings are errors in the tests: another compiler has others.
+_FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared", "-Wall", "-Wextra")
+_LINKED = ("c10", "torch_cpu", "torch", "torch_python")
 _FIRST_TO_DIE = 1000  # of oom_score_adj
 _NICENESS = 10
 
 
 class Library:
-    """The functions of the library; ``passes.cpp`` describes them.
+    """The functions of the library; its C++ files describe them.
 
     Attributes:
+        unlocked: all functions, which are called without Python's interpreter lock.
         accepts: returns True if an instruction can call its operator.
         new_program: returns a program from its description.
         run: runs a program on a tuple, and sets the position of the instruction at which it is.
@@ -41,10 +51,17 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         """Load the library at `path`."""
+        self.unlocked = ctypes.CDLL(str(path))
         functions, value = ctypes.PyDLL(str(path)), ctypes.py_object
         self.accepts = _declare(functions.passes_accepts, value, value)
         self.new_program = _declare(functions.passes_new, value, value)
         self.run = _declare(functions.passes_run, value, value, value, ctypes.POINTER(ctypes.c_int64))
+
+    def declare(self, prefix: str, functions: Mapping[str, tuple[Any, list[Any]]]) -> ctypes.CDLL:
+        """Return all functions, after declaring the results and arguments of some, by their names without `prefix`."""
+        for name, (returned, given) in functions.items():
+            _declare(getattr(self.unlocked, f"{prefix}_{name}"), returned, *given)
+        return self.unlocked
 
 
 class _Loader:
@@ -53,13 +70,11 @@ class _Loader:
     Attributes:
         library: the library; None until it is loaded.
         problem: the reason why it cannot be; None if there is none.
-        used: False while passes run in Python although it is there.
     """
 
     def __init__(self) -> None:
         self.library: Library | None = None
         self.problem: str | None = None
-        self.used = True
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -99,6 +114,7 @@ class _Loader:
     def _fail(self, problem: str) -> None:
         self.problem = problem
         _LOGGER.info("planned steps run their passes in Python, because the C++ library cannot be compiled: %s", problem)
+        _LOGGER.info("planner.rematerialize records all ops in Python for the same reason")
 
 
 _LOADER = _Loader()
@@ -106,8 +122,6 @@ _LOADER = _Loader()
 
 def find_library() -> Library | None:
     """Return the library if it is loaded; start to load it otherwise."""
-    if not _LOADER.used:
-        return None
     if _LOADER.library is None:
         _LOADER.start()
     return _LOADER.library
@@ -121,29 +135,26 @@ def wait_for_library() -> Library:
     """
     _LOADER.wait()
     if _LOADER.library is None:
-        raise PlannerError(f"the C++ library of planned steps cannot be compiled: {_LOADER.problem}; install a compiler (g++)")
+        raise PlannerError(f"the C++ library cannot be compiled: {_LOADER.problem}; install a compiler (g++)")
     return _LOADER.library
 
 
 def describe_library() -> str:
     """Return a line on the state of the library on this machine, without compiling it."""
     path = library_path()
-    return f"compiled, {path}" if path.exists() else "not compiled yet: the first plan does so in the background"
-
-
-@contextmanager
-def use_python_passes() -> Iterator[None]:
-    """Let passes that are compiled inside the context run in Python, to compare both."""
-    before, _LOADER.used = _LOADER.used, False
-    try:
-        yield
-    finally:
-        _LOADER.used = before
+    if path.exists():
+        return f"compiled, {path}"
+    if shutil.which(_COMPILER) is None:
+        return (
+            f"there is no C++ compiler, {_COMPILER}: planned steps and planner.rematerialize run in Python, arena=True is refused"
+        )
+    return "not compiled yet: the first plan or planner.rematerialize does so in the background"
 
 
 def library_path() -> Path:
     """Return the file of the library, in the user's cache folder, or in one for temporary files if there is none."""
-    made_of = (_SOURCE.read_text(encoding="utf-8"), torch.__version__, sys.version, sysconfig.get_platform())
+    sources = (source.read_text(encoding="utf-8") for source in _SOURCES)
+    made_of = (*sources, *_FLAGS, torch.__version__, sys.version, sysconfig.get_platform())
     name = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     if not os.access(folder if folder.exists() else folder.parent, os.W_OK):
@@ -151,23 +162,25 @@ def library_path() -> Path:
     return folder / "remat-planner" / f"native-{name}.so"
 
 
-def compile_library(path: Path) -> None:
-    """Compile the library to `path`; if another process does so, wait for it.
+def compile_library(path: Path, *flags: str) -> None:
+    """Compile the library to `path`, with more `flags`; if another process does so, wait for it.
 
     Raises:
-        CppCompileError, InvalidCxxCompiler: it cannot be compiled.
+        OSError: there is no compiler.
+        CalledProcessError: it fails.
     """
-    from planner.torch_private.cpp import load_cpp  # takes a second
+    from torch.utils.cpp_extension import include_paths, library_paths  # takes a second
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            source = _SOURCE.read_text(encoding="utf-8")
-            compiled = Path(load_cpp(source, "passes", {}, ("torch_cpu", "torch", "torch_python"))._name)
-            own = path.with_suffix(f".{os.getpid()}")
-            own.write_bytes(compiled.read_bytes())
-            own.replace(path)
+        if path.exists():
+            return
+        own = path.with_suffix(f".{os.getpid()}")
+        headers = (f"-isystem{folder}" for folder in (*include_paths(), sysconfig.get_paths()["include"]))
+        linked = (*(f"-L{folder}" for folder in library_paths()), "-Wl,--no-as-needed", *(f"-l{name}" for name in _LINKED))
+        subprocess.run([_COMPILER, *_FLAGS, *flags, *headers, *map(str, _SOURCES), "-o", str(own), *linked], check=True)
+        own.replace(path)
 
 
 def _declare(function: Any, returned: Any, *given: Any) -> Callable[..., Any]:

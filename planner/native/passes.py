@@ -1,12 +1,25 @@
 """Passes that run in C++ (``passes.cpp``) once its library is loaded, and in Python until then."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from planner.capture.program.builder import Line, Pass, run_within
 from planner.native.library import Library, find_library
 from planner.native.lowering import FlatProgram, lower_pass
+
+_IN_PYTHON: list[None] = []  # not empty while passes run in Python although the library is there
+
+
+@contextmanager
+def use_python_passes() -> Iterator[None]:
+    """Let passes that are compiled inside the context run in Python, to compare both."""
+    _IN_PYTHON.append(None)
+    try:
+        yield
+    finally:
+        _IN_PYTHON.pop()
 
 
 class SwitchedPass:
@@ -24,7 +37,7 @@ class SwitchedPass:
 
     def __call__(self, *given: Any) -> Any:
         """Run the pass."""
-        if (waiting := self._waiting) is not None and (library := find_library()) is not None:
+        if (waiting := self._waiting) is not None and not _IN_PYTHON and (library := find_library()) is not None:
             self._waiting = None
             program = lower_pass(waiting.parameters, waiting.module.graph.nodes, library.accepts)
             if not program.is_mostly_python:

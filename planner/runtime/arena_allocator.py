@@ -1,20 +1,21 @@
-"""The CPU allocator of arenas, ``arena_allocator.cpp``: recordings of the requests of steps, and slabs that serve them."""
+"""The CPU allocator of arenas: recordings of the requests of steps, and slabs that serve them.
+
+Its C++ side is ``planner/native/arena_allocator.cpp``.
+"""
 
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from graphs.errors import OutOfMemoryError, PlannerError, first_line
+from graphs.errors import OutOfMemoryError, PlannerError
 from graphs.units import format_bytes
 from planner.memory.arena_rules import LEAST_BYTES
-
-_SOURCE = Path(__file__).with_suffix(".cpp")
+from planner.native.library import wait_for_library
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +167,6 @@ def install() -> None:
 
 @cache
 def _load_library() -> ctypes.CDLL:
-    from planner.torch_private.cpp import CppCompileError, InvalidCxxCompiler, load_cpp  # takes a second
-
     handle, number = ctypes.c_void_p, ctypes.c_int64
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "install": (ctypes.c_bool, [number]),
@@ -187,12 +186,9 @@ def _load_library() -> ctypes.CDLL:
         "stop": (None, [handle]),
     }
     try:
-        library = load_cpp(_SOURCE.read_text(encoding="utf-8"), "arena", signatures)
-    except (CppCompileError, InvalidCxxCompiler) as error:
-        raise PlannerError(
-            f"arena=True needs a C++ compiler, as kernels='inductor' does: {first_line(error)}; install one (g++), or leave "
-            "arena=True out"
-        ) from error
+        library = wait_for_library().declare("arena", signatures)
+    except PlannerError as error:
+        raise PlannerError(f"arena=True needs a C++ compiler: {error}, or leave arena=True out") from error
     if not library.arena_install(LEAST_BYTES):
         raise PlannerError(
             "arena=True needs PyTorch's own CPU allocator, and another one is in place that cannot be behind it: leave "

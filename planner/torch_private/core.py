@@ -54,6 +54,9 @@ from torch.utils._python_dispatch import (
     _disable_current_modes as disable_current_modes,  # checks and timings are no ops of the step
 )
 from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode as current_dispatch_mode,  # the one that sees ops first
+)
+from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as _is_traceable_wrapper_subclass,
 )
 from torch.utils._sympy.interp import sympy_interp  # evaluates a condition on other numbers

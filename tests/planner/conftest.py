@@ -1,21 +1,18 @@
 """What the tests of the planner see of the solves that it makes, and the native library that its steps run in."""
 
-from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from graphs.errors import PlannerError
-from planner.native.library import wait_for_library
 from planner.plans import search
 from planner.settings.budget import Budget, Bytes
+from tests.support.native import has_library
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _native_passes() -> None:
-    """Steps run in C++ from the first on, wherever there is a compiler."""
-    with suppress(PlannerError):
-        wait_for_library()
+def _native_library() -> None:
+    """Steps run in C++ from the first on, and the eager runtime has its log, wherever there is a compiler."""
+    has_library()
 
 
 @pytest.fixture

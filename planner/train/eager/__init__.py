@@ -25,11 +25,11 @@ the program has released one by freeing it. Then neither eager PyTorch's peak no
 Banishing is not used either: it pins what was computed from a released tensor. That is true of most saved tensors, so too little
 would be left to evict.
 
-A dispatch mode takes longer than small ops do. While memory is far below the budget, no record is needed. So if there is a C++
-compiler, ops go to a log in C++ (``deferred_log``), which executes them, counts bytes, and notes what a later record needs. If an
-op does not fit, or the log cannot note it, the recorder reads the log: it sees the same calls with their original outputs, and
-makes the same records. From then on it sees the ops itself, until the step ends. The first ops of each signature
-are measured (``device_costs``); on CUDA the recorder executes these.
+A dispatch mode takes longer than small ops do. While memory is far below the budget, no record is needed. So as soon as the C++
+library is compiled, ops go to a log in it (``deferred_log``), which executes them, counts bytes, and notes what a later record
+needs. If an op does not fit, or the log cannot note it, the recorder reads the log: it sees the same calls with their original
+outputs, and makes the same records. From then on it sees the ops itself, until the step ends. The first ops of each signature are
+measured (``device_costs``); on CUDA the recorder executes these.
 
 ``recording`` sees the ops, ``saved_tensors`` has what autograd holds, and ``sources`` what that is computed from. ``log_reading``
 leaves ops to the log and reads it, ``modules`` knows which module is running, ``draws`` what random ops draw. ``sizes`` knows

@@ -1,4 +1,4 @@
-"""The Python side of ``deferred_log.cpp``: a log of ops that are recorded only if memory runs out."""
+"""The Python side of ``planner/native/deferred_log.cpp``: a log of ops that are recorded only if memory runs out."""
 
 import ctypes
 import logging
@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from graphs.errors import first_line
-from planner.torch_private.core import TorchDispatchMode, make_subclass
+from planner.native.library import Library, find_library
+from planner.torch_private.core import make_subclass
 from planner.train.eager.operators import Operator
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.size_rules import bound_of
@@ -22,7 +21,6 @@ from planner.train.eager.sizes import may_take_free_memory
 
 _LOGGER = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
 _Describe = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64))
 
 # While it is entered, functions under ``torch.compile`` run eagerly, in all threads.
@@ -119,7 +117,7 @@ class DeferredLog:
     def __init__(
         self, operator: Callable[[object], Operator], budget_bytes: int, device: torch.device, measurements: int = 0
     ) -> None:
-        library = _load_library()
+        library = _find_functions()
         assert library is not None
         self._library = library
         self._operator = operator
@@ -133,16 +131,16 @@ class DeferredLog:
 
     @staticmethod
     def is_available() -> bool:
-        """Return True if the log can be used: it needs a C++ compiler the first time."""
-        return _load_library() is not None
+        """Return True if the log can be used now: the library that it is part of is loaded."""
+        return _find_functions() is not None
 
     @contextmanager
-    def enter(self, recorder: TorchDispatchMode) -> Iterator[None]:
-        """Receive the ops of this thread, in place of a mode that executes ops and reads the log.
+    def enter(self) -> Iterator[None]:
+        """Receive the ops of this thread, in place of the mode that was entered last, which executes ops and reads the log.
 
         PyTorch reports that a mode is active. Functions under ``torch.compile`` run eagerly, as in a mode.
         """
-        with recorder, _UNCOMPILED:
+        with _UNCOMPILED:
             self._library.deferred_enter(self._handle)
             try:
                 yield
@@ -267,16 +265,19 @@ def _choose_way(operator: Operator) -> int:
 
 def note_failure(cuda_device: int) -> None:
     """Tell the logs that the allocator of a CUDA device had no memory for a request of this thread."""
-    library = _load_library()
+    library = _find_functions()
     if library is not None:
         library.deferred_failed(cuda_device)
 
 
-@cache
-def _load_library() -> ctypes.CDLL | None:
-    """Return the compiled log; None if it cannot be compiled or registered with PyTorch here."""
-    from planner.torch_private.cpp import CppCompileError, InvalidCxxCompiler, load_cpp  # takes a second
+def _find_functions() -> ctypes.CDLL | None:
+    """Return the functions of the log; None while the library is not loaded, or if PyTorch refuses to register the log."""
+    library = find_library()
+    return None if library is None else _install(library)
 
+
+@cache
+def _install(library: Library) -> ctypes.CDLL | None:
     number, pointer = ctypes.c_int64, ctypes.c_void_p  # a log is passed as a number
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "install": (ctypes.c_bool, []),
@@ -294,20 +295,8 @@ def _load_library() -> ctypes.CDLL | None:
         "length": (number, [number]),
         "forget": (None, [number]),
     }
-    try:
-        library = load_cpp(
-            _SOURCE.read_text(encoding="utf-8"),
-            "deferred",
-            signatures,
-            ("torch_cpu", "torch"),
-            on_compile=lambda: _LOGGER.warning("planner.rematerialize compiles its C++ op log, once on this machine: 10 to 20 s"),
-        )
-    except (CppCompileError, InvalidCxxCompiler) as error:
-        _LOGGER.info(
-            "planner.rematerialize records all ops in Python, because its C++ op log cannot be compiled: %s", first_line(error)
-        )
-        return None
-    if not library.deferred_install():
+    functions = library.declare("deferred", signatures)
+    if not functions.deferred_install():
         _LOGGER.info("planner.rematerialize records all ops in Python, because PyTorch refuses to register its C++ op log")
         return None
-    return library
+    return functions

@@ -1,12 +1,20 @@
 """Opens the log of ops that are recorded only if memory runs out, and reads it for the recorder."""
 
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from planner.runtime.random_state import RandomState
-from planner.torch_private.core import get_kernel_settings, storage_address
+from planner.torch_private.core import (
+    current_backward_pass,
+    current_dispatch_mode,
+    current_transform,
+    get_kernel_settings,
+    storage_address,
+)
 from planner.train.eager.deferred_log import DeferredLog, OpExchange, UnreadOp
 from planner.train.eager.device_costs import MEASUREMENTS
 from planner.train.eager.draws import get_random_state, lock_of_draws
@@ -15,6 +23,7 @@ from planner.train.eager.saved_tensors import SavedTensor, unpack
 from planner.train.eager.sizes import bound_data_dependent_bytes, may_take_free_memory
 from planner.train.eager.storages import RecordedOp
 
+_Hooks = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]  # pack and unpack saved tensors
 # With fewer random states than this, those of ops that are no longer in the log are not dropped.
 _FEW_DRAWS = 1024
 
@@ -27,7 +36,7 @@ class LogReader:
         device: the device whose memory is counted.
 
     Attributes:
-        log: the log; the caller enters it with the recorder.
+        log: the log; the caller enters it when it has entered the recorder.
     """
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
@@ -43,7 +52,7 @@ class LogReader:
         recorder.handle = self._handle
         recorder.module.noted = self.log.shared
 
-    def build_hooks(self) -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]]:
+    def build_hooks(self) -> _Hooks:
         """Return the hooks that pack and unpack saved tensors."""
         return self.log.build_hooks(self._begin_step, self._pack, unpack)
 
@@ -203,3 +212,51 @@ class LogReader:
         first = self.log.first
         self._draws = {position: draws for position, draws in self._draws.items() if position >= first}
         self._most_draws = 2 * len(self._draws) + _FEW_DRAWS
+
+
+class SwitchedHooks(ExitStack):
+    """Hooks on saved tensors that leave ops to a log as soon as its library is there: at once, or between two steps.
+
+    Args:
+        recorder: records ops until then; this thread has entered it.
+        device: the device whose memory is counted.
+
+    Attributes:
+        reader: the reader of the log; None until then.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        super().__init__()
+        self.reader: LogReader | None = None
+        self._recorder, self._device, self._thread = recorder, device, threading.get_ident()
+        self._hooks: _Hooks = (recorder.pack, unpack)
+
+    def build_hooks(self) -> _Hooks:
+        """Return the hooks: those of the log, if it is there."""
+        self._start_log()
+        return (self._pack, self._unpack) if self.reader is None else self._hooks
+
+    def _start_log(self) -> None:
+        if DeferredLog.is_available():
+            self.reader = LogReader(self._recorder, self._device)
+            self.enter_context(self.reader.log.enter())
+            self._hooks = self.reader.build_hooks()
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        if self.reader is None and not self._recorder.sources.saved and self._is_outside():
+            with self._recorder.lock:
+                self._recorder.forget()  # else what it keeps in memory would count as that of others from here on
+                self._start_log()
+        return self._hooks[0](tensor)
+
+    def _unpack(self, saved: object) -> torch.Tensor:
+        return self._hooks[1](saved)
+
+    def _is_outside(self) -> bool:
+        """Return True if the log may take the place of the recorder: nothing runs that will restore PyTorch's state for it."""
+        return (
+            threading.get_ident() == self._thread
+            and current_dispatch_mode() is self._recorder
+            and current_transform() is None
+            and current_backward_pass() == -1
+        )

@@ -31,14 +31,12 @@ from planner.torch_private.core import (
     let_transforms_disable_hooks,
     storage_address,
 )
-from planner.train.eager.deferred_log import DeferredLog
 from planner.train.eager.device_costs import create_costs
 from planner.train.eager.enough_budget import find_enough_bytes
-from planner.train.eager.log_reading import LogReader
+from planner.train.eager.log_reading import LogReader, SwitchedHooks
 from planner.train.eager.memory import Memory
 from planner.train.eager.recompute import Recomputation
 from planner.train.eager.recording import Recorder
-from planner.train.eager.saved_tensors import unpack
 from planner.train.eager.shared_context import SharedContext
 from planner.train.eager.sizes import OutputSizes
 from planner.train.eager.step_follower import StepFollower
@@ -130,7 +128,7 @@ class Rematerialization:
         self._device = device
         self._counted = counted
         self._recorder: Recorder | None = None
-        self._reader: LogReader | None = None
+        self._hooks: SwitchedHooks | None = None
         self._block = ExitStack()
 
     @shorten_traceback
@@ -157,7 +155,6 @@ class Rematerialization:
         recomputation = Recomputation(memory, self._max_recomputation, costs)
         follower = StepFollower(StepPlans(memory.budget_bytes), memory)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
-        self._reader = reader = LogReader(recorder, self._device) if DeferredLog.is_available() else None
         memory.on_release = follower.log_release
         memory.evict_planned = follower.evict_one
         memory.forget_unneeded = recorder.forget_unneeded
@@ -167,10 +164,10 @@ class Rematerialization:
             block.callback(recorder.close)
             block.callback(follower.close)
             block.enter_context(recorder.module)
-            block.enter_context(recorder if reader is None else reader.log.enter(recorder))
+            block.enter_context(recorder)
+            self._hooks = block.enter_context(SwitchedHooks(recorder, self._device))
             block.enter_context(_TRANSFORMS)
-            pack_and_unpack = (recorder.pack, unpack) if reader is None else reader.build_hooks()
-            block.enter_context(saved_tensors_hooks(*pack_and_unpack))
+            block.enter_context(saved_tensors_hooks(*self._hooks.build_hooks()))
             self._block = block.pop_all()
         _ACTIVE.session = self
         return self
@@ -193,9 +190,13 @@ class Rematerialization:
     def _entered(self) -> Recorder:
         if self._recorder is None:
             raise UsageError("the block has not been entered yet: use it as `with planner.rematerialize(...) as session:`")
-        if self._reader is not None:
-            self._reader.observe()
+        if (reader := self._reader) is not None:
+            reader.observe()
         return self._recorder
+
+    @property
+    def _reader(self) -> LogReader | None:
+        return None if self._hooks is None else self._hooks.reader
 
     @property
     def debug(self) -> SessionDebug:

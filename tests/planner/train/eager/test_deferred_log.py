@@ -40,8 +40,9 @@ from tests.support.eager.chains import (
 )
 from tests.support.eager.models import LOOPS, Loop
 from tests.support.eager.tensors import existing, other_bytes
+from tests.support.native import NEEDS_LIBRARY
 
-pytestmark = pytest.mark.skipif(not DeferredLog.is_available(), reason="there is no C++ compiler")
+pytestmark = NEEDS_LIBRARY
 
 aten = torch.ops.aten
 

@@ -13,15 +13,16 @@ from benchmarks.storages import LiveStorages
 from graphs.errors import BudgetError
 from planner.torch_private.core import storage_address
 from planner.train.eager import deferred_log, device_costs
-from planner.train.eager.deferred_log import DeferredLog, OpExchange, UnreadOp
+from planner.train.eager.deferred_log import OpExchange, UnreadOp
 from planner.train.eager.log_reading import LogReader
 from planner.train.eager.session import Rematerialization, rematerialize
 from planner.train.eager.storages import RecordedOp
 from tests.support.eager.chains import RUNS, Run, chain, is_open, train_on, with_dropout
 from tests.support.eager.device_costs import Costs, measure_by
 from tests.support.eager.tensors import existing, other_bytes
+from tests.support.native import NEEDS_LIBRARY
 
-pytestmark = pytest.mark.skipif(not DeferredLog.is_available(), reason="there is no C++ compiler")
+pytestmark = NEEDS_LIBRARY
 
 
 @pytest.fixture
@@ -179,7 +180,7 @@ def train(model: nn.Module, x: Tensor) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("in_this_thread", [False, True])
 def test_an_op_that_went_on_without_memory_ends_the_block(costs: Costs, *, in_this_thread: bool) -> None:
-    log_library = deferred_log._load_library()
+    log_library = deferred_log._find_functions()
     fails: list[bool] = []
     kernel = torch.library.get_kernel(torch.ops.aten.tanh.default, "CPU")
     library = torch.library.Library("aten", "IMPL")

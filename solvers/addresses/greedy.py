@@ -1,4 +1,8 @@
-"""Buffers placed one after the other, each where it fits among those before it, and orders that are improved."""
+"""Buffers placed one after the other, each where it fits among those before it, and orders that are improved.
+
+No order is best on all plans, so all four are tried, by best and by first fit. ``improve`` is a random walk over orders: what
+ends above the target goes earlier, everything else moves a little.
+"""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence

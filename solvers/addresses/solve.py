@@ -1,4 +1,10 @@
-"""Addresses for buffers in the smallest arena, or in one of a given capacity, with a proof or a gap."""
+"""Addresses for buffers in the smallest arena, or in one of a given capacity, with a proof or a gap.
+
+Best fit alone takes up to 6.8% more than the bytes in use at once on the plans of the zoo. In a step that recomputes most buffers
+are never in use with those of the peak: so those of the tightest sections are placed first, by all of this search, and the others
+around them. Known weakness: above ``_LARGEST`` buffers there is no exact search, and a gap above the bytes in use at once stays
+unproved.
+"""
 
 import math
 import time

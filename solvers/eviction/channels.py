@@ -1,6 +1,10 @@
 """An estimate of the load of the channels to the host and back, from which eviction knows what a transfer costs.
 
 That is the time that the computation would wait for it, plus a price for channel time, which another tensor might use.
+
+Known weakness: offloads are taken to follow each other in the order in which they are decided, and no reload starts before the
+peak of keeping everything. The estimate chooses between alternatives only; the times of the schedule are computed when it is
+decoded.
 """
 
 from itertools import accumulate

@@ -3,6 +3,10 @@
 This is dynamic tensor rematerialization (Kirisame et al., ICLR 2021) with the advantages of a static graph: the next use of every
 tensor is known (as in Belady's rule for caches), missing tensors are recomputed in program order, so that none waits in memory
 for the others, and several rules can be tried. A tensor that may be offloaded is reloaded or recomputed, whichever costs less.
+
+Known weaknesses: a run does not look ahead for an op that will not fit, except that rules may keep gradients (`gradients_stay`),
+and a rule that fails proves nothing. So several rules are tried, and ``solvers.windows.strategies.random_keys`` varies them and
+follows solutions of the relaxation.
 """
 
 from bisect import bisect_left, bisect_right
@@ -145,6 +149,7 @@ class Eviction:
             if self.there[t] and t not in self.graph.kept:
                 self._drop(t)  # produced again anyway
         new = [t for t in op.outputs if not self.there[t]]
+        # A new op counts as done for the uses of its inputs; a recomputed one changes nothing.
         done = max(self.done, i)
         uses = {t: self._use_after(t, done, i) for _, t in op.overwrites if t not in wanted and self._may_go(t, done)}
         over = [t for t, use in uses.items() if use == NEVER]

@@ -1,4 +1,8 @@
-"""Rules by which tensors are evicted."""
+"""Rules by which tensors are evicted.
+
+With all exponents 1 it is DTR's h, with the distance to the next use in place of the time since the last. None is known to be
+best, so several are tried.
+"""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,10 @@
-"""A HiGHS run in its own thread, watched by the caller's thread."""
+"""A HiGHS run in its own thread, watched by the caller's thread.
+
+A thread, since HiGHS polls in its callbacks only, and presolve and long factorisations have none. A run that does not stop within
+``_GRACE_S`` is left behind, and what it found counts. At the end of the process it is joined: a thread inside HiGHS aborted the
+process there. Known weakness: work is estimated from the number of callbacks during a run, and corrected by the iterations at its
+end, so a limit of work is exceeded a little, though at the same point each time.
+"""
 
 import atexit
 import math
@@ -145,6 +151,7 @@ class HighsRun:
         if self.is_mip:
             self.bound = max(self.bound, float(out.mip_dual_bound))
             self._work += _ITERATIONS_PER_CALLBACK * self._iteration_work
+        # HiGHS stands still here until the caller has looked: what the caller decides then is a function of the work alone.
         if self._counts_work and not self._stop and (better or self._work > self._spent + _LOOK):
             self._to_see.set()
             self._seen.wait()

@@ -5,6 +5,9 @@ at a later time is a lower bound until then, unless the neighbourhood becomes ch
 now and then; a choice looks at them from the least bound on, in blocks, until the bound exceeds the least score found, and at all
 that are new, restored, or have a cheaper neighbourhood since they were sorted. The choice is exact. They are sorted again when
 the time has come or when too many have changed: after about as many changes as the square root of their number.
+
+Tried before: the scores of all storages for each eviction, as in DTR's simulator. To draw a sample of the candidates, or to
+ignore small ones, as DTR proposes, changes the choice; the ledger could do both, and nothing asked for it.
 """
 
 from math import isqrt

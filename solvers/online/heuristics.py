@@ -11,6 +11,9 @@ eviction merges neighbouring classes, recomputation subtracts the cost from a cl
 comparison: least recently used, largest, random, and MSPS (Peng et al., 2020): (own cost + evicted ancestors) / bytes.
 
 MegEngine's (Megvii, 2020) is in ``Interpreter``.
+
+Known weakness of h_DTR-eq, as published: a class that was merged is never split, so its cost may contain storages that are no
+longer connected. ``CostByRegions`` has the exact neighbourhoods, at more work for each eviction.
 """
 
 from abc import ABC, abstractmethod

@@ -3,6 +3,9 @@
 It knows nothing of tensors, graphs or memory. A driver tells it what is computed, read, evicted and freed for good, and asks it
 for the storage that a heuristic evicts next. Two drivers share it: the replay of a graph (``solvers.baselines.common.online``)
 and the eager runtime. Terms are those of dynamic tensor rematerialization (DTR, Kirisame et al., ICLR 2021).
+
+Ids are used again once a storage is dropped, so that a long run takes no more memory than what it has alive. A storage that is
+dropped for good pins what was computed from it, since that could not be recomputed any more.
 """
 
 from collections.abc import Iterable, Sequence

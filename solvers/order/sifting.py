@@ -3,6 +3,9 @@
 Keeping everything, memory over an order of the ops is a profile. Moving an op later subtracts its outputs from the ops that it
 passes, and adds its last-read inputs to them; moving it earlier does the reverse. So a weight gradient that frees a large
 activation moves up as far as possible, and one that frees little and must be kept moves to the end.
+
+What decides is the area under the profile; the peak must not rise. Known weakness: ops move one at a time, so those that would
+have to move together stay where they are.
 """
 
 from collections.abc import Callable, Collection, Sequence

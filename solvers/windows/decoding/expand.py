@@ -1,4 +1,10 @@
-"""Expansion of the binaries of a solution to an order of executions."""
+"""Expansion of the binaries of a solution to an order of executions.
+
+The order is fixed by rule: what is missing is recomputed directly before its reader, in program order. Known weakness: a solution
+that fits only in another order of the same recomputations is decoded to a schedule above the budget. Where several ops can make
+one tensor, the cheapest derivation is chosen in place of program order. Nothing is executed that the solution does not pay for,
+except where a solution with options leaves a tensor without a producer.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable

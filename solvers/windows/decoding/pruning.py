@@ -1,4 +1,9 @@
-"""Pruning of schedules: removal of recomputations that the budget does not require."""
+"""Pruning of schedules: removal of recomputations that the budget does not require.
+
+A decoded solution recomputes what its windows say, although there is often room to keep the tensor. Removal is greedy, and takes
+at most one execution of each op in a pass, so that last uses stay valid. So it ends in a local optimum, from which the
+strategies that improve schedules go on.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate

@@ -6,6 +6,11 @@ Before it is due, no device waits for space for it, unless the memory of its sou
 
 A tensor that is still being transferred after its last reader stays until the transfer is done, or until
 its memory is needed: then the owner of the pool waits for the transfer.
+
+It has clocks of its own, because they decide while the schedule is being made; times and peaks of the result are those of
+``graphs.simulate``. Known weakness: one transfer is looked at after the other. Coarse windows do not say in which order memory
+and channels are needed inside, so their solutions often wait: ``strategies.offloading`` therefore solves variations with less
+memory and slower links.
 """
 
 import math

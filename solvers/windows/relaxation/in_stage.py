@@ -5,6 +5,9 @@ optimum of a program with these rows is no bound and its infeasibility no proof;
 not.
 
     W[k,t,c]  at least "t is needed in window k by c, a consumer that is recomputed, or after it"
+
+In a prototype these rows excluded all schedules of three of 400 random graphs of four to seven ops that have some. So they are in
+no model that proves a bound.
 """
 
 from solvers.windows.relaxation.draft import ModelDraft

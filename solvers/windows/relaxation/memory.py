@@ -2,6 +2,9 @@
 
 Their own variables are H[k,t] >= S[k+1,t] - R[k,p(t)] (or - Q): t, produced before the step in question, is in memory in the
 whole window because it is handed over and not recomputed.
+
+Rows 6 and 7 are written only where a schedule needed too much: they are dense, and for every op of a graph of a thousand ops they
+are too many. Checkmate's memory inside a stage would be stronger, but is no relaxation (``in_stage.py``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -3,6 +3,10 @@
 The tight places depend on how the largest ops are computed, and in a program with all alternatives a fraction of each makes space
 for the others. So these are decided first: one alternative after another, or none of them. The least bound of the branches is a
 bound on all schedules, as each is in one of them; the branch with the least bound is refined next.
+
+Better windows do not help: where they should end depends on the alternative, and one program has one set of windows. Known
+weakness: if more than ``_PLACES`` places are heavy (the layers of a transformer), none is decided, as no single one matters then;
+the bound is that of one program with all alternatives.
 """
 
 from collections import deque

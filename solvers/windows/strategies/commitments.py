@@ -1,6 +1,10 @@
 """Search with optional ops: commit to some of them, and solve the resulting plain graph.
 
 Every order of executions has a plain graph (``decoding/plain_graph.py``), in which all strategies for plain graphs apply.
+
+The bound of a plain graph counts for that graph only; proofs come from ``branches``. Half of the time goes to the best plain
+graph, the rest to the others, those with the fewest slices first. Tried before: new ones first. As solutions kept arriving, the
+best one was never solved for long.
 """
 
 from collections import deque

@@ -4,6 +4,9 @@ The decoded solution of a restricted model exceeds the budget in few places. So 
 refined, and the model is solved again, which takes a moment; and so on until the schedule fits. Then a few variables of the
 schedule at a time are opened and the others fixed (large-neighbourhood search, Shaw, CP 1998): all variables in some windows; or
 those of some ops in all windows, so that another tensor may be kept over much of the step.
+
+Known weaknesses: what is opened is chosen at random, half by cost, so choices that are far apart and pay only together are found
+by luck. With both transfers to the host and optional ops it does not apply: with row 13 one solve takes too long.
 """
 
 from abc import abstractmethod

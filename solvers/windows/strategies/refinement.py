@@ -1,4 +1,14 @@
-"""The relaxation, solved and refined in turn where its solution exceeds the budget (dynamic discretization discovery)."""
+"""The relaxation, solved and refined in turn where its solution exceeds the budget (dynamic discretization discovery).
+
+Source: Boland, Hewitt, Marshall and Savelsbergh, *The Continuous-Time Service Network Design Problem*, Operations Research 65(5),
+2017. Two things differ: rows are added as well as windows, and the finest model, with a window for each op, is still a
+relaxation. It does not say in which order a window recomputes, so a gap may be left when nothing can be refined;
+``strategies.state_space`` closes it on small graphs.
+
+Each model starts from scratch, with the best schedule as values to start from. To add rows to a live HiGHS instance, which would
+keep the last basis, was not tried. Models are solved to a gap relative to the whole step: the same gap relative to the
+recomputation alone took 200 times as long in a prototype.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

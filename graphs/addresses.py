@@ -1,6 +1,9 @@
 """Buffers of a step and their addresses in one arena: the data, and the judge of every answer.
 
 The judge shares no code with any solver: a mistake there shows here.
+
+Times are moments, of which a step of the schedule may have several: an op may free a first workspace before it asks for an
+output, and on a device the order of requests decides where the allocator puts them.
 """
 
 from bisect import bisect_left, insort

@@ -1,4 +1,8 @@
-"""Start and end times of the steps of a schedule, with one clock per stream. The schedule is one that ``simulate`` accepts."""
+"""Start and end times of the steps of a schedule, with one clock per stream. The schedule is one that ``simulate`` accepts.
+
+The waits are those that the runtime makes. Known weakness: streams do not slow each other here. Therefore a link has the rate
+that transfers reach beside computation (``planner.settings.link``).
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

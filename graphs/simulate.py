@@ -2,6 +2,12 @@
 
 It shares no code with solvers, so that it finds their mistakes. Memory is counted in the order of the steps, so that the peak
 does not depend on the timing of streams; ``graphs.clocks`` has the times on several streams.
+
+Conventions that solvers, writers and the runtime follow: inputs, outputs and workspace of an op are in memory at once; an output
+that is in memory already counts twice while its op runs; an output takes the memory of an input only if the next steps free that
+input. Memory is that of tensors; what an allocator reserves beyond them is in ``graphs.allocators``.
+
+Known weakness: the time of the host is not modelled. A step that waits for its launches takes longer than its ops.
 """
 
 import math
@@ -123,6 +129,7 @@ class _Memory:
         if self.works_for and op.stream == self.pool.owner:
             self.now_bytes += op.workspace_bytes
         self.at_step_bytes.append(self.now_bytes)
+        # A second copy of an output that was in memory goes at the end of the step.
         self.live_bytes += made_bytes if len(new) == len(op.outputs) else sum([sizes[t] for t in new])
 
     def free(self, t: int) -> None:

@@ -2,6 +2,11 @@
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``; each is named here by the constant or function that states it there.
 Garbage collection (``garbage_collection_threshold``) and ``cudaMallocAsync`` are not modelled.
+
+Why a model: a budget of allocated bytes is exceeded by what is reserved, most by tight plans, and where blocks lie depends on all
+requests before. Beyond these rules two things decide how good it is, both found on an H100: the order of requests within an op
+(without it 10% more was reserved by a ResNet-50 than predicted), and workspaces of libraries, which come before the first step
+(``training.Training``).
 """
 
 from bisect import bisect_left, insort

@@ -10,6 +10,10 @@ comes to lie in a hole, later holds get other addresses than planned, which whoe
 Holes and their addresses are multiples of a *grain* of more than 1 MiB, the most that comes from the allocator's small segments.
 So what is held before a hole is larger than that. The rest of a hole that its request leaves is split off by the allocator if it
 is larger too, and can then be held.
+
+Tried and given up: a pool with one large segment, without holds. In 49 of 51 plans it reserves as much as expandable segments, or
+more. Also addresses in multiples of 1 MiB and a block: this took 1.5% of a ResNet-50's step, and 2.3% of a MobileNetV2's. The
+grain is now the one with which a step takes the fewest bytes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,8 @@
-"""The allocator requests of a training loop, derived from a graph and a schedule, and the memory reserved to serve them."""
+"""The allocator requests of a training loop, derived from a graph and a schedule, and the memory reserved to serve them.
+
+Known weakness: three steps in a row are played, nothing between them. What an evaluation, a data loader or another model asks the
+allocator for is not in the model.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,8 @@
-"""A record of an executed training step: ops, and storages with counted references."""
+"""A record of an executed training step: ops, and storages with counted references.
+
+Logs count references, not reads. The added ops let a planner free a tensor after its last reader, while keeping everything has
+the memory of the log. Known weakness: logs do not say which ops draw random numbers, so these are known by their names.
+"""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -2,6 +2,9 @@
 
 Each tensor t has two transfers: one produces ``t@host`` from t, on the channel from the device to the host; the other is a second
 producer of t, on the channel back. A channel carries one transfer at a time; both work in parallel with the computation.
+
+A transfer is an op on another stream, not a new kind of step: schedules, the judge and the writer of passes need no second notion
+of memory or time. Known weaknesses: a tensor is transferred as a whole, and a channel has a constant rate and latency.
 """
 
 from collections.abc import Callable, Mapping

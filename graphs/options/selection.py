@@ -1,4 +1,7 @@
-"""Selection of optional ops: graphs without some of the options that they were traced with."""
+"""Selection of optional ops: graphs without some of the options that they were traced with.
+
+An op is known by its position, so removing some renumbers the others; names stay, and ``PartOf`` maps by them.
+"""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace

@@ -1,4 +1,9 @@
-"""Patches for statements that Dynamo refuses, though a capture can leave them out or run them beforehand."""
+"""Patches for statements that Dynamo refuses, though a capture can leave them out or run them beforehand.
+
+Each replaces methods of Dynamo during a capture only. Tried and given up: ``buffer.data = value`` as a write at its place in the
+step. Later reads of the old data, and later writes to `value`, were then wrong without a message; the write comes at the end of
+the graph now.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

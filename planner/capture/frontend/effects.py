@@ -3,6 +3,11 @@
 A planned step runs kernels and no Python, so it changes none of them. A value that the step reads and changes at every call
 would be frozen in the plan: it is refused by name. A value that the step only sets is named in a warning. A value that the
 first step sets and later ones read (a mask that is built when first needed) is set before the capture, by one run of the model.
+
+Which of the three it is cannot be read off the code, so the step runs twice on fake tensors, and the values after either are
+compared. Tried and given up: to restore tensors after the first call, and not Python values. A parameter that is set from the
+first batch (ActNorm) was then undone, and its flag kept. Known weaknesses: lists and other objects that change at every call are
+refused, numbers are followed (``symbolic_numbers``).
 """
 
 from collections.abc import Callable, Iterator, Mapping

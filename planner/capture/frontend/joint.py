@@ -1,4 +1,14 @@
-"""The joint graph of a training step: Dynamo captures the forward pass, AOTAutograd adds the backward pass."""
+"""The joint graph of a training step: Dynamo captures the forward pass, AOTAutograd adds the backward pass.
+
+Dynamo's capture of a full graph and ``aot_export_joint_with_descriptors`` were chosen by trying others:
+``aot_export_module(trace_joint=True)`` takes four times as long, ``torch.export.experimental`` fails on tied weights, and
+``make_fx`` on the buffers of batch norms. A step is captured in attempts, cheapest first: as in eager PyTorch, then with the
+module that asked told that it is compiled, then with the values of the batch. If it cannot be captured, or reads what its first
+call sets, the first call is made. This took the place of a patch for one library.
+
+Known weaknesses: each attempt is a whole capture, of seconds for large models. Dynamo cannot run beside training in another
+thread, so a new size of batch is waited for. Branches on data and numbers that stay inputs exclude each other.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator

@@ -4,6 +4,10 @@ Dynamo captures such a number as a symbol, and AOTAutograd likewise what ops tak
 conditions on symbols by their values and simplify expressions, which rounds differently. So expressions are kept as the calls of
 the user's code, and each condition that a capture has decided becomes an outcome that must stay as it was. Where a number is
 needed itself (as a size, or by an op that takes no symbol), that number must stay as it was.
+
+Before, a new value of a number took a new capture: half a second for an MLP, six seconds for a GPT-2 of four layers. Known
+weaknesses: numbers are inputs with eager PyTorch's kernels only, and neither with branches on data nor with options other than
+in-place.
 """
 
 import math

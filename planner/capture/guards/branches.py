@@ -3,6 +3,10 @@
 Dynamo represents a number that Python takes out of a tensor by a symbol. Here the symbol has a concrete value
 (``guards.concrete_values``), so that a branch on it can be taken; the condition, and what computes it from inputs and buffers,
 becomes a guard.
+
+Only the side that the given batch takes is planned. A batch that takes the other one is refused, or with ``replan=True`` planned.
+Known weaknesses: a branch on random numbers is refused unless all draws but 0 agree, and on CUDA checking a guard waits for the
+device.
 """
 
 import re

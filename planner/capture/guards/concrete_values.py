@@ -3,6 +3,9 @@
 A capture runs on fake tensors, which have shapes and no data. Python code that asks for a value (``if mask.all():``) can go on
 where the value depends on no random number: its ops are executed on real tensors as well. Products of matrices, convolutions
 and large results of parameters are not, since a condition must be cheap to compute before each step.
+
+Values of parameters are not copied, which would take as much memory as the model. So an op that writes to one makes its value
+unknown: executed on the value itself, it changed the model while it was captured.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

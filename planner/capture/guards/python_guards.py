@@ -3,6 +3,9 @@
 Dynamo records every value that it reads: a coefficient, ``Dropout.p``, the class of a submodule, its hooks, which weights are
 one tensor. ``torch.compile`` checks these guards at each call, in microseconds; so does a planned step. Guards that need not
 hold for a plan to be correct, and those that the step checks itself with better messages, are left out.
+
+Guards are built without the capture's dispatcher: those on tensors compare dispatch keys, and it is not active when a step is
+called. For the same reason a mode around a step, such as a counter of FLOPs, must be allowed for.
 """
 
 import re

@@ -1,4 +1,10 @@
-"""The two halves of a joint graph, compiled by Inductor as by ``torch.compile``."""
+"""The two halves of a joint graph, compiled by Inductor as by ``torch.compile``.
+
+Kernels are taken from the modules that Inductor has loaded. Before, each half executed its source once more, and its autotuners
+then chose other kernels than those of ``torch.compile``. Reuse of buffers is switched off, since which buffer is free depends on
+the schedule. Known weakness: what min-cut recomputes inside of fused backward kernels cannot be undone by a schedule;
+``variants.py`` therefore compiles a step in several ways.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

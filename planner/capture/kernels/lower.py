@@ -1,4 +1,8 @@
-"""Lowering of kernel launches to ops and tensors, and to the program that executes them."""
+"""Lowering of kernel launches to ops and tensors, and to the program that executes them.
+
+Sizes of what external kernels allocate are known only after they have run once. A saved tensor is found by its name in both
+halves, not by its position: results of the forward pass and inputs of the backward pass are not always in the same order.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

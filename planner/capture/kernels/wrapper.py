@@ -2,6 +2,10 @@
 
 The function ``call`` of a generated module is a flat list of statements: allocations, views of buffers, calls, deletions, and the
 return. Views are inlined into their readers, so that only owners of memory have names.
+
+Inductor's code is read, not called, since its functions free and allocate by themselves. Its form changes with PyTorch's releases
+(torch 2.13 added ``copy_if_misaligned``), so a statement that is not known is refused with its text: a guess would give wrong
+memory, or wrong values. Which arguments a launch writes is in ``writes.py``.
 """
 
 import ast

@@ -1,4 +1,12 @@
-"""Lowering of a joint graph to ops and storages, and to the program that executes them."""
+"""Lowering of a joint graph to ops and storages, and to the program that executes them.
+
+Storages are told apart by the fake tensors, not by schemas: ``aten._unsafe_view`` aliases its input though its schema denies it.
+An op that reads what the step overwrites is never recomputed: after the write it would read the new value, and gave wrong
+gradients in a model with moving averages of buffers. The state of the generator is an op's output of its own, so that it is
+planned and counted like other memory.
+
+Known weakness: nodes that share a part of another's storage, such as two results of one op in one memory, are refused.
+"""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,8 @@
-"""Nodes of a joint graph as calls: targets and arguments."""
+"""Nodes of a joint graph as calls: targets and arguments.
+
+A view is a call that is repeated at every reader, so that no name but the base's holds the storage, and freeing means deleting
+one name. That costs Python time for each reader; ``planner.native`` makes each view once.
+"""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

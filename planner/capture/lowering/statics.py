@@ -1,4 +1,8 @@
-"""Static tensors of a step: parameters, buffers, inputs, and reserved memory."""
+"""Static tensors of a step: parameters, buffers, inputs, and reserved memory.
+
+Tied weights, views of one buffer and inputs that share memory count once, by their storage, since a budget is about bytes. An
+input that is a slice of a larger tensor counts with its own bytes only: the rest is the caller's data set.
+"""
 
 from collections.abc import Iterable
 

@@ -2,6 +2,10 @@
 
 FX's own code frees each value after its last use, and looks up ``torch.ops.aten.mm.default`` at each call. Here a schedule frees
 tensors, by nodes that call ``free``; targets and constants are globals; and views are inlined into the calls that read them.
+
+Known weakness: a call in Python takes 2 to 4 us more than its boxed kernel, so that a step of small kernels is slower than eager
+PyTorch's, whose backward pass is C++. Therefore most passes are run by ``planner.native``, and this code is what they fall back
+to, and what errors point at.
 """
 
 import keyword

@@ -2,6 +2,9 @@
 
 A graph describes a training step; its program says how to run it. Arguments of calls are references to tensors, views of them,
 and constants. A view is a call itself, repeated wherever it is read, so that only the base holds a storage.
+
+A program was Python source before. As it is data, one writer makes the passes of ``planner.compile``, ``torch.compile``, several
+devices, Inductor's kernels and the profiler.
 """
 
 import operator

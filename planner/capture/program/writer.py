@@ -3,6 +3,10 @@
 The part of a device contains its ops, the frees of its memory, and its ends of transfers (``runtime.transfers``). The host
 computes nothing: its memory, and its ends of transfers, belong to the part of the main device. On a single device without
 transfers that part is the whole pass.
+
+The rules must stay those of ``graphs.clocks``: a wait that is missing here is memory that a transfer still reads, one too many is
+time that the plan does not have. Transfers with the host may cross from the forward to the backward pass; those between devices
+end with their pass, since the caller gets the loss there.
 """
 
 import operator

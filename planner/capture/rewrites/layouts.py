@@ -3,6 +3,9 @@
 A captured graph is functional: a part of a tensor that eager PyTorch writes in place (a gate of ``nn.GRU``, a slice) is a
 tensor of its own there, without gaps between its rows. Kernels process memory without gaps as a whole and other memory row
 by row, with vector instructions up to the rest of a row and one by one for the rest, which rounds differently.
+
+Only ops that may round are given the layout; elementwise ops of one rounding (``_EXACT``) give the same bits in any order. Known
+weakness: the copy with gaps is made again for each reader, and costs time and memory beyond eager PyTorch's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

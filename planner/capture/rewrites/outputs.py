@@ -3,6 +3,12 @@
 AOTAutograd's joint graph is functional: a mutated buffer is one more output, a gradient may be a view of another tensor, and a
 parameter with two names may get two gradients. What PyTorch's runtime would do with these outputs becomes nodes, so that it is
 planned and counted.
+
+A write comes after the last read of the old value, of which the backward pass reads a copy, so that an op of the forward pass
+that is executed late still reads what eager PyTorch reads.
+
+Writes to trained parameters were refused before: AOTAutograd adds a gradient for what such a parameter becomes, as if a loss
+depended on it. No loss does, so that gradient is removed (``drop_tangents_of_writes``).
 """
 
 from collections.abc import Iterable

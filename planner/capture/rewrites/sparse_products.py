@@ -2,6 +2,9 @@
 
 Neither Dynamo nor AOTAutograd supports sparse tensors. A capture therefore sees the dense parts of a sparse matrix, which lie in
 the same memory, and an operator on the parts, which computes what eager PyTorch does.
+
+Known weaknesses: only products of a constant matrix in the formats of ``_MULTIPLIED``; other uses of sparse tensors are refused
+by ``planner.compile`` and run between graphs under ``torch.compile(backend="planner")``.
 """
 
 from collections.abc import Callable, Iterator, Sequence

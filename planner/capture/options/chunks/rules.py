@@ -2,6 +2,8 @@
 
 An op is known by what it does to dimensions, in any model: elementwise computation, reductions along dimensions other than the
 rows, products of matrices, losses that select entries of rows and sum them. Ops without a rule are not by rows.
+
+Known weakness: a new operator is not by rows until it has a rule, and then the whole stretch is missing without a message.
 """
 
 from collections.abc import Callable, Mapping

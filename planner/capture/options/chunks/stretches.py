@@ -4,6 +4,10 @@ A stretch begins with a product whose rows are much longer than those it reads. 
 belong to it, and the readers of their long rows, until only short rows and sums over all rows are left: then no tensor of long
 rows need be in memory as a whole. In the backward pass, readers of the forward pass's long rows begin a second stretch. If a
 reader of long rows is not known to be by rows, there is no such stretch.
+
+One op without a rule between the product and the sums means that there is no stretch: a part of it would still have a long tensor
+in memory. The largest product is tried first, with as many rows as possible, and stretches never share ops, so a smaller one
+inside is not offered as well. This has to work on any model: names of modules are not looked at.
 """
 
 import operator

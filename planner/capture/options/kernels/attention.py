@@ -1,6 +1,9 @@
 """Attention by other kernels: matrix products, with probabilities recomputed in the backward pass, and CUDA's other fused kernel.
 
 The parts for CUDA have not been tested on a GPU.
+
+Recomputing the probabilities from query and key alone is FlashAttention's idea (Dao et al., NeurIPS 2022), here with one matrix
+of them in memory. With dropout there is no alternative, since fused kernels do not save their mask.
 """
 
 from collections.abc import Iterator

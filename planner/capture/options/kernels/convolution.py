@@ -1,6 +1,10 @@
 """Convolutions by other libraries, algorithms and memory formats, and with separate gradients.
 
 The parts for CUDA have not been tested on a GPU.
+
+That an alternative is exact is not declared but verified on the tensors of profiling: the same library rounds alike for one
+geometry and not for another. An algorithm that is chosen by timing may differ from one execution to the next, and so cannot be
+recomputed.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,8 @@
 """Arguments, output and exit codes that the commands share.
 
 Commands import their needs when they run, so that ``--help`` answers at once.
+
+Budgets, files and limits are read here, so that a wrong one has the same message, of one line, in every command.
 """
 
 import argparse

@@ -2,6 +2,9 @@
 
 Commands import their needs when they run: ``--help`` answers at once, and only ``trace``, ``advise``, ``run`` and ``max-batch``
 load torch.
+
+Known weakness: what is not imported is not missed until a command runs. A class that was imported for type checkers only once
+made a measured comparison fail.
 """
 
 import argparse

@@ -1,4 +1,8 @@
-"""Checks of a plan's claims against its schedule, since files are edited and graphs traced again. Never imports torch."""
+"""Checks of a plan's claims against its schedule, since files are edited and graphs traced again. Never imports torch.
+
+A plan file claims a peak, a time and a bound. The first two are simulated anew; of the bound only what must hold is checked,
+since a proof is not part of a file.
+"""
 
 import math
 import os

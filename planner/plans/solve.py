@@ -1,4 +1,10 @@
-"""From a graph and a budget to a plan. Never imports torch."""
+"""From a graph and a budget to a plan. Never imports torch.
+
+The memory that a budget counts, the arena, the least budget and an overhead in place of a budget meet here; each is searched for
+in ``planner.memory``. What these return is judged once more on the graph of the plan, since it was mapped back from other
+problems: other orders, smaller sets of options, plain graphs. Known weakness: with an allowed overhead, only allocated memory is
+counted.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

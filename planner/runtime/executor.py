@@ -1,4 +1,14 @@
-"""Execution of a planned training step: a schedule with real tensors behind an autograd function."""
+"""Execution of a planned training step: a schedule with real tensors behind an autograd function.
+
+What autograd saves in ``ctx.saved_tensors`` stays in memory until the backward pass returns. So only parameters and inputs are
+saved there, for the check of their versions, and activations are passed on in a list that the backward pass empties. All that
+surrounds the passes is a stage in one list of ``_wrap_in_stages``. Before, the arena, the rollback, the timer of ops and the
+watch of peaks replaced the functions of the passes by their own, in an order that could be read nowhere.
+
+Known weaknesses: the step is one autograd function with an input for each parameter, so autograd gets all gradients when the
+backward pass ends, and Python has work for each parameter: in models of small kernels this is seen in the step time (``make
+bench-host``). Gradients of gradients, taken outside of the step, are refused.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext

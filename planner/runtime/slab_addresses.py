@@ -1,4 +1,8 @@
-"""Addresses in a slab for the requests of recorded steps, and of the steps of optimizers behind them."""
+"""Addresses in a slab for the requests of recorded steps, and of the steps of optimizers behind them.
+
+A function of what was recorded, which knows nothing of the allocator that serves it. The search counts work, not seconds, so that
+every machine gets the same addresses; most searches end at the bound before their limit.
+"""
 
 from bisect import bisect_left
 from collections import Counter

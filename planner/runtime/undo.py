@@ -1,4 +1,9 @@
-"""Rollback of a failed step: in-place writes are undone, so that the model is as before."""
+"""Rollback of a failed step: in-place writes are undone, so that the model is as before.
+
+A step that fails half way has written running statistics and drawn numbers; a training loop may catch the error and go on. Copies
+are on the host and are used again: to allocate them takes longer than to copy. Known weakness: they are taken in every step,
+though only a failure needs them.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -3,6 +3,9 @@
 A budget is an amount of memory (``8GB``, ``7.5GiB``, whole bytes), a share of the predicted peak of plain eager PyTorch (``60%``
 or the float 0.6), or ``auto``: the free memory of the device. In its place the allowed overhead of a plan can be given: the
 budget is then the least memory with that overhead.
+
+Before, a budget travelled as text, and an allowed overhead as the text ``overhead<=0.1``, which eight modules took apart. A type
+says now what it is, and what cannot be read is refused before anything is traced.
 """
 
 import math

@@ -1,6 +1,9 @@
 """Compatibility of options and features: one table of refused combinations, with reasons and advice. Never imports torch.
 
 ``planner options`` prints it, and ``docs/options/index.md`` shows it. What each solver takes is in its registry.
+
+One table, so that all entry points refuse the same pairs for the same reason, before anything is traced, and no page says
+otherwise.
 """
 
 from collections.abc import Collection

@@ -13,6 +13,9 @@ from public documents:
 
 The efficiencies are not from documents: they are round values of what cuBLAS, cuDNN and FlashAttention-2 kernels commonly
 reach at large sizes. Torch is imported only when an op is modelled.
+
+Known weakness: one efficiency stands for all shapes, so that small ops are modelled too fast, and times of the host are not
+modelled but for the launch.
 """
 
 import operator

@@ -3,6 +3,10 @@
 One object has them all. Every front end makes it from its keyword arguments (``PlanSettings.of``), and the command line, the
 options of the backend and the key of cached plans are made from its fields. The signatures of public functions are written out
 all the same: for ``**settings: Unpack[...]`` editors, ``help`` and the documentation show no defaults.
+
+Before, settings were three classes, and their names were written out in eight places; ``cuda_graph`` was forgotten in the key of
+cached plans, so that a wrong plan could come from the cache. Now the key has all fields but those that are named as not
+mattering.
 """
 
 import math

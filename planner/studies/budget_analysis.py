@@ -1,4 +1,9 @@
-"""Analysis of a step within one time limit: its memory, the cost of smaller budgets, the gain of each option. No torch."""
+"""Analysis of a step within one time limit: its memory, the cost of smaller budgets, the gain of each option. No torch.
+
+Before, the least budget was searched for again with each option, for as long as it took, and the solves had no time left: a row
+then showed the schedule of the least budget, 23.5% slower for 0.4% less memory than another. Each part of the analysis has a
+share of the limit now.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

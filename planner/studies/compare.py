@@ -1,4 +1,9 @@
-"""Every method at every budget, judged by one simulator. Never imports torch."""
+"""Every method at every budget, judged by one simulator. Never imports torch.
+
+All methods are judged by ``graphs.simulate`` on one graph in program order, so that one bound holds for all rows. Published
+programs that could not end within their time limit took all of it before; their size is counted first now, each gets what it
+needs at least, and the others are refused at no cost.
+"""
 
 import json
 import math

@@ -1,4 +1,9 @@
-"""Results at several budgets, shared among them, and the order in which budgets are solved. Never imports torch."""
+"""Results at several budgets, shared among them, and the order in which budgets are solved. Never imports torch.
+
+A schedule counts at every larger budget, and a bound at every smaller one: what one solve finds is used for all. Turns get longer
+each time, as a solve starts again and finds nothing more in the time that it had before. A schedule in another order may be
+faster than the bounds of this one, and so counts only where none in this order fits.
+"""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,6 +1,10 @@
 """The largest batch, or other size, whose training step fits a budget: for the optimal schedule and for manual methods.
 
 Never imports torch: graphs come from a function of the size.
+
+Before, whole steps of several sizes were measured to guess from, which took all of the time, while solves take seconds. On the
+CPU sizes are now found with modelled times, and only those that decide are measured. Known weaknesses: that smaller sizes fit if
+a larger one does is assumed, and a graph whose ops change with the size is not extrapolated.
 """
 
 import math

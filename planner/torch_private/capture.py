@@ -1,4 +1,8 @@
-"""Private names of Dynamo and AOTAutograd: capture of a step, and changes to it."""
+"""Private names of Dynamo and AOTAutograd: capture of a step, and changes to it.
+
+Where the supported releases of PyTorch differ, it is decided here, and ``make test TORCH=2.11.0`` and ``make test-latest`` hold
+both ends.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

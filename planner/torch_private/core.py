@@ -1,4 +1,7 @@
-"""Private names of ``torch`` itself: dispatch, fake tensors, nested containers of tensors."""
+"""Private names of ``torch`` itself: dispatch, fake tensors, nested containers of tensors.
+
+Known weakness: a private function may keep its name and change what it does, which only the tests of its callers notice.
+"""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -1,6 +1,9 @@
 """CUDA graphs as recordings: what ``torch.cuda.graph`` captures, and the memory it keeps.
 
 Warm-up, stream and pool are as in ``torch.cuda.make_graphed_callables`` and Inductor's CUDA graph trees.
+
+Known weakness: a recording keeps whole segments of its pool, also where it uses a part of them. ``graph_pool`` predicts how much,
+and ``planner.train.compile.graph_room`` leaves room for it.
 """
 
 from collections.abc import Callable

@@ -6,6 +6,9 @@ memory is held that they must not get (``graphs.allocators.steering``), so that 
 A step that finds tensors of another one in the slab, such as a second forward pass before the backward pass, takes its memory
 from the usual pool. In a step whose ops ask for other memory than was planned, nothing is held any more, and the pool is given
 back after it: whatever is held at other addresses than planned would need further segments.
+
+Everything here relies on best fit, which PyTorch does not promise. A step in which it chooses otherwise is not wrong, only
+larger: memory in use is never given away.
 """
 
 import logging

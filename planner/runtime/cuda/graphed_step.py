@@ -3,6 +3,10 @@
 A recording repeats the same work on the same memory. A batch and the gradient of the loss are therefore copied to fixed inputs,
 parameters and buffers must stay where they are, and results are copied out: autograd may keep a returned gradient as ``p.grad``,
 and the next replay would overwrite it.
+
+Known weaknesses: one forward pass may be under way at a time, since a replay overwrites what the last one left; ops that wait for
+the device, or are not known to be safe in Inductor's list, are refused; and inputs, the gradient of the loss and results exist
+twice, which the plan counts.
 """
 
 from collections.abc import Callable, Iterator, Sequence

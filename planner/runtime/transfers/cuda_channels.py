@@ -3,6 +3,9 @@
 A copy is launched by the thread that gives its second end. The device memory of either end is held until the
 computation there waits for the copy: the allocator thus never reuses memory that is still read or written, and no
 ``record_stream`` is needed.
+
+What the host's memory knows of a copy holds nothing on the device: when it held the copy itself, tensors of a step that was
+dropped half way stayed on the device until their buffer on the host was used again.
 """
 
 from collections.abc import Callable, Iterator, Sequence

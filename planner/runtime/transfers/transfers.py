@@ -4,6 +4,9 @@ The thread that computes at the source calls ``send``, and ``finish`` before the
 the target calls ``take``, and ``wait_for_arrival`` before the tensor is read or freed. The host computes nothing: the thread of
 the device at the other end calls for both. A copy starts once it has both ends, after the earlier copies of its channel; so on
 each channel the copies of a pass are made in the order of the schedule. These are the waits in ``graphs.clocks``.
+
+Copies to the host and copies between devices were two mechanisms before, each with its own writer of passes and bookkeeping. One
+took their place, in which the host is a device that computes nothing.
 """
 
 import threading

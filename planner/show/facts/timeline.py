@@ -1,4 +1,7 @@
-"""A plan followed on its graph step by step: memory over time, and recomputations."""
+"""A plan followed on its graph step by step: memory over time, and recomputations.
+
+Time, memory and recomputations are taken from the judge, not computed anew: what is shown is what was judged.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -1,6 +1,9 @@
 """The figures of the report page, drawn by Bokeh: memory over the step, other streams, and the trade-off curve.
 
 The page gets the moments and lives themselves; ``page.js`` adds up those in view, so that zooming shows every op.
+
+Moments and lives are handed to the page, not sums for each zoom, so that a step of thousands of ops stays exact at every scale.
+Bokeh's hover tool knows only pointers: for fingers the page has tips of its own.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -2,6 +2,9 @@
 
 The format is that of ``torch.cuda.memory._snapshot``, pickled by ``_dump_snapshot``: the segments with their blocks as they
 were when it was taken, and for each device the last actions of the allocator before that. Torch is not imported.
+
+Snapshots come from elsewhere, and unpickling runs what a file says. So the unpickler allows plain containers only. Known
+weakness: it was tried on snapshots that were written by hand.
 """
 
 import pickle

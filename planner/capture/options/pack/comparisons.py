@@ -1,4 +1,8 @@
-"""Gradients of activations that depend only on whether an input is in a range, from one bit per element."""
+"""Gradients of activations that depend only on whether an input is in a range, from one bit per element.
+
+Two cells of the ablation of options use these ops, and none is slower by 0.1% without (results/options/ablation.md). They stay,
+since longer solves did gain by them: 3% on an MLP.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

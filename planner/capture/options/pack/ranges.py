@@ -1,8 +1,4 @@
-"""Integer results of ops, with a range known from shapes, in fewer bytes.
-
-In an ablation over fourteen steps no schedule of 0.2 units of work became slower without it (``make bench-options
-ARGS=--ablation``).
-"""
+"""Integer results of ops, with a range known from shapes, in fewer bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,10 @@
-"""Measurements in real training steps: op times in context, and the peak of a step. Bits do not change."""
+"""Measurements in real training steps: op times in context, and the peak of a step. Bits do not change.
+
+Times are taken by a clock on the CPU, and by events on CUDA: no step waits for the device, and events are on the stream of the
+model's device. Libraries are warmed up before peaks are measured: workspaces of cuBLAS belong to a thread and a stream, and those
+of the first backward pass were in the measured peak and not in the prediction. Known weakness: events of short kernels include
+the time to launch them.
+"""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Measurements of a training step: peak memory, time, and whether its results are identical."""
+"""Measurements of a training step: peak memory, time, and whether its results are identical.
+
+Steps take turns, and ratios are taken within a turn: other processes disturb both steps of a turn alike. Known weakness: on a
+busy machine a ratio still varies by some percent, so its spread is returned with it.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,6 +1,10 @@
 """The memory that PyTorch reserves on the device for a step, by a model of its allocator, as a budget counts it.
 
 Never imports torch.
+
+Sizes of workspaces and of generator states are PyTorch's own, and named by the file that has them. Known weaknesses: the
+optimizer with ``fused=True`` takes no temporaries, which the model does not know; a batch that is made anew while the last one
+exists is not modelled.
 """
 
 import re

@@ -1,4 +1,7 @@
-"""Passes that run in C++ (``passes.cpp``) once its library is loaded, and in Python until then."""
+"""Passes that run in C++ (``passes.cpp``) once its library is loaded, and in Python until then.
+
+Known weakness: a pass whose library cannot be compiled keeps both its code and its graph.
+"""
 
 import ctypes
 from collections.abc import Callable, Iterator

@@ -3,6 +3,11 @@
 AOTAutograd builds the forward and the backward pass of each graph that Dynamo captures. The planner chooses which tensors are
 saved between them, and which are recomputed (``planner.train.backend.planned_graph``). Dynamo still handles guards, graph
 breaks and recompilations.
+
+A front end of AOTAutograd and not of Dynamo alone, since what is chosen is what its two passes share: the planner takes the place
+of its partitioner (``partition_fn``). Known weaknesses: gradients of gradients are an error, as a plan has the first only; what
+runs between graphs has no limit (docs/limits.md); the first step of a model with several graphs keeps less than it could
+(``shared_budget``).
 """
 
 import re

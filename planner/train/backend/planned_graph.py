@@ -3,6 +3,10 @@
 AOTAutograd compiles a forward and a backward module once, with a fixed number of saved tensors. A planned graph has a slot for
 each tensor that any plan may save, and one that identifies the plan of the forward pass: a backward pass follows the plan of its
 own forward pass, even if that plan was replaced meanwhile.
+
+Why slots: AOTAutograd cannot be told that another plan saves other tensors. A slot whose tensor is not saved holds None, and what
+AOTAutograd does not know (tensors on the host, copies in progress, the number of the plan) is attached to the storage of one more
+saved tensor: autograd keeps that as long as a backward pass may follow, and no longer.
 """
 
 from collections import deque

@@ -6,6 +6,9 @@ memory that each needs are known, and they are planned again together.
 
 If a step has only one graph, it is planned for the memory that the budget counts. Several graphs of a step are planned for
 allocated bytes, which are lowered until the memory that they reserve together fits the budget.
+
+Known weakness: which graphs belong to one step is known only after it has run, so that the first step runs by plans that keep
+little.
 """
 
 import logging

@@ -1,4 +1,9 @@
-"""Planned steps of one model: capture, profile, solve, and measure."""
+"""Planned steps of one model: capture, profile, solve, and measure.
+
+A measured peak above the budget lowers the budget of the next solve by the excess; that is done here, and not by
+``planner.memory.fit``, since it has to run a step each time. Known weakness: capture runs in the training process, and training
+waits for it.
+"""
 
 import re
 import time

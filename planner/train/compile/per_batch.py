@@ -1,4 +1,7 @@
-"""Plans inside another library's training loop: one for each kind of batch."""
+"""Plans inside another library's training loop: one for each kind of batch.
+
+Plans are kept by the model's step and the batch: by the batch alone, a second model was trained by the step of the first.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping

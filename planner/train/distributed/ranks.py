@@ -1,4 +1,8 @@
-"""The processes that train a model together: they share plans and errors."""
+"""The processes that train a model together: they share plans and errors.
+
+Each method is a collective: one rank that plans alone would wait for the others for ever. So before each step the ranks compare
+what they are about to do, and an error of one is raised on all.
+"""
 
 from collections.abc import Callable
 from hashlib import blake2b

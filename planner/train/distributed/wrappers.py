@@ -1,6 +1,9 @@
 """Wrappers of models for several processes: which module is captured, what memory counts, and how a step is called.
 
 Gradients are averaged, and parameters gathered, by the wrapper's own hooks; a planned step runs between them.
+
+Known weaknesses: the planned step is one node of autograd, so the wrapper gets all gradients at its end and sends none of them
+during the backward pass; and under FSDP2 all parameters are gathered before the step, so that its peak contains the whole model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,8 @@
-"""The Python side of ``planner/native/deferred_log.cpp``: a log of ops that are recorded only if memory runs out."""
+"""The Python side of ``planner/native/deferred_log.cpp``: a log of ops that are recorded only if memory runs out.
+
+Known weaknesses: an op may be recorded twice, by its entry here, and by the recorder when the log is read; and near the budget
+the log is read in every step, and ops then take the slow way.
+"""
 
 import ctypes
 import logging

@@ -1,4 +1,9 @@
-"""The budgeted memory: which storages are resident, and what is evicted to make room."""
+"""The budgeted memory: which storages are resident, and what is evicted to make room.
+
+What may be evicted follows from one condition, that the runtime alone owns the storage. Before, each event (saved, released,
+computed) told the ledger so by a method of its own. Whether a storage is in use is asked of its reference counts when it is to be
+evicted, and not tracked: C++ code may hold tensors that Python does not see.
+"""
 
 import gc
 import itertools

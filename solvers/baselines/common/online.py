@@ -8,6 +8,9 @@ evicted. A recomputed op produces all its outputs; those still in memory count t
 Views that are ops of the graph (see ``graphs.importers.simrd``) are evicted with their base, add to its cost, and are recomputed
 when they are read. Never evicted are static and kept tensors (constants and outputs are pinned), and tensors that cannot be
 recomputed.
+
+Known weaknesses, both of the method: nothing is known of what comes, so a tensor may be evicted just before its next use; and
+evictions during a recomputation may undo it, so that a run is ended when it recomputes too much (``thrash_factor``).
 """
 
 import math

@@ -279,6 +279,7 @@ class CachingAllocator:
         place = bisect_left(entries, (size_bytes, -1, -1), key=lambda entry: entry[:3])
         if place == len(entries):
             return None
+        # PyTorch stops at the first block that can grow to no less, although a better one may come later.
         if self.rules.expandable_segments:
             while place + 1 < len(entries) and entries[place + 1][-1].expanded_bytes < entries[place][-1].expanded_bytes:
                 place += 1

@@ -179,6 +179,7 @@ class _ModelledStep:
 
     def _make_holes(self, asked: Sequence[int]) -> None:
         """Hold all that is free, but for the holes of the buffers `asked`."""
+        # Each hold and release is a call in the step, so the fewer the better.
         if not asked or self._comes_by_itself(asked):
             return
         holes = sorted({(self.holes[index].offset, self.holes[index].size_bytes) for index in asked})

@@ -362,6 +362,7 @@ class Executor:
         """
         alive: list[Any] = ctx.alive
         if not backward_retains_graph():
+            # The context outlives the pass: what it holds could not be freed as the pass goes on.
             ctx.alive = None
             return alive
         if self.devices.channels:

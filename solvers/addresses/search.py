@@ -189,6 +189,7 @@ class AddressSearch:
             worst = min(worst, needed)
             if len(choices) + (raised is not None) != 1:
                 break
+            # Forced: no other choice, so neither a copy of the state nor a level of recursion is needed.
             needed = self._apply(choices[0] if choices else None, section, raised, state)
             if needed:
                 return min(worst, needed)
@@ -196,7 +197,9 @@ class AddressSearch:
                 rest = [v for v in rest if state.members[v]]
         if not choices and raised is None:
             return worst
+        # How what is below was stacked does not matter for what is left, so it is not in the key.
         key = (*[state.members[v] for v in rest], *state.floor[start:end])
+        # Also of searches at other capacities: what is known is how much the state takes at least.
         if (known := self._failed.get(key, 0)) > self._capacity_bytes:
             return min(worst, known)
         self._sort(choices, first, last, state)

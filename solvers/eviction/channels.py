@@ -55,6 +55,8 @@ class Channels:
         if self.least_s is None:
             self.least_s = np.minimum.accumulate(self.slack_s[::-1])[::-1]
         left_s = float(self.least_s[use]) - self.begin_s
+        # The price is for the channel in any case; the rest is how long the computation would wait. A copy on the host stays
+        # valid, so that only the first eviction pays for the way out.
         cost_s = price * transfers.reload_s + max(0.0, transfers.reload_s - max(0.0, left_s))
         if t not in self.sent:
             cost_s += price * transfers.offload_s + max(0.0, self._compute_out_s(t) - self.now_s)

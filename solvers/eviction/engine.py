@@ -91,6 +91,7 @@ class Eviction:
         try:
             for op in range(len(self.graph.ops)):
                 self.rounds.clear()
+                # Listed anew after each, since making room for one may evict another.
                 while missing := self._list_missing(op):
                     self._execute(missing[0], self._find_wanted((*missing[1:], op)))
                     self._look_ahead(missing[0])
@@ -281,6 +282,7 @@ class Eviction:
 
     def _compute_cost(self, t: int) -> float:
         """Return the seconds to recompute a tensor, including its missing ancestors."""
+        # Not 0, or sizes and distances of tensors that cost nothing would not count.
         total = 1e-9
         staying_bytes = self.staying_bytes[min(self.next_use[t], len(self.time))]
         found, stack = {self.producer[t]}, [self.producer[t]]
@@ -305,6 +307,7 @@ class Eviction:
         self.live.discard(t)
         self.there[t] = self.at_hand[t] = False
         self.free_bytes += self.size[t]
+        # Whoever needs t now needs its inputs first: their next use is no later than that of t, and so on through missing ones.
         use = self.next_use[t]
         stack = [t]
         while stack:

@@ -116,6 +116,7 @@ class _Sift:
         gain = self.during[here] - own - np.cumsum(change)
         during = self.during[passed]
         peak = np.maximum(np.maximum.accumulate(during + change), own)
+        # The peak over the positions that are passed must not rise; elsewhere nothing changes.
         allowed = peak <= np.maximum(np.maximum.accumulate(during), self.during[here])
         if self.kept[op] or self.kept_at[passed].any():
             own_need = self.need[here] + step * np.cumsum(self.kept_at[passed])

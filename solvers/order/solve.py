@@ -81,6 +81,7 @@ def _solve_in_orders(solve: Solver, request: Request) -> SolvedOrder:
         if request.is_stopped() or not _can_gain(first.result, request):
             return first
         took = clock.now - began
+        # A quick proof would end the search for an order before it has begun; a long one has paid for it already.
         search.wait(max(_SEARCH_LEAST, took))
     if first.result.schedule is not None:
         if search.better is None:
@@ -174,6 +175,7 @@ def _solve_again(first: SolvedOrder, order: Reordering, took: float, solve: Solv
     if found.time_s is None or found.time_s > time_s:
         return first
     gained = not is_within(time_s, found.time_s, request.tolerance.first)
+    # A proved schedule is not given up for one that is hardly faster and has no proof.
     return second if gained or found.status in SOLVED or not proved else first
 
 

@@ -127,6 +127,7 @@ def _run_stages(search: Search, threads: list[BackgroundThread]) -> None:
     stopping, improves = search.stopping, False
     strategies: dict[type[Strategy], Strategy] = {}
     for stage in STAGES:
+        # A million states may take a gigabyte, and those in the background may end the solve before.
         if stage.last:
             wait_for(search, threads, stopping.is_enough)
         if stopping.is_solved() or stopping.is_stopped():

@@ -134,4 +134,5 @@ class Incumbent:
                 f"the bound of {format_seconds(self.bound_s)} is above the time of a schedule within the budget, "
                 f"{format_seconds(self.best.time_s)}: a row of the program is no relaxation, or the arithmetic of HiGHS failed"
             )
+            # It is not known which of the programs was wrong, so none of their bounds counts any more.
             self.bound_s = self._problem.least_s

@@ -339,6 +339,7 @@ def _trace(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T
         matrices.add_parts(module)
         if values:
             values.settle(module)
+        # Ops that ask for values can be captured only with the values of the batch: the caller tries that next.
         if not isinstance(values, DataBranches) and needs_values(module.graph):
             return None
         stack.enter_context(tracing(TracingContext(module.meta["fake_mode"])))

@@ -194,6 +194,7 @@ class SymbolicNumbers:
         find = tuple(build_accessor(name) for name, _ in read)
         planned = tuple(each(local, scope) for each in find)
         results = module.forward(*planned)
+        # The recorded calls must give on the present numbers what the capture has relied on, or a call was not followed.
         expected = [node.meta["hint"] for node in self._numbers]
         if [isinstance(each, float) for each in results[: len(expected)]] != [isinstance(each, float) for each in expected]:
             raise NotSymbolicError("a number has another type than its symbol")
@@ -234,6 +235,8 @@ class SymbolicNumbers:
                 copy = self._graph.node_copy(node, self._copies.__getitem__)
                 copy.target = compute if node.op == "call_function" else node.target
                 return self._note(node, copy, value)
+        # Dynamo may try an op with symbols: if sizes depend on them, the op needs the numbers, which must then stay as they
+        # are.
         result = run(args, kwargs)
         if not isinstance(result, SYMBOLIC) and not any(map(_has_symbols, list_tensors(result))):
             return result

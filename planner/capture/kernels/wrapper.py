@@ -202,6 +202,8 @@ class _Reader:
         target, writes = self._resolve_call(call)
         written = self._find_written(call, writes)
         launch = Launch(target, self.phase, [], random=writes.random)
+        # A buffer is allocated by the launch that writes to it first, and not where Inductor does: a schedule decides what is
+        # in memory before.
         for value in sorted(written):
             if value in self.allocated:
                 self._make(value, launch)

@@ -262,6 +262,7 @@ class _GraphLowering:
         ignored = find_ignored_inputs(node)
         read = [t for arg in node.all_input_nodes if arg not in ignored for _, t in _iterate_storages(arg.meta["val"])]
         bases = dict.fromkeys(self.owner[get_storage(t)] for t in read)
+        # A write to any tensor in the same memory changes what this op reads.
         shared = (other for base in bases for other in sorted(self.statics.find_in_memory_of((base,))))
         inputs = (*dict.fromkeys(shared), *(() if state is None else (state,)))
         call = self.references.call(node) if generator is None else self.references.build_with_generator(node, generator)

@@ -172,6 +172,7 @@ class PassWriter:
         if op not in self._repeated:
             return _draw_call(draw_once, (), calls.call)
         own = None if calls.redraw is None else self.program.own_generator
+        # The first execution saves the state that later ones draw from.
         draw = draw_again if op in self._done else draw_first
         return _draw_call(draw, (Ref(state), self.program.generator, own), calls.redraw or calls.call)
 
@@ -196,6 +197,7 @@ class PassWriter:
                 self.builder.call(take)
         if self._is_computed(source):
             self._reading.setdefault(source, []).append(issued)
+        # Arrival is waited for where the tensor is read, not here: a transfer is worth something only while ops run beside it.
         if self._is_computed(target) and is_new:
             self._making[target] = issued
 

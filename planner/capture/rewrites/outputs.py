@@ -277,6 +277,7 @@ def _write_back_mutations(graph: fx.Graph, boundary: fx.Node) -> None:
             continue
         assert isinstance(value, fx.Node)
         target = next(n for n in graph.find_nodes(op="placeholder") if n.meta["desc"] == desc.mutated_input)
+        # Readers in the backward pass would see the new value.
         late = [user for user in target.users if position[user] >= position[boundary] and target not in find_ignored_inputs(user)]
         if late:
             _save_old_value(graph, target, late)

@@ -272,6 +272,8 @@ class _Begun:
                 address = allocate_raw(action.size_bytes, self._stream)
                 self._holds.append(address)
                 self._held.add(address)
+                # From here on best fit sees other free blocks than planned, and each further hold might take a segment of its
+                # own.
                 if action.offset is not None and address != self._slab_address + action.offset:
                     self.is_lost = True
                     self.end()

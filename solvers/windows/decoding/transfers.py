@@ -114,6 +114,7 @@ class TransferRun:
             if not transfer.early and not transfer.issued:
                 queues[stream[transfer.op]].append(transfer)
         for transfer in due:
+            # The channel may first carry others of its queue, if they are more urgent.
             while not transfer.issued:
                 self._send(stream[transfer.op], queues[stream[transfer.op]])
 
@@ -187,9 +188,11 @@ class TransferRun:
         s, d, channel = streams.source[op], streams.home[op], streams.stream[op]
         if transfer.source is not None and transfer.source.by is not None:
             self._require(transfer.source.by)
+        # Two copies of one tensor in one pool may not be under way at once.
         if transfer.follows is not None:
             self._require(transfer.follows)
         self._release(d, (t,))
+        # Only transfers that were added by the decoder can be left out again: the order needs the others.
         if not self._make_room(d, streams.need_bytes[op]) and d and transfer.index < 0:
             self.refused.add(t)
         start_s = max(self.clock_s[channel], self.clock_s[streams.owner[d]], self.ready_s[s])

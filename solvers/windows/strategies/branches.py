@@ -99,6 +99,8 @@ class Branches(Strategy):
         return True
 
     def _choose_next(self) -> Branch:
+        # The bound of all is the least one, so that only this branch can raise it. Of equal ones the one with most decisions is
+        # nearest to a plan.
         return min(self.all, key=lambda branch: (branch.bound, branch.closed, -len(branch.discretization.decided)))
 
     def _look(self, branch: Branch, limit: float | None = None) -> None:
@@ -113,6 +115,7 @@ class Branches(Strategy):
             search,
             branch.discretization,
             search.clock.start_part(limit or branch.limit),
+            # The best schedule may have decided otherwise, and then is no solution of the branch.
             from_best=not branch.discretization.decided,
             prove=lambda overhead: self._prove(branch, overhead),
             should_stop=self._is_of_no_use(branch),

@@ -182,6 +182,7 @@ class StretchFinder:
                 self._join(stretch, op, known)
                 joined = [op, *self._join_producers(stretch, op)]
                 long = self.find_long(stretch, joined)
+                # Who gets a long tensor gets all of it, so that it has to be in memory as a whole.
                 if not self.graph.kept.isdisjoint(long):
                     raise NotByRowsError
                 waiting += [(p, {}) for t in long for p in self.graph.consumers[t] if self.graph.ops[p].phase is phase]

@@ -50,6 +50,7 @@ def find_useless_ops(capture: Capture) -> frozenset[int]:
             found.add(op.id)  # the kernel does not read before it writes: its result is wrong
     for replaced, offers in _find_offers(capture, found).items():
         taken = [_offer(graph, replaced)]
+        # The fastest first: a slower one stays only if it is smaller or exact beside each of those.
         for offer in sorted(offers, key=lambda offer: (offer.time_s, offer.held_bytes)):
             if all(offer.is_better(other, margin_s, margin_bytes) for other in taken):
                 taken.append(offer)

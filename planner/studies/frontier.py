@@ -158,9 +158,11 @@ class Frontier:
 
     def get_point(self, budget_bytes: int, seconds: float | None) -> Point:
         """Return the known result at a budget."""
+        # What no schedule can do in more memory it cannot do in less.
         bound_s = max(bound_s for at, bound_s in self.bounds if at >= budget_bytes)
         fitting = [known for known in self._schedules if known.counted_bytes <= budget_bytes]
         if not fitting and self._other is not None and self._other.counted_bytes <= budget_bytes:
+            # The bounds are of another order than this schedule: only the least time holds for both.
             fitting, bound_s = [self._other], self._least_s
         if not fitting and budget_bytes <= self.infeasible_bytes:
             return Point(budget_bytes, Status.INFEASIBLE, None, None, None, None, seconds)

@@ -170,6 +170,7 @@ class _SizeSearch:
         if result.time_s is not None and result.time_s <= cap_s:
             return _Decision(True, result)
         proved = result.status in (Status.INFEASIBLE, *SOLVED) or decision.is_refuted(result.bound_s)
+        # A heuristic that finds nothing does not fit by definition; the exact solver may only have lacked time.
         return _Decision(False if method.solver != OPTIMAL or proved else None, result)
 
     def solve_best(self, method: SizedMethod, units: int) -> Result:

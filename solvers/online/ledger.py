@@ -159,6 +159,7 @@ class Ledger(Storages):
             self.heuristic.note_restored(storage)
         self._live[storage] = False
         self.candidates.remove(storage)
+        # What was computed from it can no longer be computed again.
         for child in self.children[storage]:
             self.pin(child)
             del self.parents[child][storage]

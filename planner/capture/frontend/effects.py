@@ -272,6 +272,7 @@ def _find_changes(effects: list[Effect], run: Callable[[], object], local: Scope
 
 
 def _change(first: object, second: object, third: object) -> _Change:
+    # What only the first step changes is a cache or a flag; what the second one changes is changed by all.
     if not _is_same(second, third):
         return "always"
     return "never" if _is_same(first, second) else "once"

@@ -151,6 +151,7 @@ class DataBranches:
         graph, env = module.graph, module.meta["fake_mode"].shape_env
         self._decisions = [decision for where, decision in self._taken if where is env]
         stated = [assertion.expr for assertions in env.deferred_runtime_asserts.values() for assertion in assertions]
+        # A decision is stated twice, as taken and as an assertion of the shape environment; one guard is enough.
         canonical = {_normalize(decision) for decision in self._decisions}
         checked = [BranchDecision(expression, True, None) for expression in stated]  # torch._check, and what was decided
         self._decisions += [decision for decision in checked if _normalize(decision) not in canonical]

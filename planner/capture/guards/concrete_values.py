@@ -196,6 +196,7 @@ class ConcreteValues:
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         random = torch.Tag.nondeterministic_seeded in func.tags or any(t in self._random for t in given)
         value = self._compute_value(func, args, kwargs, given, random=torch.Tag.nondeterministic_seeded in func.tags)
+        # Python gets the number itself, unless a symbol can stand for it until a branch needs it.
         if value is not None and torch.Tag.data_dependent_output in func.tags and not lazily:
             return value
         if (sized := self._make_sized(mode, func, args, value)) is not None:
@@ -220,6 +221,7 @@ class ConcreteValues:
                 self._uniform[tensor] = True
             if func in _LIKELY and given[0] in self._uniform and args[1] == 0 and _is_fine(given[0]):
                 self._likely[tensor] = _LIKELY[func]
+        # Nothing is known any more of memory that an unknown value was written to, whichever view reads it.
         if func._schema.is_mutable:
             for written in given:
                 self._uniform.pop(written, None)

@@ -115,6 +115,7 @@ class _GraphLowering:
 
     def run(self, provenance: Mapping[str, object]) -> tuple[Graph, Program, tuple[fx.Node | None, ...]]:
         boundary = find_first_backward(self.graph)
+        # Before the first op: whether an op may be recomputed depends on writes that come after it.
         self.written = self.statics.find_in_memory_of(
             self.statics.find(_get_node(node.args[0]).meta["desc"])
             for node in self.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)

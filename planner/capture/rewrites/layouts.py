@@ -114,6 +114,7 @@ def record_eager_layouts(graph: fx.Graph) -> None:
         if isinstance(node.target, OpOverload) and not node.target.is_view and not _is_exact(node):
             values = {arg: value for arg, value in differing.items() if isinstance(value, torch.Tensor)}
             node.meta[_READ] = {arg: value.stride() for arg, value in values.items() if _is_writable(value)}
+        # The layout of a result follows from those of its inputs, so it is carried on to the next reader.
         value = _compute_eager_value(node, differing)
         if _list_strides(value) != _list_strides(node.meta["val"]):
             eager[node] = value

@@ -4,9 +4,9 @@ AOTAutograd compiles a forward and a backward module once, with a fixed number o
 each tensor that any plan may save, and one that identifies the plan of the forward pass: a backward pass follows the plan of its
 own forward pass, even if that plan was replaced meanwhile.
 
-Why slots: AOTAutograd cannot be told that another plan saves other tensors. A slot whose tensor is not saved holds None, and what
-AOTAutograd does not know (tensors on the host, copies in progress, the number of the plan) is attached to the storage of one more
-saved tensor: autograd keeps that as long as a backward pass may follow, and no longer.
+Why slots: AOTAutograd cannot be told that another plan saves other tensors. One more saved tensor has the number of the plan as
+its shape, and what AOTAutograd does not know (tensors on the host, copies in progress) attached to its storage: autograd keeps
+that as long as a backward pass may follow, and no longer.
 """
 
 from collections import deque
@@ -204,6 +204,7 @@ class PlannedGraph:
     def schedule(self, schedule: Schedule) -> None:
         if find_overwritten_saved(self.captured.graph, schedule):
             self._writing_over.add(len(self._passes))
+        # Passes of earlier plans stay: a backward pass may follow the plan of a forward pass that has run.
         self._passes.append(self.build_passes(schedule))
         self._schedule = schedule
         if self.arena is not None:

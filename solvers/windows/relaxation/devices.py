@@ -133,6 +133,7 @@ class _Makespan:
     def add(self) -> None:
         draft = self.draft
         draft.add_column(1.0, upper=self.longest)  # idle
+        # The objective counts what the main device does and waits for, and then is idle: so much is the end at most.
         costs = {column: -cost for column, cost in enumerate(draft.cost) if cost}
         end = self.time()
         draft.add_row([end, *costs], [1.0, *costs.values()], -np.inf, OBJECTIVE_SCALE)

@@ -300,6 +300,7 @@ class Commitments:
         self.search.models.note_size(sub.models.largest)
         commitment.runs += 1
         commitment.spent += self.search.clock.now - began
+        # The bound is of the plain graph only: it closes the commitment, and proves nothing of the whole.
         of_no_use = sub.incumbent.bound_s >= self.search.incumbent.best_s
         commitment.closed = sub.stopping.is_solved() or bool(sub.incumbent.failure) or of_no_use
 

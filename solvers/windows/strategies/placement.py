@@ -206,6 +206,7 @@ class Placements(Strategy):
             self._idle += 1
             if cost is None:
                 continue
+            # Late acceptance: compared with the cost that was accepted as many variations ago as the list is long.
             at = self._idle % len(self._accepted)
             if cost <= self._accepted[at] or cost <= self._cost:
                 self._now, self._cost = varied, cost

@@ -138,6 +138,7 @@ class RandomKeys:
         if trial is self.search.incumbent.best:
             self.found = trial
         if parent is not None:
+            # A variation that is as good replaces its parent, so that the pool moves on along plateaus.
             if trial.time_s <= self.pool[parent][0]:
                 self.pool[parent] = (trial.time_s, keys)
         elif len(self.pool) < _POOL:

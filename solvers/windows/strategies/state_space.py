@@ -87,6 +87,7 @@ def find_shortest(problem: Problem, max_states: int, *, below_s: float, should_s
         closed.add(state)
         if state[0] == problem.ops:
             return StateSpaceResult(decided=True, computed=_trace(came, state), bound_s=problem.base_s + spent)
+        # States come in the order of their costs, so that the present one bounds all schedules, though the search is given up.
         if len(cost) > max_states or (len(closed) % 1000 == 0 and should_stop()):
             return StateSpaceResult(decided=False, computed=None, bound_s=problem.base_s + spent)
         for time_s, reached, size_bytes, i in moves.of(state, live_bytes):

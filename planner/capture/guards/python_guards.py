@@ -269,6 +269,8 @@ def _is_relevant(guard: Guard) -> bool:
         return False
     if name.endswith("._validate_args"):  # of distributions: it decides about errors, not about results
         return False
+    if "._registered_model_output_types" in name:  # of Transformers, which adds to it whenever another model is imported
+        return False
     if name.startswith(("L['args']", "L['kwargs']")):
         return kind in _OF_ARGUMENTS
     if kind == "DUPLICATE_INPUT":  # modules often have several names

@@ -1,7 +1,8 @@
-"""Models of Transformers with branches on data: DeBERTa and wav2vec2, small and randomly initialized."""
+"""Models of Transformers, small and randomly initialized: branches on data, and a registry that other models extend."""
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
 from graphs.errors import MismatchError, TraceError  # noqa: E402
+from graphs.schedule import keep_everything  # noqa: E402
 from planner.capture.trace import capture  # noqa: E402
+from planner.runtime.executor import Executor  # noqa: E402
 from tests.support.models.outcomes import check_three_steps  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -75,3 +78,19 @@ def test_random_choices_of_a_model_raise(options: dict[str, Any], line: str, way
     with pytest.raises(TraceError, match=line) as caught:
         capture(model.train(), None, batch)
     assert way_out in str(caught.value)
+
+
+def test_a_plan_stays_valid_when_another_model_is_imported() -> None:
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SMALL))
+    batch = sentences(torch.randint(97, (2, 8)))
+    step = Executor(captured := capture(model, None, batch), keep_everything(captured.graph), model, None)
+    step(**batch).backward()
+    registered = set(transformers.utils.generic._registered_model_output_types)
+
+    @dataclass
+    class Found(transformers.utils.ModelOutput):  # type: ignore[misc]
+        loss: torch.Tensor
+
+    Found(loss=torch.ones(()))
+    assert transformers.utils.generic._registered_model_output_types > registered
+    step(**batch).backward()

@@ -1,4 +1,8 @@
-"""Checks of graphs: conditions on every graph when it is built, and conditions of functions that accept only some graphs."""
+"""Checks of graphs: conditions on every graph when it is built, and conditions of functions that accept only some graphs.
+
+Solvers and the judge rely on these conditions and do not ask again. Each has to take linear time: checks that compared ops with
+ops took two minutes for the 12,000 ops of a GRU over 400 steps.
+"""
 
 import math
 from collections.abc import Mapping, Sequence

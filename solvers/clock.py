@@ -2,6 +2,13 @@
 
 A clock measures what a solve has spent since it was created. All durations in solvers are in its unit: a second, or the work of
 about a second.
+
+Why work: results of a solve with a limit of seconds differ from run to run, so that no change of the search could be checked for
+what it does. A thread that has waited for another goes on where that one ended: before, it went on as the first of the solve,
+with what the others had happened to do by then.
+
+Known weakness: a unit of work is about a second on a processor of 2020 and for the programs that it was fitted to; the work of
+HiGHS is an estimate (``solvers.highs.run``).
 """
 
 import threading

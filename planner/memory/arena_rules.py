@@ -1,4 +1,8 @@
-"""The arena that the steps of a plan run in, as it is planned. Never imports torch."""
+"""The arena that the steps of a plan run in, as it is planned. Never imports torch.
+
+Known weakness: addresses on a device are planned at most ``_SEARCHES`` times. Requests that miss theirs even then lie outside of
+the slab, which costs segments, not correctness.
+"""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass

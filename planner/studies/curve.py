@@ -1,4 +1,8 @@
-"""Overhead against budget: a grid of budgets, solved in parallel, each result used for all of them. Never imports torch."""
+"""Overhead against budget: a grid of budgets, solved in parallel, each result used for all of them. Never imports torch.
+
+Known weakness: the whole curve is of one order of the ops; a schedule in another order is shown only where none in this order
+fits.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

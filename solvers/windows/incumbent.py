@@ -1,4 +1,8 @@
-"""The incumbent of a solve: its best schedule, and the proved bounds."""
+"""The incumbent of a solve: its best schedule, and the proved bounds.
+
+Two things cannot be: a bound above a schedule, and an infeasible relaxation where one is known. Either ends the solve with an
+error, and no result is reported: a wrong row or failed arithmetic must not become an "optimal".
+"""
 
 import math
 import threading

@@ -1,4 +1,9 @@
-"""A search in its own process, which does not share the interpreter's lock."""
+"""A search in its own process, which does not share the interpreter's lock.
+
+A process, since threads of one interpreter share its lock: beside other searches a bound got a fifth of a core. It is a fresh
+interpreter that does not import the script of the caller, which may have no guard for that. If the parent ends, however it does,
+so does the child.
+"""
 
 import os
 import threading

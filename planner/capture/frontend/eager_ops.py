@@ -3,6 +3,10 @@
 PyTorch has Python functions that compute some operators from others, and calls them wherever a graph is captured for a
 compiler, which fuses the parts again. Executed op by op, the parts cost time and memory and round differently; those of
 recurrent networks leave out the dropout between layers.
+
+A model that asks whether it is compiled gets the answer no, since libraries otherwise leave out ops and round differently.
+``ASKING_FOR_COMPILERS`` lists the modules that must get the true answer. Known weakness: those of other libraries are found by
+attempts that fail, each of them a capture.
 """
 
 from collections.abc import Callable, Collection, Iterator

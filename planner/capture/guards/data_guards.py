@@ -1,4 +1,8 @@
-"""Guards on data: conditions on a batch and on buffers under which a plan is valid, checked before a step runs."""
+"""Guards on data: conditions on a batch and on buffers under which a plan is valid, checked before a step runs.
+
+Conditions are computed from inputs, buffers and parameters before each step, by the ops of the capture. Known weakness: on CUDA
+each check waits for the device once, and what is expensive to compute (``concrete_values``) is refused.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress

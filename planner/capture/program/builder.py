@@ -1,4 +1,8 @@
-"""Construction of one pass of calls as an FX graph."""
+"""Construction of one pass of calls as an FX graph.
+
+The pass is an FX graph, so that one writer serves Python and C++ (``planner.native``), and users can read it. Classes and graphs
+are in circles: neither may hold the function of a pass, which holds the channels of transfers.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

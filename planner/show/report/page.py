@@ -1,4 +1,8 @@
-"""A plan as one self-contained HTML page: nothing is loaded from elsewhere."""
+"""A plan as one self-contained HTML page: nothing is loaded from elsewhere.
+
+One file without references, so that it can be sent and opened anywhere: scripts and data are inside. Names of ops and modules
+come from users and are escaped.
+"""
 
 import math
 import os

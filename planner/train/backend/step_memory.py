@@ -1,4 +1,8 @@
-"""Memory in use outside of one graph of a compiled model while a step runs; each storage is counted once, by identity."""
+"""Memory in use outside of one graph of a compiled model while a step runs; each storage is counted once, by identity.
+
+Graphs without a plan count too. Before, a piece that no gradient flows through kept its input uncounted, and a network for
+differential equations exceeded its budget by the bytes of its batch.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

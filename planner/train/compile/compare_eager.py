@@ -1,4 +1,8 @@
-"""Comparison of a planned step with plain eager PyTorch on the batch it was planned for: bits, time and peak."""
+"""Comparison of a planned step with plain eager PyTorch on the batch it was planned for: bits, time and peak.
+
+Eager PyTorch is run twice where the planned step differs from it, since on a GPU it may differ from itself. The first op that
+differs is found by digests of all values, so that the warning names the cause and not the loss.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

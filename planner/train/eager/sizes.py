@@ -1,4 +1,8 @@
-"""Bytes that an op will allocate for its outputs, known before it runs: computed once for each signature."""
+"""Bytes that an op will allocate for its outputs, known before it runs: computed once for each signature.
+
+Shapes are inferred once for each signature, on meta tensors first, and on fake ones where these do not do. A size is needed
+before an op runs, since room has to be made for it; an op whose size depends on data is bounded from above.
+"""
 
 import math
 from collections.abc import Callable, Hashable, Sequence

@@ -1,4 +1,8 @@
-"""Decoding of a model's solution to an order of executions and its schedule."""
+"""Decoding of a model's solution to an order of executions and its schedule.
+
+Known weakness: with optional ops and transfers to the host at once an order is decoded by way of its plain graph only, in which a
+tensor of several producers is not offloaded.
+"""
 
 import math
 from collections.abc import Sequence

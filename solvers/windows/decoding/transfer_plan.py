@@ -4,6 +4,9 @@ The host is a device that computes nothing. A transfer is due when its target is
 the source is freed before the target is read (an offload, or a copy to another device), the transfer is early: it is issued as
 soon as its channel can carry it. Any other transfer (a reload) is issued as late as it arrives in time, planned backwards over
 its channel, or later if there is no space.
+
+Due times assume that transfers take no time, so that no reader waits for one that arrives by then. How long they take is seen
+when the order is executed with its clocks (``transfers.py``); both in one pass would need the positions before they are known.
 """
 
 import math

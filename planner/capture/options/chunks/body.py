@@ -1,4 +1,9 @@
-"""The ops of a stretch on some of its rows, as a function, and the call of it on one part after another."""
+"""The ops of a stretch on some of its rows, as a function, and the call of it on one part after another.
+
+Results are written to their places, and sums accumulated by the product's own kernel where it has such a form: added up by a
+second op they would take another tensor of that size. Sums of half precision are accumulated in float32. Bits that are equal once
+are equal by chance, so a sum over chunks always counts as rounded.
+"""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence

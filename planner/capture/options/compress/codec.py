@@ -1,4 +1,8 @@
-"""Compression and restoration of a tensor: functions on real and on fake tensors, slice by slice."""
+"""Compression and restoration of a tensor: functions on real and on fake tensors, slice by slice.
+
+Slice by slice, since the arithmetic is in float32 and needs several tensors of the size of its input: of the whole at once these
+would be what the step has to hold. Known weakness: only tensors without gaps, all of them as wholes.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator

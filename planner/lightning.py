@@ -20,7 +20,7 @@ with explain_missing_packages():
         import pytorch_lightning as pl  # type: ignore[no-redef]
 
 from graphs.errors import PlannerError, TraceError
-from planner.capture.frontend.effects import Scratch
+from planner.capture.frontend.later_calls import Collector, MetricResult, is_metric
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.progress import LoggingView
 from planner.settings.budget import read_budget_or_overhead
@@ -125,6 +125,7 @@ def _planned(step: "_TrainingStepModule", plans: BatchPlans, trainer: "pl.Traine
             options = step.options_of_logs(given, logged.keys())
         for name, value in logged.items():
             step.module.log(name, value, **options[name])
+        step.log_metrics()
         return returned if returned.keys() > {"loss"} else returned["loss"]
 
     return training_step
@@ -154,7 +155,7 @@ class _TrainingStepModule(nn.Module):
         return (batch, batch_idx) if self._index and follows else (batch,)
 
     def forward(self, batch: Any, *index: int) -> dict[str, Any]:
-        self._logs.values = {}
+        self._logs.values, self._logs.options = {}, {}
         returned = type(self.module).training_step(self.module, batch, *(index or self._index))
         returned = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
         return {**returned, _LOGGED: self._logs.values}
@@ -162,11 +163,17 @@ class _TrainingStepModule(nn.Module):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Collect the values that the module logs instead of logging them; yield them."""
-        vars(self.module)["log"] = self._logs.log
+        vars(self.module).update(log=self._logs.log, log_dict=self._logs.log_dict)
         try:
             yield
         finally:
-            del vars(self.module)["log"]
+            del vars(self.module)["log"], vars(self.module)["log_dict"]
+
+    def log_metrics(self) -> None:
+        """Log the metrics of the last step, which are updated after it. Call outside of ``recording``."""
+        taken, self._logs.taken = self._logs.taken, []
+        for method, args, options in taken:
+            getattr(self.module, method)(*args, **options)
 
     def options_of_logs(self, given: tuple[Any, ...], names: Collection[str]) -> dict[str, dict[str, Any]]:
         """Return the options that the values `names` are logged with for arguments of these sizes. Call inside ``recording``."""
@@ -179,7 +186,7 @@ class _TrainingStepModule(nn.Module):
         return self._options.get(shapes, {})
 
 
-class _Logs(Scratch):
+class _Logs(Collector):
     """The values that a step logs, in place of ``LightningModule.log``.
 
     Attributes:
@@ -188,18 +195,30 @@ class _Logs(Scratch):
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self.values: dict[str, torch.Tensor] = {}
         self.options: dict[str, dict[str, Any]] = {}
+
+    def log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
+        """Record values, as ``LightningModule.log_dict`` would log them."""
+        if not isinstance(dictionary, dict):
+            self.take_later("log_dict", dictionary, *args, **options)
+            return
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **options)
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Record a value, as ``LightningModule.log`` would log it."""
         if isinstance(value, int | float):  # an op that takes the number, also once that is an input of the step
             value = torch.full((), value, dtype=torch.get_default_dtype(), device=self._device)
+        if is_metric(value) or isinstance(value, MetricResult):
+            self.take_later("log", name, value, *args, **options)
+            return
         if not isinstance(value, torch.Tensor):
             raise TraceError(
-                f"training_step logs {name!r}, which is {type(value).__name__}, neither a tensor nor a number: log what it "
-                "computes, or log it in on_train_batch_end"
+                f"training_step logs {name!r}, which is {type(value).__name__}, neither a tensor, a number nor a metric: log "
+                "what it computes, or log it in on_train_batch_end"
             )
         self.values[name] = value
         self.options[name] = {**dict(zip(_LOG_OPTIONS, args, strict=False)), **options}

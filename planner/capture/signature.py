@@ -136,7 +136,8 @@ class Signature:
         names: name of each leaf, for messages.
         values: for each leaf None if it is a tensor, else a tuple of its value, which is part of the graph.
         trained: for each leaf True if it is a tensor that requires grad, and gets a gradient.
-        returned: structure of the loss and the other results, as ``split_returned`` gives them.
+        returned: structure of the loss and the other results, as ``split_returned`` gives them; and of the tensors for later
+            calls, if there are any.
         unread: positions of leaves whose values the graph does not depend on.
     """
 
@@ -193,7 +194,13 @@ class Signature:
 
     def build_results(self, results: Sequence[torch.Tensor]) -> object:
         """Return the results of the step, from the loss and the other tensors."""
-        return join_returned(*pytree.tree_unflatten(results, self.returned))
+        loss, rest, *_ = pytree.tree_unflatten(results, self.returned)
+        return join_returned(loss, rest)
+
+    def list_for_later(self, results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the tensors for calls that are made after the forward pass."""
+        _, _, *later = pytree.tree_unflatten(results, self.returned)
+        return later[0] if later else ()
 
 
 def _is_number(value: object) -> bool:

@@ -64,11 +64,13 @@ from torch._dynamo.utils import (
 )
 from torch._dynamo.variables import (
     BuiltinVariable,  # `@` between captured values
-    GetAttrVariable,  # a method of a tensor that is about to be called
+    GetAttrVariable,  # a method that is about to be called
+    ListVariable,  # a list while code is captured
     OptimizerVariable,  # an optimizer, whose parameters become inputs
     SymNodeVariable,  # a number that is a symbol
     TensorVariable,  # a tensor while code is captured
     TorchInGraphFunctionVariable,  # has the handlers of specially captured functions
+    UnspecializedNNModuleVariable,  # a module while code is captured
     UserDefinedObjectVariable,  # an object that is carried along unchanged
     VariableTracker,  # makes an answer for the captured code
 )

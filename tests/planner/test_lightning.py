@@ -194,6 +194,47 @@ def test_the_index_of_the_batch_is_a_number_like_others(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
 
 
+class Metrics(Module):
+    """Updates metrics of torchmetrics, and logs them in the ways that its users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torchmetrics = pytest.importorskip("torchmetrics")
+        kind = {"task": "multiclass", "num_classes": 5}
+        self.accuracy, self.recall, self.mean = (
+            torchmetrics.Accuracy(**kind),
+            torchmetrics.Recall(**kind),
+            torchmetrics.MeanMetric(),
+        )
+        self.several = torchmetrics.MetricCollection([torchmetrics.Accuracy(**kind), torchmetrics.F1Score(**kind)])
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any) -> Any:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("recall", self.recall(logits, batch[1]), on_epoch=True)
+        self.mean.update(loss)
+        self.log("mean", self.mean)
+        self.log_dict(self.several(logits, batch[1]), on_step=False, on_epoch=True)
+        self.log_dict({"loss": loss, "half": 0.5})
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.seen = [*getattr(self, "seen", []), torch.stack(self.losses)]
+        self.losses.clear()
+
+
+def test_metrics_are_updated_and_logged_as_by_lightning_alone(tmp_path: Path) -> None:
+    eager, eager_logs = trained(Metrics(), tmp_path)
+    planned, planned_logs = trained(Metrics(), tmp_path, PlannedTraining(HALF_WAY, **{**QUICK, "compare_eager": True}))
+    assert planned_logs == eager_logs and len(eager_logs[-1]) > 6
+    assert all(map(torch.equal, planned.seen, eager.seen))
+    assert all(map(torch.equal, planned.parameters(), eager.parameters()))
+
+
 class LogsText(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("kind", "training")
@@ -209,7 +250,7 @@ class ByHand(Module):
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (LogsText, TraceError, "training_step logs 'kind', which is str, neither a tensor nor a number"),
+        (LogsText, TraceError, "training_step logs 'kind', which is str, neither a tensor, a number nor a metric"),
         (ByHand, PlannerError, "automatic_optimization=False is not planned"),
     ],
 )

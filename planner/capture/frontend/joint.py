@@ -42,6 +42,7 @@ from planner.capture.frontend.effects import (
 )
 from planner.capture.frontend.failures import build_failure, get_own_message
 from planner.capture.frontend.fake_execution import run_on_fakes
+from planner.capture.frontend.later_calls import LaterCalls, defer_calls, skip_metrics
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
 from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_traced_line, format_location
 from planner.capture.frontend.symbolic_numbers import SymbolicNumbers
@@ -331,6 +332,7 @@ def _trace(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T
             matrices = dynamo.enter_context(decompose_sparse_matrices())
             generators = dynamo.enter_context(record_generators())
             effects = dynamo.enter_context(record_effects())
+            later = dynamo.enter_context(defer_calls())
             frames = dynamo.enter_context(record_frames())
             with compiling_state(), enter_dynamo_phase("fullgraph_capture"):
                 output = fullgraph_capture(step, args, kwargs)
@@ -349,9 +351,11 @@ def _trace(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T
         with disable_current_modes():  # guards look at real tensors
             args, kwargs = split_arguments(batch)
             local, scope = {"self": step, "args": args, "kwargs": kwargs}, output.graph_capture_output.f_globals
-            with run_on_fakes(step, batch) as run:
-                counted = check_effects(effects, list_guarded_names(output), run, local, scope)
-            guards = _build_guards(output, frames, [*generators, *matrices.names], step, batch)
+            with run_on_fakes(step, batch) as run, skip_metrics(step):
+                later.keep_unread(run, local, scope)
+                others = [effect for effect in effects if effect.name not in later.lists]
+                counted = check_effects(others, list_guarded_names(output), run, local, scope)
+            guards = _build_guards(output, frames, [*generators, *matrices.names], step, batch, later)
             if guards is not None and isinstance(values, SymbolicNumbers):
                 guards = replace(guards, numbers=values.finish(local, scope, counted))
             return made, guards
@@ -393,6 +397,7 @@ def _build_guards(
     constants: Iterable[str],
     step: TrainingStep,
     batch: Batch,
+    later: LaterCalls,
 ) -> PythonGuards | None:
     """Return the guards of the capture; None if it is on fake tensors and never executed."""
     args, kwargs = split_arguments(batch)
@@ -401,7 +406,7 @@ def _build_guards(
     if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *list_leaves(batch))):
         return None
     try:
-        guards = build_guards(output, get_traced_fn(step)[0].__code__, frames, step, args, kwargs, constants)
+        guards = build_guards(output, get_traced_fn(step)[0].__code__, frames, step, batch, constants, later)
     except AssertionError as error:
         raise TraceError(
             f"the step reads a value that differs each time: {first_line(error)}; compute it outside of what is planned, and "

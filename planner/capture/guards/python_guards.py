@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from graphs.errors import MismatchError, NumberMismatchError
+from planner.capture.frontend.later_calls import LaterCall, LaterCalls, make_calls
 from planner.capture.guards.messages import explain, get_code, is_failing, is_mode, is_number
 from planner.capture.guards.names import Scope, build_accessor, make_readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, find_replaceable, needs_layout
@@ -103,6 +104,7 @@ class PythonGuards:
         state: global settings of PyTorch.
         parts: Dynamo's guards as expressions.
         numbers: the numbers that the program reads in each step; None if there are none.
+        later: the calls that are made after the forward pass.
     """
 
     manager: CheckFunctionManager
@@ -113,6 +115,7 @@ class PythonGuards:
     state: Mapping[str, object]
     parts: tuple[str, ...]
     numbers: StepNumbers | None = None
+    later: tuple[LaterCall, ...] = ()
 
     def check(self, step: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Any, ...]:
         """Return the numbers of the step if it is as it was captured: that one, or another of the same model and loss function.
@@ -167,6 +170,11 @@ class PythonGuards:
         if self.numbers is not None:
             self.numbers.write(numbers, {"self": step}, self.scope)
 
+    def call_later(self, step: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+        """Make the calls that come after the forward pass, with the `tensors` that it has returned for them."""
+        if self.later:
+            make_calls(self.later, tensors, {"self": step}, self.scope)
+
     def wrap_uncounted(self, call: Callable[..., T], step: nn.Module) -> Callable[..., T]:
         """Return `call`, which runs `step`, so that the numbers that it changes are then as they were captured."""
         if self.numbers is None or not self.numbers.writes:
@@ -212,24 +220,28 @@ def build_guards(
     code: Any,
     frames: Frames,
     step: nn.Module,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
+    batch: Batch,
     constants: Iterable[str] = (),
+    later: LaterCalls | None = None,
 ) -> PythonGuards:
-    """Return the guards of the code that Dynamo captured of `step` with these arguments.
+    """Return the guards of the code that Dynamo captured of `step` on `batch`.
 
     Args:
         output: the result of ``fullgraph_capture``.
         code: the code object that was captured.
         frames: all functions that were captured with it (``planner.capture.guards.replaced_names.record_frames``).
         constants: names of the generators and sparse matrices that ops take.
+        later: the calls that are made after the forward pass.
 
     Raises:
         AssertionError: Dynamo finds that a guard fails right after it was made.
     """
+    args, kwargs = split_arguments(batch)
     captured = output.graph_capture_output
     graph = captured.output_graph
-    graph._guards = GuardsSet(type(graph.guards.inner)(guard for guard in graph.guards if _is_relevant(guard)))
+    appended = tuple(later.lists) if later else ()
+    relevant = (guard for guard in graph.guards if _is_relevant(guard) and not _is_part_of(guard.name, appended))
+    graph._guards = GuardsSet(type(graph.guards.inner)(relevant))
     # The capture's dispatcher, which is active here, is not when a step is called: guards on tensors compare dispatch keys.
     with enter_dynamo_phase("build_guards"), no_python_dispatcher():
         manager = captured.build_guards(code)
@@ -238,7 +250,8 @@ def build_guards(
     external = tuple(_iterate_external_values([*sources, *constants], step, local, scope))
     strides = _list_strides(args, kwargs) if needs_layout(frames) else ()
     parts = tuple(get_code(part) for guard in graph.guards for part in guard.code_list or ())
-    return PythonGuards(manager, scope, external, find_replaceable(frames, step), strides, get_global_state(), parts)
+    calls = tuple(later.calls) if later else ()
+    return PythonGuards(manager, scope, external, find_replaceable(frames, step), strides, get_global_state(), parts, later=calls)
 
 
 def list_guarded_names(output: CaptureOutput) -> frozenset[str]:
@@ -261,6 +274,10 @@ def get_global_state() -> dict[str, object]:
         "torch.backends.cudnn.benchmark": torch.backends.cudnn.is_available() and torch.backends.cudnn.benchmark,
         "the number of hooks on all modules": tuple(map(len, hooks)),
     }
+
+
+def _is_part_of(name: str, lists: Iterable[str]) -> bool:
+    return any(name == each or name.startswith(f"{each}[") for each in lists)
 
 
 def _is_relevant(guard: Guard) -> bool:

@@ -235,7 +235,7 @@ class _Lowering:
             return called
         target = _MethodCall(node.target) if isinstance(node.target, str) else node.target
         described = [self.describe(value) for value in (*node.args, *node.kwargs.values())]
-        return (Kind.FUNCTION, target, described, tuple(node.kwargs) or None, [result], [])
+        return (Kind.FUNCTION, target, described, tuple(node.kwargs), [result], [])
 
     def _operator(self, node: fx.Node, results: list[int], *, is_returned: bool) -> Described | None:
         """Return the instruction that calls an operator by its boxed kernel; None if it is none, or has other arguments."""

@@ -233,17 +233,17 @@ class SwitchedHooks(ExitStack):
 
     def build_hooks(self) -> _Hooks:
         """Return the hooks: those of the log, if it is there."""
-        self._start_log()
+        if DeferredLog.is_available():
+            self._start_log()
         return (self._pack, self._unpack) if self.reader is None else self._hooks
 
     def _start_log(self) -> None:
-        if DeferredLog.is_available():
-            self.reader = LogReader(self._recorder, self._device)
-            self.enter_context(self.reader.log.enter())
-            self._hooks = self.reader.build_hooks()
+        self.reader = LogReader(self._recorder, self._device)
+        self.enter_context(self.reader.log.enter())
+        self._hooks = self.reader.build_hooks()
 
     def _pack(self, tensor: torch.Tensor) -> object:
-        if self.reader is None and not self._recorder.sources.saved and self._is_outside():
+        if self.reader is None and not self._recorder.sources.saved and self._may_start():
             with self._recorder.lock:
                 self._recorder.forget()  # else what it keeps in memory would count as that of others from here on
                 self._start_log()
@@ -252,10 +252,11 @@ class SwitchedHooks(ExitStack):
     def _unpack(self, saved: object) -> torch.Tensor:
         return self._hooks[1](saved)
 
-    def _is_outside(self) -> bool:
-        """Return True if the log may take the place of the recorder: nothing runs that will restore PyTorch's state for it."""
+    def _may_start(self) -> bool:
+        """Return True if the log is there and may take the recorder's place: nothing restores PyTorch's state for it."""
         return (
-            threading.get_ident() == self._thread
+            DeferredLog.is_available()
+            and threading.get_ident() == self._thread
             and current_dispatch_mode() is self._recorder
             and current_transform() is None
             and current_backward_pass() == -1

@@ -117,8 +117,9 @@ def _check_ops(graph: "Graph") -> None:
         if op.name in names:
             raise GraphError(f"{where} appears twice: names must be unique")
         names.add(op.name)
-        if not math.isfinite(op.time_s) or op.time_s < 0:
-            raise GraphError(f"{where} has time {op.time_s!r}: times are finite seconds, 0 or more")
+        for what, seconds in (("time", op.time_s), ("host time", op.host_s)):
+            if not math.isfinite(seconds) or seconds < 0:
+                raise GraphError(f"{where} has {what} {seconds!r}: times are finite seconds, 0 or more")
         if not isinstance(op.workspace_bytes, int) or op.workspace_bytes < 0:
             raise GraphError(f"{where} has workspace {op.workspace_bytes!r}: sizes are whole bytes, 0 or more")
         _check_amounts(where, "uses", op.uses)

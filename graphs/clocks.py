@@ -27,15 +27,19 @@ class Clocks:
     clocks_s: tuple[float, ...]
 
 
-def run_clocks(graph: Graph, schedule: Schedule) -> Clocks:
+def run_clocks(graph: Graph, schedule: Schedule, *, issued: bool = False) -> Clocks:
     """Return the start and end times of each step of `schedule`.
 
     An op starts when its stream is free, its inputs are ready, the tensors that it writes in place are no longer in use, and the
     owners of the other pools that hold its outputs have reached this step: the bytes may just have been freed there. Before a
     tensor is freed, the owner of its pool waits for the ops on other streams that use it. Where the forward pass ends, the main
     device waits for results that other devices may have computed, since the caller receives them there.
+
+    Args:
+        issued: True if an op starts no earlier than the host has issued it: one op after the other, in the order of the steps,
+            and without waiting for any to be done (``Op.host_s``).
     """
-    running, (results, _) = _Running(graph), find_results_elsewhere(graph)
+    running, (results, _) = _Running(graph, issued=issued), find_results_elsewhere(graph)
     end = _end_of_forward(graph, schedule, results) if results else None
     starts_s, ends_s = [], []
     for place, step in enumerate(schedule.steps):
@@ -89,8 +93,10 @@ def find_passages(graph: Graph, schedule: Schedule, clocks: Clocks, stream: str)
 class _Running:
     """The state of the streams between two steps."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, *, issued: bool) -> None:
         self.graph = graph
+        self.host_s = [op.host_s if issued else 0.0 for op in graph.ops]
+        self.issued_s = 0.0  # by the host's clock
         stream = {name: i for i, name in enumerate(graph.streams)}
         self.main = stream[COMPUTE]
         owner = {pool.name: stream[pool.owner] for pool in graph.pools}
@@ -106,7 +112,8 @@ class _Running:
         op, stream = self.graph.ops[op_id], self.stream[op_id]
         waits_s = [self.clock_s[self.owner[t]] for t in op.outputs]
         waits_s += (self.ready_s[t] for t in op.inputs)
-        start_s = max(self.clock_s[stream], *waits_s, *self._list_uses(op.mutates), 0.0)
+        self.issued_s += self.host_s[op_id]
+        start_s = max(self.clock_s[stream], self.issued_s, *waits_s, *self._list_uses(op.mutates))
         end_s = self.clock_s[stream] = start_s + op.time_s
         for t in (*op.inputs, *op.mutates):
             self.busy_s[t][stream] = end_s

@@ -118,6 +118,8 @@ class Op:
             program.
         requests: all requests for memory in their order, as recorded on a device, which is what its allocator reserves memory
             by. Empty if unknown: first the outputs, then one workspace.
+        host_s: seconds that the host takes to issue one execution, on devices that run it later; 0 if that is not known, or a
+            part of `time_s`.
     """
 
     id: int
@@ -139,6 +141,7 @@ class Op:
     overwrites: tuple[tuple[int, int], ...] = ()
     uses: tuple[tuple[str, float], ...] = ()
     requests: tuple[MemoryRequest, ...] = ()
+    host_s: float = 0.0
 
     @property
     def exact(self) -> bool:
@@ -260,6 +263,11 @@ class Graph:
     def time_s(self) -> float:
         """Seconds of the program's ops, each executed once, one after the other."""
         return math.fsum(op.time_s for op in self.program)
+
+    @cached_property
+    def has_host_times(self) -> bool:
+        """True if it is known how long the host takes to issue ops."""
+        return any(op.host_s for op in self.ops)
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:

@@ -28,6 +28,7 @@ class Simulation:
     Attributes:
         peak_bytes: most memory held on the device at any step, including static memory.
         time_s: seconds until the last stream is done; with one stream, the sum over all executions.
+        step_s: the same if no op starts before the host has issued it; `time_s` if it is not known how long that takes.
         peak_step: index of the first step that reaches the peak.
         recomputed: number of executions beyond the first of each op.
         pool_memory_bytes: for each of ``Graph.pools``, the device's first, the memory during (Compute) or after (Free) each step.
@@ -36,6 +37,7 @@ class Simulation:
 
     peak_bytes: int
     time_s: float
+    step_s: float
     peak_step: int
     recomputed: int
     pool_memory_bytes: tuple[tuple[int, ...], ...]
@@ -80,9 +82,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     peak = max(memory)
     times = [graph.ops[op].time_s for op in judge.computed]
     clocks_s = (math.fsum(times),) if len(graph.streams) == 1 else run_clocks(graph, schedule).clocks_s
+    issued_s = run_clocks(graph, schedule, issued=True).clocks_s if graph.has_host_times else clocks_s
     return Simulation(
         peak_bytes=peak,
         time_s=max(clocks_s),
+        step_s=max(issued_s),
         peak_step=memory.index(peak),
         recomputed=len(judge.computed) - len(set(judge.computed)),
         pool_memory_bytes=tuple(tuple(pool.at_step_bytes) for pool in judge.memories),

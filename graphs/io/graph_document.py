@@ -66,6 +66,7 @@ class _Op(Struct, forbid_unknown_fields=True):
     overwrites: tuple[tuple[Natural, Natural], ...] = ()
     uses: _Amounts = ()
     requests: tuple[MemoryRequest, ...] = ()
+    host_s: Finite = 0.0
 
 
 class _Graph(Struct, forbid_unknown_fields=True, kw_only=True):

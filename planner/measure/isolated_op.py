@@ -12,6 +12,7 @@ from planner.capture.lowering.lower import Capture
 from planner.capture.program.builder import PassBuilder
 from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, Shared, read_by
 from planner.capture.rewrites.outputs import KNOWN_NAMESPACES
+from planner.native.passes import SwitchedPass
 from planner.torch_private.core import OpOverload
 
 OpFunction = Callable[..., tuple[torch.Tensor | None, ...]]
@@ -50,11 +51,11 @@ class IsolatedOp:
         return cls(op, reads, calls, (found, *map(identity.number, op.outputs)), identity.is_shared)
 
     def load(self, program: Program) -> OpFunction:
-        """Return the function ``run(*tensors)``."""
+        """Return the function ``run(*tensors)``, in C++ once that is there, as in steps: the host issues it sooner."""
         builder = PassBuilder(program)
         builder.add_tensor_parameters(self.reads)
         builder.execute(self.calls.statements, self.op.outputs)
-        return builder.finish(tuple(map(Ref, self.op.outputs)), f"op {self.op.name} alone").run
+        return SwitchedPass(builder.finish(tuple(map(Ref, self.op.outputs)), f"op {self.op.name} alone"))
 
 
 class _Identity:

@@ -6,10 +6,11 @@ of the first backward pass were in the measured peak and not in the prediction. 
 the time to launch them.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,11 +22,14 @@ from planner.runtime.executor import Executor
 from planner.runtime.libraries import warm_up_libraries
 from planner.torch_private.core import profiler_enabled
 
+T = TypeVar("T")
 _Mark = float | torch.cuda.Event
 
 
 class OpTimer:
     """A timer of the ops of an executor in its next steps, without synchronizing the device; then the executor is restored.
+
+    If the graph has host times, one more step follows without marks between ops, for the host's time of both passes.
 
     Attributes:
         done: True once all steps have been timed.
@@ -36,6 +40,7 @@ class OpTimer:
         self._executor, self._device, self._left = executor, executor.device, steps
         self._passes: list[list[tuple[int, _Mark]]] = []
         self._most_passes = 4 * steps  # some forward passes have no backward pass
+        self._marks_ops, self._host_s = True, 0.0
         executor.observe(self, self._record_time)
 
     def compute_times_s(self) -> dict[int, float]:
@@ -46,24 +51,46 @@ class OpTimer:
                 found.setdefault(op, []).append(_compute_seconds(before, after))
         return {op: compute_typical(seconds, self._device) for op, seconds in found.items()}
 
+    def compute_host_scale(self) -> float:
+        """Return the host's time of both passes as a multiple of what the ops' host times sum to; 1 if it was not measured."""
+        ops = self._executor.graph.ops
+        known_s = math.fsum(ops[op].host_s for op in self._executor.schedule.computed)
+        return self._host_s / known_s if self._host_s and known_s else 1.0
+
     def stop(self) -> None:
         """Time no more steps."""
         self._executor.stop_observing(self)
 
     def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
         """Run the forward pass, timed."""
+        if not self._marks_ops:
+            self._host_s = 0.0
+            return self._time_host(lambda: run(static))
         self._begin()
         return run(static)
 
     def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
         """Run the backward pass, timed."""
+        if not self._marks_ops:
+            self.stop()
+            self.done = True
+            return self._time_host(lambda: run(static, saved))
         self._begin()
         gradients = run(static, saved)
         self._left -= 1
         if self._left == 0:
             self.stop()
-            self.done = True
+            self.done = not self._executor.graph.has_host_times
+            if not self.done:
+                self._marks_ops = False
+                self._executor.observe(self)
         return gradients
+
+    def _time_host(self, run: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        returned = run()
+        self._host_s += time.perf_counter() - start
+        return returned
 
     def _begin(self) -> None:
         if len(self._passes) == self._most_passes:

@@ -41,6 +41,7 @@ from planner.measure.unrepeatable_ops import (
     mark_executed_once,
     warn_of_unrepeatable_ops,
 )
+from planner.plans.select_attributes import select_attributes
 from planner.runtime.allocator import Mark, measure_cuda_context_bytes, measure_segment_peaks, record_cuda_requests
 from planner.settings.devices import CONTEXT_BYTES, DEVICES, DeviceSpec, find_device, get_device
 from planner.torch_private.core import FakeTensor, disable_current_modes, no_python_dispatcher, profiler_enabled
@@ -58,7 +59,7 @@ class OpCost:
         workspace_bytes: memory besides inputs and outputs.
         outputs: layout of each output; None if it is no tensor.
         repeats: False if a second execution would give other bits.
-        requests: as in ``graphs.ir.Op``.
+        requests, host_s: as in ``graphs.ir.Op``.
     """
 
     time_s: float
@@ -66,6 +67,7 @@ class OpCost:
     outputs: tuple[TensorSpec | None, ...]
     repeats: bool = True
     requests: tuple[MemoryRequest, ...] = ()
+    host_s: float = 0.0
 
 
 _Key = tuple[object, ...]
@@ -80,7 +82,8 @@ class MeasuredOp:
         call: the op.
         run: its function.
         inputs: for each tensor that it reads, by id, a real tensor, the layout of a synthetic one, or the op that computes it.
-        time_s, rise_bytes, outputs, repeats, requests: the measurements; `rise_bytes` is the rise of memory while it runs.
+        rise_bytes: the rise of memory while it runs, measured as the rest.
+        time_s, host_s, outputs, repeats, requests: as in ``OpCost``.
     """
 
     call: IsolatedOp
@@ -91,6 +94,7 @@ class MeasuredOp:
     outputs: tuple[TensorSpec | None, ...] = ()
     repeats: bool = True
     requests: tuple[MemoryRequest, ...] = ()
+    host_s: float = 0.0
 
     def build_tensors(self) -> dict[int, torch.Tensor]:
         """Return the inputs by id: new tensors, and the real ones, with copies of those that the op overwrites."""
@@ -252,7 +256,7 @@ class _Profiler:
         for key, measured in new.items():
             output_bytes = sum(_count_asked_bytes(spec, self.device) for spec in measured.outputs)
             workspace = compute_allocated_bytes(max(0, measured.rise_bytes - output_bytes), self.device)
-            cost = OpCost(measured.time_s, workspace, measured.outputs, measured.repeats, measured.requests)
+            cost = OpCost(measured.time_s, workspace, measured.outputs, measured.repeats, measured.requests, measured.host_s)
             costs = _COSTS if measured.call.is_shared else self._local_costs
             costs[key] = cost
         for number, key in self.keys.items():
@@ -323,9 +327,9 @@ class _Profiler:
     def _run_and_time(self, measured: MeasuredOp) -> None:
         """Execute the op once for the layouts of its outputs, then for its time; long ones again in ``_measure_workspaces``."""
         arguments = measured.build_arguments()
-        times: list[float] = []
+        times: list[tuple[float, float]] = []
         states = RandomStates(list_gpus(self.device))
-        first_s, made = time_call(measured.run, arguments, self.device)
+        first_s, first_host_s, made = time_call(measured.run, arguments, self.device)
         measured.outputs = tuple(TensorSpec.of(value) if isinstance(value, torch.Tensor) else None for value in made)
         measured.repeats = not has_undeclared_draws(measured.call.op, states, self.device)
         sums = compute_checksums(made) if measured.repeats and is_custom(self.capture, measured.call.op) else None
@@ -335,9 +339,11 @@ class _Profiler:
             del arguments
             arguments = measured.build_arguments()
             measured.repeats = sums == compute_checksums(measured.run(*arguments))
-        while first_s < _LONG_S and len(times) < self.passes and sum(times) < _LONG_S:
-            times.append(time_call(measured.run, arguments, self.device)[0])
-        measured.time_s = compute_typical(times or [first_s], self.device)
+        while first_s < _LONG_S and len(times) < self.passes and sum(seconds for seconds, _ in times) < _LONG_S:
+            times.append(time_call(measured.run, arguments, self.device)[:2])
+        times = times or [(first_s, first_host_s)]
+        measured.time_s = compute_typical([seconds for seconds, _ in times], self.device)
+        measured.host_s = min(host_s for _, host_s in times)
 
     def _measure_workspaces(self, ops: Sequence[MeasuredOp]) -> None:
         """Measure the rise of memory while each of `ops` runs, outputs included."""
@@ -349,9 +355,9 @@ class _Profiler:
                 self._report((1 + done / len(ops)) / 2)
                 arguments = measured.build_arguments()
                 mark()
-                seconds, made = time_call(measured.run, arguments, self.device)
+                seconds, host_s, made = time_call(measured.run, arguments, self.device)
                 mark()
-                measured.time_s = min(measured.time_s, seconds)
+                measured.time_s, measured.host_s = min(measured.time_s, seconds), min(measured.host_s, host_s)
                 del made, arguments
 
         if self.device.type == "cpu" and profiler_enabled():
@@ -417,7 +423,8 @@ def _set_costs(capture: Capture, costs: Mapping[int, OpCost], device: torch.devi
         state = capture.program.calls[op.id].random_state
         swap_bytes = 0 if state is None else graph.tensors[state].size_bytes
         workspace_bytes = max(cost.workspace_bytes, swap_bytes)
-        ops.append(replace(op, time_s=cost.time_s, workspace_bytes=workspace_bytes, requests=cost.requests))
+        measured = {"workspace_bytes": workspace_bytes, **select_attributes(cost, "time_s", "host_s", "requests")}
+        ops.append(replace(op, **measured))
         for t, spec in zip(op.outputs, cost.outputs, strict=True):
             if graph.tensors[t].producers[0] == op.id:
                 tensors[t] = _set_allocated_size(tensors[t], spec, device)

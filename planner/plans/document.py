@@ -53,6 +53,7 @@ class _SummaryDocument(Struct, forbid_unknown_fields=True):
     provenance: dict[str, object]
     optional_ops: Natural = 0
     optional_tensors: Natural = 0
+    step_s: Seconds | None = None
 
 
 class _DifferenceDocument(Struct, forbid_unknown_fields=True):
@@ -111,6 +112,7 @@ class _PlanDocument(Struct, forbid_unknown_fields=True, kw_only=True):
     differs: tuple[str, ...] | UnsetType = UNSET
     gradient_error: Seconds | UnsetType = UNSET
     ended: Ending | UnsetType = UNSET
+    step_s: Seconds | None = None
     memory: CountedMemory = CountedMemory.ALLOCATED
     reserved: _ReservedDocument | UnsetType = UNSET
     graph_file: str | UnsetType = UNSET

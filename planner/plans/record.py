@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
-from graphs.units import format_bytes, format_ratio
+from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import EagerComparison, describe_slower
 from planner.settings.counted_memory import CountedMemory
@@ -18,6 +18,7 @@ _ENDINGS = {
     Ending.EXHAUSTED: "nothing was left to try: more time is of no use, but a larger budget, another order or an option may be",
     Ending.MEMORY: "its programs reached the limit on memory (most_bytes in BoundParams): a higher one may lower the gap",
 }
+_HOST_SHARE = 0.01  # of the kernels' time: what the host may add to a step that is not called host-bound
 # By ``Graph.provenance``: where the times of ops come from.
 _COSTS = {"measured": "for the costs measured alone", "modelled": "for modelled costs"}
 
@@ -34,6 +35,7 @@ class GraphSummary:
         time_s: seconds of the step without recomputation.
         provenance: ``Graph.provenance``.
         optional_ops, optional_tensors: number of ops and tensors besides the program's.
+        step_s: `time_s` with the times in which the host issues ops; None if these are not known.
     """
 
     fingerprint: str
@@ -45,6 +47,12 @@ class GraphSummary:
     provenance: Mapping[str, object] = field(default_factory=dict)
     optional_ops: int = 0
     optional_tensors: int = 0
+    step_s: float | None = None
+
+    @property
+    def host_bound(self) -> str:
+        """What the host adds to a step without recomputation, in words; "" if that is next to nothing, or not known."""
+        return _describe_host_bound(self.time_s, self.step_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,8 @@ class PlanRecord:
         reserved: predicted memory that PyTorch reserves for the plan on CUDA; None on the CPU.
         gradient_error: predicted error for lossy options: the root of the gradients' variance over their squared norm; else None.
         ended: why a solve ended with a gap above the tolerance; None for others, and if that is not known.
+        step_s: `time_s` with the times in which the host issues ops; None if these are not known. Bounds and gaps are of
+            `time_s`.
         source: the graph itself, if it is in memory; not part of files, of pickles and of comparisons.
     """
 
@@ -96,6 +106,7 @@ class PlanRecord:
     memory: CountedMemory = CountedMemory.ALLOCATED
     reserved: Reserved | None = None
     ended: Ending | None = None
+    step_s: float | None = None
     source: Graph | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
@@ -119,6 +130,7 @@ class PlanRecord:
             "" if self.ended is None or self.status in SOLVED else f"solved for {self.seconds:.3g} s: {self.ending}",
             "" if self.eager is None else str(self.eager),
             f"allowed to differ by {'; '.join(self.differs)}" if self.differs else "",
+            f"host-bound: {self.host_bound}" if self.host_bound else "",
             self.arena,
             self.lossy,
             self._format_kernels(),
@@ -151,6 +163,11 @@ class PlanRecord:
         return f"gradient error {self.gradient_error:.2e} predicted, {'not' if found is None else f'{found:.2e}'} measured"
 
     @property
+    def host_bound(self) -> str:
+        """What the host adds to the predicted time, in words; "" if that is next to nothing, or not known."""
+        return _describe_host_bound(self.time_s, self.step_s)
+
+    @property
     def arena(self) -> str:
         """The arena in words; "" if the step runs in none."""
         if self.arena_bytes is None or self.outside_arena_bytes is None:
@@ -159,7 +176,7 @@ class PlanRecord:
 
     def _step_time(self) -> str:
         """Return the predicted overhead over keeping everything as text, with the measured one over eager PyTorch if known."""
-        predicted = f"predicted {describe_slower('keeping everything', self.overhead)}"
+        predicted = f"predicted {describe_slower('keeping everything', self.step_overhead)}"
         measured = "" if self.eager is None else self.eager.slowdown
         return f"measured {measured} ({predicted})" if measured else predicted
 
@@ -230,3 +247,20 @@ class PlanRecord:
     def overhead(self) -> float:
         """Predicted time of recomputation as a fraction of the step without any."""
         return self.time_s / self.graph.time_s - 1 if self.graph.time_s else 0.0
+
+    @property
+    def step_overhead(self) -> float:
+        """The predicted overhead with the times in which the host issues ops, `overhead` if these are not known."""
+        if self.step_s is None or not self.graph.step_s:
+            return self.overhead
+        return self.step_s / self.graph.step_s - 1
+
+
+def _describe_host_bound(time_s: float, step_s: float | None) -> str:
+    """Return in words by how much a step takes longer than its kernels, `time_s`, because the host issues them too slowly."""
+    if step_s is None or step_s <= time_s * (1 + _HOST_SHARE):
+        return ""
+    return (
+        f"kernels take {format_seconds(time_s)}, but the host needs {format_seconds(step_s)} to issue them: cuda_graph=True "
+        "issues all at once, a larger batch gives each more to do"
+    )

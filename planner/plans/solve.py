@@ -35,7 +35,7 @@ from planner.memory.reserved_budget import combine_stops, solve_counted
 from planner.plans.plan import Plan
 from planner.plans.record import GraphSummary
 from planner.plans.select_attributes import select_attributes
-from planner.plans.summary import get_other_peaks, summarize
+from planner.plans.summary import get_other_peaks, get_step_time, summarize
 from planner.progress import OnProgress, Stage, Stages, list_views
 from planner.settings.budget import Budget, Overhead, read_budget_or_overhead
 from planner.settings.compatibility import check_compatible
@@ -298,6 +298,7 @@ class _Plans:
             seconds=clock.seconds,
             settings={**result.settings, **limit, **self.settings.options.record(graph)},
             pool_peaks_bytes=get_other_peaks(graph, judged),
+            step_s=get_step_time(graph, judged),
             differs=describe_differences(graph, schedule.computed),
             gradient_error=predict_gradient_error(graph, schedule.computed),
             source=graph,
@@ -377,5 +378,6 @@ def judge_on(graph: Graph, plan: Plan) -> Plan:
         bound_s=bound_s,
         reserved=reserved,
         pool_peaks_bytes=get_other_peaks(graph, found),
+        step_s=get_step_time(graph, found),
         source=graph,
     )

@@ -17,16 +17,18 @@ def summarize(graph: Graph) -> GraphSummary:
     """
     check_sums(graph)
     program = remove_options(graph).out_of_place()
+    whole = simulate(program, keep_everything(program))
     return GraphSummary(
         fingerprint=graph.fingerprint,
         ops=len(program.ops),
         tensors=len(program.tensors),
         static_bytes=graph.static_bytes,
-        keep_everything_peak_bytes=simulate(program, keep_everything(program)).peak_bytes,
+        keep_everything_peak_bytes=whole.peak_bytes,
         time_s=graph.time_s,
         provenance=graph.provenance,
         optional_ops=len(graph.ops) - len(program.ops),
         optional_tensors=len(graph.tensors) - len(program.tensors),
+        step_s=get_step_time(graph, whole),
     )
 
 
@@ -46,6 +48,11 @@ def check_same_graph(planned: GraphSummary, found: GraphSummary) -> None:
         f"the plan is for another graph ({planned.fingerprint[:12]}, here {found.fingerprint[:12]}): "
         f"{'; '.join(differences) or 'sizes or kinds of ops differ'}; trace and solve for this model, batch and device"
     )
+
+
+def get_step_time(graph: Graph, simulation: Simulation) -> float | None:
+    """Return the seconds of a step with the times in which the host issues ops; None if these are not known."""
+    return simulation.step_s if graph.has_host_times else None
 
 
 def get_other_peaks(graph: Graph, simulation: Simulation) -> dict[str, int]:

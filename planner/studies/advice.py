@@ -140,6 +140,7 @@ class Advice:
             *([("budgets count", counted)] if self._on_cuda else ()),
             ("least budget", f"{format_enough(self.least.budget_bytes)} ({self.least}), proved to be no less than {proved}"),
             ("available", available),
+            *([("host-bound", self.graph.host_bound)] if self.graph.host_bound else ()),
         ]
         prices = (*reversed(self.between), self.least)
         budgets = [

@@ -64,6 +64,12 @@ def prepare_for_recording(captured: Capture) -> Capture:
     return replace(once, graph=graph)
 
 
+def remove_host_times(captured: Capture) -> Capture:
+    """Return `captured` without the times in which the host issues single ops: it issues a recorded pass at once."""
+    ops = tuple(replace(op, host_s=0.0) for op in captured.graph.ops)
+    return replace(captured, graph=replace(captured.graph, ops=ops))
+
+
 def record(captured: Capture, executor: Executor, step: TrainingStep, batch: Batch, recorder: FunctionRecorder) -> None:
     """Replace the passes of `executor` by recordings of `recorder`; `step`, batch and random state are restored.
 

@@ -35,6 +35,7 @@ def plan_data(plan: Plan) -> dict[str, object]:
         "reserved": None if plan.reserved is None else asdict(plan.reserved),
         **select_attributes(plan, "measured_peak_bytes", "arena_bytes", "outside_arena_bytes"),
         "predicted_time_s": plan.time_s,
+        "predicted_step_s": plan.step_s,
         "predicted_ratio": 1 + plan.overhead,
         "overhead": plan.overhead,
         "eager": None
@@ -69,6 +70,7 @@ def plan_text(plan: Plan) -> str:
         *(() if plan.measured_peak_bytes is None else [("measured peak", format_bytes(plan.measured_peak_bytes))]),
         *([("arena", plan.arena.removeprefix("arena: "))] if plan.arena else []),
         ("predicted step time", f"{time_s}, {ratio} times that of keeping everything"),
+        *([("host-bound", plan.host_bound)] if plan.host_bound else []),
         *_describe_eager_ops(plan),
         *((f"{escape_text(pool)} memory", format_bytes(peak)) for pool, peak in plan.pool_peaks_bytes.items()),
         *(() if (link := read_recorded_link(plan.settings)) is None else [("link", str(link))]),

@@ -133,7 +133,7 @@ def _list_tiles(timeline: Timeline) -> list[Tile]:
         (f"Budget, {plan.memory}", format_bytes(plan.budget_bytes), ""),
         ("Peak, predicted", format_bytes(plan.peak_bytes), ", ".join([*reserved, *measured])),
         ("Keep everything", format_bytes(plan.graph.keep_everything_peak_bytes), format_seconds(plan.graph.time_s)),
-        (f"Step time, {predicted}", format_seconds(plan.time_s), ""),
+        (f"Step time, {predicted}", format_seconds(plan.time_s), plan.host_bound and f"host-bound: {plan.host_bound}"),
         (f"Overhead, {predicted}", f"+{format_ratio(plan.overhead)}", f"lower bound {bound}, gap {gap}"),
         *_build_eager_tile(plan.eager),
     ]

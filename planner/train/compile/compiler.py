@@ -36,7 +36,7 @@ from planner.progress import Stage, Stages
 from planner.runtime.arena import SharedSlab
 from planner.runtime.changed_inputs import keep_copies
 from planner.runtime.cuda.device_arena import SharedPool
-from planner.runtime.cuda.graphed_step import FunctionRecorder, prepare_for_recording, record
+from planner.runtime.cuda.graphed_step import FunctionRecorder, prepare_for_recording, record, remove_host_times
 from planner.runtime.executor import Executor
 from planner.runtime.libraries import get_workspaces, library_users, warm_up_libraries
 from planner.runtime.out_of_memory import report_errors
@@ -131,7 +131,8 @@ class Compiler:
         self.slab.drop()  # of a step of other sizes
         with self.stages.run_stage(Stage.MEASURE) as stage:
             workload = Workload(self.wrapper.module, self.loss_fn, batch)
-            return profile_capture(captured, workload, self.settings, on_op=stage.advance)
+            measured = profile_capture(captured, workload, self.settings, on_op=stage.advance)
+        return measured if self.recorder is None else remove_host_times(measured)
 
     def solve(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the step of a profiled capture, solved until the measured peak is within the budget.

@@ -316,7 +316,7 @@ class Improvement:
         self._timer = None
         ops = self._executor.graph.ops
         times_s = {ops[op].name: seconds for op, seconds in timer.compute_times_s().items()}
-        self._captured = replace(self._captured, graph=set_times(self._captured.graph, times_s))
+        self._captured = replace(self._captured, graph=set_times(self._captured.graph, times_s, timer.compute_host_scale()))
         self._end_solve()
         self._judge()
         self._is_solved = self._time_s <= self._offered.time_s
@@ -382,11 +382,15 @@ def describe_over_budget(plan: Plan, needed_bytes: int, budget_bytes: int) -> st
     )
 
 
-def set_times(graph: Graph, times_s: Mapping[str, float]) -> Graph:
-    """Return `graph` with `times_s` by op name; times of ops that were not executed are scaled by the same factor."""
+def set_times(graph: Graph, times_s: Mapping[str, float], host_scale: float = 1.0) -> Graph:
+    """Return `graph` with `times_s` by op name; times of ops that were not executed are scaled by the same factor.
+
+    Args:
+        host_scale: factor of all host times.
+    """
     known_s = math.fsum(op.time_s for op in graph.ops if op.name in times_s)
     scale = math.fsum(times_s.values()) / known_s if known_s > 0 else 1.0
-    ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s * scale)) for op in graph.ops)
+    ops = tuple(replace(op, time_s=times_s.get(op.name, op.time_s * scale), host_s=op.host_s * host_scale) for op in graph.ops)
     return replace(graph, ops=ops, provenance={**graph.provenance, "times": "measured in training steps"})
 
 

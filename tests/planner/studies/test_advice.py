@@ -146,6 +146,8 @@ def test_advice_on_a_model_tries_all_options_of_its_step() -> None:
     assert {option.name for option in advice.options} == {"offload", "chunks", "pack", "kernels", "in-place"}
     assert seen[0].stage is Stage.CAPTURE and "trying offload" in [progress.activity for progress in seen]
     assert all(parameter.grad is None for parameter in model.parameters())
+    slow = replace(advice, graph=replace(advice.graph, step_s=2 * advice.graph.time_s))
+    assert "host-bound" in str(slow) and "host-bound" not in str(advice)
 
 
 def test_advice_on_a_modelled_device_allocates_nothing() -> None:

@@ -1,0 +1,112 @@
+"""How long the host takes to issue ops: measured on CUDA, and told in plans, reports and advice where it is the limit."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from graphs.io.formats import read_graph, write_graph
+from graphs.ir import Graph
+from graphs.schedule import keep_everything
+from graphs.simulate import simulate
+from graphs.synthetic.small import make_training_chain
+from planner.capture.signature import call
+from planner.capture.trace import capture
+from planner.capture.workload.models import Workload
+from planner.cli.main import main
+from planner.measure.observation import OpTimer
+from planner.measure.steps import get_loss
+from planner.plans.plan import Plan
+from planner.plans.solve import judge_on, solve
+from planner.runtime.executor import Executor
+from planner.show.facts.step import StepFacts
+from planner.show.facts.timeline import Timeline
+from planner.show.report.describe import plan_text
+from planner.show.report.page import render_page
+from planner.train.compile.improvement import set_times
+from tests.support.cuda_device import cuda_device, on_device
+
+
+def with_host_times(graph: Graph, host_s: float) -> Graph:
+    return replace(graph, ops=tuple(replace(op, host_s=host_s) for op in graph.ops))
+
+
+def small_step() -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 4))
+    return Workload(model, F.mse_loss, (torch.randn(8, 16), torch.randn(8, 4)))
+
+
+def test_a_plan_says_that_it_is_host_bound_and_keeps_it_in_its_file(tmp_path: Path) -> None:
+    fast = make_training_chain(6)
+    slow = with_host_times(fast, 2 * max(op.time_s for op in fast.ops))
+    budget = int(0.7 * solve(fast, "100%").peak_bytes)
+    plain, plan = (solve(graph, budget, work_limit=2.0) for graph in (fast, slow))
+    assert plan.schedule == plain.schedule and (plan.time_s, plan.bound_s) == (plain.time_s, plain.bound_s)
+    assert plain.step_s is None and plain.host_bound == "" and "host-bound" not in str(plain)
+    assert plan.step_s == simulate(slow, plan.schedule).step_s and plan.step_s > plan.time_s
+    assert plan.graph.step_s is not None and plan.step_overhead == plan.step_s / plan.graph.step_s - 1
+    for text in (str(plan), plan_text(plan), render_page(StepFacts.of(Timeline(slow, plan)))):
+        assert "host-bound" in text and "cuda_graph=True" in text
+    plan.save(tmp_path / "plan.json")
+    read = Plan.load(tmp_path / "plan.json")
+    assert (read.step_s, read.graph.step_s, read.host_bound) == (plan.step_s, plan.graph.step_s, plan.host_bound)
+    assert judge_on(fast, plan).step_s is None
+    plain.save(tmp_path / "plain.json")
+    assert "step_s" not in (tmp_path / "plain.json").read_text()
+
+
+def test_a_host_that_is_ahead_of_the_kernels_is_not_the_limit() -> None:
+    graph = make_training_chain(6)
+    plan = solve(with_host_times(graph, min(op.time_s for op in graph.ops) / 1000), "100%")
+    assert plan.step_s is not None and plan.step_s >= plan.time_s and plan.host_bound == ""
+
+
+def test_a_graph_keeps_its_host_times_in_its_file(tmp_path: Path) -> None:
+    graph = make_training_chain(3)
+    write_graph(with_host_times(graph, 1.5e-6), tmp_path / "graph.json")
+    assert all(op.host_s == 1.5e-6 for op in read_graph(tmp_path / "graph.json").ops)
+    write_graph(graph, tmp_path / "graph.json")
+    assert all("host_s" not in op for op in json.loads((tmp_path / "graph.json").read_text())["ops"])
+    assert main(["info", str(tmp_path / "graph.json")]) == 0
+
+
+def test_steps_on_the_cpu_have_no_host_times() -> None:
+    graph = planner.trace(*small_step(), passes=1)
+    assert not graph.has_host_times and solve(graph, "100%").step_s is None
+
+
+def test_the_first_steps_correct_host_times_too() -> None:
+    with cuda_device():
+        workload = on_device(small_step())
+        graph = planner.trace(*workload, passes=2)
+        captured = capture(*workload)
+        # As if each op had been measured alone ten thousand times as slow as it is in steps.
+        slow = replace(captured, graph=replace(with_host_times(captured.graph, 10.0), provenance=graph.provenance))
+        executor = Executor(slow, keep_everything(slow.graph), workload.model, workload.loss_fn)
+        timer = OpTimer(executor, steps=2)
+        for done in (False, False, True):
+            get_loss(call(executor, workload.batch)).backward()
+            assert timer.done is done
+        scale = timer.compute_host_scale()
+        times_s = timer.compute_times_s()
+    corrected = set_times(slow.graph, {slow.graph.ops[op].name: seconds for op, seconds in times_s.items()}, scale)
+    in_steps_s = sum(op.host_s for op in corrected.ops)
+    assert 0 < scale < 1e-2 and in_steps_s == pytest.approx(scale * 10.0 * len(slow.graph.ops))
+    assert simulate(corrected, executor.schedule).step_s < simulate(slow.graph, executor.schedule).step_s / 100
+
+
+def test_the_host_is_the_limit_of_small_kernels_unless_a_cuda_graph_issues_them() -> None:
+    with cuda_device():
+        workload = on_device(small_step())
+        graph = planner.trace(*workload, passes=2)
+        assert all(op.host_s > 0 for op in graph.program if op.time_s)
+        step = planner.compile(*workload, budget="100%", swap="never", compare_eager=False)
+        recorded = planner.compile(*workload, budget="110MB", cuda_graph=True, compare_eager=False)
+    assert "host-bound" in str(step.plan) and step.plan.step_s > step.plan.time_s
+    assert recorded.plan.step_s is None and "host-bound" not in str(recorded.plan)

@@ -35,6 +35,10 @@ def split_arguments(batch: Batch) -> tuple[tuple[object, ...], dict[str, object]
 def check_batch(batch: Batch) -> None:
     """Raise a TraceError if `batch` has values that no step can be captured with."""
     given = split_arguments(batch)
+    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    if tensors and all(tensor.numel() == 0 for tensor in tensors):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+        raise TraceError(f"the batch is empty (tensors of {shapes}), so that there is nothing to train on: skip such batches")
     for name, leaf in zip(_list_names(given), pytree.tree_leaves(given), strict=True):
         if isinstance(leaf, np.ndarray | np.generic):
             raise TraceError(

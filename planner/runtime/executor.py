@@ -36,6 +36,7 @@ from planner.runtime.changed_inputs import ChangedInputs
 from planner.runtime.code import Backward, Code, Forward, Stage, check_runnable, compile_schedule
 from planner.runtime.cuda.device_arena import DeviceArena, SharedPool
 from planner.runtime.devices import Devices
+from planner.runtime.eager_block import check_no_block
 from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.libraries import library_users, warm_up_libraries
 from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
@@ -258,9 +259,10 @@ class Executor:
 
         Raises:
             MismatchError: as in a call of the step.
-            PlannerError: it is called under a transform of ``torch.func``.
+            PlannerError: it is called under a transform of ``torch.func``, or in a block of ``planner.rematerialize``.
         """
         check_no_transform("a planned step is called")
+        check_no_block("a planned step is called")
         leaves = self.signature.flatten(*args, **kwargs)
         self._check(leaves)
         numbers = () if self._guards is None else self._guards.check(self.training_step, args, kwargs)

@@ -19,6 +19,7 @@ from planner.plans.plan_check import check_sizes
 from planner.progress import OnProgress, Stages, list_views
 from planner.runtime.cuda.cuda_graph import CudaGraphs
 from planner.runtime.cuda.device_arena import create_shared_slab
+from planner.runtime.eager_block import check_no_block
 from planner.runtime.executor import check_no_transform
 from planner.settings.budget import Budget, Bytes, Overhead
 from planner.settings.compatibility import check_compatible, find_conflict
@@ -130,12 +131,13 @@ def check_trains() -> None:
     """Raise if no training is possible here.
 
     Raises:
-        PlannerError: gradients are turned off, or a transform of torch.func is active.
+        PlannerError: gradients are turned off, or a transform of torch.func or a block of planner.rematerialize is active.
     """
     if not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise PlannerError(f"planner.compile is called under torch.{mode}(), where nothing is trained: call it outside")
     check_no_transform("planner.compile is called")
+    check_no_block("planner.compile is called")
 
 
 def _plan(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:

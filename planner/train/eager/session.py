@@ -2,7 +2,6 @@
 
 import gc
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -20,6 +19,7 @@ from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.memory.reserved import choose_memory_on
 from planner.plans.solve import solve_graph
 from planner.runtime.allocator import limit_allocator, measure_cuda_context_bytes
+from planner.runtime.eager_block import ACTIVE, is_in_block
 from planner.settings.budget import Auto, Budget, Bytes, Share, read_budget
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.plan import PlanSettings
@@ -47,9 +47,8 @@ from solvers.baselines.megengine import MegEngineParams
 from solvers.online.heuristics import MEGENGINE, NAMES
 from solvers.online.ledger import Ledger
 
-_ACTIVE = threading.local()
 # In threads with a block, transforms of torch.func keep what autograd saves inside of them, as without a block.
-_TRANSFORMS = SharedContext(lambda: let_transforms_disable_hooks(lambda: getattr(_ACTIVE, "session", None) is not None))
+_TRANSFORMS = SharedContext(lambda: let_transforms_disable_hooks(is_in_block))
 _SHOWN = 5  # operators and modules in the report
 
 
@@ -134,7 +133,7 @@ class Rematerialization:
     @shorten_traceback
     def __enter__(self) -> Self:
         """Start to record."""
-        if getattr(_ACTIVE, "session", None) is not None:
+        if is_in_block():
             raise UsageError("planner.rematerialize is already active in this thread: blocks cannot be nested, use one of them")
         gc.collect()
         tensors = list(_iterate_tensors(self._device))
@@ -169,12 +168,12 @@ class Rematerialization:
             block.enter_context(_TRANSFORMS)
             block.enter_context(saved_tensors_hooks(*self._hooks.build_hooks()))
             self._block = block.pop_all()
-        _ACTIVE.session = self
+        ACTIVE.session = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop recording. Saved tensors that are still evicted are recomputed when a backward pass reads them."""
-        _ACTIVE.session = None
+        ACTIVE.session = None
         if isinstance(error, BudgetError):
             error.add_note(self._build_advice())
         self._block.__exit__(kind, error, trace)

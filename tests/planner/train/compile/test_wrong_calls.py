@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import planner
-from graphs.errors import InfeasibleError, PlannerError
+from graphs.errors import InfeasibleError, PlannerError, TraceError
 
 X, Y = torch.randn(16, 8), torch.randn(16, 8)
 
@@ -207,3 +207,29 @@ def test_a_global_number_that_starts_to_require_grad_is_refused() -> None:
             step(X, Y)
     finally:
         SCALE.requires_grad_(requires_grad=False)
+
+
+def test_an_empty_batch_is_one_error() -> None:
+    model = nn.Linear(4, 4)
+    empty, batch = (torch.empty(0, 4), torch.empty(0, 4)), (torch.randn(8, 4), torch.randn(8, 4))
+    with pytest.raises(TraceError, match=r"the batch is empty \(tensors of \[0, 4\], \[0, 4\]\), .*: skip such batches"):
+        planner.compile(model, F.mse_loss, empty, budget="1MB")
+    step = planner.compile(model, F.mse_loss, batch, budget="1MB", wait=0)
+    with pytest.raises(TraceError, match="the batch is empty"):
+        step(*empty)
+    assert torch.equal(step(*batch), F.mse_loss(model(batch[0]), batch[1]))
+
+
+def test_a_planned_step_in_a_block_of_the_eager_runtime_is_one_error() -> None:
+    model, batch = nn.Linear(4, 4), (torch.randn(8, 4), torch.randn(8, 4))
+    step = planner.compile(model, F.mse_loss, batch, budget="1MB", wait=0)
+    with planner.rematerialize(budget="1MB"):
+        with pytest.raises(
+            PlannerError, match=r"^a planned step is called in a block of planner.rematerialize.*: use one of them"
+        ):
+            step(*batch)
+        with pytest.raises(PlannerError, match=r"^planner.compile is called in a block of planner.rematerialize"):
+            planner.compile(model, F.mse_loss, batch, budget="1MB")
+        with torch.no_grad():
+            step(*batch)
+    step(*batch).backward()

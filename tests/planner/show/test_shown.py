@@ -49,7 +49,7 @@ def test_results_are_shown_in_a_line_or_on_a_screen() -> None:
     workload = build("gpt2", layers=2, width=32, heads=2, vocab=61, seq=16, batch=2)
     graph = planner.trace(*workload, passes=1)
     report = planner.run(planner.solve(graph, "90%"), *workload, repeats=1)
-    advice = planner.advise(*workload, passes=1, options=[], time_limit_s=20)
-    for shown in (planner.curve(graph, 3), advice):
+    advice = planner.advise(*workload, passes=1, options=[], time_limit_s=2)
+    for shown in (planner.curve(graph, 3, time_limit_s=1), advice):
         assert len(repr(shown)) < 100 and shown._repr_html_() == f"<pre>{escape(str(shown))}</pre>"
     assert repr(report).startswith("RunReport(peak ") and len(str(report)) < 150

@@ -1,0 +1,176 @@
+"""Sharded parameters: each unit of them is gathered before it is read, and its gradients are reduced after the last of them.
+
+A process holds a shard of each parameter. The gather of a unit reads the shards and produces whole parameters, which are
+ordinary tensors: a schedule may free them and gather them again. The reduction of a unit reads whole gradients and produces this
+process's shards of their average. It runs exactly once. All processes run the same schedule, so their collectives are issued in
+one order.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from graphs.ir import Graph, Kind, Op, Phase, Tensor
+
+GATHER, REDUCE = "collective.gather", "collective.reduce"  # targets of ops
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A parameter of a unit.
+
+    Attributes:
+        parameter: id of its static tensor in the graph that was captured.
+        size_bytes: of the shard that this process holds.
+        whole_bytes: of the gathered parameter.
+    """
+
+    parameter: int
+    size_bytes: int
+    whole_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """Cost of a collective, besides the tensors that it reads and produces."""
+
+    time_s: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are gathered together, and whose gradients are reduced together.
+
+    Attributes:
+        name: unique among the units of a graph.
+        shards: the parameters that the step reads, at least one.
+        gradients: the tensors that their gradients are read from; empty if none is trained.
+        reduced_bytes: bytes of the shards of the gradients.
+        gather, reduction: costs.
+    """
+
+    name: str
+    shards: tuple[Shard, ...]
+    gradients: tuple[int, ...]
+    reduced_bytes: int
+    gather: CollectiveCost
+    reduction: CollectiveCost
+
+
+@dataclass(frozen=True, slots=True)
+class InsertedUnits:
+    """A graph with units, and where its parts come from.
+
+    Attributes:
+        graph: the new graph. The id of a parameter is that of the gathered one; other tensors keep their ids.
+        sources: for each op its id before, or None for a collective.
+        gathers: the op that gathers each unit.
+        reductions: the op that reduces the gradients of each unit, None if it has none.
+        shards: the static tensor of each parameter's shard, by the id of the parameter.
+        reduced: the shards of the gradients of each unit, None if it has none.
+    """
+
+    graph: Graph
+    sources: tuple[int | None, ...]
+    gathers: tuple[int, ...]
+    reductions: tuple[int | None, ...]
+    shards: Mapping[int, int]
+    reduced: tuple[int | None, ...]
+
+
+def insert_units(graph: Graph, units: Sequence[Unit], kept: Collection[int]) -> InsertedUnits:
+    """Return `graph` with the collectives of `units`.
+
+    Args:
+        graph: a captured step with whole parameters as static tensors.
+        units: units of parameters that ops of its program read.
+        kept: ids of the tensors that the step returns, apart from gradients of these units.
+    """
+    tensors = list(graph.tensors)
+    shards: dict[int, int] = {}
+    reduced: list[int | None] = []
+    before: dict[int, list[Op]] = {}
+    after: dict[int, list[Op]] = {}
+    for unit in units:
+        for shard in unit.shards:
+            whole = tensors[shard.parameter]
+            shards[shard.parameter] = len(tensors)
+            tensors.append(replace(whole, id=len(tensors), name=f"{whole.name}.shard", size_bytes=shard.size_bytes, shape=()))
+            tensors[whole.id] = replace(whole, kind=Kind.ACTIVATION, size_bytes=shard.whole_bytes)
+        first = graph.ops[min(graph.consumers[shard.parameter][0] for shard in unit.shards)]
+        before.setdefault(first.id, []).append(_build_gather(unit, shards, first.phase))
+        reduced.append(len(tensors) if unit.gradients else None)
+        if unit.gradients:
+            tensors.append(Tensor(len(tensors), f"{unit.name}.gradients", unit.reduced_bytes, (), Kind.GRADIENT))
+            after.setdefault(_find_last_gradient(graph, unit), []).append(_build_reduction(unit, len(tensors) - 1))
+    sources: list[int | None] = []
+    ops: list[Op] = []
+    for op in graph.ops:
+        for added, source in (
+            *((o, None) for o in before.get(op.id, ())),
+            (op, op.id),
+            *((o, None) for o in after.get(op.id, ())),
+        ):
+            ops.append(replace(added, id=len(ops)))
+            sources.append(source)
+    places = {source: place for place, source in enumerate(sources) if source is not None}
+    ops = [replace(op, replaces=tuple(places[p] for p in op.replaces)) for op in ops]
+    all_kept = frozenset({*kept, *(t for t in reduced if t is not None)})
+    named = {op.name: op.id for op in ops}
+    return InsertedUnits(
+        replace(graph, ops=tuple(ops), tensors=_set_producers(tensors, ops, all_kept), kept=all_kept),
+        tuple(sources),
+        tuple(named[f"{unit.name}.gather"] for unit in units),
+        tuple(named.get(f"{unit.name}.reduce") for unit in units),
+        shards,
+        tuple(reduced),
+    )
+
+
+def _build_gather(unit: Unit, shards: Mapping[int, int], phase: Phase) -> Op:
+    return Op(
+        id=-1,
+        name=f"{unit.name}.gather",
+        target=GATHER,
+        inputs=tuple(shards[shard.parameter] for shard in unit.shards),
+        outputs=tuple(shard.parameter for shard in unit.shards),
+        time_s=unit.gather.time_s,
+        workspace_bytes=unit.gather.workspace_bytes,
+        phase=phase,
+        module=unit.name,
+    )
+
+
+def _build_reduction(unit: Unit, reduced: int) -> Op:
+    return Op(
+        id=-1,
+        name=f"{unit.name}.reduce",
+        target=REDUCE,
+        inputs=unit.gradients,
+        outputs=(reduced,),
+        time_s=unit.reduction.time_s,
+        workspace_bytes=unit.reduction.workspace_bytes,
+        phase=Phase.BACKWARD,
+        recomputable=False,
+        module=unit.name,
+    )
+
+
+def _find_last_gradient(graph: Graph, unit: Unit) -> int:
+    """Return the op of the backward pass after which all gradients of `unit` are there."""
+    first = next(op.id for op in graph.program if op.phase is not Phase.FORWARD)
+    return max(first, *(graph.tensors[t].producers[0] for t in unit.gradients if graph.tensors[t].producers))
+
+
+def _set_producers(tensors: Sequence[Tensor], ops: Sequence[Op], kept: Collection[int]) -> tuple[Tensor, ...]:
+    producers: dict[int, list[int]] = {}
+    for op in ops:
+        for t in op.outputs:
+            producers.setdefault(t, []).append(op.id)
+
+    def set_producers(tensor: Tensor) -> Tensor:
+        passed_on = tensor.kind is Kind.GRADIENT and tensor.id not in kept
+        kind = Kind.ACTIVATION if passed_on else tensor.kind
+        return replace(tensor, producers=tuple(producers.get(tensor.id, ())), kind=kind)
+
+    return tuple(map(set_producers, tensors))

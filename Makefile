@@ -12,7 +12,7 @@ MODELS_STAMP := $(MODELS)/.installed
 # What pip installs without constraints.txt, as it does for users: made again each time, for one Python or another.
 LATEST := .venv-latest-$(notdir $(PYTHON))
 
-.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-host bench-training bench-first-step bench-operators try-models try-entries gpu clean
+.PHONY: help test test-latest test-slow demo lint format docs docs-serve figures results results-gpu bench-solve bench-compiled bench-offload bench-options bench-placement bench-addresses bench-reserved bench-arena bench-arena-models bench-arena-training bench-resident bench-compression bench-eager bench-executor bench-host bench-training bench-sharded bench-first-step bench-operators try-models try-entries gpu clean
 .DEFAULT_GOAL := help
 
 help: ## say what there is to make
@@ -70,6 +70,9 @@ bench-eager: $(STAMP) ## the eager runtime: its cost with nothing to evict, and 
 
 bench-training: $(STAMP) ## 50 steps of a training loop at half of the memory, beside eager PyTorch, into results/training
 	$(BIN)/python -m benchmarks.training $(ARGS)
+
+bench-sharded: $(STAMP) ## plans of FSDP2's units beside FSDP2 with and without checkpoints, at its peaks, on two processes, into results/sharded
+	$(BIN)/python -m benchmarks.sharded $(ARGS)
 
 bench-first-step: $(STAMP) ## from planner.compile to the end of the first step with memory capped, on ten models, into results/first_step (ARGS='--models gpt2 --fresh')
 	$(BIN)/python -m benchmarks.first_step $(ARGS)

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="some benchmarks
 RESULTS = Path(__file__).parents[2] / "results"
 NAMES = (
     *("addresses", "arena", "arena_models", "arena_training", "compiled", "compression", "eager", "entries", "executor"),
-    *("first_step", "offload", "operators", "options", "placement", "predicted_peaks", "reserved", "resident", "solve"),
+    *("first_step", "offload", "operators", "options", "placement", "predicted_peaks"),
+    *("reserved", "resident", "sharded", "solve"),
 )
 # Benchmarks by their folders of results, with further arguments.
 FOLDERS: dict[str, tuple[str, ...]] = {
@@ -66,6 +67,7 @@ PROMISES = {
     "eager": (WITHIN, "exact == True"),
     "offload": (WITHIN, NO_BETTER),
     "options": (WITHIN, NO_BETTER),
+    "sharded": ("identical", "planned_peak_bytes == measured_peak_bytes", "measured_peak_bytes <= peak_bytes"),
     "placement": (
         *(WITHIN, NO_BETTER, "executed_peak_bytes <= budget_bytes", "executed_other_bytes == predicted_other_bytes"),
         "method in ('overlapped', 'windows') or time_s <= serial_s * (1 + 1e-9)",

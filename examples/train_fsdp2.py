@@ -1,4 +1,4 @@
-"""On several processes that share parameters, gradients and optimizer state: FSDP2, by one plan.
+"""On several processes that share parameters, gradients and optimizer state: FSDP2, with its gathers in one plan.
 
 ``torchrun --nproc-per-node 2 examples/train_fsdp2.py``
 """
@@ -11,6 +11,7 @@ from own_model import build
 from torch.distributed.fsdp import fully_shard
 
 import planner
+from planner.measure.steps import measure_memory
 
 
 def main() -> None:
@@ -36,9 +37,13 @@ def main() -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    shards = 3 * sum(p.to_local().nbytes for p in model.parameters())  # with the optimizer's state
+    plain = measure_memory(lambda x, y: loss_fn(model(x), y), (x, y), static_bytes=shards + x.nbytes + y.nbytes, device=device)
+    model.zero_grad()
     step = planner.compile(model, loss_fn, (x, y), budget=arguments.budget, optimizer="adamw")
     if rank == 0:
         print(step.plan)
+        print(f"peak of FSDP2 without a plan: {plain.peak_bytes / 1e6:.2f} MB measured")
 
     for i in range(arguments.steps):
         loss = step(x, y)

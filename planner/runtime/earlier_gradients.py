@@ -9,9 +9,9 @@ from graphs.ir import Graph, Kind
 from graphs.schedule import Schedule, find_boundary
 from graphs.simulate import simulate
 from graphs.units import format_bytes
+from planner.torch_private.core import get_local_tensor
 
-# Memory of wrappers apart from the gradients of parameters.
-BUCKETS, TO_SEND, SHARDS = "gradient_buckets", "gradients_to_send", "gradient_shards"
+BUCKETS = "gradient_buckets"  # memory of a wrapper apart from the gradients of parameters
 
 
 class EarlierGradients:
@@ -24,7 +24,7 @@ class EarlierGradients:
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         """Initialize for the step that `schedule` runs on `graph`."""
         self.budget_bytes: int | None = None
-        gradients = (t for t in graph.tensors if t.kind is Kind.ACCUMULATED_GRADIENT and t.name not in (BUCKETS, TO_SEND, SHARDS))
+        gradients = (t for t in graph.tensors if t.kind is Kind.ACCUMULATED_GRADIENT and t.name != BUCKETS)
         self._counted_bytes = sum(t.size_bytes for t in gradients)
         self._peaks_bytes = pass_peaks(graph, schedule)
         self._most_bytes = [0, 0]  # in memory during a forward and a backward pass
@@ -53,7 +53,7 @@ class EarlierGradients:
     def _check(self, which: int, parameters: Iterable[torch.Tensor]) -> int:
         if self.budget_bytes is None:
             return 0
-        there = sum(p.grad.nbytes for p in parameters if p.is_leaf and p.grad is not None)
+        there: int = sum(get_local_tensor(p.grad).nbytes for p in parameters if p.is_leaf and p.grad is not None)
         beside = max(0, there - self._counted_bytes)
         if beside and (peak := self._peaks_bytes[which] + beside) > self.budget_bytes:
             raise BudgetError(

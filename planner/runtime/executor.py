@@ -40,6 +40,7 @@ from planner.runtime.eager_block import check_no_block
 from planner.runtime.earlier_gradients import EarlierGradients
 from planner.runtime.libraries import library_users, warm_up_libraries
 from planner.runtime.out_of_memory import PlannedMemory, StateNotMade
+from planner.runtime.sharding import Unsharded
 from planner.runtime.transfers.channels import HostChannels
 from planner.runtime.undo import Rollback
 from planner.runtime.unseen_writes import UnseenWrites
@@ -62,6 +63,7 @@ class Executor:
     Attributes:
         device: device of the model.
         devices: the devices that it runs on, with the channels between them and to the host.
+        sharding: how the parameters of the model are sharded.
         launched: both passes of the schedule.
         code: both passes as they run.
         memory: description of their memory.
@@ -78,11 +80,13 @@ class Executor:
         model: nn.Module,
         loss_fn: Callable[..., object] | None,
         channels: HostChannels | None = None,
+        sharding: Unsharded | None = None,
     ) -> None:
         """Compile `schedule` for the captured step of `model`.
 
         Args:
             channels: channels to the host; None for its own, if the graph offers transfers there.
+            sharding: how the parameters of the model are sharded; None if they are not.
 
         Raises:
             GraphError: the captured graph has options that cannot be run.
@@ -100,6 +104,7 @@ class Executor:
             library_users.add(self)
             warm_up_libraries(device)  # before the first step, as predictions of reserved memory say
         self.devices = Devices(capture.graph, device, channels)
+        self.sharding = sharding or Unsharded()
         self.arena: Arena | DeviceArena | None = None
         self.launched = self._compile_passes()
         self._recorded: Code | None = None
@@ -265,14 +270,18 @@ class Executor:
         check_no_block("a planned step is called")
         leaves = self.signature.flatten(*args, **kwargs)
         self._check(leaves)
-        numbers = () if self._guards is None else self._guards.check(self.training_step, args, kwargs)
+        with self.sharding.enter_captured_state():
+            numbers = () if self._guards is None else self._guards.check(self.training_step, args, kwargs)
         if self._conditions:
             self._conditions.check(self.training_step, leaves)
         return [*leaves, *numbers]
 
     def find_changed_numbers(self, batch: Batch) -> set[str]:
         """Return the names of the numbers that differ from those that the step was planned for, as Dynamo writes them."""
-        return set() if self._guards is None else self._guards.find_changed_numbers(self.training_step, *split_arguments(batch))
+        with self.sharding.enter_captured_state():
+            return (
+                set() if self._guards is None else self._guards.find_changed_numbers(self.training_step, *split_arguments(batch))
+            )
 
     @property
     def free_numbers(self) -> frozenset[str]:
@@ -434,10 +443,11 @@ class _Step(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.executor = executor
         ctx.check_earlier_gradients = check_earlier_gradients
-        with executor.memory.report_errors("forward"), _disable_autocast(static):
-            loss, extras, ctx.alive = executor.code.forward(static)
+        local, ctx.shardings = executor.sharding.unwrap(static)
+        with executor.memory.report_errors("forward"), _disable_autocast(local):
+            loss, extras, ctx.alive = executor.code.forward(local)
         ctx.versions = [ctx.alive[i]._version for i in executor.code.returned]
-        executor.save(ctx, static)
+        executor.save(ctx, local)
         ctx.mark_non_differentiable(*extras)
         return (loss, *extras)
 
@@ -463,7 +473,8 @@ class _Step(torch.autograd.Function):
         alive = executor.hand_over(ctx)
         static = executor.restore(ctx, tangent)
         with executor.memory.report_errors("backward"), _disable_autocast(static):
-            return (None, None, *executor.place_gradients(executor.code.backward(static, alive)))
+            gradients = executor.place_gradients(executor.code.backward(static, alive))
+        return (None, None, *executor.sharding.wrap(gradients, ctx.shardings))
 
 
 def check_no_transform(what: str) -> None:

@@ -138,6 +138,11 @@ def apply_function(function: type[torch.autograd.Function], *args: object) -> An
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
+def get_local_tensor(value: Any) -> Any:
+    """Return this process's part of a DTensor; any other value as it is."""
+    return getattr(value, "_local_tensor", value)
+
+
 def begin_allocations() -> None:
     """Begin to record the CPU allocator in this thread, in which no profiler may run."""
     _enable_event_profiler(

@@ -1,4 +1,4 @@
-"""Two processes that train together, as ``torchrun --nproc-per-node 2`` starts them."""
+"""Processes that train together, as ``torchrun --nproc-per-node 2`` starts them."""
 
 import faulthandler
 import os
@@ -13,21 +13,27 @@ from tests.support.budgets import half_way_known
 
 
 def on_two(checks: tuple[Callable[[int], None], ...], folder: Path) -> None:
-    """Call each of `checks` with its rank, on both processes; what fails there fails here."""
-    torch.multiprocessing.spawn(_fork, (checks, str(folder / "store")), nprocs=1)
+    """Call each of `checks` with its rank, on two processes; what fails there fails here."""
+    on_processes(2, checks, folder)
 
 
-def _fork(_: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:
-    """The two, of a process that has imported what `checks` need, which takes seconds, and has started no thread yet."""
-    torch.multiprocessing.start_processes(_worker, (checks, store), nprocs=2, start_method="fork")
+def on_processes(count: int, checks: tuple[Callable[[int], None], ...], folder: Path) -> None:
+    """Call each of `checks` with its rank, on `count` processes; what fails there fails here."""
+    torch.multiprocessing.spawn(_fork, (count, checks, str(folder / "store")), nprocs=1)
 
 
-def _worker(rank: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+def _fork(_: int, count: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:
+    """All of them, of a process that has imported what `checks` need, which takes seconds, and has started no thread yet."""
+    torch.multiprocessing.start_processes(_worker, (count, checks, store), nprocs=count, start_method="fork")
+
+
+def _worker(rank: int, count: int, checks: tuple[Callable[[int], None], ...], store: str) -> None:
+    world = str(count)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}  # a file, no port, is used
     faulthandler.enable()  # where a process dies of a signal, its stacks are all there is to see
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=100))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=100))
     with half_way_known():
         for check in checks:
             check(rank)

@@ -105,7 +105,8 @@ class Compiler:
     def adapt_capture(self, plan: Plan, captured: Capture, batch: Batch) -> Capture:
         """Return the step on `batch` with the sizes and kernels that `plan` was made for; `captured` is from ``capture``."""
         del batch
-        return restore_recorded(captured, plan.graph.provenance, self.settings.traced_options)
+        restored = restore_recorded(captured, plan.graph.provenance, self.settings.traced_options)
+        return self.wrapper.add_units(restored, self.settings)
 
     def make(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the fastest step on `batch` within the budget; `captured` is what ``capture`` returned.
@@ -122,8 +123,6 @@ class Compiler:
     def _capture(self, batch: Batch, variant: "CompileVariant | None") -> Capture:
         with self.stages.run_stage(Stage.CAPTURE):
             captured = self.wrapper.capture(self.loss_fn, batch, self.settings, variant)
-        if self.settings.arena:
-            captured = self.wrapper.add_slab_gradients(captured)
         return captured if self.recorder is None else prepare_for_recording(captured)
 
     def profile(self, captured: Capture, batch: Batch) -> Capture:
@@ -131,8 +130,20 @@ class Compiler:
         self.slab.drop()  # of a step of other sizes
         with self.stages.run_stage(Stage.MEASURE) as stage:
             workload = Workload(self.wrapper.module, self.loss_fn, batch)
-            measured = profile_capture(captured, workload, self.settings, on_op=stage.advance)
-        return measured if self.recorder is None else remove_host_times(measured)
+
+            def measure() -> Capture:
+                with self.wrapper.sharding.enter_captured_state():
+                    return profile_capture(captured, workload, self.settings, on_op=stage.advance)
+
+            def adopt(graph: Graph) -> Capture:
+                restored = restore_recorded(captured, graph.provenance, self.settings.traced_options)
+                check_same_graph(summarize(graph), summarize(restored.graph))
+                return replace(restored, graph=graph)
+
+            measured = self.wrapper.together.run_first(measure, share=lambda found: found.graph, adopt=adopt)
+        if self.recorder is not None:
+            measured = remove_host_times(measured)
+        return self.wrapper.add_units(measured, self.settings)
 
     def solve(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         """Return the step of a profiled capture, solved until the measured peak is within the budget.
@@ -164,7 +175,7 @@ class Compiler:
             plan = make_room_for_pool(captured.graph, plan, libraries, counted, solve)
         for left in reversed(range(_CORRECTIONS + 1)):
             executor, peak_bytes = self._build_executor(captured, batch, plan)
-            needed_bytes = plan.compute_needed_bytes(peak_bytes)
+            needed_bytes = max(self.wrapper.together.gather(plan.compute_needed_bytes(peak_bytes)))
             if needed_bytes <= wanted_bytes:
                 solved_bytes = plan.budget_bytes
                 plan = set_arena(replace(plan, budget_bytes=wanted_bytes, measured_peak_bytes=peak_bytes), executor.arena)
@@ -191,7 +202,7 @@ class Compiler:
             refreshed=self._build_refresher(captured, budget),
             copying=self._build_copier(captured, plan.budget_bytes, measured=True),
             executor=executor,
-            improving=self._start_improvement(captured, plan, executor, solved_bytes, finds=True),
+            improving=self._start_improvement(captured, plan, executor, solved_bytes, finds=self.wrapper.together.is_first),
         ).follow_with(self._build_follower())
 
     def _build_graph_budget(self, graph: Graph, budget: Budget) -> GraphBudget | None:
@@ -210,7 +221,7 @@ class Compiler:
             settings = self.settings
             if self.recorder is not None:  # the rest of the budget is outside of the plan
                 settings = replace(settings, memory=CountedMemory.ALLOCATED)
-            return StepSearch(settings).find_first_plan(graph, budget, stage)
+            return self.wrapper.together.share(lambda: StepSearch(settings).find_first_plan(graph, budget, stage))
 
     def _must_rehearse(self, graph: Graph) -> bool:
         """Return True if planning runs a step to measure its peak."""
@@ -368,7 +379,7 @@ class Compiler:
     def _compare(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
         """Return `plan` with its comparison with eager PyTorch, if requested; return freed memory to the system."""
         eager = None
-        if self.compare_eager:
+        if self.compare_eager and type(self.wrapper.together) is SingleProcess:
             step = TrainingStep(self.wrapper.module, self.loss_fn)
             with self.stages.run_stage(Stage.COMPARE):
                 eager = compare_with_eager(
@@ -402,7 +413,9 @@ class Compiler:
 
     def _make_executor(self, captured: Capture, plan: Plan) -> Executor:
         offered = replace_graph(captured, apply_recorded_options(captured.graph, plan.settings))
-        executor = Executor(offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels)
+        executor = Executor(
+            offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels, sharding=self.wrapper.sharding
+        )
         if self.settings.arena or plan.arena_bytes is not None:
             executor.use_arena(self.slab)
         elif isinstance(self.slab, SharedPool) and self.slab.pool is not None:  # of an earlier plan

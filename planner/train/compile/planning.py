@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from graphs.errors import PlannerError, UsageError
 from graphs.options.option import Feature
@@ -158,8 +157,8 @@ def _plan(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
         def find() -> PlannedStep:
             if plans is None:
                 return make()
-            path = plans.get_path({"budget": repr(budget), **_collect_dependencies(captured, wrapper.module), **made_with})
-            kept = plans.load(path, budget)
+            path = plans.get_path({"budget": repr(budget), **_collect_dependencies(captured, wrapper), **made_with})
+            kept = wrapper.together.share(lambda: plans.load(path, budget))
             if kept is not None:
                 try:
                     planned = compiler.adapt_capture(kept, captured, batch)
@@ -168,9 +167,12 @@ def _plan(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
                 except PlannerError as error:
                     warn_unusable(path, error)
             step = make()
-            step.keep_with(lambda plan: plans.store(plan, path))
+            if wrapper.together.is_first:
+                step.keep_with(lambda plan: plans.store(plan, path))
             return step
 
+        if type(wrapper.together) is not SingleProcess:
+            return find_or_make()
         return wrapper.ranks.run_first(
             find_or_make,
             share=lambda step: (step.plan, step.measured, step.improves),
@@ -180,10 +182,12 @@ def _plan(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
         )
 
 
-def _collect_dependencies(captured: Capture, model: nn.Module) -> dict[str, object]:
+def _collect_dependencies(captured: Capture, wrapper: Unwrapped) -> dict[str, object]:
     """Return all that the schedule of a captured step depends on, except budget and options."""
-    device = next(model.parameters()).device
+    device = next(wrapper.module.parameters()).device
+    sharding = wrapper.sharding.description
     return {
+        **({"sharding": sharding} if sharding else {}),
         "graph": captured.graph.fingerprint,
         "static_bytes": captured.graph.static_bytes,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else describe_device(device),

@@ -6,7 +6,7 @@ Known weaknesses: the planned step is one node of autograd, so the wrapper gets 
 during the backward pass; and under FSDP2 all parameters are gathered before the step, so that its peak contains the whole model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,18 +17,23 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from graphs.errors import MismatchError, TraceError
-from graphs.ir import Graph, Kind
+from graphs.errors import TraceError
+from graphs.ir import Kind
+from graphs.options.gather import CollectiveCost
 from planner.capture.lowering.lower import Capture
 from planner.capture.signature import Batch
 from planner.capture.step import LossFn, check_module
 from planner.capture.workload.models import Workload
 from planner.measure.tracing import capture_step
-from planner.runtime.earlier_gradients import BUCKETS, SHARDS, TO_SEND
+from planner.runtime.earlier_gradients import BUCKETS
 from planner.runtime.executor import Executor
+from planner.runtime.sharding import Unsharded
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.plan import PlanSettings
+from planner.train.distributed.collectives import Gather, Reduction
+from planner.train.distributed.gathers import add_units, measure_time, set_state_of_shards
 from planner.train.distributed.ranks import Ranks, SingleProcess
+from planner.train.distributed.units import Sharding, get_process_group, list_units
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
@@ -40,11 +45,15 @@ class Unwrapped:
     Attributes:
         module: the module that is captured, and whose parameters are trained.
         ranks: the processes that must have the same plan.
+        together: those that plan and run each step together, because it has collectives.
+        sharding: how its parameters are sharded.
     """
 
     def __init__(self, module: nn.Module, ranks: SingleProcess) -> None:
         self.module = module
         self.ranks = ranks
+        self.together = SingleProcess()
+        self.sharding = Unsharded()
         self._channels: HostChannels | None = None
 
     def create_channels(self, host_bytes: int | None) -> HostChannels:
@@ -67,8 +76,9 @@ class Unwrapped:
         """
         return capture_step(Workload(self.module, loss_fn, batch), settings, variant=variant)
 
-    def add_slab_gradients(self, captured: Capture) -> Capture:
-        """Return `captured` with the gradients that the wrapper holds in addition to their room in the slab."""
+    def add_units(self, captured: Capture, settings: PlanSettings) -> Capture:
+        """Return the profiled step `captured` with the collectives of the wrapper."""
+        del settings
         return captured
 
     def wrap(self, executor: Executor) -> Callable[..., Any]:
@@ -129,86 +139,76 @@ class InReplicated(Replicated):
 
 
 class Sharded(Unwrapped):
-    """A model under ``fully_shard`` (FSDP2). All parameters are gathered before the step and resharded after it."""
+    """A model under ``fully_shard`` (FSDP2). Its units are gathered and reduced by ops of the plan."""
 
     def __init__(self, model: FSDPModule) -> None:
         assert isinstance(model, nn.Module)
-        self._units: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()  # the outermost unit stays gathered after a forward pass
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
-        if len(meshes) != 1 or (mesh := meshes.pop()).ndim != 1:
+        if len(meshes) != 1 or (mesh := meshes.pop()).ndim > 2:
             raise TraceError(
-                "the model is not sharded by fully_shard over one mesh of one dimension, the only kind of sharding that is "
-                "planned"
+                "the model is not sharded by fully_shard over one mesh of one dimension, or of two (replicate, shard): the only "
+                "kinds of sharding that are planned"
             )
-        if any(unit._get_fsdp_state()._mp_policy.param_dtype is not None for unit in self._units):
-            raise TraceError("fully_shard with a mixed precision policy is not planned: use torch.autocast around the step")
-        super().__init__(model, Ranks(mesh.get_group()))
-        self._shard_bytes, self._trained_shard_bytes = _count_local_bytes(model.parameters()), _count_trained_bytes(model)
+        super().__init__(model, Ranks(get_process_group(mesh)))
+        self.together = self.ranks
+        self._units = list_units(model)
+        self.sharding = Sharding(model, self._units)
+        self._costs: dict[object, CollectiveCost] = {}
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Gather the parameters inside the context, and reshard them at its end."""
-        self._gather()
-        try:
-            with _remove_hooks(self._units):
-                yield
-        finally:
-            self._reshard()
+        """Leave the parameters sharded; reshard those that are gathered."""
+        self._reshard()
+        yield
 
     def capture(
         self, loss_fn: LossFn | None, batch: Batch, settings: PlanSettings, variant: "CompileVariant | None" = None
     ) -> Capture:
-        """Return the captured step on whole parameters, with this rank's shards, and the optimizer state of the shards only.
+        """Return the captured step on whole parameters. Nothing is gathered."""
+        if variant is not None:
+            raise TraceError("kernels='inductor' is not planned under fully_shard: leave it out, or use DistributedDataParallel")
+        with self.sharding.enter_captured_state():
+            captured = super().capture(loss_fn, batch, settings)
+        if captured.conditions is not None:
+            raise TraceError(
+                "the step has branches on its data, which processes may take differently: under fully_shard all run the same "
+                "collectives; compute both branches (torch.where)"
+            )
+        return captured
 
-        Earlier gradients are whole until they are sent (``set_requires_gradient_sync(False)``).
-        """
-        whole_bytes, unit_bytes = _count_trained_bytes(self.module), max(_count_own_bytes(unit) for unit in self._units)
-        captured = super().capture(loss_fn, batch, settings, variant)
-        if isinstance(settings.optimizer, str):  # a measured state is of the shards
-            captured = _shrink(captured, self._trained_shard_bytes / max(1, whole_bytes))
-        graph = captured.graph.holding(Kind.PARAMETER, "parameter_shards", self._shard_bytes)
-        return replace(captured, graph=graph.holding(Kind.ACCUMULATED_GRADIENT, TO_SEND, unit_bytes))
+    def add_units(self, captured: Capture, settings: PlanSettings) -> Capture:
+        """Return `captured` with the collectives of the units, timed on the processes together."""
+        shard_bytes = {p.name: p.shard_bytes for unit in self._units for p in unit.parameters}
+        named = self.module.named_parameters()
+        trained_bytes = [shard_bytes.get(name, p.nbytes) for name, p in named if p.requires_grad]
+        captured = set_state_of_shards(captured, trained_bytes, settings)
+        return add_units(captured, self._units, self._measure)
 
-    def add_slab_gradients(self, captured: Capture) -> Capture:
-        """Return `captured` with this rank's shards of the gradients."""
-        graph = captured.graph.holding(Kind.ACCUMULATED_GRADIENT, SHARDS, self._trained_shard_bytes)
-        return replace(captured, graph=graph)
+    def _measure(self, collective: Gather | Reduction) -> CollectiveCost:
+        """Return the cost of a collective; its time on rank 0 counts."""
+        key = type(collective), collective.packed, collective.workspace_bytes
+        if key not in self._costs:
+            seconds = self.ranks.gather(measure_time(collective, next(self.module.parameters()).device))
+            self._costs[key] = CollectiveCost(seconds[0], collective.workspace_bytes)
+        return self._costs[key]
 
     def wrap(self, executor: Executor) -> Callable[..., Any]:
-        """Return the forward pass of the outermost module, with its hooks, around the planned one."""
-        numbers: list[object] = []  # those of the present step
-
-        def forward(*args: object, **kwargs: object) -> Any:
-            self._gather()
-            return executor.run([*executor.signature.flatten(*args, **kwargs), *numbers])
+        """Return `executor` between two sharded states; without gradients FSDP2 evaluates by its own hooks."""
 
         def step(*args: object, **kwargs: object) -> Any:
-            if not torch.is_grad_enabled():
-                return executor.evaluate(*args, **kwargs)
-            # Checked on gathered parameters, as captured; an error inside the wrapper would leave its hooks half done.
-            self._gather()
-            try:
-                with _remove_hooks(self._units):
-                    numbers[:] = executor.check(*args, **kwargs)[len(executor.signature.names) :]
-            except MismatchError:
-                self._reshard()
-                raise
-            self.module.forward = forward
-            try:
-                return self.module(*args, **kwargs)
-            finally:
-                del self.module.forward
+            if torch.is_grad_enabled():
+                self._reshard()  # what an evaluation has gathered
+                for unit in self._units:
+                    unit.check_synchronization()
+            return executor(*args, **kwargs)
 
         return step
 
-    def _gather(self) -> None:
-        for unit in self._units:
-            unit.unshard()
-
     def _reshard(self) -> None:
-        for unit in self._units:
-            unit.reshard()
+        for module in self._modules:
+            module.reshard()
 
 
 def unwrap(model: nn.Module | Unwrapped) -> Unwrapped:
@@ -261,43 +261,5 @@ def _replace_parameters(module: nn.Module) -> Iterator[None]:
             owner._parameters[name] = parameter
 
 
-@contextmanager
-def _remove_hooks(units: Sequence[FSDPModule]) -> Iterator[None]:
-    """Remove the hooks that gather parameters when a unit is called, so that it can be captured."""
-    tables = [hooks for unit in units for hooks in (unit._forward_hooks, unit._forward_pre_hooks)]  # type: ignore[attr-defined]
-    before = [dict(hooks) for hooks in tables]
-    try:
-        for hooks in tables:
-            for key in [key for key, hook in hooks.items() if hook.__module__.startswith("torch.distributed.fsdp")]:
-                del hooks[key]
-        yield
-    finally:
-        for hooks, all_hooks in zip(tables, before, strict=True):
-            hooks.clear()
-            hooks.update(all_hooks)
-
-
-def _shrink(captured: Capture, share: float) -> Capture:
-    """Return `captured` with this share of the optimizer state."""
-    graph = captured.graph
-    tensors = tuple(
-        replace(t, size_bytes=round(t.size_bytes * share)) if t.kind is Kind.OPTIMIZER_STATE else t for t in graph.tensors
-    )
-    return replace(captured, graph=Graph(graph.ops, tensors, graph.kept, graph.provenance))
-
-
 def _count_trained_bytes(module: nn.Module) -> int:
-    return _count_local_bytes(p for p in module.parameters() if p.requires_grad)
-
-
-def _count_own_bytes(unit: FSDPModule) -> int:
-    """Return the bytes of the trained parameters that `unit` gathers itself."""
-    assert isinstance(unit, nn.Module)
-    inner = {p for module in list(unit.modules())[1:] if isinstance(module, FSDPModule) for p in module.parameters()}
-    return _count_local_bytes(p for p in unit.parameters() if p.requires_grad and p not in inner)
-
-
-def _count_local_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of `parameters` that this process holds."""
-    local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
-    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad)

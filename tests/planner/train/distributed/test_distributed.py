@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -149,8 +149,8 @@ def ddp_sync(model: nn.Module, last: bool) -> None:
     model.require_backward_grad_sync = last  # what no_sync() does
 
 
-def fsdp2_sync(model: nn.Module, last: bool) -> None:
-    model.set_requires_gradient_sync(last)
+def reduce_each(model: nn.Module, last: bool) -> None:
+    """FSDP2's default: gradients are reduced in each batch, and shards are added."""
 
 
 def check_ddp(rank: int) -> None:
@@ -247,7 +247,10 @@ def check_fsdp2(rank: int) -> None:
 
     eager, planned = pair(sharded)
     step = planner.compile(planned, F.cross_entropy, batch, budget="100%", accumulate=True, passes=1, tolerance=0.05)
-    assert_trains_as(eager, planned, step, batch, sync=fsdp2_sync)
+    assert_trains_as(eager, planned, step, batch, sync=reduce_each)
+    planned.set_requires_gradient_sync(False)
+    with pytest.raises(PlannerError, match=r"set_requires_gradient_sync\(False\) .* reduces the gradients in each backward"):
+        step(*batch)
 
     blocks = Net()
     fully_shard(blocks.blocks[0])
@@ -256,9 +259,6 @@ def check_fsdp2(rank: int) -> None:
     old = FullyShardedDataParallel(Block(32), device_id=torch.device("cpu"))
     with pytest.raises(TraceError, match=r"FSDP1\) is not planned: use fully_shard"):
         planner.compile(old, F.cross_entropy, batch, budget="1GB")
-    half = fully_shard(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    with pytest.raises(TraceError, match=r"mixed precision policy is not planned: use torch.autocast around the step"):
-        planner.compile(half, F.cross_entropy, batch, budget="1GB")
 
 
 def check_backend(rank: int, wrap: Callable[[nn.Module], nn.Module], **options: object) -> None:
@@ -323,7 +323,7 @@ def test_two_processes_copy_to_the_host_and_swap_plans(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
 def test_two_processes_train_in_arenas(tmp_path: Path) -> None:
     with_ddp = partial(check_arena, wrap=DistributedDataParallel, sync=ddp_sync)
-    with_fsdp2 = partial(check_arena, wrap=sharded, sync=fsdp2_sync)
+    with_fsdp2 = partial(check_arena, wrap=sharded, sync=reduce_each)
     with_backend = (partial(check_backend, wrap=wrap, arena=True) for wrap in (DistributedDataParallel, sharded))
     on_two((with_ddp, partial(check_swaps, arena=True), with_fsdp2, *with_backend), tmp_path)
 

@@ -1,0 +1,30 @@
+"""Sharded parameters of a step: a process holds its part of each, as a DTensor."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+class Unsharded:
+    """A model whose parameters are whole tensors.
+
+    Attributes:
+        description: equal for models that are sharded alike, for the cache of plans; empty if one is not.
+    """
+
+    description = ""
+
+    def enter_captured_state(self) -> AbstractContextManager[None]:
+        """Put the model into the state in which it is captured; guards look at it in this state."""
+        return nullcontext()
+
+    def unwrap(self, static: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the tensors that a program reads, and the shardings that `wrap` takes."""
+        return static, ()
+
+    def wrap(self, gradients: list[torch.Tensor | None], shardings: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Return the gradients for autograd, in the order of the static tensors."""
+        del shardings
+        return gradients

@@ -1,0 +1,229 @@
+"""The collectives of a unit of sharded parameters, with the bits of FSDP2.
+
+A reduction has FSDP2's bits because it packs gradients as FSDP2 does: dimension 0 in chunks padded to the longest, of all
+parameters in one buffer. One reduction for each parameter gives other bits on three processes. A gather has the same bits in any
+packing.
+
+On a CPU, gloo's ``all_gather`` and ``reduce_scatter`` allocate as much again as the larger side. A broadcast from each process
+into its part of the buffer, and an ``all_reduce`` in place, give the same bits and allocate nothing. gloo's threads hold a buffer
+for a while after ``wait`` has returned. It is not free until they let go of it, so each collective waits for that too.
+
+With NCCL the buffers go through ``all_gather_into_tensor`` and ``reduce_scatter_tensor``. That has not been run.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from planner.torch_private.fsdp import count_storage_uses
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A parameter in the buffer of its unit.
+
+    Attributes:
+        shape: of the whole parameter.
+        rows: indices of dimension 0 in the part of each process, except for the last ones, which may have fewer or none.
+        dtype: of the gathered parameter.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        """Elements in the part of each process, padding included."""
+        return self.rows * math.prod(self.shape[1:])
+
+    def get_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the part of a process, without padding."""
+        return (max(0, min(self.rows, self.shape[0] - rank * self.rows)), *self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The gather of parameters, called with this process's shards of them.
+
+    Attributes:
+        packed: the parameters.
+        group: the processes that have a part each.
+    """
+
+    packed: tuple[Packed, ...]
+    group: dist.ProcessGroup
+
+    def __call__(self, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the whole parameters; the storage of each includes its padding."""
+        world = self.group.size()
+        whole = [torch.empty((p.rows * world, *p.shape[1:]), dtype=p.dtype, device=shards[0].device) for p in self.packed]
+        for places in self._list_buffers():
+            self._fill([shards[i] for i in places], [whole[i] for i in places], [self.packed[i] for i in places])
+        return tuple(value[: p.shape[0]] for value, p in zip(whole, self.packed, strict=True))
+
+    def build_inputs(self, device: torch.device) -> list[torch.Tensor]:
+        """Return tensors to call it with."""
+        return [torch.zeros(p.get_shape(self.group.rank()), dtype=p.dtype, device=device) for p in self.packed]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The largest buffer."""
+        return max(self.group.size() * sum(map(self._count_bytes, places)) for places in self._list_buffers())
+
+    def _list_buffers(self) -> list[list[int]]:
+        """Return the positions of the parameters in each buffer: those of one dtype."""
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, packed in enumerate(self.packed):
+            by_dtype.setdefault(packed.dtype, []).append(i)
+        return list(by_dtype.values())
+
+    def _count_bytes(self, place: int) -> int:
+        packed = self.packed[place]
+        return packed.elements * packed.dtype.itemsize
+
+    def _fill(self, shards: list[torch.Tensor], whole: list[torch.Tensor], packed: list[Packed]) -> None:
+        world, sizes = self.group.size(), [p.elements for p in packed]
+        buffer = torch.empty(world * sum(sizes), dtype=packed[0].dtype, device=shards[0].device)
+        parts = buffer.view(world, -1)
+        own = parts[self.group.rank()].split(sizes)
+        filled = [part[: shard.numel()].view(shard.shape) for part, shard in zip(own, shards, strict=True)]
+        torch._foreach_copy_(filled, shards)
+        for part, shard in zip(own, shards, strict=True):
+            if shard.numel() < part.numel():
+                part[shard.numel() :].zero_()
+        del own, filled, parts
+        run_on_buffer(buffer, lambda: _gather_parts(buffer, self.group))
+        out = [value.view(world, -1) for value in whole]
+        torch.split_with_sizes_copy(buffer.view(world, -1), sizes, dim=1, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The reduction of gradients, called with the whole gradients.
+
+    Attributes:
+        packed: the parameters that have gradients.
+        group: the processes that have a part each.
+        replicas: the processes that hold the same part; None if there are no others.
+        dtype: of the reduction.
+        shard_dtype: of the shards.
+        divide_by: divisors before and after the reduction, None for none.
+        ops: the operators of the reduction in `group`, and in `replicas`.
+    """
+
+    packed: tuple[Packed, ...]
+    group: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    dtype: torch.dtype
+    shard_dtype: torch.dtype
+    divide_by: tuple[float | None, float | None]
+    ops: tuple[dist.ReduceOp | dist.ReduceOp.RedOpType, dist.ReduceOp | dist.ReduceOp.RedOpType]
+
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return this process's parts of the reduced gradients, in one tensor."""
+        reduced = self._reduce(gradients)
+        if (replicas := self.replicas) is not None:
+            run_on_buffer(reduced, lambda: [dist.all_reduce(reduced.view(-1), self.ops[1], group=replicas, async_op=True)])
+        _divide(reduced, self.divide_by[1])
+        return reduced.to(self.shard_dtype)
+
+    def _reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return this process's parts, reduced in its group."""
+        world, rank, elements = self.group.size(), self.group.rank(), self._elements
+        buffer = torch.empty(world * elements, dtype=self.dtype, device=gradients[0].device)
+        self._pack(gradients, buffer)
+        _divide(buffer, self.divide_by[0])
+        reduced = torch.empty(elements, dtype=self.dtype, device=buffer.device)
+        run_on_buffer(buffer, lambda: _reduce_parts(buffer, reduced, self.group, self.ops[0]))
+        if buffer.device.type == "cpu":
+            reduced.copy_(buffer[rank * elements : (rank + 1) * elements])
+        return reduced
+
+    def build_inputs(self, device: torch.device) -> list[torch.Tensor]:
+        """Return tensors to call it with."""
+        return [torch.zeros(p.shape, dtype=p.dtype, device=device) for p in self.packed]
+
+    @property
+    def _elements(self) -> int:
+        return sum(p.elements for p in self.packed)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of what it returns."""
+        return self._elements * self.shard_dtype.itemsize
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of its buffers."""
+        reduced = self._elements * self.dtype.itemsize
+        cast = reduced + self.shard_bytes if self.dtype != self.shard_dtype else reduced
+        return max(reduced * (self.group.size() + 1), cast) - self.shard_bytes
+
+    def split(self, rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Return shape, strides and offset of each shard of a process in what it returns."""
+        found, offset = [], 0
+        for packed in self.packed:
+            shape = packed.get_shape(rank)
+            strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+            found.append((shape, strides, offset))
+            offset += packed.elements
+        return found
+
+    def _pack(self, gradients: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """Copy gradients to where FSDP2 puts them: the same as ``torch._chunk_cat``, which allocates where sizes are uneven."""
+        world = self.group.size()
+        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+        columns = buffer.view(world, -1).split([p.elements for p in self.packed], dim=1)
+        for packed, gradient, column in zip(self.packed, gradients, columns, strict=True):
+            chunks = column.unflatten(1, (packed.rows, *packed.shape[1:]))
+            if packed.rows * world == packed.shape[0]:
+                targets.append(chunks)
+                sources.append(gradient.unflatten(0, (world, packed.rows)))
+                continue
+            for rank in range(world):
+                rows = packed.get_shape(rank)[0]
+                targets.append(chunks[rank, :rows])
+                sources.append(gradient[rank * packed.rows : rank * packed.rows + rows])
+                chunks[rank, rows:].zero_()
+        torch._foreach_copy_(targets, sources)
+
+
+def _divide(buffer: torch.Tensor, divisor: float | None) -> None:
+    if divisor is not None and divisor != 1:
+        buffer.div_(divisor)
+
+
+def _gather_parts(buffer: torch.Tensor, group: dist.ProcessGroup) -> Sequence[dist.Work | None]:
+    """Begin to fill each part of `buffer` by that of its process."""
+    parts = buffer.view(group.size(), -1)
+    if buffer.device.type != "cpu":
+        return [dist.all_gather_into_tensor(buffer, parts[group.rank()], group=group, async_op=True)]
+    return [dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in enumerate(parts)]
+
+
+def _reduce_parts(
+    buffer: torch.Tensor, reduced: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+) -> Sequence[dist.Work | None]:
+    """Begin to reduce: on a CPU into `buffer`, elsewhere this process's part into `reduced`."""
+    if buffer.device.type != "cpu":
+        return [dist.reduce_scatter_tensor(reduced, buffer, op=op, group=group, async_op=True)]
+    return [dist.all_reduce(buffer.view(-1), op, group=group, async_op=True)]
+
+
+def run_on_buffer(buffer: torch.Tensor, issue: Callable[[], Sequence[dist.Work | None]]) -> None:
+    """Wait for the collectives that `issue` begins on views of `buffer`, until nothing else holds it."""
+    before = count_storage_uses(buffer)
+    _wait(issue())
+    while buffer.device.type == "cpu" and count_storage_uses(buffer) > before:
+        time.sleep(0)
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:  # this process is part of the group
+            work.wait()

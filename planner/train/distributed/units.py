@@ -1,0 +1,258 @@
+"""The units of a model under ``fully_shard``: what is gathered and reduced together, and the model as it is captured."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from graphs.errors import PlannerError, TraceError
+from planner.runtime.sharding import Unsharded
+from planner.torch_private.core import FakeTensorMode, get_local_tensor, pytree
+from planner.torch_private.fsdp import (
+    build_dtensor,
+    flatten_mesh,
+    get_gradient_divide_factors,
+    get_mixed_precision,
+    get_shard,
+    get_sharding,
+    has_all_reduce_hook,
+    list_groups,
+    list_modules,
+    list_states,
+)
+from planner.train.distributed.collectives import Gather, Packed, Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedParameter:
+    """A parameter of a unit.
+
+    Attributes:
+        name: its first name in the model.
+        sharded: the parameter, of which this process holds a shard.
+        packed: its place in the buffer of a unit, when it is gathered.
+        shard_bytes: of the storage of a shard.
+    """
+
+    name: str
+    sharded: nn.Parameter
+    packed: Packed
+    shard_bytes: int
+
+
+class ShardedUnit:
+    """Parameters that ``fully_shard`` gathers together, and whose gradients it reduces together.
+
+    Attributes:
+        name: path of its module in the model.
+        world: number of processes that hold a part each.
+        parameters: the parameters.
+    """
+
+    def __init__(self, group: Any, name: str, names: Mapping[int, str]) -> None:
+        """Initialize for a group of parameters of FSDP2.
+
+        Args:
+            names: names of the model's parameters, by identity.
+
+        Raises:
+            TraceError: it is sharded in a way that is not planned; names the parameter or the unit.
+        """
+        self.name = name
+        self._group = group
+        self._mesh = group.mesh_info
+        _check_group(group, name)
+        for parameter in group.fsdp_params:
+            _check_parameter(parameter, names[id(parameter.sharded_param)])
+        self.world: int = self._mesh.shard_process_group.size()
+        self.parameters = tuple(self._describe(p, names[id(p.sharded_param)]) for p in group.fsdp_params)
+
+    def _describe(self, parameter: Any, name: str) -> ShardedParameter:
+        sharded, wanted = parameter.sharded_param, self._group.mp_policy.param_dtype
+        dtype = wanted if wanted is not None and sharded.dtype.is_floating_point else sharded.dtype
+        packed = Packed(tuple(sharded.shape), -(-sharded.shape[0] // self.world), dtype)
+        return ShardedParameter(name, sharded, packed, packed.elements * sharded.dtype.itemsize)
+
+    @property
+    def rank(self) -> int:
+        """Position of this process among those that hold other parts."""
+        rank: int = self._mesh.shard_process_group.rank()
+        return rank
+
+    def check_synchronization(self) -> None:
+        """Raise a PlannerError if gradients are not to be reduced in this step."""
+        if not (self._group.reduce_grads and self._group.all_reduce_grads):
+            raise PlannerError(
+                f"set_requires_gradient_sync(False) or set_requires_all_reduce(False) on {self.name}, but "
+                "a planned step reduces the gradients in each backward pass, and adds shards: leave it out"
+            )
+
+    def build_gather(self, parameters: Sequence[ShardedParameter]) -> Gather:
+        """Return the gather of some of the parameters."""
+        return Gather(tuple(p.packed for p in parameters), self._mesh.shard_process_group)
+
+    def build_reduction(self, parameters: Sequence[ShardedParameter]) -> Reduction:
+        """Return the reduction of the gradients of some of the parameters."""
+        replicas = getattr(self._mesh, "replicate_process_group", None)
+        dtypes = {p.packed.dtype for p in parameters}
+        shard_dtypes = {p.sharded.dtype for p in parameters}
+        if len(dtypes) > 1 or len(shard_dtypes) > 1:
+            raise TraceError(
+                f"the trained parameters of {self.name} are {' and '.join(sorted(map(str, dtypes | shard_dtypes)))}: fully_shard "
+                "reduces those of one dtype together"
+            )
+        dtype = self._group.mp_policy.reduce_dtype or dtypes.pop()
+        before, after, op, op_of_replicas = get_gradient_divide_factors(
+            self._mesh.shard_process_group,
+            replicas,
+            dtype,
+            parameters[0].sharded.device.type,
+            self._group.gradient_divide_factor,
+            self._group.force_sum_reduction_for_comms,
+        )
+        packed, group = tuple(p.packed for p in parameters), self._mesh.shard_process_group
+        return Reduction(packed, group, replicas, dtype, shard_dtypes.pop(), (before, after), (op, op_of_replicas))
+
+
+def _check_group(group: Any, name: str) -> None:
+    """Raise a TraceError if the unit `name` is sharded in a way that is not planned."""
+    after = group.post_forward_mesh_info
+    reason = None
+    if not hasattr(group.mesh_info, "shard_process_group"):
+        reason = "is replicated without being sharded: use DistributedDataParallel"
+    elif getattr(group.mesh_info, "is_spmd_mesh", False):
+        reason = "is sharded with dp_mesh_dims=: leave it out"
+    elif after is not None and after.shard_mesh_size != group.mesh_info.shard_mesh_size:
+        reason = f"has reshard_after_forward={after.shard_mesh_size}: give True or False, as the plan decides what stays gathered"
+    elif type(group.offload_policy).__name__ == "CPUOffloadPolicy":
+        reason = "has a CPUOffloadPolicy: leave out offload_policy="
+    elif has_all_reduce_hook(group):
+        reason = "has an all-reduce hook: leave it out"
+    if reason is not None:
+        raise TraceError(f"the unit {name} of fully_shard {reason}")
+
+
+def _check_parameter(parameter: Any, name: str) -> None:
+    """Raise a TraceError if a parameter is sharded in a way that is not planned."""
+    reason = None
+    if parameter.is_dtensor:
+        reason = "was a DTensor before fully_shard (tensor parallelism), which is not planned"
+    elif type(parameter.fsdp_placement) is not Shard or parameter.fsdp_placement.dim != 0:
+        reason = f"is sharded as {parameter.fsdp_placement!r} by shard_placement_fn: only Shard(dim=0) is planned"
+    elif hasattr(get_shard(parameter), "fsdp_pre_all_gather"):
+        reason = f"is a {type(get_shard(parameter)).__name__}, whose fsdp_pre_all_gather is not planned"
+    if reason is not None:
+        raise TraceError(f"the parameter {name} {reason}")
+
+
+def list_units(model: nn.Module) -> list[ShardedUnit]:
+    """Return the units of `model`.
+
+    Raises:
+        TraceError: one is sharded in a way that is not planned.
+    """
+    names = {id(p): name for name, p in reversed([*model.named_parameters(remove_duplicate=False)])}
+    paths = {id(module): path for path, module in model.named_modules()}
+    units, used = list[ShardedUnit](), set[str]()
+    for group in list_groups(list_states(model)):
+        name = paths[id(group.modules[0])] or "root"
+        name = next(n for n in (name, *(f"{name}.{i}" for i in range(2, len(used) + 3))) if n not in used)
+        used.add(name)
+        units.append(ShardedUnit(group, name, names))
+    return units
+
+
+class Sharding(Unsharded):
+    """The sharded parameters of a model, which is captured with whole ones without memory, and without hooks but casts.
+
+    Guards of a capture look at these objects, so they are the same each time.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[ShardedUnit]) -> None:
+        packed = [(unit.name, unit.world, [p.packed for p in unit.parameters]) for unit in units]
+        self.description = blake2b(repr(packed).encode(), digest_size=16).hexdigest()
+        mode, whole = FakeTensorMode(allow_non_fake_inputs=True), dict[int, nn.Parameter]()
+        for parameter in (p for unit in units for p in unit.parameters):
+            sharded, place = parameter.sharded, parameter.packed
+            with mode:
+                value = torch.empty(place.shape, dtype=place.dtype, device=sharded.device)
+            whole[id(sharded)] = nn.Parameter(value, requires_grad=sharded.requires_grad)
+        self._places = [
+            (owner._parameters, name, whole[id(parameter)])
+            for owner in model.modules()
+            for name, parameter in owner._parameters.items()
+            if id(parameter) in whole
+        ]
+        self._hooks = [
+            table for state in list_states(model) for module in list_modules(state) for table in _list_hooks(module, state)
+        ]
+
+    @contextmanager
+    def enter_captured_state(self) -> Iterator[None]:
+        """Put whole parameters in place of the shards, and casts in place of the hooks."""
+        sharded = [parameters[name] for parameters, name, _ in self._places]
+        hooks_before = [dict(hooks) for hooks, _ in self._hooks]
+        try:
+            for (parameters, name, whole), parameter in zip(self._places, sharded, strict=True):
+                assert parameter is not None
+                whole.requires_grad_(parameter.requires_grad)
+                parameters[name] = whole
+            for hooks, cast in self._hooks:
+                for key in [key for key, hook in hooks.items() if hook.__module__.startswith("torch.distributed.fsdp")]:
+                    if cast is None:
+                        del hooks[key]
+                    else:
+                        hooks[key] = cast
+            yield
+        finally:
+            for (hooks, _), before in zip(self._hooks, hooks_before, strict=True):
+                hooks.clear()
+                hooks.update(before)
+            for (parameters, name, _), parameter in zip(self._places, sharded, strict=True):
+                parameters[name] = parameter
+
+    def unwrap(self, static: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return `static` with local tensors in place of DTensors, and the sharding of each; None for other tensors."""
+        shardings = list(map(get_sharding, static))
+        return [get_local_tensor(value) for value in static], shardings
+
+    def wrap(self, gradients: list[torch.Tensor | None], shardings: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Return `gradients` as DTensors where there is a sharding."""
+        return [
+            gradient if gradient is None or sharding is None else build_dtensor(gradient, sharding)
+            for gradient, sharding in zip(gradients, shardings, strict=True)
+        ]
+
+
+def _list_hooks(module: nn.Module, state: Any) -> list[tuple[dict[int, Any], Callable[..., Any] | None]]:
+    """Return the tables of hooks of a module, each with what replaces the hook of FSDP2; None for nothing."""
+    policy = get_mixed_precision(state)
+    casts_inputs = policy.cast_forward_inputs and policy.param_dtype is not None
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return pytree.tree_map(partial(_cast, policy.param_dtype), (args, kwargs))
+
+    def cast_outputs(_: nn.Module, __: Any, output: Any) -> Any:
+        return pytree.tree_map(partial(_cast, policy.output_dtype), output)
+
+    return [
+        (module._forward_pre_hooks, cast_inputs if casts_inputs else None),
+        (module._forward_hooks, None if policy.output_dtype is None else cast_outputs),
+    ]
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    """Return `value` in `dtype` if it is a tensor of floating point."""
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def get_process_group(mesh: dist.device_mesh.DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of all processes of `mesh`."""
+    return flatten_mesh(mesh).get_group()

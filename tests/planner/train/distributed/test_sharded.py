@@ -1,0 +1,341 @@
+"""FSDP2's units in the plan: the bits of FSDP2, and a measured peak that equals the planned one, on each process."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import planner
+from graphs.errors import BudgetError, InfeasibleError, TraceError
+from graphs.options.gather import GATHER
+from planner.measure.steps import measure_memory
+from planner.memory.least_budget import find_least_budget
+from planner.settings.budget import Bytes
+from planner.train.distributed.wrappers import unwrap
+from solvers.bounds import bound_least_budget
+from tests.support.budgets import HALF_WAY
+from tests.support.distributed import on_processes
+
+Wrap = Callable[[nn.Module], nn.Module]
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+CAST = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+SIXTEEN = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+SETTINGS: dict[str, Any] = {
+    "optimizer": "adamw",
+    "passes": 1,
+    "tolerance": 0.05,
+    "swap": "never",
+    "wait": 0.5,
+    "compare_eager": False,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, *, vocabulary: int = 96, tied: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 24)
+        self.blocks = nn.ModuleList(Block(24) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        if frozen:
+            self.blocks[1].up.weight.requires_grad_(requires_grad=False)
+            self.norm.requires_grad_(requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def compute_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def shard(model: Net, *, grouped: bool = False, ignored: bool = False, hybrid: bool = False, **options: Any) -> nn.Module:
+    world = dist.get_world_size()
+    names = ("replicate", "shard") if hybrid else ("shard",)
+    mesh = init_device_mesh("cpu", (2, world // 2) if hybrid else (world,), mesh_dim_names=names)
+    policy = options.pop("policy", {})
+    if grouped:
+        fully_shard([model.norm, model.head], mesh=mesh, **policy)
+    inner = {"mp_policy": HALF} if policy.get("mp_policy") == CAST else policy
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **inner, **options)
+    more = {"ignored_params": {model.norm.weight}} if ignored else {}
+    return fully_shard(model, mesh=mesh, **policy, **more)
+
+
+def make_batch(rank: int, vocabulary: int = 96) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(100 + rank)
+    return torch.randint(vocabulary, (8, 12)), torch.randint(vocabulary, (8, 12))
+
+
+def local(value: Tensor | None) -> Tensor | None:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def count_gathers(step: planner.PlannedStep) -> tuple[int, int]:
+    """Return the gathers of the program, and those of the schedule."""
+    ops = step._executor.graph.ops
+    return sum(op.target == GATHER for op in ops), sum(ops[op].target == GATHER for op in step.plan.schedule.computed)
+
+
+def train(
+    rank: int,
+    model: Net,
+    wrap: Wrap,
+    *,
+    budget: Any = HALF_WAY,
+    batches: int = 1,
+    before: Callable[[nn.Module], None] | None = None,
+) -> planner.PlannedStep:
+    """Train by a plan and by FSDP2, and compare bits and peak; `batches` are accumulated."""
+    x, y = make_batch(rank, model.embedding.num_embeddings)
+    eager, planned = wrap(copy.deepcopy(model)), wrap(copy.deepcopy(model))
+    for each in (eager, planned):
+        if before is not None:
+            before(each)
+    step = planner.compile(planned, compute_loss, (x, y), budget=budget, accumulate=batches > 1, **SETTINGS)
+    static_bytes = step._executor.graph.static_bytes - 4  # autograd makes the gradient of the loss
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (eager, planned)]
+    for turn in range(3):
+        for batch in range(batches):
+            torch.manual_seed(10 * turn + batch + rank)
+            loss = compute_loss(eager(x), y)
+            loss.backward()
+            state = torch.get_rng_state()
+            torch.manual_seed(10 * turn + batch + rank)
+            losses: list[Tensor] = []
+
+            def run(*given: Tensor, losses: list[Tensor] = losses) -> Tensor:
+                losses.append(step(*given))
+                return losses[0]
+
+            memory = measure_memory(run, (x, y), static_bytes=static_bytes, device=torch.device("cpu"))
+            assert memory.peak_bytes == step.plan.peak_bytes == step.plan.measured_peak_bytes
+            assert torch.equal(loss, losses[0]) and torch.equal(state, torch.get_rng_state())
+        for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
+            assert (wanted.grad is None) == (found.grad is None)
+            if wanted.grad is not None:
+                assert type(wanted.grad) is type(found.grad) and wanted.grad.shape == found.grad.shape
+                assert torch.equal(local(wanted.grad), local(found.grad))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
+            assert torch.equal(local(wanted), local(found))
+    return step
+
+
+def check_bits(rank: int, *, model: dict[str, Any] | None = None, batches: int = 1, **options: Any) -> None:
+    torch.manual_seed(0)
+    train(rank, Net(**(model or {})), partial(shard, **options), batches=batches)
+
+
+def check_divide_factor(rank: int) -> None:
+    def divide(model: nn.Module) -> None:
+        for module in (model, *model.blocks):
+            module.set_gradient_divide_factor(3.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    torch.manual_seed(0)
+    train(rank, Net(), shard, budget="100%", before=divide)
+
+
+def check_least(rank: int) -> None:
+    """Near the least feasible budget, units are gathered again."""
+    torch.manual_seed(0)
+    kept = train(rank, Net(), shard, budget="100%")
+    graph = kept._executor.graph
+    assert count_gathers(kept) == (4, 4)
+    least_bytes = bound_least_budget(graph).budget_bytes
+    with pytest.raises(InfeasibleError, match="the least any schedule of this graph needs"):
+        train(rank, Net(), shard, budget=least_bytes - 1)
+    tight = train(rank, Net(), shard, budget=find_least_budget(kept.measured).found_bytes)
+    program, scheduled = count_gathers(tight)
+    assert scheduled > program
+
+
+def check_capture(rank: int) -> None:
+    """Nothing is gathered to capture: the captured step has parameters without memory."""
+    wrapper = unwrap(shard(Net()))
+    gathers: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", lambda *args, **kwargs: gathers.append(args))
+        captured = wrapper.capture(compute_loss, make_batch(rank), planner_settings())
+    assert not gathers and captured.graph.ops
+    assert all(isinstance(p, DTensor) for p in wrapper.module.parameters())
+
+
+def planner_settings() -> Any:
+    from planner.settings.plan import PlanSettings
+
+    return PlanSettings()
+
+
+def check_around_steps(rank: int, folder: Path) -> None:
+    """What uses shards works as ever: evaluation, clipping, and a checkpoint from which the run goes on to the bit."""
+    torch.manual_seed(0)
+    model = Net()
+    eager, planned, resumed = (shard(copy.deepcopy(model)) for _ in range(3))
+    x, y = make_batch(rank)
+    step = planner.compile(planned, compute_loss, (x, y), budget=HALF_WAY, **SETTINGS)
+    again = planner.compile(resumed, compute_loss, (x, y), budget=Bytes(step.plan.budget_bytes).size_bytes, **SETTINGS)
+    runs = [(eager, lambda: compute_loss(eager(x), y)), (planned, lambda: step(x, y)), (resumed, lambda: again(x, y))]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each, _ in runs]
+
+    def turn(seed: int, which: tuple[int, ...]) -> None:
+        for i in which:
+            torch.manual_seed(seed + rank)
+            runs[i][1]().backward()
+            torch.nn.utils.clip_grad_norm_(runs[i][0].parameters(), 0.1)
+            optimizers[i].step()
+            optimizers[i].zero_grad()
+            with torch.no_grad():
+                runs[i][0].eval()(x)
+            runs[i][0].train()
+
+    turn(1, (0, 1))
+    parameters, states = get_state_dict(planned, optimizers[1])
+    dcp.save({"model": parameters, "optimizer": states}, checkpoint_id=folder / "saved")
+    parameters, states = get_state_dict(resumed, optimizers[2])
+    dcp.load({"model": parameters, "optimizer": states}, checkpoint_id=folder / "saved")
+    set_state_dict(resumed, optimizers[2], model_state_dict=parameters, optim_state_dict=states)
+    turn(2, (0, 1, 2))
+    for wanted, *found in zip(*(each.parameters() for each, _ in runs), strict=True):
+        assert all(torch.equal(local(wanted), local(value)) for value in found)
+
+
+def check_earlier_gradients(rank: int) -> None:
+    """Shards of gradients of an earlier step count: where they do not fit, all processes raise before anything is gathered."""
+    torch.manual_seed(0)
+    x, y = make_batch(rank)
+    step = planner.compile(shard(Net()), compute_loss, (x, y), budget=HALF_WAY, **SETTINGS)
+    step(x, y).backward()
+    with pytest.raises(BudgetError, match=r"gradients of an earlier step .* free them before the step"):
+        step(x, y).backward()
+
+
+class Extended(Tensor):
+    """A tensor whose gather is its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def unwrap_data(value: Any) -> Any:
+            return value.data_ if isinstance(value, Extended) else value
+
+        made = func(*torch.utils._pytree.tree_map(unwrap_data, args), **(kwargs or {}))
+        keeps = {torch.ops.aten.split.Tensor, torch.ops.aten.new_zeros.default, torch.ops.aten.view.default}
+        keeps |= {torch.ops.aten.slice.Tensor, torch.ops.aten.detach.default, torch.ops.aten.as_strided.default}
+        return torch.utils._pytree.tree_map(lambda t: cls(t) if isinstance(t, Tensor) else t, made) if func in keeps else made
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> "Extended":
+        made = Tensor._make_wrapper_subclass(cls, data.shape, strides=data.stride(), dtype=data.dtype, device=data.device)
+        made.data_ = data
+        return made
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], object]:
+        return (self.data_,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: object, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        return outputs[0], outputs
+
+
+def check_refusals(rank: int) -> None:
+    """Each kind of sharding that is not planned is one error, which names the parameter or the unit."""
+    batch = make_batch(rank)
+
+    def refuse(model: nn.Module, message: str) -> None:
+        with pytest.raises(TraceError, match=message):
+            planner.compile(model, compute_loss, batch, budget="1GB")
+
+    by_columns = shard(Net(), shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None)
+    refuse(by_columns, r"blocks\.0\.up\.weight is sharded as Shard\(dim=1\) by shard_placement_fn: only Shard\(dim=0\)")
+    on_host = shard(Net(), policy={"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+    refuse(on_host, r"the unit root of fully_shard has a CPUOffloadPolicy")
+    extended = Net()
+    extended.head.weight = nn.Parameter(Extended(extended.head.weight.detach()))
+    refuse(shard(extended), r"the parameter head\.weight is a Extended, whose fsdp_pre_all_gather is not planned")
+    with pytest.raises(TraceError, match=r"kernels='inductor' is not planned under fully_shard"):
+        planner.compile(shard(Net()), compute_loss, batch, budget="1GB", kernels="inductor")
+
+
+def check_refusals_of_meshes(rank: int) -> None:
+    batch = make_batch(rank)
+    number = shard(Net(), reshard_after_forward=2)
+    with pytest.raises(TraceError, match=r"the unit blocks\.0 of fully_shard has reshard_after_forward=2: give True or False"):
+        planner.compile(number, compute_loss, batch, budget="1GB")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = Net()
+    parallel = distribute_tensor(model.head.weight.detach(), mesh["tensor"], [Shard(0)])
+    model.head.weight = nn.Parameter(parallel)
+    for block in (model.head,):
+        fully_shard(block, mesh=mesh["data"])
+    with pytest.raises(TraceError, match=r"the parameter weight was a DTensor before fully_shard \(tensor parallelism\)"):
+        planner.compile(model.head, compute_loss, batch, budget="1GB")
+
+
+def test_two_processes_train_as_fsdp2(tmp_path: Path) -> None:
+    on_processes(2, (partial(check_bits, model={"tied": True, "frozen": True}), check_capture, check_refusals), tmp_path)
+
+
+@pytest.mark.slow
+def test_units_are_gathered_again_at_the_least_budget(tmp_path: Path) -> None:
+    on_processes(2, (check_least,), tmp_path)
+
+
+@pytest.mark.slow
+def test_two_processes_in_half_precision(tmp_path: Path) -> None:
+    policies = (partial(check_bits, policy={"mp_policy": policy}) for policy in (HALF, CAST, SIXTEEN))
+    on_processes(2, (*policies, check_divide_factor), tmp_path)
+
+
+@pytest.mark.slow
+def test_groups_ignored_parameters_and_accumulation(tmp_path: Path) -> None:
+    checks = (partial(check_bits, grouped=True), partial(check_bits, ignored=True), partial(check_bits, batches=2))
+    on_processes(2, (*checks, check_earlier_gradients), tmp_path)
+
+
+@pytest.mark.slow
+def test_checkpoints_clipping_and_evaluation_between_steps(tmp_path: Path) -> None:
+    on_processes(2, (partial(check_around_steps, folder=tmp_path),), tmp_path)
+
+
+@pytest.mark.slow
+def test_uneven_sizes_on_three_processes(tmp_path: Path) -> None:
+    uneven = {"vocabulary": 97}
+    half = partial(check_bits, model=uneven, policy={"mp_policy": HALF})
+    on_processes(3, (partial(check_bits, model=uneven), partial(check_bits, model={**uneven, "tied": True}), half), tmp_path)
+
+
+@pytest.mark.slow
+def test_hybrid_mesh_on_four_processes(tmp_path: Path) -> None:
+    hybrid = partial(check_bits, hybrid=True)
+    half = partial(check_bits, hybrid=True, policy={"mp_policy": HALF})
+    sixteen = partial(check_bits, hybrid=True, policy={"mp_policy": SIXTEEN})
+    on_processes(4, (hybrid, half, sixteen, check_refusals_of_meshes), tmp_path)

@@ -159,7 +159,7 @@ def _build_reduction(unit: Unit, reduced: int) -> Op:
 def _find_last_gradient(graph: Graph, unit: Unit) -> int:
     """Return the op of the backward pass after which all gradients of `unit` are there."""
     first = next(op.id for op in graph.program if op.phase is not Phase.FORWARD)
-    return max(first, *(graph.tensors[t].producers[0] for t in unit.gradients if graph.tensors[t].producers))
+    return max([first, *(graph.tensors[t].producers[0] for t in unit.gradients if graph.tensors[t].producers)])
 
 
 def _set_producers(tensors: Sequence[Tensor], ops: Sequence[Op], kept: Collection[int]) -> tuple[Tensor, ...]:

@@ -74,10 +74,11 @@ def add_units(captured: Capture, units: Iterable[ShardedUnit], measure: Callable
     placed = [_PlacedUnit(unit, captured, ids) for unit in units]
     used = [unit for unit in placed if unit.gathered]
     reduced = {t for unit in used for t in unit.trained}
-    values = (program.loss, *program.extras, *(value for t, value in program.gradients if t not in reduced))
-    kept = {t for value in values for t in read_by(value)}
+    others = [(t, value) for t, value in program.gradients if t not in reduced]  # of inputs, and of parameters outside of units
+    kept = {t for value in (program.loss, *program.extras, *(value for _, value in others)) for t in read_by(value)}
+    own = kept.union(t for t, _ in others)
     for unit in placed:
-        if returned := [p.name for t, p in (*unit.unread.items(), *unit.gathered.items()) if t in kept]:
+        if returned := [p.name for t, p in (*unit.unread.items(), *unit.gathered.items()) if t in own]:
             raise TraceError(f"the step returns the parameter {returned[0]} itself, which is sharded: return a copy (clone())")
     device = torch.device(str(graph.provenance["device"]))
     unread = {t: p for unit in placed for t, p in unit.unread.items()}

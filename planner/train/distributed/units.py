@@ -234,21 +234,21 @@ class Sharding(Unsharded):
 def _list_hooks(module: nn.Module, state: Any) -> list[tuple[dict[int, Any], Callable[..., Any] | None]]:
     """Return the tables of hooks of a module, each with what replaces the hook of FSDP2; None for nothing."""
     policy = get_mixed_precision(state)
-    casts_inputs = policy.cast_forward_inputs and policy.param_dtype is not None
+    inputs, outputs = policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
 
     def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return pytree.tree_map(partial(_cast, policy.param_dtype), (args, kwargs))
+        return pytree.tree_map(partial(_cast, inputs), (args, kwargs))
 
     def cast_outputs(_: nn.Module, __: Any, output: Any) -> Any:
-        return pytree.tree_map(partial(_cast, policy.output_dtype), output)
+        return pytree.tree_map(partial(_cast, outputs), output)
 
     return [
-        (module._forward_pre_hooks, cast_inputs if casts_inputs else None),
-        (module._forward_hooks, None if policy.output_dtype is None else cast_outputs),
+        (module._forward_pre_hooks, None if inputs is None else cast_inputs),
+        (module._forward_hooks, None if outputs is None else cast_outputs),
     ]
 
 
-def _cast(dtype: torch.dtype, value: Any) -> Any:
+def _cast(dtype: torch.dtype | None, value: Any) -> Any:
     """Return `value` in `dtype` if it is a tensor of floating point."""
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 

@@ -184,6 +184,7 @@ class LogReader:
             saved.held = SavedTensor(recorder, tensor, saved.held, saved.version)
         self._forget_draws()
         memory.settle()
+        recorder.follower.note_read()
 
     def _record(self, op: RecordedOp, unread: UnreadOp) -> Any:
         """Record an op of the log, which has run already."""

@@ -152,7 +152,7 @@ class Rematerialization:
         memory.live_bytes = max(memory.live_bytes, costs.get_in_use_bytes())  # including memory that Python does not know of
         memory.make_room(0, "entering the block")
         recomputation = Recomputation(memory, self._max_recomputation, costs)
-        follower = StepFollower(StepPlans(memory.budget_bytes), memory)
+        follower = StepFollower(StepPlans(memory.budget_bytes), memory, self._device)
         self._recorder = recorder = Recorder(memory, sizes, recomputation, follower, costs)
         memory.on_release = follower.log_release
         memory.evict_planned = follower.evict_one

@@ -3,6 +3,8 @@
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
 from planner.torch_private.core import current_autograd_node
 from planner.train.eager.memory import Memory
 from planner.train.eager.sizes import KnownOp
@@ -10,8 +12,11 @@ from planner.train.eager.step_log import LoggedOp, StepGraph, StepLog, build_rec
 from planner.train.eager.step_plans import StepPlans
 from planner.train.eager.storages import RecordedOp, TrackedStorage
 
-# If no step so far has evicted or taken more than this share of the budget, the next one is not logged.
-_FAR = 0.9
+# If no step so far has evicted or taken more than this share of the budget, the next one is not logged: on a CUDA device, whose
+# allocator may have memory in too small pieces before it has none, and elsewhere.
+_FAR_ON_CUDA, _FAR = 0.9, 1.0
+# If a log is read while more than this share of the budget is in use, further steps are recorded: it may be read in each of them.
+_NEAR = 0.9
 
 
 class StepFollower:
@@ -22,15 +27,18 @@ class StepFollower:
     Args:
         plans: the steps so far.
         memory: the budgeted memory.
+        device: the device that has it.
 
     Attributes:
         number: number of the current step.
         log: log of the current step; None if no step runs, or it is not logged.
     """
 
-    def __init__(self, plans: StepPlans, memory: Memory) -> None:
+    def __init__(self, plans: StepPlans, memory: Memory, device: torch.device) -> None:
         self.plans = plans
         self.memory = memory
+        self._far_bytes = (_FAR_ON_CUDA if device.type == "cuda" else _FAR) * memory.budget_bytes
+        self._was_near = False
         self.number = 0
         self.log: StepLog | None = None
         self._storages: list[weakref.ref[TrackedStorage]] = []  # by their number in the step
@@ -38,12 +46,13 @@ class StepFollower:
 
     @property
     def is_far(self) -> bool:
-        """True if all steps so far stayed far below the budget, and there were any: then the next one is not logged.
-
-        Below it, the allocator of a CUDA device may run out of memory in pieces that are large enough.
-        """
+        """True if all steps so far stayed below the budget, and there were any: then the next one is not logged."""
         memory = self.memory
-        return self.number > 0 and not memory.evictions and memory.peak_bytes <= _FAR * memory.budget_bytes
+        return self.number > 0 and not self._was_near and not memory.evictions and memory.peak_bytes <= self._far_bytes
+
+    def note_read(self) -> None:
+        """Record that the log of a step was read; the ops of further steps are recorded if that was near the budget."""
+        self._was_near = self._was_near or self.memory.live_bytes > _NEAR * self.memory.budget_bytes
 
     # Events of the runtime.
 

@@ -143,6 +143,42 @@ def test_a_step_that_does_not_fit_after_steps_that_do(run: Run) -> None:
     assert all(map(np.array_equal, results, expected))
 
 
+def test_a_budget_just_above_the_peak_of_eager_pytorch_leaves_the_log_open() -> None:
+    model, x = chain(), torch.randn(256, 64)
+
+    def train(session: Rematerialization) -> None:
+        for _ in range(4):
+            with_dropout(model, x).backward()
+            model.zero_grad()
+        torch.ones(1).add(1)
+        assert is_open(session)
+
+    with rematerialize("1GB") as session:
+        train(session)
+    with rematerialize(int(1.02 * session.peak_bytes)) as session:
+        train(session)
+    assert session.evictions == 0
+    assert session.peak_bytes > 0.95 * session.budget_bytes
+
+
+def test_a_log_that_was_read_near_the_budget_is_not_opened_again() -> None:
+    """Reading it in each step would take longer than recording."""
+    model, x = chain(), torch.randn(256, 64)
+    with rematerialize(other_bytes() + 10**6) as session:
+        opened(session, with_dropout, model, x[:16])
+        ballast = torch.empty(session.budget_bytes - other_bytes() - 50_000, dtype=torch.uint8)
+        assert is_open(session)
+        read(session)
+        del ballast
+        opened_again = False
+        for _ in range(3):
+            with_dropout(model, x[:16]).backward()
+            model.zero_grad()
+            opened_again |= is_open(session)
+    assert session.evictions == 0
+    assert not opened_again
+
+
 def test_log_counts_peaks_without_being_read() -> None:
     """Peaks are exact, though storages that are freed are not reported."""
     model, x = chain(), torch.randn(256, 64)

@@ -8,7 +8,7 @@
 //
 // Between its passes a slab is idle. Requests that go past it, and passes in other slabs, then come on top of its pages: where
 // all together would exceed the largest budget of a slab, idle pages are first given back to the system. They come again when a
-// pass writes to them.
+// pass writes to them. Until then nothing may be in them, so that they do not count for RLIMIT_DATA.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -44,7 +44,7 @@ struct Slab {
   int64_t used_bytes = 0; // from its beginning; no page behind these is in memory
   int64_t resident_bytes = 0; // at most, of its pages
   bool counted = false, spent = false; // since it is idle: these are as many as there are, and none of them can be given back
-  bool gave = false; // pages, since its last pass
+  bool closed = false; // pages, since its last pass
   int64_t budget_bytes = 0; // for its pages, and what is requested beside them while it is idle
 };
 
@@ -118,7 +118,8 @@ int64_t resident(char* begin, char* end) {
   return pages * kPage;
 }
 
-// Gives whole pages between `begin` and `end` back to the system, from the end on, until these are `most_bytes` or none is left.
+// Gives whole pages between `begin` and `end` back to the system, from the end on, until these are `most_bytes` or none is left,
+// and closes them.
 int64_t give_back(char* begin, char* end, int64_t most_bytes) {
   begin = rounded_up(begin, kPage);
   end = rounded_down(end, kPage);
@@ -129,6 +130,7 @@ int64_t give_back(char* begin, char* end, int64_t most_bytes) {
     if (there > 0 && madvise(from, end - from, MADV_DONTNEED) == 0) {
       given += there;
     }
+    mprotect(from, end - from, PROT_NONE);
     end = from;
   }
   return given;
@@ -148,6 +150,7 @@ int64_t give_idle_back(Slab* slab, char* begin, int64_t most_bytes) {
   }
   given += give_back(begin, end, most_bytes - given);
   slab->resident_bytes -= std::min(given, slab->resident_bytes);
+  slab->closed = true;
   return given;
 }
 
@@ -173,7 +176,6 @@ void make_room(int64_t more_bytes) {
     }
     const int64_t over_bytes = taken_bytes + slab->resident_bytes - budget_bytes;
     if (over_bytes > 0) {
-      slab->gave = true;
       slab->spent = give_idle_back(slab, slab->base, over_bytes) < over_bytes;
     }
     taken_bytes += slab->resident_bytes;
@@ -399,13 +401,14 @@ void arena_drop_addresses(Addresses* addresses) {
   delete addresses;
 }
 
-// Serves requests of this thread at `addresses` in `slab`, from the one with the number `first` to the one before `end`.
-void arena_serve(Slab* slab, Addresses* addresses, int64_t first, int64_t end) {
+// Serves requests of this thread at `addresses` in `slab`, from the one with the number `first` to the one before `end`. Returns
+// false if there is no memory for the pages that were given back.
+bool arena_serve(Slab* slab, Addresses* addresses, int64_t first, int64_t end) {
   end_serving();
-  bool gave = false;
+  bool closed = false;
   {
     std::lock_guard<std::mutex> guard(mutex);
-    gave = std::exchange(slab->gave, false);
+    closed = std::exchange(slab->closed, false);
     ++slab->serving;
     slab->used_bytes = std::max(slab->used_bytes, addresses->height_bytes);
     slab->resident_bytes = slab->used_bytes;
@@ -414,15 +417,22 @@ void arena_serve(Slab* slab, Addresses* addresses, int64_t first, int64_t end) {
     make_room(0);
   }
 #ifdef __GLIBC__
-  if (gave) {
+  if (closed) {
     malloc_trim(0); // else the C library keeps what was freed since, beside the pages that come again
   }
 #endif
+  if (closed && mprotect(slab->base, slab->size_bytes, PROT_READ | PROT_WRITE) != 0) {
+    std::lock_guard<std::mutex> guard(mutex);
+    --slab->serving;
+    slab->closed = true;
+    return false;
+  }
   active.slab = slab;
   active.addresses = addresses;
   active.next = first;
   active.end = end;
   active.unmatched_bytes = active.occupied_bytes = 0;
+  return true;
 }
 
 // Ends recording or serving in this thread; writes the bytes that were to be in the slab and are not, as no request like it was

@@ -128,8 +128,16 @@ class Slab:
         self._library.arena_set_budget(self._handle, budget_bytes)
 
     def serve(self, addresses: Any, requests: range) -> None:
-        """Serve the requests of this thread at `addresses`, a handle of the allocator."""
-        self._library.arena_serve(self._handle, addresses, requests.start, requests.stop)
+        """Serve the requests of this thread at `addresses`, a handle of the allocator.
+
+        Raises:
+            OutOfMemoryError: pages were given back for what ran between steps, and there is no memory for them now.
+        """
+        if not self._library.arena_serve(self._handle, addresses, requests.start, requests.stop):
+            raise OutOfMemoryError(
+                f"there is no memory for the pages of an arena of {format_bytes(self.size_bytes)} that were given back between "
+                "steps: free what was allocated there, or leave the arena out (arena=False)"
+            )
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -182,7 +190,7 @@ def _load_library() -> ctypes.CDLL:
         "base": (number, [handle]),
         "new_addresses": (handle, [number, number, handle, handle]),
         "drop_addresses": (None, [handle]),
-        "serve": (None, [handle, handle, number, number]),
+        "serve": (ctypes.c_bool, [handle, handle, number, number]),
         "stop": (None, [handle]),
     }
     try:

@@ -4,6 +4,7 @@ import copy
 import ctypes
 import gc
 import mmap
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from graphs.errors import OutOfMemoryError
 from graphs.schedule import keep_everything
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.step import TrainingStep
@@ -29,6 +31,7 @@ from planner.runtime.arena_allocator import Addresses, Missed, Recording, Slab, 
 from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.executor import Executor
 from tests.support.logs import lines_of
+from tests.support.memory_limits.steps import limited, used_bytes
 from tests.support.models.optimizers import Wrapping
 from tests.support.models.outcomes import peak_bytes
 from tests.support.models.steps import STEPS, capture_of, make, random_schedule
@@ -338,6 +341,24 @@ def test_idle_pages_are_given_back_for_requests_above_the_budget() -> None:
     thread.join()
     assert left - HUGE_PAGE_BYTES <= resident_bytes(slab) <= size - HUGE_PAGE_BYTES
     touch(slab)
+    assert resident_bytes(slab) == size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
+def test_pages_that_were_given_back_leave_room_in_the_limit_of_the_process() -> None:
+    size = 32 * HUGE_PAGE_BYTES
+    slab = Slab(size)
+    slab.keep_within(size)
+    touch(slab)
+    full_bytes = used_bytes()
+    beside = torch.empty(size // 2, dtype=torch.uint8)
+    assert abs(used_bytes() - full_bytes) <= 2 * HUGE_PAGE_BYTES
+    with limited(size // 4), pytest.raises(OutOfMemoryError, match="that were given back between steps"):
+        touch(slab)
+    arena_allocator.stop()
+    del beside
+    with limited(size):
+        touch(slab)
     assert resident_bytes(slab) == size
 
 

@@ -18,13 +18,18 @@ def count_keep_everything_bytes(graph: Graph) -> int:
     return summary.keep_everything_peak_bytes - summary.static_bytes
 
 
+def is_memory_tight(graph: Graph, device: torch.device) -> bool:
+    """Return True if `device` is the CPU, and keeping everything may not fit into its free memory, with a fragmented heap."""
+    return device.type == "cpu" and _MOST_HEAP * count_keep_everything_bytes(graph) > free_bytes(device)
+
+
 def prepare_for_tight_memory(graph: Graph, device: torch.device) -> None:
-    """Make the process return freed memory to the host at once, if keeping everything may not fit.
+    """Make the process return freed memory to the host at once, if memory is tight.
 
     To be called as soon as sizes are known, since the heap does not shrink. With Inductor's kernels they are known from the
     profile only.
     """
-    if device.type == "cpu" and _MOST_HEAP * count_keep_everything_bytes(graph) > free_bytes(device):
+    if is_memory_tight(graph, device):
         return_large_blocks()
 
 

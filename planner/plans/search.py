@@ -20,9 +20,11 @@ class StepSearch:
 
     Attributes:
         settings: of each solve, with the quality of the first plan, and rules for its replacement.
+        patience_s: seconds after which the search for a first plan ends although none was found; None for no limit.
     """
 
     settings: PlanSettings
+    patience_s: float | None = None
 
     @property
     def any_rounding(self) -> bool:
@@ -48,11 +50,11 @@ class StepSearch:
                 tell(progress)
 
         def is_good_enough() -> bool:
+            wait, seconds = self.settings.wait, time.monotonic() - began
             if latest.best_s is None:
-                return False
-            wait = self.settings.wait
+                return self.patience_s is not None and seconds >= self.patience_s
             close = wait.gap is not None and latest.gap is not None and latest.gap <= wait.gap
-            return close or (wait.seconds is not None and time.monotonic() - began >= wait.seconds)
+            return close or (wait.seconds is not None and seconds >= wait.seconds)
 
         stop = None if seeks_budget else is_good_enough
         settings, wait = self.settings, self.settings.wait

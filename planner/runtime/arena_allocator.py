@@ -15,7 +15,7 @@ import numpy as np
 from graphs.errors import OutOfMemoryError, PlannerError
 from graphs.units import format_bytes
 from planner.memory.arena_rules import LEAST_BYTES
-from planner.native.library import wait_for_library
+from planner.native.library import find_library, wait_for_library
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +171,14 @@ def install() -> None:
         PlannerError: it cannot be compiled, or not be in front of the present one.
     """
     _load_library()
+
+
+def install_if_compiled() -> bool:
+    """Put the allocator in place and return True; return False if its library is not compiled yet, or it is impossible."""
+    try:
+        return find_library() is not None and bool(_load_library())
+    except PlannerError:
+        return False
 
 
 @cache

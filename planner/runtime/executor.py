@@ -156,7 +156,7 @@ class Executor:
         if isinstance(self.arena, Arena):
             self.arena.budget_bytes = budget_bytes - self.graph.static_bytes
         self.check_writes, self._trains = check_writes, True
-        if self.arena is None:
+        if self.arena is None or self.arena.size_bytes is None:  # else there is no room between the passes
             self.changed_inputs.begin(budget_bytes - self.graph.static_bytes - self._count_kept_bytes())
 
     def _count_kept_bytes(self) -> int:

@@ -112,7 +112,8 @@ class PlanSettings:
         params: parameters of the solver, of its own class; None for its defaults.
         memory: kind of memory that the budget counts; None for the default of the device.
         arena: True if the buffers of the step must fit an arena, False if they lie where PyTorch's allocator puts them, None
-            if a schedule may have an arena where it would otherwise reserve more than its budget.
+            if a schedule may have an arena where it would otherwise reserve more than its budget, and a step that is compiled
+            on a CPU where memory is tight.
 
     Raises:
         UsageError: a setting has an invalid value, or two exclude each other.

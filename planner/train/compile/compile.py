@@ -95,7 +95,7 @@ def compile(  # noqa: A001
         cuda_graph: replay the step as CUDA graphs. The memory that they hold is counted; random ops are not recomputed.
         arena: run the step in one block of memory, at planned addresses, which is kept from step to step (``docs/addresses.md``).
             It is at most the budget, and on a CPU needs a C++ compiler. None: on CUDA, where the plan would otherwise reserve
-            more than its budget; never on a CPU.
+            more than its budget; on a CPU, on one process, if twice the memory of keeping everything does not fit.
         replan: plan again, with a warning, when the model, the loss function or a value that they read has changed. None: only
             where numbers or flags have changed, on one process and without CUDA graphs; other changes raise MismatchError.
             False: any change does. In each case a plan is kept where only arguments of ops differ.

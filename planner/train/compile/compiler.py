@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphs.errors import BudgetError, InfeasibleError, PlannerError, TraceError
+import torch
+
+from graphs.errors import BudgetError, InfeasibleError, LimitError, PlannerError, TraceError
 from graphs.ir import Graph
 from graphs.pools import HOST
 from graphs.short_tracebacks import warn_caller
@@ -27,13 +29,14 @@ from planner.measure.pool_memory import measure_peak
 from planner.measure.tracing import profile_capture, restore_recorded
 from planner.memory.release import release_large_blocks, release_unused
 from planner.memory.reserved import choose_memory
-from planner.plans.keep_everything import explain_not_fitting
+from planner.plans.keep_everything import explain_not_fitting, is_memory_tight
 from planner.plans.line import plan_line
 from planner.plans.plan import Plan
 from planner.plans.search import StepSearch
 from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages
 from planner.runtime.arena import SharedSlab
+from planner.runtime.arena_allocator import install_if_compiled
 from planner.runtime.changed_inputs import keep_copies
 from planner.runtime.cuda.device_arena import SharedPool
 from planner.runtime.cuda.graphed_step import FunctionRecorder, prepare_for_recording, record, remove_host_times
@@ -48,7 +51,7 @@ from planner.settings.plan import PlanSettings
 from planner.torch_private.core import clear_cublas_workspaces
 from planner.train.compile.compare_eager import compare_with_eager, warn_of_differences
 from planner.train.compile.graph_room import GraphBudget, make_room_for_pool
-from planner.train.compile.improvement import Consultation, Improvement, describe_over_budget, set_arena
+from planner.train.compile.improvement import Consultation, Improvement, PlanMaker, describe_over_budget, set_arena
 from planner.train.compile.step import Follow, PlannedStep
 from planner.train.distributed.ranks import SingleProcess
 from planner.train.distributed.wrappers import Unwrapped
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
 _CORRECTIONS = 2
 # Typical seconds of stages, for the estimate of the time left: numbers of steps, and of turns with eager PyTorch.
 _CHECK_STEPS, _COMPARE_STEPS, _COMPARE_S = 1.5, 6.0, 0.5
+_PATIENCE_S = 10.0  # for a plan in an arena that nobody has asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ class Compiler:
         named: the numbers that warnings have named.
         numbers: those that have changed, as Dynamo writes them: they become inputs of the steps that are captured again.
         constants: those of them that cannot be inputs.
+        chose_arena: True if steps run in an arena because memory is tight, not because that was asked for.
     """
 
     wrapper: Unwrapped
@@ -93,6 +98,23 @@ class Compiler:
     named: set[str] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
+    chose_arena: bool = False
+
+    def choose_arena(self, graph: Graph, budget: Budget) -> "Compiler":
+        """Return the compiler of the step of `graph`: in an arena on the CPU if memory is tight, unless `arena` was given.
+
+        Plans for an arena fit without one too: steps run in none until the library is compiled that has the allocator.
+        """
+        if self.settings.arena is not None or not isinstance(self.slab, SharedSlab):
+            return self
+        may_have_one = type(self.wrapper.ranks) is SingleProcess and not isinstance(budget, Overhead)
+        chosen = may_have_one and is_memory_tight(graph, torch.device("cpu"))
+        return replace(self, settings=replace(self.settings, arena=chosen), chose_arena=chosen)
+
+    @property
+    def no_arena(self) -> "Compiler | None":
+        """The compiler of the same steps without an arena; None unless one was chosen."""
+        return replace(self, settings=replace(self.settings, arena=False), chose_arena=False) if self.chose_arena else None
 
     def plan_at_once(self) -> "Compiler":
         """Return a compiler of steps that run soon: if a better plan may replace it, by the first that fits, timed once."""
@@ -154,6 +176,14 @@ class Compiler:
             InfeasibleError, LimitError: as ``planner.solve``.
             BudgetError: the measured peak stays above the budget.
         """
+        try:
+            return self._solve(captured, batch, budget)
+        except (BudgetError, LimitError):
+            if (no_arena := self.no_arena) is None:
+                raise
+            return no_arena.solve(captured, batch, budget)
+
+    def _solve(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         rehearses = self._must_rehearse(captured.graph)
         counted = self._build_graph_budget(captured.graph, budget)
         allowed = budget if counted is None else Bytes(counted.allocated_bytes)
@@ -165,7 +195,7 @@ class Compiler:
             raise counted.explain(error) from error
         if not rehearses:
             executor = self._make_executor(captured, plan)
-            plan = self._compare(captured, batch, plan, executor)
+            plan = self._compare(captured, batch, plan if executor.arena else set_arena(plan, None), executor)
             return self._step(captured, plan, executor, budget, solved_bytes=plan.budget_bytes)
         wanted_bytes = plan.budget_bytes
         if self.recorder is not None:
@@ -221,13 +251,16 @@ class Compiler:
             settings = self.settings
             if self.recorder is not None:  # the rest of the budget is outside of the plan
                 settings = replace(settings, memory=CountedMemory.ALLOCATED)
-            return self.wrapper.together.share(lambda: StepSearch(settings).find_first_plan(graph, budget, stage))
+            return self.wrapper.together.share(lambda: self._build_search(settings).find_first_plan(graph, budget, stage))
+
+    def _build_search(self, settings: PlanSettings) -> StepSearch:
+        return StepSearch(settings, _PATIENCE_S if self.chose_arena else None)
 
     def _must_rehearse(self, graph: Graph) -> bool:
         """Return True if planning runs a step to measure its peak."""
         if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
             return True  # a plan over the budget would stay
-        if self.settings.arena and isinstance(self.slab, SharedSlab):
+        if self.settings.arena and not self.chose_arena and isinstance(self.slab, SharedSlab):
             return True  # its first step is recorded
         return not explain_not_fitting(graph, next(self.wrapper.module.parameters()).device)
 
@@ -247,11 +280,15 @@ class Compiler:
             plan,
             executor,
             solved_bytes=solved_bytes,
-            search=StepSearch(self.settings),
-            make_executor=self._make_executor,
+            maker=self._build_maker(),
             finds=finds,
         )
         return Consultation(self.wrapper.ranks, improvement, self.wrapper.wrap)
+
+    def _build_maker(self) -> PlanMaker:
+        no_arena = self.no_arena
+        others = None if no_arena is None else no_arena._build_maker()
+        return PlanMaker(self._build_search(self.settings), self._make_executor, others)
 
     def _build_refresher(self, captured: Capture, budget: Budget) -> Callable[[Batch], PlannedStep] | None:
         """Return the function that measures resource uses on a batch again and replans; None if no resource is limited."""
@@ -416,7 +453,8 @@ class Compiler:
         executor = Executor(
             offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels, sharding=self.wrapper.sharding
         )
-        if self.settings.arena or plan.arena_bytes is not None:
+        asked = self.settings.arena or plan.arena_bytes is not None
+        if install_if_compiled() if self.chose_arena else asked:
             executor.use_arena(self.slab)
         elif isinstance(self.slab, SharedPool) and self.slab.pool is not None:  # of an earlier plan
             self.slab.drop()

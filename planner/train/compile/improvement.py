@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
-from graphs.errors import BudgetError, InfeasibleError
+from graphs.errors import BudgetError, InfeasibleError, LimitError
 from graphs.ir import Graph
 from graphs.units import format_bytes
 from planner.capture.lowering.lower import Capture
@@ -62,6 +62,21 @@ class PlanSwap:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class PlanMaker:
+    """The functions that find plans for a step and run them.
+
+    Attributes:
+        search: the solves.
+        make_executor: returns the executor of a plan.
+        no_arena: those without an arena, for a step that runs in one by itself; else None.
+    """
+
+    search: StepSearch
+    make_executor: Callable[[Capture, Plan], Executor]
+    no_arena: "PlanMaker | None" = None
+
+
 class Improvement:
     """The search for better plans for a step, which swaps them in.
 
@@ -78,8 +93,7 @@ class Improvement:
         executor: Executor,
         *,
         solved_bytes: int,
-        search: StepSearch,
-        make_executor: Callable[[Capture, Plan], Executor],
+        maker: PlanMaker,
         finds: bool,
     ) -> None:
         """Start with `plan`, which `executor` runs.
@@ -87,12 +101,12 @@ class Improvement:
         Args:
             captured: the profiled step.
             solved_bytes: the budget that it was solved for; below the plan's budget if its peak was above its prediction.
-            make_executor: an executor for a plan.
+            maker: the functions that find plans and run them.
             finds: True if better plans are searched for here, and not by another process.
         """
         self.plan = plan
         self._captured, self._executor = captured, executor
-        self._solved_bytes, self._search, self._make_executor = solved_bytes, search, make_executor
+        self._solved_bytes, self._maker = solved_bytes, maker
         self._solve: BackgroundSolve | None = None
         self._candidate: Plan | None = None
         self._time_s, self._bound_s = plan.time_s, plan.bound_s  # of the current plan, at the latest costs
@@ -130,7 +144,7 @@ class Improvement:
     def adopt(self, plan: Plan) -> PlanSwap:
         """Replace the current plan by `plan`, and observe the peak of its first step."""
         gain = 1 - (1 + plan.overhead) / (1 + self.plan.overhead)
-        executor = self._make_executor(self._captured, plan)
+        executor = self._maker.make_executor(self._captured, plan)
         self._time_ops_of(executor)
         self._before = PlanSwap(self.plan, self._executor, self._captured.graph, "the peak of the next one was over the budget")
         self.plan = replace(
@@ -177,8 +191,13 @@ class Improvement:
     def _replace_first_plan(self, needed_bytes: int) -> PlanSwap:
         """Return a plan that replaces the first one, which needed `needed_bytes`."""
         try:
-            found = self._search.find_first_plan(self._captured.graph, Bytes(self._solved_bytes))
-        except BudgetError as error:
+            found = self._maker.search.find_first_plan(self._captured.graph, Bytes(self._solved_bytes))
+        except (BudgetError, LimitError) as error:
+            if self._maker.no_arena is not None:
+                self._maker, self._solved_bytes = self._maker.no_arena, self.plan.budget_bytes
+                return self._replace_first_plan(needed_bytes)
+            if isinstance(error, LimitError):
+                raise
             over = describe_over_budget(self.plan, needed_bytes, self.plan.budget_bytes)
             raise InfeasibleError(f"{over}; no plan is found that needs that much less: raise the budget") from error
         swap = replace(self.adopt(found), reason="the peak of the first one was over the budget")
@@ -231,7 +250,7 @@ class Improvement:
     def _build_job(self) -> SolveJob:
         """Return the next solve, in the order of the current plan if that is settled."""
         keeps_order = self._is_settled and (self._offered.plain or not self.plan.settings.get("reordered"))
-        return self._search.build_job(self._captured.graph, self._solved_bytes, self.plan, keeps_order=keeps_order)
+        return self._maker.search.build_job(self._captured.graph, self._solved_bytes, self.plan, keeps_order=keeps_order)
 
     def _end_solve(self) -> None:
         if self._solve is not None:
@@ -265,7 +284,7 @@ class Improvement:
         fits = self._executor.earlier_gradients.fit_with(
             apply_recorded_options(self._captured.graph, found.settings), found.schedule
         )
-        alike = self._search.any_rounding or is_rounded_alike(self._captured.graph, self.plan, found)
+        alike = self._maker.search.any_rounding or is_rounded_alike(self._captured.graph, self.plan, found)
         if (gain >= _GAIN or proves_more) and fits and alike:
             self.plan = now
             return found

@@ -141,10 +141,12 @@ def check_trains() -> None:
 
 def _plan(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
     """Return the step for batches like `batch`, from the cache if possible."""
-    wrapper, cache, made_with = compiler.wrapper, compiler.settings.cache, compiler.settings.made_with
+    wrapper, cache = compiler.wrapper, compiler.settings.cache
     plans = wrapper.ranks.run_each(lambda: None if cache is None else PlanCache(cache))
     with wrapper.open():
         captured = wrapper.ranks.run_each(lambda: compiler.capture(batch))
+        compiler = compiler.choose_arena(captured.graph, budget)
+        made_with = compiler.settings.made_with
 
         def make() -> PlannedStep:
             return compiler.make(captured, batch, budget)

@@ -1,0 +1,206 @@
+"""Where memory is tight on a CPU, a step runs in an arena by itself: eager PyTorch's bits, within the budget, with a way out."""
+
+import copy
+import math
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from graphs.errors import InfeasibleError, LimitError
+from graphs.ir import Graph
+from planner.measure.observation import PeakWatch
+from planner.plans import keep_everything
+from planner.plans.background import Ended
+from planner.plans.plan import Plan
+from planner.plans.search import StepSearch
+from planner.progress.stages import StageReport
+from planner.runtime import arena_allocator
+from planner.settings.budget import Budget
+from planner.train.compile import compiler, improvement
+from tests.support.budgets import between
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+# Of what keeping everything takes beside static memory: eager PyTorch does not fit, fits in a heap without gaps, or in any heap.
+NONE_FITS, TIGHT, AMPLE = 0.5, 1.9, 20.0
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """A function that sets the free memory, as a multiple of what keeping everything takes."""
+    arena_allocator.install()  # compiled
+    needed = keep_everything.count_keep_everything_bytes
+    monkeypatch.setattr(keep_everything, "return_large_blocks", lambda: None)  # would concern all tests of this process
+    monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", math.inf)  # no better plan is looked for
+    monkeypatch.setattr(improvement, "solve_here", lambda job, is_enough: Ended(failure="there was no time"))
+
+    def set_share(share: float) -> None:
+        seen: list[int] = []
+
+        def note(graph: Graph) -> int:
+            seen.append(needed(graph))
+            return seen[-1]
+
+        monkeypatch.setattr(keep_everything, "count_keep_everything_bytes", note)
+        monkeypatch.setattr(keep_everything, "free_bytes", lambda device: int(share * seen[-1]))
+
+    return set_share
+
+
+def model_and_batch() -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    layers = [part for _ in range(4) for part in (nn.Linear(32, 64), nn.GELU(), nn.BatchNorm1d(64), nn.Linear(64, 32))]
+    return nn.Sequential(*layers), (torch.randn(256, 32), torch.randn(256, 32))
+
+
+def planned(model: nn.Module, batch: Batch, **options: object) -> planner.PlannedStep:
+    budget = between(planner.trace(model, F.mse_loss, batch, passes=1, on_progress=False))
+    return planner.compile(  # type: ignore[return-value]
+        model, F.mse_loss, batch, budget=budget, passes=1, wait=0.5, on_progress=False, **options
+    )
+
+
+def assert_trains_as_eager(model: nn.Module, batch: Batch, step: Callable[..., torch.Tensor], steps: int = 4) -> None:
+    """Train, and evaluate after each step."""
+    twin = copy.deepcopy(model)
+    found = []
+    for module, run in ((model, step), (twin, lambda x, y: F.mse_loss(twin(x), y))):
+        optimizer = torch.optim.AdamW(module.parameters())
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = run(*batch)
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                losses += [loss.detach(), module(batch[0]).sum()]
+        found.append([*losses, *module.state_dict().values(), *(p.grad for p in module.parameters() if p.grad is not None)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("share", [NONE_FITS, TIGHT])
+def test_steps_run_in_an_arena_where_memory_is_tight(share: float, free: Callable[[float], None]) -> None:
+    free(share)
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    assert step.plan.arena
+    assert step.plan.measured_peak_bytes is None or share == TIGHT  # nothing is run before where eager PyTorch does not fit
+    assert_trains_as_eager(model, batch, step)
+    plan = step.plan
+    assert plan.arena_bytes is not None and plan.outside_arena_bytes is not None
+    assert plan.measured_peak_bytes == plan.graph.static_bytes + plan.arena_bytes + plan.outside_arena_bytes
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+
+
+def test_steps_run_in_no_arena_where_there_is_room_or_it_is_not_wanted(free: Callable[[float], None]) -> None:
+    model, batch = model_and_batch()
+    free(AMPLE)
+    assert not planned(model, batch).plan.arena
+    free(NONE_FITS)
+    assert not planned(model, batch, arena=False).plan.arena
+
+
+def test_max_overhead_is_planned_without_an_arena(free: Callable[[float], None]) -> None:
+    free(NONE_FITS)
+    model, batch = model_and_batch()
+    step = planner.compile(model, F.mse_loss, batch, max_overhead=0.2, passes=1, wait=0.5, on_progress=False)
+    assert not step.plan.arena
+
+
+def test_without_its_library_steps_run_in_no_arena(free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_allocator, "find_library", lambda: None)
+    free(NONE_FITS)
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    assert not step.plan.arena
+    assert_trains_as_eager(model, batch, step, steps=2)
+    assert not step.plan.arena
+    assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
+
+
+def refuse_arenas(monkeypatch: pytest.MonkeyPatch, error: Exception, first: int) -> None:
+    """Let searches for a plan in an arena fail from number `first` on."""
+    find, made = StepSearch.find_first_plan, [0]
+
+    def find_first_plan(search: StepSearch, graph: Graph, budget: Budget, stage: StageReport | None = None) -> Plan:
+        made[0] += 1
+        if search.settings.arena and made[0] >= first:
+            raise error
+        return find(search, graph, budget, stage)
+
+    monkeypatch.setattr(StepSearch, "find_first_plan", find_first_plan)
+
+
+def test_if_no_plan_in_an_arena_is_found_steps_run_in_none(
+    free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(NONE_FITS)
+    refuse_arenas(monkeypatch, LimitError("no schedule was found"), first=1)
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    assert not step.plan.arena
+    assert_trains_as_eager(model, batch, step, steps=1)
+
+
+def test_if_the_arena_exceeds_the_budget_and_no_other_is_found_steps_run_in_none(
+    free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(NONE_FITS)
+    refuse_arenas(monkeypatch, InfeasibleError("none needs less"), first=2)
+    model, batch = model_and_batch()
+    step = planned(model, batch)
+    budget_bytes, peak_of = step.plan.budget_bytes, PeakWatch._compute_peak
+
+    def compute_peak(watch: PeakWatch, *rises: object) -> int:
+        return budget_bytes + 1 if watch._executor.arena is not None else peak_of(watch, *rises)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PeakWatch, "_compute_peak", compute_peak)
+    assert step.plan.arena
+    assert_trains_as_eager(model, batch, step)
+    plan = step.plan
+    assert not plan.arena
+    assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= budget_bytes
+
+
+def test_patience_ends_where_no_schedule_has_addresses(free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    from solvers.arena.solve import _Joint
+
+    free(NONE_FITS)
+    monkeypatch.setattr(compiler, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(_Joint, "_take", lambda *_, **__: False)
+    model, batch = model_and_batch()
+    assert not planned(model, batch).plan.arena
+
+
+@pytest.mark.filterwarnings("ignore:planned again")
+def test_a_buffer_written_between_the_passes_of_the_first_step_is_right_in_an_arena(free: Callable[[float], None]) -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(128))
+            self.scales = nn.ParameterList(torch.full((128,), 1.0 / k) for k in range(1, 7))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(scale * torch.sin((x - self.mean) * k) for k, scale in enumerate(self.scales, start=1))
+
+    free(NONE_FITS)
+    torch.manual_seed(0)
+    model, batch = Centred(), (torch.randn(64, 128), torch.randn(64, 128))
+    twin = copy.deepcopy(model)
+    step = planned(model, batch)
+    assert step.plan.arena
+    for module, run in ((model, step), (twin, lambda x, y: F.mse_loss(twin(x), y))):
+        for _ in range(3):
+            module.zero_grad()
+            loss = run(*batch)
+            with torch.no_grad():
+                module.mean.lerp_(batch[0].mean(0), 0.1)
+            loss.backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))

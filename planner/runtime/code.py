@@ -108,7 +108,7 @@ def compile_schedule(
     main = _write_main_part(writers[0], halves, static_given_up=static_given_up)
     parts = {pool.owner: _write_other_part(writer, halves) for pool, writer in zip(devices.pools[1:], writers[1:], strict=True)}
     all_parts = (main, *parts.values())
-    forward, backward = _build_runners(devices, main, parts, native=tick is None)
+    forward, backward = _build_runners(devices, main, parts)
     return Code(
         forward,
         backward,
@@ -208,19 +208,13 @@ def _write_other_part(writer: PassWriter, halves: _Halves) -> _DevicePasses:
     return _DevicePasses((first.finish(None, title), second.finish(None, title)), (streams, writer.streams), alive)
 
 
-def _build_runners(
-    devices: Devices, main: _DevicePasses, others: Mapping[str, _DevicePasses], *, native: bool
-) -> tuple[Forward, Backward]:
-    """Return the functions that run each pass with its transfers, on all devices; in C++ if `native` and once that is loaded."""
-
-    def runners(part: _DevicePasses) -> list[Callable[..., Any]]:
-        return [SwitchedPass(each) if native else each.run for each in part.passes]
-
-    run_forward, run_backward = runners(main)
+def _build_runners(devices: Devices, main: _DevicePasses, others: Mapping[str, _DevicePasses]) -> tuple[Forward, Backward]:
+    """Return the functions that run each pass with its transfers, on all devices."""
+    run_forward, run_backward = map(SwitchedPass, main.passes)
     if not devices.channels:
         return run_forward, run_backward
 
-    run_parts = {stream: runners(part) for stream, part in others.items()}
+    run_parts = {stream: tuple(map(SwitchedPass, part.passes)) for stream, part in others.items()}
 
     def build_parts(half: int, states: Sequence[list[Any]]) -> dict[str, Callable[..., Any]]:
         items = zip(run_parts.items(), states, strict=True)

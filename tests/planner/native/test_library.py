@@ -1,11 +1,54 @@
 """The library that all C++ code is in."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from planner.native import library
-from planner.native.library import describe_library
+from planner.native.library import compile_library, describe_library, library_path
+from tests.support.native import NEEDS_LIBRARY
+
+_SANITIZED = (
+    *("-Werror", "-UNDEBUG", "-g1", "-O1", "-fno-omit-frame-pointer"),
+    *("-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"),
+)
+_TESTED = (
+    "tests/planner/native/test_passes.py",
+    "tests/planner/runtime/test_arena.py",
+    *(f"tests/planner/train/eager/test_{name}.py" for name in ("deferred_log", "measured_log", "switched_hooks")),
+)
+
+
+def _find_runtime(name: str) -> str:
+    found = subprocess.run([library._COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+@pytest.mark.slow
+@NEEDS_LIBRARY
+def test_sanitizers_and_the_compiler_have_nothing_to_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of the library run in a process whose library reports wrong accesses, undefined behaviour and leaked locks."""
+    if not Path(_find_runtime("libasan.so")).is_absolute():
+        pytest.skip("the compiler has no address sanitizer")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compile_library(library_path(), *_SANITIZED)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *_TESTED],
+        env=os.environ
+        | {
+            "LD_PRELOAD": " ".join(map(_find_runtime, ("libasan.so", "libubsan.so", "libstdc++.so"))),
+            "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",  # Python leaks at its end
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        },
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]
 
 
 def test_without_a_compiler_the_state_says_what_that_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from planner.settings.link import MEASURED_LINK
 from planner.settings.option_settings import OptionSettings
 from planner.settings.other_devices import DEVICES_KEY, encode_devices
 from planner.settings.plan import PlanSettings, select_settings
+from planner.torch_private.core import FakeTensor
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
@@ -194,7 +195,8 @@ def _compare_options(captured: Capture, step: TrainingStep, batch: Batch) -> Cap
     if not (needs_comparison(captured) or needs_measuring(captured)):
         return captured
     executed = RealStep(captured, step, batch)
-    real = executed if count_keep_everything_bytes(captured.graph) <= free_bytes(executed.device) else None
+    fits = count_keep_everything_bytes(captured.graph) <= free_bytes(executed.device)
+    real = executed if fits and not any(isinstance(value, FakeTensor) for value in executed.static) else None
     captured = mark_exact_ops(captured, real)
     return replace(captured, graph=measure_uses(captured, real))
 

@@ -162,7 +162,8 @@ class Reduction:
         """Bytes of its buffers."""
         reduced = self._elements * self.dtype.itemsize
         cast = reduced + self.shard_bytes if self.dtype != self.shard_dtype else reduced
-        return max(reduced * (self.group.size() + 1), cast) - self.shard_bytes
+        averaging = 8 + self.dtype.itemsize if self.ops[0] == dist.ReduceOp.AVG else 0  # the number of processes, in gloo's div_
+        return max(reduced * (self.group.size() + 1) + averaging, cast) - self.shard_bytes
 
     def split(self, rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """Return shape, strides and offset of each shard of a process in what it returns."""

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import planner
 from graphs.errors import BudgetError, InfeasibleError, TraceError
-from graphs.options.gather import GATHER
+from graphs.options.gather import GATHER, REDUCE
+from graphs.schedule import Compute
+from graphs.simulate import simulate
 from planner.measure.steps import measure_memory
 from planner.memory.least_budget import find_least_budget
 from planner.settings.budget import Bytes
@@ -89,9 +91,9 @@ def shard(model: Net, *, grouped: bool = False, ignored: bool = False, hybrid: b
     return fully_shard(model, mesh=mesh, **policy, **more)
 
 
-def make_batch(rank: int, vocabulary: int = 96) -> tuple[Tensor, Tensor]:
+def make_batch(rank: int, vocabulary: int = 96, tokens: int = 12) -> tuple[Tensor, Tensor]:
     torch.manual_seed(100 + rank)
-    return torch.randint(vocabulary, (8, 12)), torch.randint(vocabulary, (8, 12))
+    return torch.randint(vocabulary, (8, tokens)), torch.randint(vocabulary, (8, tokens))
 
 
 def local(value: Tensor | None) -> Tensor | None:
@@ -111,10 +113,11 @@ def train(
     *,
     budget: Any = HALF_WAY,
     batches: int = 1,
+    tokens: int = 12,
     before: Callable[[nn.Module], None] | None = None,
 ) -> planner.PlannedStep:
     """Train by a plan and by FSDP2, and compare bits and peak; `batches` are accumulated."""
-    x, y = make_batch(rank, model.embedding.num_embeddings)
+    x, y = make_batch(rank, model.embedding.num_embeddings, tokens)
     eager, planned = wrap(copy.deepcopy(model)), wrap(copy.deepcopy(model))
     for each in (eager, planned):
         if before is not None:
@@ -154,6 +157,25 @@ def train(
 def check_bits(rank: int, *, model: dict[str, Any] | None = None, batches: int = 1, **options: Any) -> None:
     torch.manual_seed(0)
     train(rank, Net(**(model or {})), partial(shard, **options), batches=batches)
+
+
+def check_peak_in_a_reduction(rank: int) -> None:
+    """Where a reduction holds the most, gloo's division by the number of processes counts too."""
+    torch.manual_seed(0)
+    step = train(rank, Net(vocabulary=3000), shard, budget="100%", tokens=1)
+    graph, schedule = step._executor.graph, step.plan.schedule
+    memory_bytes = simulate(graph, schedule).memory_bytes
+    peak = memory_bytes.index(max(memory_bytes))
+    assert isinstance(schedule.steps[peak], Compute) and graph.ops[schedule.steps[peak].op].target == REDUCE
+
+
+def check_options_of_steps(rank: int) -> None:
+    """Options that are found in a step are, though its parameters have no values while it is measured."""
+    torch.manual_seed(0)
+    x, y = make_batch(rank)
+    step = planner.compile(shard(Net()), compute_loss, (x, y), budget="90%", options=["pack", "in-place"], **SETTINGS)
+    step(x, y).backward()
+    assert "pack" in str(step.measured.provenance)
 
 
 def check_divide_factor(rank: int) -> None:
@@ -301,7 +323,8 @@ def check_refusals_of_meshes(rank: int) -> None:
 
 
 def test_two_processes_train_as_fsdp2(tmp_path: Path) -> None:
-    on_processes(2, (partial(check_bits, model={"tied": True, "frozen": True}), check_capture, check_refusals), tmp_path)
+    tied = partial(check_bits, model={"tied": True, "frozen": True})
+    on_processes(2, (tied, check_peak_in_a_reduction, check_capture, check_refusals), tmp_path)
 
 
 @pytest.mark.slow
@@ -318,7 +341,7 @@ def test_two_processes_in_half_precision(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_groups_ignored_parameters_and_accumulation(tmp_path: Path) -> None:
     checks = (partial(check_bits, grouped=True), partial(check_bits, ignored=True), partial(check_bits, batches=2))
-    on_processes(2, (*checks, check_earlier_gradients), tmp_path)
+    on_processes(2, (*checks, check_earlier_gradients, check_options_of_steps), tmp_path)
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
 """Wrappers of models for several processes: which module is captured, what memory counts, and how a step is called.
 
-Gradients are averaged, and parameters gathered, by the wrapper's own hooks; a planned step runs between them.
+Under DDP gradients are averaged by the wrapper's own hooks; under FSDP2 the collectives of each unit are ops of the plan, and the
+wrapper's hooks do not run in a step.
 
-Known weaknesses: the planned step is one node of autograd, so the wrapper gets all gradients at its end and sends none of them
-during the backward pass; and under FSDP2 all parameters are gathered before the step, so that its peak contains the whole model.
+Known weaknesses: the planned step is one node of autograd, so DDP gets all gradients at its end and sends none of them during the
+backward pass; and FSDP2's collectives do not overlap with the computation.
 """
 
 from collections.abc import Callable, Iterator

@@ -125,6 +125,8 @@ class _DataWrites:
         old, new = (variable.as_proxy().node.meta["example_value"] for variable in (owner, value))
         if not (is_same_layout(old, new) and old.dtype is new.dtype and old.storage_offset() == new.storage_offset()):
             return False
+        if get_storage(old) == get_storage(new) and not old.requires_grad:
+            return True  # its own data, which the 8-bit layers of bitsandbytes assign again in each call
         data = owner.var_getattr(translator, "data")
         detached = value.call_method(translator, "detach", [], {})
         if old.requires_grad:

@@ -131,3 +131,34 @@ def test_a_trained_quantized_weight_is_refused() -> None:
     model = perceptron(lambda weight: nn.Parameter(Quantized.of(weight)))
     with pytest.raises(TraceError, match="quantized"):
         planner.trace(model, F.mse_loss, batch_of(0))
+
+
+class Assigning(nn.Module):
+    """A frozen layer that assigns its weight the memory that it has already, as those of bitsandbytes with 8 bits do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(16, 16)
+        self.weight = nn.Parameter(torch.randint(-9, 9, (16, 16), dtype=torch.int8), requires_grad=False)
+        self.held = self.weight.data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.held
+        return F.relu(self.before(x)) @ self.weight.float() * 0.1
+
+
+@pytest.mark.parametrize("front_end", ["compile", "checkpoint", "backend"])
+def test_a_weight_may_be_assigned_its_own_memory(front_end: str) -> None:
+    model, x = Assigning(), torch.randn(8, 16)
+    model(x).sum().backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    if front_end == "compile":
+        step = planner.compile(model, lambda y, _: y.sum(), (x, x), budget="100%", passes=1, wait=0)
+        step(x, x).backward()
+    elif front_end == "checkpoint":
+        planner.checkpoint(model, budget="100%")(x).sum().backward()
+    else:
+        torch.compile(model, backend="planner", options={"budget": "100%"})(x).sum().backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert parameter.grad is gradient is None or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]

@@ -210,9 +210,9 @@ class _Logs(Collector):
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Record a value, as ``LightningModule.log`` would log it."""
-        if isinstance(value, int | float):  # an op that takes the number, also once that is an input of the step
+        if isinstance(value, int | float) and self.is_known(value):  # an op that takes it, also once it is an input of the step
             value = torch.full((), value, dtype=torch.get_default_dtype(), device=self._device)
-        if is_metric(value) or isinstance(value, MetricResult):
+        if is_metric(value) or isinstance(value, MetricResult | int | float):
             self.take_later("log", name, value, *args, **options)
             return
         if not isinstance(value, torch.Tensor):

@@ -64,6 +64,7 @@ from torch._dynamo.utils import (
 )
 from torch._dynamo.variables import (
     BuiltinVariable,  # `@` between captured values
+    ConstantVariable,  # a constant while code is captured
     GetAttrVariable,  # a method that is about to be called
     ListVariable,  # a list while code is captured
     OptimizerVariable,  # an optimizer, whose parameters become inputs

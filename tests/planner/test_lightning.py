@@ -218,7 +218,8 @@ class Metrics(Module):
         self.mean.update(loss)
         self.log("mean", self.mean)
         self.log_dict(self.several(logits, batch[1]), on_step=False, on_epoch=True)
-        self.log_dict({"loss": loss, "half": 0.5})
+        self.log_dict({"loss": loss, "half": 0.5, "number": loss.item()})
+        self.log("percent", 100 * loss.item(), on_epoch=True)
         self.losses.append(loss.detach())
         return loss
 

@@ -7,24 +7,28 @@ returns the tensors, and the calls are made with these. A list that the step rea
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graphs.errors import TraceError
 from planner.capture.frontend.effects import Scratch
 from planner.capture.frontend.source_lines import find_current_line, format_location
 from planner.capture.guards.names import Scope, build_accessor
 from planner.torch_private.capture import (
+    ConstantVariable,
     GetAttrVariable,
     ListVariable,
     OutputGraph,
+    SymNodeVariable,
+    TensorVariable,
     UnspecializedNNModuleVariable,
     UserDefinedObjectVariable,
     get_constant_key,
@@ -41,6 +45,21 @@ class _Tensor:
     """A tensor that the graph returns, by its position."""
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """The number in a tensor that the graph returns (``loss.item()``), by the tensor's position."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What is computed from such numbers (``round(loss.item(), 3)``): a function and its arguments."""
+
+    function: Callable[..., Any]
+    args: tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +95,10 @@ def make_calls(calls: Sequence[LaterCall], tensors: Sequence[torch.Tensor], loca
         match leaf:
             case _Tensor(index):
                 return tensors[index]
+            case _Number(index):
+                return tensors[index].item()
+            case _Computed(function, args):
+                return function(*map(fill, args))
             case MetricResult(index):
                 return results[index]
         return leaf
@@ -95,6 +118,11 @@ class Collector(Scratch):
     def __init__(self) -> None:
         self.taken: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
 
+    def is_known(self, number: float) -> bool:
+        """Return True; False while a step is captured, if the number comes from a tensor of it."""
+        del number
+        return True
+
     def take_later(self, method: str, *args: object, **kwargs: object) -> None:
         """Take a call that depends on such values; a captured step takes it after its forward pass."""
         self.taken.append((method, args, kwargs))
@@ -113,6 +141,7 @@ class LaterCalls:
     lists: set[str] = field(default_factory=set)
     _output: OutputGraph | None = None
     _recorded: list[tuple[Any, str, Sequence[Any], dict[str, Any]]] = field(default_factory=list)
+    _numbers: dict[fx.Node, Any] = field(default_factory=dict)  # the tensor that each call of ``item`` reads
 
     def record(self, translator: Any, owner: Any, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Record a call, and return a stand-in for its result."""
@@ -121,13 +150,27 @@ class LaterCalls:
         self._recorded.append((owner, method, args, kwargs))
         return UserDefinedObjectVariable(MetricResult(len(self._recorded) - 1))
 
+    def note_number(self, number: Any, tensor: Any) -> None:
+        """Note that a variable of Dynamo's is the number in a tensor."""
+        self._numbers[number.as_proxy().node] = tensor
+
+    def is_known(self, variable: Any) -> bool:
+        """Return True if a variable of Dynamo's is no number that comes from a tensor of the step."""
+        variable = variable.realize()
+        waiting = [variable.as_proxy().node] if isinstance(variable, SymNodeVariable) else []
+        while waiting:
+            if (node := waiting.pop()) in self._numbers:
+                return False
+            waiting += node.all_input_nodes
+        return True
+
     def end(self, translator: Any, output: OutputGraph) -> None:
         """Make the captured code return the tensors of the calls, as its last result, as the graph ends."""
         recorded = self._recorded if output is self._output else []
         self.calls, self.lists = [], set()
-        tensors: list[Any] = []
+        converter = _Converter(self._numbers)
+        convert, tensors = converter.convert, converter.tensors
         for owner, method, args, kwargs in recorded:
-            convert = partial(_convert, tensors=tensors)
             try:
                 given = tuple(map(convert, args)), {name: convert(value) for name, value in kwargs.items()}
             except _UnknownError as error:
@@ -138,15 +181,18 @@ class LaterCalls:
             self.calls.append(LaterCall(name, build_accessor(name), method, *given))
         for owner in output.side_effects._get_modified_vars():
             if isinstance(owner, ListVariable) and owner.source is not None:
-                self._add_list(owner, output, tensors)
+                self._add_list(owner, output, converter)
         if self.calls:
             detached = [tensor.call_method(translator, "detach", [], {}) for tensor in tensors]
             returned = translator.stack[-1].realize()
             translator.stack[-1] = type(returned)([*returned.items, type(returned)(detached)])
+            for node in reversed(output.graph.nodes):
+                if node in converter.found and not node.users:
+                    node.graph.erase_node(node)
 
-    def _add_list(self, owner: Any, output: OutputGraph, tensors: list[Any]) -> None:
+    def _add_list(self, owner: Any, output: OutputGraph, converter: "_Converter") -> None:
         """Add the calls that append to a list that existed before the step, if it does nothing else to the list."""
-        name, made = get_source_name(owner.source), len(tensors)
+        name, made = get_source_name(owner.source), len(converter.tensors)
         if not name.startswith(("L['self']", "G[")):
             return
         before = len(output.resolve_source_value(owner.source))
@@ -154,9 +200,9 @@ class LaterCalls:
         if [getattr(item.source, "index", None) for item in old] != [*range(before)]:
             return
         try:
-            items = [_convert(item, tensors) for item in new]
+            items = list(map(converter.convert, new))
         except _UnknownError:
-            del tensors[made:]
+            del converter.tensors[made:]
             return
         self.lists.add(name)
         self.calls += (LaterCall(name, build_accessor(name), "append", (item,), {}) for item in items)
@@ -187,6 +233,8 @@ def defer_calls() -> Iterator[LaterCalls]:
             return get_attribute(owner, translator, name)
 
         def call_or_record_method(owner: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if name == "is_known" and isinstance(owner.value, Collector):
+                return ConstantVariable.create(found.is_known(*args))
             if _is_deferred(owner, name):
                 return found.record(translator, owner, name, args, kwargs)
             return call_method(owner, translator, name, args, kwargs)
@@ -203,6 +251,15 @@ def defer_calls() -> Iterator[LaterCalls]:
     with ExitStack() as stack:
         for kind in (UnspecializedNNModuleVariable, UserDefinedObjectVariable):
             wrap_class(kind)
+        call_of_tensor = TensorVariable.call_method
+
+        def call_and_note(owner: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+            result = call_of_tensor(owner, translator, name, args, kwargs)
+            if name == "item" and isinstance(result, SymNodeVariable):
+                found.note_number(result, owner)
+            return result
+
+        stack.enter_context(patch.object(TensorVariable, "call_method", call_and_note))
         stack.enter_context(patch.object(OutputGraph, "compile_subgraph", compile_with_results))
         yield found
 
@@ -214,7 +271,7 @@ def _is_deferred(owner: Any, name: str) -> bool:
         TraceError: the step needs what a metric has accumulated.
     """
     if isinstance(owner.value, Collector):
-        return name == "take_later"
+        return name in ("take_later", "is_known")
     if not is_metric(owner.value) or owner.source is None:
         return False
     if name in _OTHERS:
@@ -233,36 +290,76 @@ def is_metric(value: object) -> bool:
 
 @contextmanager
 def skip_metrics(step: nn.Module) -> Iterator[None]:
-    """Make the metrics in `step` return 0 and update nothing: on fake tensors they cannot check what they are given."""
-    with patch.object(Collector, "take_later", lambda *_, **__: None), ExitStack() as stack:
+    """Make the metrics in `step` return 0 and update nothing, and numbers be 0: on fake tensors they are not known."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Collector, "take_later", lambda *_, **__: None))
+        for name, number in (("item", _get_zero), ("__float__", lambda _: 0.0), ("__int__", lambda _: 0)):
+            stack.enter_context(patch.object(torch.Tensor, name, number))
         for metric in filter(is_metric, step.modules()):
             for name in ("update", "forward"):
                 stack.enter_context(patch.object(metric, name, lambda *_, **__: torch.zeros(())))
         yield
 
 
+def _get_zero(tensor: torch.Tensor) -> float | int:
+    return 0.0 if tensor.is_floating_point() else 0
+
+
 class _UnknownError(Exception):
     """Raised for a value that is not known after the step."""
 
 
-def _convert(variable: Any, tensors: list[Any]) -> object:
-    """Return the value of a variable of Dynamo's, with stand-ins; add its tensors to `tensors`."""
-    variable = variable.realize()
-    if variable.is_tensor():
-        tensors.append(variable)
-        return _Tensor(len(tensors) - 1)
-    if variable.is_python_constant():
-        return variable.as_python_constant()
-    kind, items = variable.python_type(), getattr(variable, "items", None)
-    if kind in (list, tuple) and items is not None:
-        return kind(_convert(item, tensors) for item in items)
-    if kind is dict and items is not None:
-        return {get_constant_key(key): _convert(value, tensors) for key, value in items.items()}
-    if isinstance(variable, UserDefinedObjectVariable) and (
-        variable.source is not None or isinstance(variable.value, MetricResult)
-    ):
-        return variable.value
-    raise _UnknownError(kind.__name__)
+@dataclass(slots=True)
+class _Converter:
+    """A converter of variables of Dynamo's to their values, with stand-ins for what is known after the step.
+
+    Attributes:
+        numbers: the tensors in which numbers are.
+        tensors: those that are needed after the step.
+        found: the nodes of numbers that are needed after it.
+    """
+
+    numbers: Mapping[fx.Node, Any]
+    tensors: list[Any] = field(default_factory=list)
+    found: set[fx.Node] = field(default_factory=set)
+
+    def convert(self, variable: Any) -> object:
+        """Return the value of a variable."""
+        variable = variable.realize()
+        if variable.is_tensor():
+            return _Tensor(self._add(variable))
+        if variable.is_python_constant():
+            return variable.as_python_constant()
+        if isinstance(variable, SymNodeVariable):
+            return self._convert_number(variable.as_proxy().node)
+        kind, items = variable.python_type(), getattr(variable, "items", None)
+        if kind in (list, tuple) and items is not None:
+            return kind(map(self.convert, items))
+        if kind is dict and items is not None:
+            return {get_constant_key(key): self.convert(value) for key, value in items.items()}
+        if isinstance(variable, UserDefinedObjectVariable) and (
+            variable.source is not None or isinstance(variable.value, MetricResult)
+        ):
+            return variable.value
+        raise _UnknownError(kind.__name__)
+
+    def _convert_number(self, value: Any) -> object:
+        """Return the value of a node whose value is a number, or of a constant."""
+        if not isinstance(value, fx.Node):
+            return value
+        self.found.add(value)
+        if value in self.numbers:
+            return _Number(self._add(self.numbers[value]))
+        args = tuple(map(self._convert_number, value.args))
+        if value.op == "call_function" and callable(value.target) and not value.kwargs:
+            return _Computed(value.target, args)
+        if value.op == "call_method" and not value.kwargs:  # of a number, such as __round__
+            return _Computed(methodcaller(str(value.target), *args[1:]), args[:1])
+        raise _UnknownError("number")
+
+    def _add(self, tensor: Any) -> int:
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
 
 
 class _Spy(list[Any]):

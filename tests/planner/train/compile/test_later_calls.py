@@ -1,6 +1,7 @@
 """Lists and metrics that a step fills and does not read: they are filled after its forward pass, as in eager PyTorch."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,11 @@ def append_nested(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: to
     return loss
 
 
+def append_number(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    model.losses.append((loss.item(), float(hidden.detach().abs().max()), round(100 * loss.item(), 2), math.sqrt(loss.item())))
+    return loss
+
+
 def update_metrics(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     model.mean.update(loss)
     model.losses.append(model.error(hidden, y))
@@ -67,7 +73,7 @@ def leaves(values: list[Any]) -> list[Any]:
     return torch.utils._pytree.tree_leaves(values)
 
 
-@pytest.mark.parametrize("note", [append, append_to_global, append_nested, update_metrics])
+@pytest.mark.parametrize("note", [append, append_to_global, append_nested, append_number, update_metrics])
 def test_lists_and_metrics_are_filled_as_in_eager_mode(note: Forward) -> None:
     torch.manual_seed(0)
     model, x, y = Noting(note), torch.randn(8, 16), torch.randn(8, 16)
@@ -109,6 +115,12 @@ def read_last(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.
     return loss / model.losses[-1]
 
 
+def read_number(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    number = loss.item()
+    model.losses.append(number)
+    return loss * number
+
+
 def compute(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     model.mean.update(loss)
     return loss * model.mean.compute()
@@ -123,6 +135,7 @@ def use(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor
     [
         (read_length, r"model.losses changes at every step .*, and the step reads it"),
         (read_last, r"model.losses changes at every step .*, and the step reads it"),
+        (read_number, r"\(return loss \* number\) does depends on the data"),
         (compute, r"\(return loss \* model.mean.compute\(\)\) calls compute of a metric, which is updated after a planned step"),
         (use, r"\(return loss \+ model.error\(hidden, y\)\) computes with what a metric returns"),
     ],

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from operator import methodcaller
 from typing import Any
 from unittest.mock import patch
@@ -290,19 +291,20 @@ def is_metric(value: object) -> bool:
 
 @contextmanager
 def skip_metrics(step: nn.Module) -> Iterator[None]:
-    """Make the metrics in `step` return 0 and update nothing, and numbers be 0: on fake tensors they are not known."""
+    """Make the metrics in `step` return 0 and update nothing, and numbers from tensors differ: fake tensors have no values."""
+    numbers = count(1)
     with ExitStack() as stack:
         stack.enter_context(patch.object(Collector, "take_later", lambda *_, **__: None))
-        for name, number in (("item", _get_zero), ("__float__", lambda _: 0.0), ("__int__", lambda _: 0)):
-            stack.enter_context(patch.object(torch.Tensor, name, number))
+        for name, kind in (("item", _get_number_type), ("__float__", lambda _: float), ("__int__", lambda _: int)):
+            stack.enter_context(patch.object(torch.Tensor, name, lambda tensor, kind=kind: kind(tensor)(next(numbers))))
         for metric in filter(is_metric, step.modules()):
             for name in ("update", "forward"):
                 stack.enter_context(patch.object(metric, name, lambda *_, **__: torch.zeros(())))
         yield
 
 
-def _get_zero(tensor: torch.Tensor) -> float | int:
-    return 0.0 if tensor.is_floating_point() else 0
+def _get_number_type(tensor: torch.Tensor) -> type[float | int]:
+    return float if tensor.is_floating_point() else int
 
 
 class _UnknownError(Exception):

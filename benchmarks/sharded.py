@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -34,6 +33,7 @@ from planner.studies.experiment import Study
 from planner.studies.processes import iterate_results
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
 from planner.studies.tables import Column, format_markdown
+from planner.torch_private.fsdp import checkpoint_wrapper
 
 # Of GPT-2, without dropout, so that checkpoints draw no numbers again.
 MODELS = {

@@ -26,6 +26,27 @@ T = TypeVar("T")
 _Mark = float | torch.cuda.Event
 
 
+class _Marks:
+    """Times between the ops of passes. Passes in C++ hold this object, which therefore knows nothing of the executor.
+
+    Attributes:
+        passes: for each pass the ops with the times at which they ended; -1 begins.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.passes: list[list[tuple[int, _Mark]]] = []
+        self._device = device
+
+    def record(self, op: int) -> None:
+        """Record that an op has ended."""
+        if self._device.type == "cuda":
+            mark: _Mark = torch.cuda.Event(enable_timing=True)
+            mark.record(torch.cuda.current_stream(self._device))  # type: ignore[union-attr]  # of the model's device
+        else:
+            mark = time.perf_counter()
+        self.passes[-1].append((op, mark))
+
+
 class OpTimer:
     """A timer of the ops of an executor in its next steps, without synchronizing the device; then the executor is restored.
 
@@ -38,15 +59,15 @@ class OpTimer:
     def __init__(self, executor: Executor, *, steps: int) -> None:
         self.done = False
         self._executor, self._device, self._left = executor, executor.device, steps
-        self._passes: list[list[tuple[int, _Mark]]] = []
+        self._marks = _Marks(executor.device)
         self._most_passes = 4 * steps  # some forward passes have no backward pass
         self._marks_ops, self._host_s = True, 0.0
-        executor.observe(self, self._record_time)
+        executor.observe(self, self._marks.record)
 
     def compute_times_s(self) -> dict[int, float]:
         """Return the typical seconds of each op."""
         found: dict[int, list[float]] = {}
-        for marks in self._passes:
+        for marks in self._marks.passes:
             for (_, before), (op, after) in pairwise(marks):
                 found.setdefault(op, []).append(_compute_seconds(before, after))
         return {op: compute_typical(seconds, self._device) for op, seconds in found.items()}
@@ -93,19 +114,11 @@ class OpTimer:
         return returned
 
     def _begin(self) -> None:
-        if len(self._passes) == self._most_passes:
+        if len(self._marks.passes) == self._most_passes:
             self.stop()
             self.done = True
-        self._passes.append([])
-        self._record_time(-1)
-
-    def _record_time(self, op: int) -> None:
-        if self._device.type == "cuda":
-            mark: _Mark = torch.cuda.Event(enable_timing=True)
-            mark.record(torch.cuda.current_stream(self._device))  # type: ignore[union-attr]  # of the model's device
-        else:
-            mark = time.perf_counter()
-        self._passes[-1].append((op, mark))
+        self._marks.passes.append([])
+        self._marks.record(-1)
 
 
 def _compute_seconds(before: _Mark, after: _Mark) -> float:

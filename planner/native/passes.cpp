@@ -213,10 +213,10 @@ IValue to_value(py::handle object) {
   if (PyBool_Check(given)) {
     return given == Py_True;
   }
-  if (PyFloat_CheckExact(given)) {
+  if (PyFloat_Check(given)) { // NumPy's doubles are floats too
     return PyFloat_AS_DOUBLE(given);
   }
-  if (PyLong_CheckExact(given)) {
+  if (PyLong_Check(given)) {
     int overflow = 0;
     const int64_t number = PyLong_AsLongLongAndOverflow(given, &overflow);
     if (overflow == 0) {

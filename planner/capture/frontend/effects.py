@@ -257,15 +257,23 @@ def _is_itself(value: Any, owner: str, name: str) -> bool:
 
 def _find_changes(effects: list[Effect], run: Callable[[], object], local: Scope, scope: Scope) -> dict[Effect, _Change]:
     """Return in which of two steps on fake tensors each value changes; all values are restored afterwards."""
+    with preserve_values(effects, local, scope):
+        try:
+            seen = [[effect.read(local, scope) for effect in effects]]
+            for _ in range(2):
+                run()
+                seen.append([effect.read(local, scope) for effect in effects])
+            return {effect: _change(*values) for effect, values in zip(effects, zip(*seen, strict=True), strict=True)}
+        except Exception:  # noqa: BLE001  # it cannot run on fake tensors: a number that the step sets is taken as changing
+            return {e: "always" if isinstance(e.read(local, scope), int | float) else "once" for e in effects}
+
+
+@contextmanager
+def preserve_values(effects: list[Effect], local: Scope, scope: Scope) -> Iterator[None]:
+    """Restore the values that a step changes to what they were, at the end; arguments as for ``check_effects``."""
     before = _take_snapshots(effects, local, scope)
     try:
-        seen = [[effect.read(local, scope) for effect in effects]]
-        for _ in range(2):
-            run()
-            seen.append([effect.read(local, scope) for effect in effects])
-        return {effect: _change(*values) for effect, values in zip(effects, zip(*seen, strict=True), strict=True)}
-    except Exception:  # noqa: BLE001  # it cannot run on fake tensors: a number that the step sets is taken as changing
-        return {e: "always" if isinstance(e.read(local, scope), int | float) else "once" for e in effects}
+        yield
     finally:
         for restore in before:
             restore()

@@ -37,6 +37,7 @@ from planner.capture.frontend.effects import (
     CountingError,
     UnsettledError,
     check_effects,
+    preserve_values,
     record_effects,
     warn_of_first_call,
 )
@@ -352,7 +353,8 @@ def _trace(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T
             args, kwargs = split_arguments(batch)
             local, scope = {"self": step, "args": args, "kwargs": kwargs}, output.graph_capture_output.f_globals
             with run_on_fakes(step, batch) as run, skip_metrics(step):
-                later.keep_unread(run, local, scope)
+                with preserve_values(effects, local, scope):
+                    later.keep_unread(run, local, scope)
                 others = [effect for effect in effects if effect.name not in later.lists]
                 counted = check_effects(others, list_guarded_names(output), run, local, scope)
             guards = _build_guards(output, frames, [*generators, *matrices.names], step, batch, later)

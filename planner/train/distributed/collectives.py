@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from planner.torch_private.core import foreach_copy_
 from planner.torch_private.fsdp import count_storage_uses
 
 
@@ -92,7 +93,7 @@ class Gather:
         parts = buffer.view(world, -1)
         own = parts[self.group.rank()].split(sizes)
         filled = [part[: shard.numel()].view(shard.shape) for part, shard in zip(own, shards, strict=True)]
-        torch._foreach_copy_(filled, shards)
+        foreach_copy_(filled, shards)
         for part, shard in zip(own, shards, strict=True):
             if shard.numel() < part.numel():
                 part[shard.numel() :].zero_()
@@ -191,7 +192,7 @@ class Reduction:
                 targets.append(chunks[rank, :rows])
                 sources.append(gradient[rank * packed.rows : rank * packed.rows + rows])
                 chunks[rank, rows:].zero_()
-        torch._foreach_copy_(targets, sources)
+        foreach_copy_(targets, sources)
 
 
 def _divide(buffer: torch.Tensor, divisor: float | None) -> None:

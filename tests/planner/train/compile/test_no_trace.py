@@ -105,8 +105,7 @@ def test_hooks_of_modules_leave_nothing() -> None:
     model[0].register_forward_hook(hook)
 
     def act() -> None:
-        with pytest.raises(TraceError, match="changes at every step"):
-            plan(model)
+        plan(model)
         with preserve_training_state(model, BATCH):
             model(BATCH[0])
             assert counted == len(seen) == 1

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from planner.torch_private.core import foreach_copy_
 from planner.torch_private.fsdp import count_storage_uses
+from planner.train.distributed.failures import wait_for_others
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +220,16 @@ def _reduce_parts(
 
 def run_on_buffer(buffer: torch.Tensor, issue: Callable[[], Sequence[dist.Work | None]]) -> None:
     """Wait for the collectives that `issue` begins on views of `buffer`, until nothing else holds it."""
-    before = count_storage_uses(buffer)
-    _wait(issue())
-    while buffer.device.type == "cpu" and count_storage_uses(buffer) > before:
+    before, on_cpu = count_storage_uses(buffer), buffer.device.type == "cpu"
+    _wait(issue(), on_cpu=on_cpu)
+    while on_cpu and count_storage_uses(buffer) > before:
         time.sleep(0)
 
 
-def _wait(works: Sequence[dist.Work | None]) -> None:
+def _wait(works: Sequence[dist.Work | None], *, on_cpu: bool) -> None:
+    """Wait for collectives, which hold their buffers until this function has let go of them."""
     for work in works:
-        if work is not None:  # this process is part of the group
-            work.wait()
+        if work is not None and on_cpu:  # this process is part of the group
+            wait_for_others(work)
+        elif work is not None:
+            work.wait()  # the stream of the computation waits

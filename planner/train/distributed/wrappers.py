@@ -32,6 +32,7 @@ from planner.runtime.sharding import Unsharded
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.plan import PlanSettings
 from planner.train.distributed.collectives import Gather, Reduction
+from planner.train.distributed.failures import ToldPasses, begin_step, tell_failures
 from planner.train.distributed.gathers import add_units, measure_time, set_state_of_shards
 from planner.train.distributed.ranks import Ranks, SingleProcess
 from planner.train.distributed.units import Sharding, get_process_group, list_units
@@ -197,13 +198,17 @@ class Sharded(Unwrapped):
 
     def wrap(self, executor: Executor) -> Callable[..., Any]:
         """Return `executor` between two sharded states; without gradients FSDP2 evaluates by its own hooks."""
+        executor.observe(ToldPasses())
 
         def step(*args: object, **kwargs: object) -> Any:
-            if torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
+                return executor(*args, **kwargs)
+            begin_step()
+            with tell_failures():
                 self._reshard()  # what an evaluation has gathered
                 for unit in self._units:
                     unit.check_synchronization()
-            return executor(*args, **kwargs)
+                return executor(*args, **kwargs)
 
         return step
 

@@ -1,6 +1,8 @@
 """FSDP2's units in the plan: the bits of FSDP2, and a measured peak that equals the planned one, on each process."""
 
 import copy
+import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import planner
-from graphs.errors import BudgetError, InfeasibleError, TraceError
+from graphs.errors import BudgetError, InfeasibleError, MismatchError, PlannerError, TraceError
 from graphs.options.gather import GATHER, REDUCE
 from graphs.schedule import Compute
 from graphs.simulate import simulate
@@ -362,3 +364,27 @@ def test_hybrid_mesh_on_four_processes(tmp_path: Path) -> None:
     half = partial(check_bits, hybrid=True, policy={"mp_policy": HALF})
     sixteen = partial(check_bits, hybrid=True, policy={"mp_policy": SIXTEEN})
     on_processes(4, (hybrid, half, sixteen, check_refusals_of_meshes), tmp_path)
+
+
+def leave_alone(rank: int, *, ends: bool) -> None:
+    """Rank 1 refuses its batch and stays, or ends: rank 0 does not wait for it."""
+    model, batch = shard(Net()), make_batch(rank)
+    step = planner.compile(model, compute_loss, batch, budget="100%", **SETTINGS)
+    step(*batch).backward()
+    model.zero_grad()
+    begun = time.monotonic()
+    if rank and not ends:
+        with pytest.raises(MismatchError, match="input 0 of the batch is"):
+            step(batch[0].int(), batch[1])
+        time.sleep(8)
+    elif not rank:
+        said = "a process that trains with this one has ended" if ends else "^rank 1: MismatchError: input 0 of the batch is"
+        with pytest.raises(PlannerError, match=said):
+            step(*batch)
+        assert time.monotonic() - begun < 7
+    os._exit(0)  # the group is of no more use
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_process_that_fails_or_ends_is_not_waited_for(ends: bool, tmp_path: Path) -> None:
+    on_processes(2, (partial(leave_alone, ends=ends),), tmp_path)

@@ -167,6 +167,7 @@ def measure(name: str, known: Sequence[HostRow], *, repeats: int) -> Iterator[Ho
     eager = TrainingStep(workload.model, workload.loss_fn)
     steps: dict[str, Step] = {"eager": eager}
     for way, make in _list_other_ways(workload, eager).items():
+        workload.model.zero_grad()
         try:
             step = make()
             get_loss(call(step, workload.batch)).backward()

@@ -42,8 +42,8 @@ class Kind(IntEnum):
     STATE = 3
 
 
-_DRAWS: dict[object, int] = {draw_once: 0, draw_first: 1, draw_again: 2}  # as ``passes.cpp`` numbers them
-_DRAWN_FROM: dict[object, int] = {draw_once: 0, draw_first: 3, draw_again: 3}  # arguments before the op
+# How an op draws, as ``passes.cpp`` numbers it, and the number of arguments before the op.
+_DRAWS: dict[object, tuple[int, int]] = {draw_once: (0, 0), draw_first: (1, 3), draw_again: (2, 3)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ def _find_operator_call(node: fx.Node) -> _OperatorCall | None:
     args: tuple[Any, ...] = node.args
     draw, drawn_from = None, tuple[Any, ...]()
     if op in _DRAWS:
-        draw, count = _DRAWS[op], _DRAWN_FROM[op]
+        draw, count = _DRAWS[op]
         drawn_from, op, args = args[:count], args[count], args[count + 1 :]
     if not (isinstance(op, OpOverload) and op.namespace == "aten"):
         return None

@@ -51,7 +51,7 @@ class GraphSummary:
 
     @property
     def host_bound(self) -> str:
-        """What the host adds to a step without recomputation, in words; "" if that is next to nothing, or not known."""
+        """The time that the host adds to a step without recomputation, in words; "" if it is next to nothing, or not known."""
         return _describe_host_bound(self.time_s, self.step_s)
 
 
@@ -164,7 +164,7 @@ class PlanRecord:
 
     @property
     def host_bound(self) -> str:
-        """What the host adds to the predicted time, in words; "" if that is next to nothing, or not known."""
+        """The time that the host adds to the predicted one, in words; "" if it is next to nothing, or not known."""
         return _describe_host_bound(self.time_s, self.step_s)
 
     @property

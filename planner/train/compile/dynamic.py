@@ -28,7 +28,6 @@ class DynamicStep(PlannedStep):
     def __init__(self, first: PlannedStep, batch: Batch, sizes: SizePlans) -> None:
         """Run `first` for batches like `batch`, and a step of `sizes` for others."""
         super().__init__(first.plan, first._run, first.measured)
-        self._last = first
         self._shown = first
         self._sizes = sizes
         sizes.add(batch, first)
@@ -48,14 +47,14 @@ class DynamicStep(PlannedStep):
         """
         if not torch.is_grad_enabled():  # evaluated without a plan
             return super().__call__(*args, **kwargs)
-        self._last = self._sizes.step(kwargs or args)
-        returned = self._last(*args, **kwargs)
-        self._show(self._last)
+        self._shown = self._sizes.step(kwargs or args)
+        returned = self._shown(*args, **kwargs)
+        self._show(self._shown)
         return returned
 
     @shorten_traceback
     def wait(self, seconds: float | None = None) -> Plan:
         """Wait for a better plan for the size of the last batch; see ``PlannedStep.wait``."""
-        self._last.wait(seconds)
-        self._show(self._last)
+        self._shown.wait(seconds)
+        self._show(self._shown)
         return self.plan

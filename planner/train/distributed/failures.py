@@ -40,12 +40,11 @@ def tell_failures() -> Iterator[None]:
 
 
 class ToldPasses:
-    """A stage of a step that tells the other processes if a pass fails."""
+    """A stage of a step that tells the other processes if its backward pass fails."""
 
     def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
-        """Run the forward pass."""
-        with tell_failures():
-            return run(static)
+        """Run the forward pass, which is inside of the step's call, whose failures are told."""
+        return run(static)
 
     def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
         """Run the backward pass."""

@@ -138,7 +138,7 @@ def test_plans_for_several_sizes_share_a_slab(how: dict[str, bool]) -> None:
         plan = step.plan
         assert plan.outside_arena_bytes is not None
         assert taken_bytes(step, workload, batch) <= plan.outside_arena_bytes + TANGENT_BYTES
-        last = step._last if isinstance(step, DynamicStep) else step._kept[0]  # type: ignore[attr-defined]
+        last = step._shown if isinstance(step, DynamicStep) else step._kept[0]  # type: ignore[attr-defined]
         slabs.append(weakref.ref(slab_of(last)))
         assert plan.measured_peak_bytes is not None
         assert plan.measured_peak_bytes <= plan.budget_bytes

@@ -53,7 +53,6 @@ from planner.train.compile.compare_eager import compare_with_eager, warn_of_diff
 from planner.train.compile.graph_room import GraphBudget, make_room_for_pool
 from planner.train.compile.improvement import Consultation, Improvement, PlanMaker, describe_over_budget, set_arena
 from planner.train.compile.step import Follow, PlannedStep
-from planner.train.distributed.ranks import SingleProcess
 from planner.train.distributed.wrappers import Unwrapped
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class Compiler:
         """
         if self.settings.arena is not None or not isinstance(self.slab, SharedSlab):
             return self
-        may_have_one = type(self.wrapper.ranks) is SingleProcess and not isinstance(budget, Overhead)
+        may_have_one = self.wrapper.ranks.is_alone and not isinstance(budget, Overhead)
         chosen = may_have_one and is_memory_tight(graph, torch.device("cpu"))
         return replace(self, settings=replace(self.settings, arena=chosen), chose_arena=chosen)
 
@@ -258,7 +257,7 @@ class Compiler:
 
     def _must_rehearse(self, graph: Graph) -> bool:
         """Return True if planning runs a step to measure its peak."""
-        if not self._swaps or type(self.wrapper.ranks) is not SingleProcess:
+        if not self._swaps or not self.wrapper.ranks.is_alone:
             return True  # a plan over the budget would stay
         if self.settings.arena and not self.chose_arena and isinstance(self.slab, SharedSlab):
             return True  # its first step is recorded
@@ -313,7 +312,7 @@ class Compiler:
         Args:
             measured: True if `captured` is profiled.
         """
-        if type(self.wrapper.ranks) is not SingleProcess:
+        if not self.wrapper.ranks.is_alone:
             return None
 
         def replan_with_copies(batch: Batch, changed: Set[int]) -> PlannedStep:
@@ -416,7 +415,7 @@ class Compiler:
     def _compare(self, captured: Capture, batch: Batch, plan: Plan, executor: Executor) -> Plan:
         """Return `plan` with its comparison with eager PyTorch, if requested; return freed memory to the system."""
         eager = None
-        if self.compare_eager and type(self.wrapper.together) is SingleProcess:
+        if self.compare_eager and self.wrapper.together.is_alone:
             step = TrainingStep(self.wrapper.module, self.loss_fn)
             with self.stages.run_stage(Stage.COMPARE):
                 eager = compare_with_eager(

@@ -358,8 +358,7 @@ class Consultation:
 
     def __init__(self, ranks: SingleProcess, improvement: Improvement, wrapped: Callable[[Executor], Callable[..., Any]]) -> None:
         self.improvement, self.wrapped = improvement, wrapped
-        self._ranks, self._alone = ranks, type(ranks) is SingleProcess
-        self._steps = 0
+        self._ranks, self._steps = ranks, 0
 
     @property
     def plan(self) -> Plan:
@@ -370,7 +369,7 @@ class Consultation:
         """Record that a step begins; return the plan to run it by if the plan changes."""
         self._steps += 1
         steps = self._steps
-        if not self._alone and (steps < _FIRST_SHARED or steps & (steps - 1)):
+        if not self._ranks.is_alone and (steps < _FIRST_SHARED or steps & (steps - 1)):
             return None
         return self._consult(lambda: self.improvement.find(steps))
 
@@ -383,7 +382,7 @@ class Consultation:
         if over and max(over) > 0:
             return self.improvement.take_back(max(over))
         found, in_use = self._ranks.share(lambda: (find(), self.improvement.plan))
-        if not self._alone:  # measured costs are shared by all processes; the peak is per process
+        if not self._ranks.is_alone:  # measured costs are shared by all processes; the peak is per process
             measured = self.improvement.plan.measured_peak_bytes
             self.improvement.plan = replace(in_use, measured_peak_bytes=measured)
         return None if found is None else self.improvement.adopt(found)

@@ -29,7 +29,6 @@ from planner.train.compile.dynamic import DynamicStep
 from planner.train.compile.replan import ReplannedStep
 from planner.train.compile.sizes import SizePlans
 from planner.train.compile.step import PlannedStep
-from planner.train.distributed.ranks import SingleProcess
 from planner.train.distributed.wrappers import Unwrapped
 
 
@@ -59,7 +58,7 @@ class Planning:
     @property
     def _features(self) -> set[str]:
         """The features in these settings, and in how the model is trained, that may exclude others."""
-        shared = type(self.wrapper.ranks) is not SingleProcess
+        shared = not self.wrapper.ranks.is_alone
         around = {
             Feature.SEVERAL_PROCESSES: shared,
             Feature.ON_CPU: any(parameter.device.type != "cuda" for parameter in self.wrapper.module.parameters()),
@@ -173,7 +172,7 @@ def _plan(compiler: Compiler, batch: Batch, budget: Budget) -> PlannedStep:
                 step.keep_with(lambda plan: plans.store(plan, path))
             return step
 
-        if type(wrapper.together) is not SingleProcess:
+        if not wrapper.together.is_alone:
             return find_or_make()
         return wrapper.ranks.run_first(
             find_or_make,

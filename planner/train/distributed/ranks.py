@@ -21,10 +21,11 @@ class SingleProcess:
     """A training run of one process.
 
     Attributes:
+        is_alone: True if there is no other process.
         is_first: True on the process that makes the plan for all, and reports for all.
     """
 
-    is_first = True
+    is_alone = is_first = True
 
     def run_each(self, make: Callable[[], T]) -> T:
         """Return the result of `make`."""
@@ -49,6 +50,8 @@ class SingleProcess:
 
 class Ranks(SingleProcess):
     """The processes of a group. All call the same methods, in the same order."""
+
+    is_alone = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

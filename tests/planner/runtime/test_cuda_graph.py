@@ -194,7 +194,7 @@ def test_an_op_that_cannot_be_captured_is_named(model: Callable[[], nn.Module], 
 
 def test_unrecordable_steps_raise() -> None:
     class Several(SingleProcess):
-        pass
+        is_alone = False
 
     workload = dropout_and_norm()
     with pytest.raises(

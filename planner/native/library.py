@@ -35,6 +35,7 @@ _COMPILER = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else
 # No vectors of the present machine: others may share the folder. Warnings are errors in the tests: another compiler has others.
 _FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared", "-Wall", "-Wextra")
 _LINKED = ("c10", "torch_cpu", "torch", "torch_python")
+_SHOWN_ERRORS = 3  # the others mostly follow from the first
 _FIRST_TO_DIE = 1000  # of oom_score_adj
 _NICENESS = 10
 
@@ -100,8 +101,7 @@ class _Loader:
         try:
             subprocess.run(command, env=environment, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         except (OSError, subprocess.CalledProcessError) as error:
-            printed = (getattr(error, "stderr", None) or str(error)).strip()
-            self._fail(printed.splitlines()[-1] if printed else str(error))
+            self._fail(_find_errors(getattr(error, "stderr", None) or str(error)))
         else:
             self._load(path)
 
@@ -181,6 +181,12 @@ def compile_library(path: Path, *flags: str) -> None:
         linked = (*(f"-L{folder}" for folder in library_paths()), "-Wl,--no-as-needed", *(f"-l{name}" for name in _LINKED))
         subprocess.run([_COMPILER, *_FLAGS, *flags, *headers, *map(str, _SOURCES), "-o", str(own), *linked], check=True)
         own.replace(path)
+
+
+def _find_errors(printed: str) -> str:
+    """Return the first errors of the compiler in what it printed; the last line if there are none."""
+    lines = printed.strip().splitlines()
+    return "\n".join([line for line in lines if " error: " in line][:_SHOWN_ERRORS] or lines[-1:])
 
 
 def _declare(function: Any, returned: Any, *given: Any) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from graphs.errors import PlannerError
 from planner.native import library
 from planner.native.library import compile_library, describe_library, library_path
 from tests.support.native import NEEDS_LIBRARY
@@ -49,6 +50,26 @@ def test_sanitizers_and_the_compiler_have_nothing_to_say(tmp_path: Path, monkeyp
         check=False,
     )
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]
+
+
+def test_the_first_errors_of_the_compiler_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "g++"
+    printed = (
+        "passes.cpp: In function 'run':",
+        "passes.cpp:7:3: error: 'stack' was not declared",
+        "    7 |   stack.clear();",
+        *(f"passes.cpp:{line}:1: error: follows" for line in (8, 9, 10)),
+        "compilation terminated.",
+    )
+    compiler.write_text("#!/bin/sh\ncat >&2 <<'END'\n" + "\n".join(printed) + "\nEND\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(library, "_LOADER", library._Loader())
+    with pytest.raises(PlannerError) as failed:
+        library.wait_for_library()
+    assert [printed.index(line) for line in library._LOADER.problem.splitlines()] == [1, 3, 4]
+    assert str(failed.value).startswith("the C++ library cannot be compiled: passes.cpp:7:3: error: 'stack' was not declared\n")
 
 
 def test_without_a_compiler_the_state_says_what_that_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from graphs.units import format_bytes, format_ratio, format_seconds
 from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import EagerComparison, describe_slower
 from planner.settings.counted_memory import CountedMemory
+from solvers.arena.solve import ARENA_SIZES
 from solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, compute_gap, decide_status
 
 # Why a solve ended with a gap above the tolerance, and what would help.
@@ -18,6 +19,7 @@ _ENDINGS = {
     Ending.EXHAUSTED: "nothing was left to try: more time is of no use, but a larger budget, another order or an option may be",
     Ending.MEMORY: "its programs reached the limit on memory (most_bytes in BoundParams): a higher one may lower the gap",
 }
+NO_ARENA = "no_arena"  # in the settings of plans: why a step runs in no arena although memory is tight
 _HOST_SHARE = 0.01  # of the kernels' time: what the host may add to a step that is not called host-bound
 # By ``Graph.provenance``: where the times of ops come from.
 _COSTS = {"measured": "for the costs measured alone", "modelled": "for modelled costs"}
@@ -131,7 +133,7 @@ class PlanRecord:
             "" if self.eager is None else str(self.eager),
             f"allowed to differ by {'; '.join(self.differs)}" if self.differs else "",
             f"host-bound: {self.host_bound}" if self.host_bound else "",
-            self.arena,
+            self.arena or self.no_arena,
             self.lossy,
             self._format_kernels(),
         )
@@ -173,6 +175,16 @@ class PlanRecord:
         if self.arena_bytes is None or self.outside_arena_bytes is None:
             return ""
         return f"arena: {format_bytes(self.arena_bytes)}, {format_bytes(self.outside_arena_bytes)} outside"
+
+    @property
+    def no_arena(self) -> str:
+        """Why the step runs in no arena although memory is tight, in words; "" if it runs in one, or memory is not tight."""
+        if self.arena:
+            return ""
+        if ARENA_SIZES[0] in self.settings:
+            return "no arena yet: no step has run in it, or its C++ library is not compiled"
+        why = self.settings.get(NO_ARENA)
+        return f"no arena: {why}" if why else ""
 
     def _step_time(self) -> str:
         """Return the predicted overhead over keeping everything as text, with the measured one over eager PyTorch if known."""

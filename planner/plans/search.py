@@ -13,6 +13,8 @@ from planner.settings.plan import PlanSettings
 from solvers.request import Start
 from solvers.result import SolveProgress
 
+_PATIENCE_S = 10.0  # for a plan in an arena that nobody has asked for
+
 
 @dataclass(frozen=True, slots=True)
 class StepSearch:
@@ -20,16 +22,21 @@ class StepSearch:
 
     Attributes:
         settings: of each solve, with the quality of the first plan, and rules for its replacement.
-        patience_s: seconds after which the search for a first plan ends although none was found; None for no limit.
+        chose_arena: True if the step runs in an arena that nobody has asked for: the search for a first plan then ends soon,
+            also if none was found.
     """
 
     settings: PlanSettings
-    patience_s: float | None = None
+    chose_arena: bool = False
 
     @property
     def any_rounding(self) -> bool:
         """True if a plan may be replaced by one that rounds differently."""
         return self.settings.swap == "any"
+
+    def leave_arena(self, why: str) -> "StepSearch":
+        """Return the search for plans in no arena, which name the reason."""
+        return StepSearch(self.settings.leave_arena(why))
 
     def find_first_plan(self, graph: Graph, budget: Budget, stage: StageReport | None = None) -> Plan:
         """Return the first plan that is good enough; the solve is reported to `stage`, if there is one.
@@ -52,7 +59,7 @@ class StepSearch:
         def is_good_enough() -> bool:
             wait, seconds = self.settings.wait, time.monotonic() - began
             if latest.best_s is None:
-                return self.patience_s is not None and seconds >= self.patience_s
+                return self.chose_arena and seconds >= _PATIENCE_S
             close = wait.gap is not None and latest.gap is not None and latest.gap <= wait.gap
             return close or (wait.seconds is not None and seconds >= wait.seconds)
 

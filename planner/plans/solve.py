@@ -33,7 +33,7 @@ from planner.memory.reserved import (
 )
 from planner.memory.reserved_budget import combine_stops, solve_counted
 from planner.plans.plan import Plan
-from planner.plans.record import GraphSummary
+from planner.plans.record import NO_ARENA, GraphSummary
 from planner.plans.select_attributes import select_attributes
 from planner.plans.summary import get_other_peaks, get_step_time, summarize
 from planner.progress import OnProgress, Stage, Stages, list_views
@@ -288,6 +288,7 @@ class _Plans:
         judged = simulate(graph, schedule)  # it was mapped back from other problems
         result = result.map_to(**select_attributes(judged, "peak_bytes", "time_s"))
         arena_bytes, outside_bytes = map(result.settings.get, ARENA_SIZES)
+        noted = {NO_ARENA: self.settings.no_arena} if self.settings.no_arena else {}
         limit = {name: clock.limit for name in ("time_limit_s", "work_limit") if name in result.settings}
         plan = Plan(
             graph=self.summary,
@@ -296,7 +297,7 @@ class _Plans:
             memory=self.memory,
             **select_attributes(result, "peak_bytes", "time_s", "bound_s", "solver", "versions", "ended"),
             seconds=clock.seconds,
-            settings={**result.settings, **limit, **self.settings.options.record(graph)},
+            settings={**result.settings, **limit, **noted, **self.settings.options.record(graph)},
             pool_peaks_bytes=get_other_peaks(graph, judged),
             step_s=get_step_time(graph, judged),
             differs=describe_differences(graph, schedule.computed),

@@ -114,6 +114,7 @@ class PlanSettings:
         arena: True if the buffers of the step must fit an arena, False if they lie where PyTorch's allocator puts them, None
             if a schedule may have an arena where it would otherwise reserve more than its budget, and a step that is compiled
             on a CPU where memory is tight.
+        no_arena: why `arena` is False although memory is tight, in words; "" if there is nothing to say.
 
     Raises:
         UsageError: a setting has an invalid value, or two exclude each other.
@@ -137,6 +138,7 @@ class PlanSettings:
     params: object = None
     memory: CountedMemory | None = None
     arena: bool | None = None
+    no_arena: str = ""
     kernels: str = "eager"
     cuda_graph: bool = False
     dynamic: bool = False
@@ -245,6 +247,10 @@ class PlanSettings:
         said = asdict(params) if is_dataclass(params) and not isinstance(params, type) else repr(params)
         return known | {"tolerance": self.tolerance.steps, "options": self.options.key, "params": said}
 
+    def leave_arena(self, why: str) -> "PlanSettings":
+        """Return these settings for a step in no arena, for a reason that its plan names."""
+        return replace(self, arena=False, no_arena=why)
+
     def start_clock(self) -> Clock:
         """Return a clock that starts now, for the work limit if there is one, else for the time limit."""
         what, limit, unit = "time", self.time_limit_s, "seconds"
@@ -256,7 +262,7 @@ class PlanSettings:
 
 # The graph, its static memory and its costs have the first ones; the others change how a step runs, and when plans are replaced.
 NOT_IN_PLANS = {"optimizer", "accumulate", "passes", "measure_link", "name", "numbers"} | {
-    *("dynamic", "replan", "max_plans", "compare_eager", "check_writes", "cache", "wait", "swap")
+    *("no_arena", "dynamic", "replan", "max_plans", "compare_eager", "check_writes", "cache", "wait", "swap")
 }
 _KEYWORDS = {one.name for one in fields(PlanSettings)} - {"numbers"} | {*_ABOUT_OPTIONS}
 

@@ -69,6 +69,7 @@ def plan_text(plan: Plan) -> str:
         *(() if plan.reserved is None else plan.reserved.list_lines()),
         *(() if plan.measured_peak_bytes is None else [("measured peak", format_bytes(plan.measured_peak_bytes))]),
         *([("arena", plan.arena.removeprefix("arena: "))] if plan.arena else []),
+        *([("no arena", plan.no_arena.removeprefix("no arena: "))] if plan.no_arena else []),
         ("predicted step time", f"{time_s}, {ratio} times that of keeping everything"),
         *([("host-bound", plan.host_bound)] if plan.host_bound else []),
         *_describe_eager_ops(plan),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphs.errors import BudgetError, InfeasibleError, LimitError, PlannerError, TraceError
+from graphs.errors import BudgetError, InfeasibleError, LimitError, PlannerError, TraceError, first_line
 from graphs.ir import Graph
 from graphs.pools import HOST
 from graphs.short_tracebacks import warn_caller
@@ -32,6 +32,7 @@ from planner.memory.reserved import choose_memory
 from planner.plans.keep_everything import explain_not_fitting, is_memory_tight
 from planner.plans.line import plan_line
 from planner.plans.plan import Plan
+from planner.plans.record import NO_ARENA
 from planner.plans.search import StepSearch
 from planner.plans.summary import check_same_graph, summarize
 from planner.progress import Stage, Stages
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
 _CORRECTIONS = 2
 # Typical seconds of stages, for the estimate of the time left: numbers of steps, and of turns with eager PyTorch.
 _CHECK_STEPS, _COMPARE_STEPS, _COMPARE_S = 1.5, 6.0, 0.5
-_PATIENCE_S = 10.0  # for a plan in an arena that nobody has asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +102,16 @@ class Compiler:
     def choose_arena(self, graph: Graph, budget: Budget) -> "Compiler":
         """Return the compiler of the step of `graph`: in an arena on the CPU if memory is tight, unless `arena` was given.
 
+        Processes that train a model together choose the same: one whose memory is tight decides for all.
+
         Plans for an arena fit without one too: steps run in none until the library is compiled that has the allocator.
         """
         if self.settings.arena is not None or not isinstance(self.slab, SharedSlab):
             return self
-        may_have_one = self.wrapper.ranks.is_alone and not isinstance(budget, Overhead)
-        chosen = may_have_one and is_memory_tight(graph, torch.device("cpu"))
-        return replace(self, settings=replace(self.settings, arena=chosen), chose_arena=chosen)
-
-    @property
-    def no_arena(self) -> "Compiler | None":
-        """The compiler of the same steps without an arena; None unless one was chosen."""
-        return replace(self, settings=replace(self.settings, arena=False), chose_arena=False) if self.chose_arena else None
+        tight = any(self.wrapper.ranks.gather(is_memory_tight(graph, torch.device("cpu"))))
+        if tight and isinstance(budget, Overhead):
+            return replace(self, settings=self.settings.leave_arena("max_overhead= plans no addresses, budget= does"))
+        return replace(self, settings=replace(self.settings, arena=tight), chose_arena=tight)
 
     def plan_at_once(self) -> "Compiler":
         """Return a compiler of steps that run soon: if a better plan may replace it, by the first that fits, timed once."""
@@ -177,10 +175,11 @@ class Compiler:
         """
         try:
             return self._solve(captured, batch, budget)
-        except (BudgetError, LimitError):
-            if (no_arena := self.no_arena) is None:
+        except (BudgetError, LimitError) as error:
+            if not self.chose_arena:
                 raise
-            return no_arena.solve(captured, batch, budget)
+            left = replace(self, settings=self.settings.leave_arena(first_line(error)), chose_arena=False)
+            return left.solve(captured, batch, budget)
 
     def _solve(self, captured: Capture, batch: Batch, budget: Budget) -> PlannedStep:
         rehearses = self._must_rehearse(captured.graph)
@@ -253,7 +252,7 @@ class Compiler:
             return self.wrapper.together.share(lambda: self._build_search(settings).find_first_plan(graph, budget, stage))
 
     def _build_search(self, settings: PlanSettings) -> StepSearch:
-        return StepSearch(settings, _PATIENCE_S if self.chose_arena else None)
+        return StepSearch(settings, chose_arena=self.chose_arena)
 
     def _must_rehearse(self, graph: Graph) -> bool:
         """Return True if planning runs a step to measure its peak."""
@@ -279,15 +278,10 @@ class Compiler:
             plan,
             executor,
             solved_bytes=solved_bytes,
-            maker=self._build_maker(),
+            maker=PlanMaker(self._build_search(self.settings), self._make_executor),
             finds=finds,
         )
         return Consultation(self.wrapper.ranks, improvement, self.wrapper.wrap)
-
-    def _build_maker(self) -> PlanMaker:
-        no_arena = self.no_arena
-        others = None if no_arena is None else no_arena._build_maker()
-        return PlanMaker(self._build_search(self.settings), self._make_executor, others)
 
     def _build_refresher(self, captured: Capture, budget: Budget) -> Callable[[Batch], PlannedStep] | None:
         """Return the function that measures resource uses on a batch again and replans; None if no resource is limited."""
@@ -452,8 +446,8 @@ class Compiler:
         executor = Executor(
             offered, plan.schedule, self.wrapper.module, self.loss_fn, self.channels, sharding=self.wrapper.sharding
         )
-        asked = self.settings.arena or plan.arena_bytes is not None
-        if install_if_compiled() if self.chose_arena else asked:
+        asked = plan.arena_bytes is not None or (self.settings.arena and NO_ARENA not in plan.settings)
+        if asked and (not self.chose_arena or install_if_compiled()):
             executor.use_arena(self.slab)
         elif isinstance(self.slab, SharedPool) and self.slab.pool is not None:  # of an earlier plan
             self.slab.drop()

@@ -69,12 +69,10 @@ class PlanMaker:
     Attributes:
         search: the solves.
         make_executor: returns the executor of a plan.
-        no_arena: those without an arena, for a step that runs in one by itself; else None.
     """
 
     search: StepSearch
     make_executor: Callable[[Capture, Plan], Executor]
-    no_arena: "PlanMaker | None" = None
 
 
 class Improvement:
@@ -193,12 +191,13 @@ class Improvement:
         try:
             found = self._maker.search.find_first_plan(self._captured.graph, Bytes(self._solved_bytes))
         except (BudgetError, LimitError) as error:
-            if self._maker.no_arena is not None:
-                self._maker, self._solved_bytes = self._maker.no_arena, self.plan.budget_bytes
+            over = describe_over_budget(self.plan, needed_bytes, self.plan.budget_bytes)
+            if self._maker.search.chose_arena:
+                self._maker = replace(self._maker, search=self._maker.search.leave_arena(f"in one {over}"))
+                self._solved_bytes = self.plan.budget_bytes
                 return self._replace_first_plan(needed_bytes)
             if isinstance(error, LimitError):
                 raise
-            over = describe_over_budget(self.plan, needed_bytes, self.plan.budget_bytes)
             raise InfeasibleError(f"{over}; no plan is found that needs that much less: raise the budget") from error
         swap = replace(self.adopt(found), reason="the peak of the first one was over the budget")
         self._before = None

@@ -14,14 +14,14 @@ import planner
 from graphs.errors import InfeasibleError, LimitError
 from graphs.ir import Graph
 from planner.measure.observation import PeakWatch
-from planner.plans import keep_everything
+from planner.plans import keep_everything, search
 from planner.plans.background import Ended
 from planner.plans.plan import Plan
 from planner.plans.search import StepSearch
 from planner.progress.stages import StageReport
 from planner.runtime import arena_allocator
 from planner.settings.budget import Budget
-from planner.train.compile import compiler, improvement
+from planner.train.compile import improvement
 from tests.support.budgets import between
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
@@ -102,9 +102,12 @@ def test_steps_run_in_an_arena_where_memory_is_tight(share: float, free: Callabl
 def test_steps_run_in_no_arena_where_there_is_room_or_it_is_not_wanted(free: Callable[[float], None]) -> None:
     model, batch = model_and_batch()
     free(AMPLE)
-    assert not planned(model, batch).plan.arena
+    ample = planned(model, batch).plan
+    assert not ample.arena
     free(NONE_FITS)
-    assert not planned(model, batch, arena=False).plan.arena
+    unwanted = planned(model, batch, arena=False).plan
+    assert not unwanted.arena
+    assert ample.no_arena == unwanted.no_arena == ""
 
 
 def test_max_overhead_is_planned_without_an_arena(free: Callable[[float], None]) -> None:
@@ -112,6 +115,7 @@ def test_max_overhead_is_planned_without_an_arena(free: Callable[[float], None])
     model, batch = model_and_batch()
     step = planner.compile(model, F.mse_loss, batch, max_overhead=0.2, passes=1, wait=0.5, on_progress=False)
     assert not step.plan.arena
+    assert "no arena: max_overhead= plans no addresses" in str(step.plan)
 
 
 def test_without_its_library_steps_run_in_no_arena(free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +126,7 @@ def test_without_its_library_steps_run_in_no_arena(free: Callable[[float], None]
     assert not step.plan.arena
     assert_trains_as_eager(model, batch, step, steps=2)
     assert not step.plan.arena
+    assert "its C++ library is not compiled" in str(step.plan)
     assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes
 
 
@@ -146,6 +151,7 @@ def test_if_no_plan_in_an_arena_is_found_steps_run_in_none(
     model, batch = model_and_batch()
     step = planned(model, batch)
     assert not step.plan.arena
+    assert "no arena: no schedule was found" in str(step.plan)
     assert_trains_as_eager(model, batch, step, steps=1)
 
 
@@ -166,6 +172,7 @@ def test_if_the_arena_exceeds_the_budget_and_no_other_is_found_steps_run_in_none
     assert_trains_as_eager(model, batch, step)
     plan = step.plan
     assert not plan.arena
+    assert "no arena: in one the measured peak is" in str(plan)
     assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= budget_bytes
 
 
@@ -173,7 +180,7 @@ def test_patience_ends_where_no_schedule_has_addresses(free: Callable[[float], N
     from solvers.arena.solve import _Joint
 
     free(NONE_FITS)
-    monkeypatch.setattr(compiler, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(search, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(_Joint, "_take", lambda *_, **__: False)
     model, batch = model_and_batch()
     assert not planned(model, batch).plan.arena

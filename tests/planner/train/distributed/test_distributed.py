@@ -20,10 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import planner
-from graphs.errors import InfeasibleError, MismatchError, PlannerError, TraceError
+from graphs.errors import InfeasibleError, LimitError, MismatchError, PlannerError, TraceError
 from planner.measure.steps import measure_memory
 from planner.plans.plan import Plan
+from planner.plans.search import StepSearch
 from planner.progress import Progress
+from planner.runtime import arena_allocator
 from planner.runtime.arena_allocator import Slab
 from planner.settings.option_settings import apply_recorded_options
 from planner.train.compile import compiler
@@ -295,6 +297,34 @@ def check_arena(rank: int, wrap: Callable[[nn.Module], nn.Module], sync: Callabl
     assert_trains_as(eager, planned, step, batch, sync=sync)
 
 
+def check_tight_memory(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Memory is tight for one process: both run in arenas, or in none if the plan of the first has none."""
+    batch = batch_of(rank)
+    arena_allocator.install()  # compiled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "is_memory_tight", lambda *_: rank == 1)
+        eager, planned = pair(wrap)
+        step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, passes=1, tolerance=0.05)
+        assert_trains_as(eager, planned, step, batch)
+        assert step.plan.arena
+        assert step.plan.measured_peak_bytes <= step.plan.budget_bytes
+        assert_one_plan(step)
+
+        find = StepSearch.find_first_plan
+
+        def refuse(search: StepSearch, *args: Any) -> Plan:
+            if search.settings.arena:
+                raise LimitError("no schedule was found")
+            return find(search, *args)
+
+        patch.setattr(StepSearch, "find_first_plan", refuse)
+        eager, planned = pair(wrap)
+        step = planner.compile(planned, F.cross_entropy, batch, budget=HALF_WAY, passes=1, tolerance=0.05)
+        assert_trains_as(eager, planned, step, batch)
+        assert step.plan.no_arena == "no arena: no schedule was found"
+        assert step._executor.arena is None
+
+
 def check_offload(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
     eager, planned = pair(wrap)
     batch = batch_of(rank)
@@ -325,7 +355,8 @@ def test_two_processes_train_in_arenas(tmp_path: Path) -> None:
     with_ddp = partial(check_arena, wrap=DistributedDataParallel, sync=ddp_sync)
     with_fsdp2 = partial(check_arena, wrap=sharded, sync=reduce_each)
     with_backend = (partial(check_backend, wrap=wrap, arena=True) for wrap in (DistributedDataParallel, sharded))
-    on_two((with_ddp, partial(check_swaps, arena=True), with_fsdp2, *with_backend), tmp_path)
+    tight = (partial(check_tight_memory, wrap=wrap) for wrap in (DistributedDataParallel, sharded))
+    on_two((with_ddp, partial(check_swaps, arena=True), with_fsdp2, *with_backend, *tight), tmp_path)
 
 
 def test_plain_models_are_not_wrapped_and_data_parallel_raises() -> None:

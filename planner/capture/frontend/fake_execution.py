@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +22,9 @@ def run_on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
     step stores elsewhere are restored by planner.capture.frontend.effects.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    called = False
+    references = sys.getrefcount(mode)
 
     def run() -> Any:
-        nonlocal called
-        called = True
         with mode, torch.random.fork_rng(devices=[]):
             tensors = {name: make_fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
             args, kwargs = pytree.tree_map(make_fake, split_arguments(batch))
@@ -34,10 +33,15 @@ def run_on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
     def make_fake(value: Any) -> Any:
         return mode.from_tensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else value
 
+    def is_referenced() -> bool:
+        return sys.getrefcount(mode) > references  # each fake tensor adds one
+
     try:
         yield run
     finally:
-        if called:
+        if is_referenced():
+            gc.collect(1)  # cycles of the execution hold some
+        if is_referenced():  # the search takes longer than the execution of a small step
             for found in _list_objects():
                 if type(found) is functools._lru_cache_wrapper and _is_holding(gc.get_referents(found), mode):
                     found.cache_clear()

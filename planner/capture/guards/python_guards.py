@@ -35,6 +35,7 @@ from planner.torch_private.capture import (
     GuardsSet,
     enter_dynamo_phase,
     get_source_name,
+    skip_guard_timing,
 )
 from planner.torch_private.core import (
     disable_current_modes,
@@ -243,7 +244,7 @@ def build_guards(
     relevant = (guard for guard in graph.guards if _is_relevant(guard) and not _is_part_of(guard.name, appended))
     graph._guards = GuardsSet(type(graph.guards.inner)(relevant))
     # The capture's dispatcher, which is active here, is not when a step is called: guards on tensors compare dispatch keys.
-    with enter_dynamo_phase("build_guards"), no_python_dispatcher():
+    with enter_dynamo_phase("build_guards"), no_python_dispatcher(), skip_guard_timing():
         manager = captured.build_guards(code)
     local, scope = {"self": step, "args": args, "kwargs": kwargs}, captured.f_globals
     sources = [get_source_name(source) for source in graph.export_metadata.graph_input_idx_to_local_source.values() if source]

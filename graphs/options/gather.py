@@ -4,6 +4,9 @@ A process holds a shard of each parameter. The gather of a unit reads the shards
 ordinary tensors: a schedule may free them and gather them again. The reduction of a unit reads whole gradients and produces this
 process's shards of their average. It runs exactly once. All processes run the same schedule, so their collectives are issued in
 one order.
+
+Where whole gradients of several batches are summed before they are reduced, the sums are static tensors. Each gradient is added
+to its sum as soon as it is there, and the reduction, if this batch has one, reads the sums.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from graphs.ir import Graph, Kind, Op, Phase, Tensor
 
-GATHER, REDUCE = "collective.gather", "collective.reduce"  # targets of ops
+GATHER, REDUCE, ADD = "collective.gather", "collective.reduce", "collective.add"  # targets of ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,23 @@ class CollectiveCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Sum:
+    """The sum of a parameter's gradients of several batches.
+
+    Attributes:
+        name: unique among the tensors of a graph.
+        gradients: the tensors that the gradient of this batch is read from.
+        size_bytes: of the sum.
+        addition: cost of adding the gradient to it.
+    """
+
+    name: str
+    gradients: tuple[int, ...]
+    size_bytes: int
+    addition: CollectiveCost
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """Parameters that are gathered together, and whose gradients are reduced together.
 
@@ -46,7 +66,9 @@ class Unit:
         shards: the parameters that the step reads, at least one.
         gradients: the tensors that their gradients are read from; empty if none is trained.
         reduced_bytes: bytes of the shards of the gradients.
-        gather, reduction: costs.
+        gather: its cost.
+        reduction: its cost; None if no gradients are reduced in this step.
+        sums: the sums that their gradients are added to; empty if they are reduced alone.
     """
 
     name: str
@@ -54,7 +76,8 @@ class Unit:
     gradients: tuple[int, ...]
     reduced_bytes: int
     gather: CollectiveCost
-    reduction: CollectiveCost
+    reduction: CollectiveCost | None
+    sums: tuple[Sum, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +88,17 @@ class InsertedUnits:
         graph: the new graph. The id of a parameter is that of the gathered one; other tensors keep their ids.
         sources: for each op its id before, or None for a collective.
         gathers: the op that gathers each unit.
-        reductions: the op that reduces the gradients of each unit, None if it has none.
+        reductions: the op that reduces the gradients of each unit, None if there is none.
+        additions: the ops that add to the sums of each unit.
         shards: the static tensor of each parameter's shard, by the id of the parameter.
-        reduced: the shards of the gradients of each unit, None if it has none.
     """
 
     graph: Graph
     sources: tuple[int | None, ...]
     gathers: tuple[int, ...]
     reductions: tuple[int | None, ...]
+    additions: tuple[tuple[int, ...], ...]
     shards: Mapping[int, int]
-    reduced: tuple[int | None, ...]
 
 
 def insert_units(graph: Graph, units: Sequence[Unit], kept: Collection[int]) -> InsertedUnits:
@@ -88,7 +111,7 @@ def insert_units(graph: Graph, units: Sequence[Unit], kept: Collection[int]) -> 
     """
     tensors = list(graph.tensors)
     shards: dict[int, int] = {}
-    reduced: list[int | None] = []
+    reduced: list[int] = []
     before: dict[int, list[Op]] = {}
     after: dict[int, list[Op]] = {}
     for unit in units:
@@ -99,10 +122,15 @@ def insert_units(graph: Graph, units: Sequence[Unit], kept: Collection[int]) -> 
             tensors[whole.id] = replace(whole, kind=Kind.ACTIVATION, size_bytes=shard.whole_bytes)
         first = graph.ops[min(graph.consumers[shard.parameter][0] for shard in unit.shards)]
         before.setdefault(first.id, []).append(_build_gather(unit, shards, first.phase))
-        reduced.append(len(tensors) if unit.gradients else None)
-        if unit.gradients:
+        sums = tuple(range(len(tensors), len(tensors) + len(unit.sums)))
+        for total in unit.sums:
+            after.setdefault(_find_last(graph, total.gradients), []).append(_build_addition(unit, total, len(tensors)))
+            tensors.append(Tensor(len(tensors), total.name, total.size_bytes, (), Kind.BUFFER))
+        if unit.reduction is not None:
+            reduced.append(len(tensors))
+            reduction = _build_reduction(unit, unit.reduction, sums or unit.gradients, len(tensors))
+            after.setdefault(_find_last(graph, unit.gradients), []).append(reduction)
             tensors.append(Tensor(len(tensors), f"{unit.name}.gradients", unit.reduced_bytes, (), Kind.GRADIENT))
-            after.setdefault(_find_last_gradient(graph, unit), []).append(_build_reduction(unit, len(tensors) - 1))
     sources: list[int | None] = []
     ops: list[Op] = []
     for op in graph.ops:
@@ -115,15 +143,15 @@ def insert_units(graph: Graph, units: Sequence[Unit], kept: Collection[int]) -> 
             sources.append(source)
     places = {source: place for place, source in enumerate(sources) if source is not None}
     ops = [replace(op, replaces=tuple(places[p] for p in op.replaces)) for op in ops]
-    all_kept = frozenset({*kept, *(t for t in reduced if t is not None)})
+    all_kept = frozenset({*kept, *reduced})
     named = {op.name: op.id for op in ops}
     return InsertedUnits(
         replace(graph, ops=tuple(ops), tensors=_set_producers(tensors, ops, all_kept), kept=all_kept),
         tuple(sources),
         tuple(named[f"{unit.name}.gather"] for unit in units),
         tuple(named.get(f"{unit.name}.reduce") for unit in units),
+        tuple(tuple(named[f"{total.name}.add"] for total in unit.sums) for unit in units),
         shards,
-        tuple(reduced),
     )
 
 
@@ -141,25 +169,41 @@ def _build_gather(unit: Unit, shards: Mapping[int, int], phase: Phase) -> Op:
     )
 
 
-def _build_reduction(unit: Unit, reduced: int) -> Op:
+def _build_addition(unit: Unit, total: Sum, written: int) -> Op:
+    return Op(
+        id=-1,
+        name=f"{total.name}.add",
+        target=ADD,
+        inputs=total.gradients,
+        outputs=(),
+        time_s=total.addition.time_s,
+        workspace_bytes=total.addition.workspace_bytes,
+        phase=Phase.BACKWARD,
+        recomputable=False,
+        mutates=(written,),
+        module=unit.name,
+    )
+
+
+def _build_reduction(unit: Unit, cost: CollectiveCost, gradients: tuple[int, ...], reduced: int) -> Op:
     return Op(
         id=-1,
         name=f"{unit.name}.reduce",
         target=REDUCE,
-        inputs=unit.gradients,
+        inputs=gradients,
         outputs=(reduced,),
-        time_s=unit.reduction.time_s,
-        workspace_bytes=unit.reduction.workspace_bytes,
+        time_s=cost.time_s,
+        workspace_bytes=cost.workspace_bytes,
         phase=Phase.BACKWARD,
         recomputable=False,
         module=unit.name,
     )
 
 
-def _find_last_gradient(graph: Graph, unit: Unit) -> int:
-    """Return the op of the backward pass after which all gradients of `unit` are there."""
+def _find_last(graph: Graph, gradients: Sequence[int]) -> int:
+    """Return the op of the backward pass after which all `gradients` are there."""
     first = next(op.id for op in graph.program if op.phase is not Phase.FORWARD)
-    return max([first, *(graph.tensors[t].producers[0] for t in unit.gradients if graph.tensors[t].producers)])
+    return max([first, *(graph.tensors[t].producers[0] for t in gradients if graph.tensors[t].producers)])
 
 
 def _set_producers(tensors: Sequence[Tensor], ops: Sequence[Op], kept: Collection[int]) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from graphs.ir import Graph
+from graphs.ir import Graph, Phase
 from planner.capture.program.program import Program
 from planner.capture.rewrites.explicit_generators import list_generators
 from planner.runtime.code import Backward, Forward, Returned
@@ -25,7 +25,7 @@ class Rollback:
     """A stage of a step: if a pass raises, the step's in-place writes and the random state are restored.
 
     It keeps host copies of what the forward pass overwrites: mostly small running statistics. In the backward pass, later writes
-    and draws by others are kept.
+    and draws by others are kept. Sums of gradients, which the backward pass writes, stay as they are, as in eager PyTorch.
     """
 
     @classmethod
@@ -41,7 +41,7 @@ class Rollback:
         return cls(graph, program, versions_follow=versions_follow, in_backward=in_backward) if needed else None
 
     def __init__(self, graph: Graph, program: Program, *, versions_follow: bool, in_backward: bool) -> None:
-        overwritten = {t for op in graph.ops for t in op.mutates}
+        overwritten = {t for op in graph.ops if op.phase is Phase.FORWARD for t in op.mutates}
         self._written = [i for i, source in enumerate(program.sources) if source.tensor in overwritten]
         draws = any(op.random for op in graph.ops)
         drawn_from: list[Any] = [program.generator, *list_generators(program)] if draws else []

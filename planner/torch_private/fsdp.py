@@ -54,6 +54,22 @@ def get_shard(parameter: Any) -> torch.Tensor:
     return shard
 
 
+def get_gradient_sum(parameter: Any) -> torch.Tensor | None:
+    """Return the sum of whole gradients of earlier batches of a parameter of a group; None if there is none.
+
+    FSDP2 keeps it as the gradient of the gathered parameter, unless it is reduced in another dtype.
+    """
+    if parameter.unsharded_accumulated_grad is None and (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+        parameter.unsharded_accumulated_grad, gathered.grad = gathered.grad, None
+    found: torch.Tensor | None = parameter.unsharded_accumulated_grad
+    return found
+
+
+def set_gradient_sum(parameter: Any, total: torch.Tensor | None) -> None:
+    """Replace the sum of whole gradients of earlier batches of a parameter of a group."""
+    parameter.unsharded_accumulated_grad = total
+
+
 def get_sharding(value: object) -> object:
     """Return how a DTensor is sharded; None for other values."""
     return value._spec if isinstance(value, DTensor) else None

@@ -6,7 +6,7 @@ import pytest
 
 from graphs.errors import ScheduleError
 from graphs.ir import Graph, Kind, Phase
-from graphs.options.gather import GATHER, REDUCE, CollectiveCost, InsertedUnits, Shard, Unit, insert_units
+from graphs.options.gather import ADD, GATHER, REDUCE, CollectiveCost, InsertedUnits, Shard, Sum, Unit, insert_units
 from graphs.schedule import Compute, Free, Schedule, keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.draft import Draft
@@ -28,14 +28,17 @@ def step() -> Graph:
     return draft.build_graph([gradient, other])
 
 
-def insert(graph: Graph) -> InsertedUnits:
+def insert(graph: Graph, *, adds: bool = False, reduces: bool = True) -> InsertedUnits:
     names = {tensor.name: tensor.id for tensor in graph.tensors}
     cost = CollectiveCost(2.0, BUFFER)
-    units = [
-        Unit(name, (Shard(names[name], SHARD, WHOLE),), (names[gradient],), SHARD, cost, cost)
-        for name, gradient in (("first", "a_backward"), ("second", "b_backward"))
-    ]
-    return insert_units(graph, units, frozenset())
+
+    def build(name: str, gradient: int) -> Unit:
+        sums = (Sum(f"{name}.sum", (gradient,), WHOLE, CollectiveCost(1.0, 0)),) if adds else ()
+        shards, gradients = (Shard(names[name], SHARD, WHOLE),), (gradient,)
+        return Unit(name, shards, gradients, SHARD, cost, cost if reduces else None, sums)
+
+    gradients = (("first", "a_backward"), ("second", "b_backward"))
+    return insert_units(graph, [build(name, names[gradient]) for name, gradient in gradients], frozenset())
 
 
 def test_units_are_gathered_before_their_readers_and_reduced_behind_their_gradients() -> None:
@@ -73,8 +76,25 @@ def test_a_unit_may_be_gathered_again_and_is_reduced_once() -> None:
         simulate(graph, Schedule((*kept.steps, Compute(number["second.reduce"]))))
 
 
-def test_the_solver_gathers_again_as_brute_force_does() -> None:
-    graph = insert(step()).graph
+@pytest.mark.parametrize("reduces", [False, True])
+def test_gradients_are_added_to_sums_as_soon_as_they_are_there(reduces: bool) -> None:
+    graph = insert(step(), adds=True, reduces=reduces).graph
+    backward = [op for op in graph.ops if op.phase is Phase.BACKWARD]
+    kept = ["second.reduce", "first.reduce"] if reduces else []
+    order = ["b_backward", "second.sum.add", *kept[:1], "a_backward", "first.sum.add", *kept[1:]]
+    assert [op.name for op in backward] == order
+    assert all(not op.recomputable for op in backward if op.target in (ADD, REDUCE))
+    assert [graph.tensors[t].name for op in backward if op.target == REDUCE for t in op.inputs] == [
+        "second.sum",
+        "first.sum",
+    ][: len(kept)]
+    assert graph.static_bytes_by_kind[Kind.BUFFER] == 2 * WHOLE
+    assert len(graph.kept) == len(kept)
+
+
+@pytest.mark.parametrize(("adds", "reduces"), [(False, True), (True, False), (True, True)])
+def test_the_solver_gathers_again_as_brute_force_does(adds: bool, reduces: bool) -> None:
+    graph = insert(step(), adds=adds, reduces=reduces).graph
     peak = simulate(graph, keep_everything(graph)).peak_bytes
     gathered = set[int]()
     for budget_bytes in range(graph.static_bytes, peak + 1):

@@ -89,11 +89,14 @@ class Planning:
         def make(batch: Batch, budget: Budget) -> PlannedStep:
             first = plan_size(batch, budget)
             others = replace(compiler, compare_eager=False) if settings.dynamic else compiler.plan_at_once()
-            sizes = SizePlans(partial(plan_size, compiler=others), Bytes(first.plan.budget_bytes), max_plans=settings.max_plans)
+            size_plan = partial(plan_size, compiler=others)
+            sizes = SizePlans(size_plan, Bytes(first.plan.budget_bytes), self.wrapper, max_plans=settings.max_plans)
             if settings.dynamic:
                 return DynamicStep(first, batch, sizes)
             if not settings.replan and find_conflict(self._features | {Feature.VARYING_SIZES}) is None:
                 first.take_smaller(sizes)
+            if self.wrapper.mode is not None:
+                first.take_modes(sizes)
             return first
 
         return ReplannedStep(make, batch, budget, max_plans=settings.max_plans) if settings.replan else make(batch, budget)
@@ -188,7 +191,7 @@ def _collect_dependencies(captured: Capture, wrapper: Unwrapped) -> dict[str, ob
     device = next(wrapper.module.parameters()).device
     sharding = wrapper.sharding.description
     return {
-        **({"sharding": sharding} if sharding else {}),
+        **({"sharding": (sharding, wrapper.mode)} if sharding else {}),
         "graph": captured.graph.fingerprint,
         "static_bytes": captured.graph.static_bytes,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else describe_device(device),

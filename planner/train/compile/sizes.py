@@ -1,6 +1,9 @@
-"""Planned steps of one model for batches of several sizes, each made when its first batch comes."""
+"""Planned steps of one model for batches of several sizes, each made when its first batch comes.
 
-from collections.abc import Callable
+Where units of parameters are sharded, a step that reduces gradients and one that adds them to sums have plans of their own too.
+"""
+
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +12,7 @@ from graphs.errors import InfeasibleError, LimitError
 from planner.capture.signature import Batch, detach_batch, list_leaves
 from planner.settings.budget import Budget
 from planner.train.compile.lru import LRUCache
+from planner.train.distributed.wrappers import Unwrapped
 
 if TYPE_CHECKING:
     from planner.train.compile.step import PlannedStep
@@ -17,16 +21,25 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class SizePlans:
-    """Planned steps by the shapes of their batches, all for one budget.
+    """Planned steps by the shapes of their batches, and by what is done with gradients, all for one budget.
 
     Args:
         make: a planned step for a batch of another size and a budget.
+        wrapper: the model with its wrapper for one or several processes.
         max_plans: number of cached plans; the least recently used one is dropped first.
     """
 
-    def __init__(self, make: "Callable[[Batch, Budget], PlannedStep]", budget: Budget, *, max_plans: int) -> None:
-        self._make, self._budget = make, budget
-        self._kept: LRUCache[Shapes, PlannedStep] = LRUCache(max_plans)
+    def __init__(
+        self, make: "Callable[[Batch, Budget], PlannedStep]", budget: Budget, wrapper: Unwrapped, *, max_plans: int
+    ) -> None:
+        self._make, self._budget, self._wrapper = make, budget, wrapper
+        self._first_mode = wrapper.mode
+        self._kept: LRUCache[tuple[Hashable, Shapes], PlannedStep] = LRUCache(max_plans)
+
+    @property
+    def in_other_mode(self) -> bool:
+        """True if the model does something else with gradients than when the first plan was made."""
+        return self._wrapper.mode != self._first_mode
 
     def list_steps(self) -> "tuple[PlannedStep, ...]":
         """Return the cached steps, the most recently used last."""
@@ -34,7 +47,7 @@ class SizePlans:
 
     def add(self, batch: Batch, step: "PlannedStep") -> None:
         """Use `step` for batches of the shapes of `batch`."""
-        self._kept.use(list_shapes(batch), lambda: step)
+        self._kept.use(self._build_key(batch), lambda: step)
 
     def step(self, batch: Batch) -> "PlannedStep":
         """Return the step for `batch`; plan first if it has new sizes.
@@ -43,14 +56,18 @@ class SizePlans:
             InfeasibleError, LimitError: no schedule is found that fits.
             BudgetError: the measured peak stays above the budget.
         """
-        return self._kept.use(list_shapes(batch), lambda: self._make_step(detach_batch(batch)))
+        return self._kept.use(self._build_key(batch), lambda: self._make_step(detach_batch(batch)))
+
+    def _build_key(self, batch: Batch) -> tuple[Hashable, Shapes]:
+        return self._wrapper.mode, list_shapes(batch)
 
     def _make_step(self, batch: Batch) -> "PlannedStep":
         try:
             return self._make(batch, self._budget)
         except (InfeasibleError, LimitError) as error:
             sizes = ", ".join(str(list(leaf.shape)) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))
-            raise type(error)(f"for a batch of {sizes}: {error}") from error
+            kept = ", with whole gradients of several batches in memory (set_requires_gradient_sync)" * self.in_other_mode
+            raise type(error)(f"for a batch of {sizes}{kept}: {error}") from error
 
 
 def list_shapes(batch: Batch) -> Shapes:

@@ -92,6 +92,7 @@ class PlannedStep:
         self._followed: Follow | None = None
         self._earlier: list[PlannedStep] = []  # for other numbers, which may come back
         self._smaller: SizePlans | None = None
+        self._modes: SizePlans | None = None
         self._keep: Callable[[Plan], None] | None = None
         self._began = time.monotonic()
         self._steps = 0
@@ -108,6 +109,8 @@ class PlannedStep:
             MismatchError: larger shapes, other dtypes or values than planned for, or the model's mode has changed.
             InfeasibleError, LimitError, BudgetError: as ``planner.compile``, when it plans for a smaller batch.
         """
+        if self._modes is not None and torch.is_grad_enabled() and self._modes.in_other_mode:
+            return self._modes.step(kwargs or args)(*args, **kwargs)
         if self._improving is not None and torch.is_grad_enabled():
             self._steps += 1
             self._take(self._improving.begin_step())
@@ -163,8 +166,9 @@ class PlannedStep:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plan in use, and the plans for smaller batches, the most recently used last."""
-        return (self.plan, *(() if self._smaller is None else (step.plan for step in self._smaller.list_steps())))
+        """The plan in use, and those for smaller batches, or for batches whose gradients are added; the last used one last."""
+        others = self._smaller or self._modes
+        return (self.plan, *(() if others is None else (step.plan for step in others.list_steps())))
 
     def scalars(self) -> dict[str, float]:
         """Return numbers of the plan in use by name, for a log such as TensorBoard's; what is unknown is left out.
@@ -204,6 +208,10 @@ class PlannedStep:
     def take_smaller(self, sizes: SizePlans) -> None:
         """Run batches that are smaller in their first dimension by the steps of `sizes`."""
         self._smaller = sizes
+
+    def take_modes(self, others: SizePlans) -> None:
+        """Run batches with which the model does something else with gradients by the steps of `others`."""
+        self._modes = others
 
     def follow_with(self, followed: Follow | None) -> "PlannedStep":
         """Follow numbers that change by `followed`; None if that is an error. Return this step."""

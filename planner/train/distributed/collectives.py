@@ -196,6 +196,41 @@ class Reduction:
         foreach_copy_(targets, sources)
 
 
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """The addition of a gradient to the sum of those of earlier batches, called with the sum and the gradient.
+
+    Attributes:
+        packed: the parameter, in a tuple.
+        dtype: of the sum.
+    """
+
+    packed: tuple[Packed]
+    dtype: torch.dtype
+
+    def __call__(self, given: Sequence[torch.Tensor]) -> None:
+        """Add the gradient to the sum."""
+        total, gradient = given
+        total.add_(gradient)
+
+    def build_inputs(self, device: torch.device) -> list[torch.Tensor]:
+        """Return tensors to call it with."""
+        (packed,) = self.packed
+        return [torch.zeros(packed.shape, dtype=dtype, device=device) for dtype in (self.dtype, packed.dtype)]
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the sum."""
+        (packed,) = self.packed
+        return math.prod(packed.shape) * self.dtype.itemsize
+
+    @property
+    def workspace_bytes(self) -> int:
+        """On a CPU the gradient is cast before it is added."""
+        (packed,) = self.packed
+        return self.sum_bytes if packed.dtype != self.dtype else 0
+
+
 def _divide(buffer: torch.Tensor, divisor: float | None) -> None:
     if divisor is not None and divisor != 1:
         buffer.div_(divisor)

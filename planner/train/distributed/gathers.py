@@ -9,16 +9,16 @@ import torch
 from graphs.errors import TraceError
 from graphs.ir import Kind
 from graphs.optimizers import get_optimizer_memory
-from graphs.options.gather import CollectiveCost, InsertedUnits, Shard, Unit, insert_units
+from graphs.options.gather import CollectiveCost, InsertedUnits, Shard, Sum, Unit, insert_units
 from planner.capture.lowering.lower import Capture
 from planner.capture.lowering.statics import compute_allocated_bytes
-from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, call_of, read_by
+from planner.capture.program.program import Argument, Call, OpCalls, Program, Ref, Source, call_of, read_by
 from planner.settings.plan import PlanSettings
-from planner.train.distributed.collectives import Gather, Reduction
-from planner.train.distributed.units import ShardedParameter, ShardedUnit
+from planner.train.distributed.collectives import Addition, Gather, Reduction
+from planner.train.distributed.units import ConstantsAndSums, ShardedParameter, ShardedUnit
 
 _TIMED = 5
-Collective = Gather | Reduction
+Collective = Gather | Reduction | Addition
 
 
 class _PlacedUnit:
@@ -37,12 +37,15 @@ class _PlacedUnit:
         self.gathered: dict[int, ShardedParameter] = {ids[p.name]: p for p in unit.parameters if read[ids[p.name]]}
         self.trained = {t: gradients[t] for t in self.gathered if t in gradients}
         self.gather = unit.build_gather(list(self.gathered.values())) if self.gathered else None
-        self.reduction = unit.build_reduction([self.gathered[t] for t in self.trained]) if self.trained else None
+        trained = [self.gathered[t] for t in self.trained]
+        self.reduction = unit.build_reduction(trained) if trained and unit.reduces else None
+        self.additions = {p.sum_name: unit.build_addition(p) for p in trained} if unit.adds else {}
 
     def describe(self, measure: Callable[[Collective], CollectiveCost], device: torch.device) -> Unit:
         """Return the unit as data, with measured costs."""
         assert self.gather is not None
         world, reduction = self.gather.group.size(), self.reduction
+        reads = [tuple(read_by(value)) for value in self.trained.values()]
 
         def describe_shard(tensor: int, parameter: ShardedParameter) -> Shard:
             packed = parameter.packed
@@ -52,10 +55,14 @@ class _PlacedUnit:
         return Unit(
             self.unit.name,
             tuple(describe_shard(t, p) for t, p in self.gathered.items()),
-            tuple(dict.fromkeys(t for value in self.trained.values() for t in read_by(value))),
+            tuple(dict.fromkeys(t for read in reads for t in read)),
             0 if reduction is None else compute_allocated_bytes(reduction.shard_bytes, device),
             measure(self.gather),
-            CollectiveCost(0.0, 0) if reduction is None else measure(reduction),
+            None if reduction is None else measure(reduction),
+            tuple(
+                Sum(name, read, compute_allocated_bytes(addition.sum_bytes, device), measure(addition))
+                for (name, addition), read in zip(self.additions.items(), reads, strict=bool(self.additions))
+            ),
         )
 
 
@@ -97,12 +104,21 @@ def _extend_program(program: Program, units: Sequence[_PlacedUnit], inserted: In
     """Return `program` with the calls of the collectives."""
     added: dict[int, OpCalls] = {}
     gradients: dict[int, Argument] = {}
-    for unit, gather, reduction, reduced in zip(units, inserted.gathers, inserted.reductions, inserted.reduced, strict=True):
+    sources, ops = list(program.sources), inserted.graph.ops
+    for unit, gather, reduction, additions in zip(units, inserted.gathers, inserted.reductions, inserted.additions, strict=True):
         assert unit.gather is not None
         shards = [Ref(inserted.shards[t]) for t in unit.gathered]
         added[gather] = call_of(Call(unit.gather, (shards,)), [(t, (i,)) for i, t in enumerate(unit.gathered)])
-        if reduction is not None and reduced is not None and unit.reduction is not None:
-            added[reduction] = call_of(Call(unit.reduction, (list(unit.trained.values()),)), [(reduced, ())])
+        values = list(unit.trained.values())
+        for i, (op, (name, addition)) in enumerate(zip(additions, unit.additions.items(), strict=True)):
+            (total,) = ops[op].mutates
+            sources.append(Source(total, Kind.CONSTANT, name))
+            added[op] = call_of(Call(addition, ([Ref(total), values[i]],)), [])
+            values[i] = Ref(total)
+        gradients |= dict.fromkeys(unit.trained)
+        if reduction is not None and unit.reduction is not None:
+            (reduced,) = ops[reduction].outputs
+            added[reduction] = call_of(Call(unit.reduction, (values,)), [(reduced, ())])
             for t, (shape, strides, offset) in zip(unit.trained, unit.reduction.split(unit.unit.rank), strict=True):
                 gradients[t] = Call(torch.ops.aten.as_strided.default, (Ref(reduced), list(shape), list(strides), offset))
     calls = tuple(added[place] if op is None else program.calls[op] for place, op in enumerate(inserted.sources))
@@ -110,8 +126,9 @@ def _extend_program(program: Program, units: Sequence[_PlacedUnit], inserted: In
     return replace(
         program,
         calls=calls,
-        sources=tuple(replace(source, tensor=shard_of.get(source.tensor, source.tensor)) for source in program.sources),
+        sources=tuple(replace(source, tensor=shard_of.get(source.tensor, source.tensor)) for source in sources),
         gradients=tuple((shard_of.get(t, t), gradients.get(t, value)) for t, value in program.gradients),
+        constants=ConstantsAndSums(program.constants, (unit.unit for unit in units)),
     )
 
 

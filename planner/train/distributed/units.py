@@ -1,10 +1,11 @@
 """The units of a model under ``fully_shard``: what is gathered and reduced together, and the model as it is captured."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from graphs.errors import PlannerError, TraceError
+from planner.runtime.code import Backward, Forward, Returned
 from planner.runtime.sharding import Unsharded
 from planner.torch_private.core import FakeTensorMode, get_local_tensor, pytree
 from planner.torch_private.fsdp import (
     build_dtensor,
     flatten_mesh,
     get_gradient_divide_factors,
+    get_gradient_sum,
     get_mixed_precision,
     get_shard,
     get_sharding,
@@ -26,8 +29,9 @@ from planner.torch_private.fsdp import (
     list_groups,
     list_modules,
     list_states,
+    set_gradient_sum,
 )
-from planner.train.distributed.collectives import Gather, Packed, Reduction
+from planner.train.distributed.collectives import Addition, Gather, Packed, Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,29 @@ class ShardedParameter:
         sharded: the parameter, of which this process holds a shard.
         packed: its place in the buffer of a unit, when it is gathered.
         shard_bytes: of the storage of a shard.
+        sum_dtype: of a sum of whole gradients of several batches.
+        state: the parameter as FSDP2 describes it, which holds that sum.
     """
 
     name: str
     sharded: nn.Parameter
     packed: Packed
     shard_bytes: int
+    sum_dtype: torch.dtype
+    state: Any
+
+    @property
+    def sum_name(self) -> str:
+        """The name of the sum among the tensors of a step."""
+        return f"{self.name}.sum"
+
+    def make_sum(self) -> torch.Tensor:
+        """Return the sum of earlier gradients; begin one at -0.0, to which any gradient can be added without changing a bit."""
+        total = get_gradient_sum(self.state)
+        if total is None:
+            total = torch.full(self.packed.shape, -0.0, dtype=self.sum_dtype, device=self.sharded.device)
+            set_gradient_sum(self.state, total)
+        return total
 
 
 class ShardedUnit:
@@ -78,7 +99,8 @@ class ShardedUnit:
         sharded, wanted = parameter.sharded_param, self._group.mp_policy.param_dtype
         dtype = wanted if wanted is not None and sharded.dtype.is_floating_point else sharded.dtype
         packed = Packed(tuple(sharded.shape), -(-sharded.shape[0] // self.world), dtype)
-        return ShardedParameter(name, sharded, packed, packed.elements * sharded.dtype.itemsize)
+        sum_dtype = self._group.mp_policy.reduce_dtype or dtype
+        return ShardedParameter(name, sharded, packed, packed.elements * sharded.dtype.itemsize, sum_dtype, parameter)
 
     @property
     def rank(self) -> int:
@@ -86,17 +108,38 @@ class ShardedUnit:
         rank: int = self._mesh.shard_process_group.rank()
         return rank
 
-    def check_synchronization(self) -> None:
-        """Raise a PlannerError if gradients are not to be reduced in this step."""
-        if not (self._group.reduce_grads and self._group.all_reduce_grads):
+    @property
+    def reduces(self) -> bool:
+        """True if gradients are to be reduced, as ``set_requires_gradient_sync`` says.
+
+        Raises:
+            PlannerError: they are to be reduced in a part of the mesh only.
+        """
+        reduces: bool = self._group.reduce_grads
+        if reduces and not self._group.all_reduce_grads:
             raise PlannerError(
-                f"set_requires_gradient_sync(False) or set_requires_all_reduce(False) on {self.name}, but "
-                "a planned step reduces the gradients in each backward pass, and adds shards: leave it out"
+                f"set_requires_all_reduce(False) on {self.name}, but a planned step reduces gradients over the whole mesh: use "
+                "set_requires_gradient_sync(False), which keeps whole gradients"
             )
+        return reduces
+
+    @property
+    def adds(self) -> bool:
+        """True if gradients are added to sums: they are not to be reduced, or there are sums of earlier ones."""
+        return not self.reduces or any(get_gradient_sum(p.state) is not None for p in self.parameters)
+
+    def drop_sums(self) -> None:
+        """Free the sums of gradients, which have been reduced."""
+        for parameter in self.parameters:
+            set_gradient_sum(parameter.state, None)
 
     def build_gather(self, parameters: Sequence[ShardedParameter]) -> Gather:
         """Return the gather of some of the parameters."""
         return Gather(tuple(p.packed for p in parameters), self._mesh.shard_process_group)
+
+    def build_addition(self, parameter: ShardedParameter) -> Addition:
+        """Return the addition of a gradient of a parameter to those of earlier batches."""
+        return Addition((parameter.packed,), parameter.sum_dtype)
 
     def build_reduction(self, parameters: Sequence[ShardedParameter]) -> Reduction:
         """Return the reduction of the gradients of some of the parameters."""
@@ -167,6 +210,65 @@ def list_units(model: nn.Module) -> list[ShardedUnit]:
         used.add(name)
         units.append(ShardedUnit(group, name, names))
     return units
+
+
+class ConstantsAndSums(Mapping[str, torch.Tensor]):
+    """Constants of a step by name, and the sums of gradients, which are looked up in each step and begin when they are read."""
+
+    def __init__(self, constants: Mapping[str, torch.Tensor], units: Iterable[ShardedUnit]) -> None:
+        self._constants = constants
+        self._parameters = {p.sum_name: p for unit in units for p in unit.parameters}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return the constant or the sum with this name."""
+        return self._parameters[name].make_sum() if name in self._parameters else self._constants[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return chain(self._constants, self._parameters)
+
+    def __len__(self) -> int:
+        """Return the number of names."""
+        return len(self._constants) + len(self._parameters)
+
+
+class UnitPasses:
+    """A stage of a step on units: sums of gradients are freed once they are reduced.
+
+    Like FSDP2, a backward pass does what ``set_requires_gradient_sync`` has said before it. But the forward pass has chosen its
+    plan by then.
+    """
+
+    def __init__(self, units: Sequence[ShardedUnit]) -> None:
+        self._units = units
+
+    def run_forward(self, run: Forward, static: Sequence[Any]) -> Returned:
+        """Run the forward pass; pass on what is to be done with gradients."""
+        loss, extras, saved = run(static)
+        return loss, extras, [*saved, describe_synchronization(self._units)]
+
+    def run_backward(self, run: Backward, static: Sequence[Any], saved: list[Any]) -> tuple[Any, ...]:
+        """Run the backward pass.
+
+        Raises:
+            PlannerError: gradients are to be added or reduced in another way than in the forward pass.
+        """
+        if saved.pop() != describe_synchronization(self._units):
+            raise PlannerError(
+                "set_requires_gradient_sync was called between a forward and its backward pass, or the sums of gradients that "
+                "this step adds to have been reduced by another one: set it before the forward pass, and run its backward pass "
+                "before the next step"
+            )
+        gradients = run(static, saved)
+        for unit in self._units:
+            if unit.reduces:
+                unit.drop_sums()
+        return gradients
+
+
+def describe_synchronization(units: Sequence[ShardedUnit]) -> tuple[tuple[bool, bool], ...]:
+    """Return what is done with the gradients of each unit: if they are reduced, and if they are added to earlier ones."""
+    return tuple((unit.reduces, unit.adds) for unit in units)
 
 
 class Sharding(Unsharded):

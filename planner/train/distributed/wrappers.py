@@ -7,7 +7,7 @@ Known weaknesses: the planned step is one node of autograd, so DDP gets all grad
 backward pass; and FSDP2's collectives do not overlap with the computation.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -31,11 +31,10 @@ from planner.runtime.executor import Executor
 from planner.runtime.sharding import Unsharded
 from planner.runtime.transfers.channels import HostChannels
 from planner.settings.plan import PlanSettings
-from planner.train.distributed.collectives import Gather, Reduction
 from planner.train.distributed.failures import ToldPasses, begin_step, tell_failures
-from planner.train.distributed.gathers import add_units, measure_time, set_state_of_shards
+from planner.train.distributed.gathers import Collective, add_units, measure_time, set_state_of_shards
 from planner.train.distributed.ranks import Ranks, SingleProcess
-from planner.train.distributed.units import Sharding, get_process_group, list_units
+from planner.train.distributed.units import Sharding, UnitPasses, describe_synchronization, get_process_group, list_units
 
 if TYPE_CHECKING:
     from planner.capture.kernels.variants import CompileVariant  # importing Inductor takes a second
@@ -57,6 +56,11 @@ class Unwrapped:
         self.together = SingleProcess()
         self.sharding = Unsharded()
         self._channels: HostChannels | None = None
+
+    @property
+    def mode(self) -> Hashable:
+        """What the model does with gradients, which decides on the ops of a step; None if it does the same in each."""
+        return None
 
     def create_channels(self, host_bytes: int | None) -> HostChannels:
         """Return the channels to the host for all plans of this wrapper, with the `host_bytes` of the first call."""
@@ -159,6 +163,11 @@ class Sharded(Unwrapped):
         self.sharding = Sharding(model, self._units)
         self._costs: dict[object, CollectiveCost] = {}
 
+    @property
+    def mode(self) -> Hashable:
+        """What is done with the gradients of each unit."""
+        return describe_synchronization(self._units)
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """Leave the parameters sharded; reshard those that are gathered."""
@@ -188,7 +197,7 @@ class Sharded(Unwrapped):
         captured = set_state_of_shards(captured, trained_bytes, settings)
         return add_units(captured, self._units, self._measure)
 
-    def _measure(self, collective: Gather | Reduction) -> CollectiveCost:
+    def _measure(self, collective: Collective) -> CollectiveCost:
         """Return the cost of a collective; its time on rank 0 counts."""
         key = type(collective), collective.packed, collective.workspace_bytes
         if key not in self._costs:
@@ -198,6 +207,7 @@ class Sharded(Unwrapped):
 
     def wrap(self, executor: Executor) -> Callable[..., Any]:
         """Return `executor` between two sharded states; without gradients FSDP2 evaluates by its own hooks."""
+        executor.observe(UnitPasses(self._units))
         executor.observe(ToldPasses())
 
         def step(*args: object, **kwargs: object) -> Any:
@@ -206,8 +216,6 @@ class Sharded(Unwrapped):
             begin_step()
             with tell_failures():
                 self._reshard()  # what an evaluation has gathered
-                for unit in self._units:
-                    unit.check_synchronization()
                 return executor(*args, **kwargs)
 
         return step

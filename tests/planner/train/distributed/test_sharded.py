@@ -161,6 +161,68 @@ def check_bits(rank: int, *, model: dict[str, Any] | None = None, batches: int =
     train(rank, Net(**(model or {})), partial(shard, **options), batches=batches)
 
 
+def check_sums(rank: int, *, model: dict[str, Any] | None = None, together: bool = True, **options: Any) -> None:
+    """Whole gradients of two batches are summed, in all units if `together`, and reduced with a third: by a plan for each."""
+    torch.manual_seed(0)
+    net = Net(**(model or {}))
+    x, y = make_batch(rank, net.embedding.num_embeddings)
+    eager, planned = (shard(copy.deepcopy(net), **options) for _ in range(2))
+    step = planner.compile(planned, compute_loss, (x, y), budget="1GB", **SETTINGS)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (eager, planned)]
+    for turn in range(5):
+        for batch in range(3):
+            for each in (eager, planned):
+                each.set_requires_gradient_sync(batch == 2, recurse=together)
+            torch.manual_seed(10 * turn + batch + rank)
+            loss = compute_loss(eager(x), y)
+            loss.backward()
+            state = torch.get_rng_state()
+            torch.manual_seed(10 * turn + batch + rank)
+            losses: list[Tensor] = []
+
+            def run(*given: Tensor, losses: list[Tensor] = losses) -> Tensor:
+                losses.append(step(*given))
+                return losses[0]
+
+            if turn and batch:  # the sums are there, and so are the plans
+                used = step._modes.step((x, y)) if step._modes.in_other_mode else step
+                static_bytes = used._executor.graph.static_bytes - 4
+                memory = measure_memory(run, (x, y), static_bytes=static_bytes, device=torch.device("cpu"))
+                assert memory.peak_bytes == used.plan.peak_bytes == used.plan.measured_peak_bytes
+            else:
+                run(x, y).backward()
+            assert torch.equal(loss, losses[0]) and torch.equal(state, torch.get_rng_state())
+        assert all(p.unsharded_accumulated_grad is None for unit in unwrap(planned)._units for p in unit._group.fsdp_params)
+        for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
+            assert (wanted.grad is None) == (found.grad is None)
+            assert wanted.grad is None or torch.equal(local(wanted.grad), local(found.grad))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
+            assert torch.equal(local(wanted), local(found))
+    assert len(step.plans) == 3
+
+
+def check_changes_between_passes(rank: int) -> None:
+    """A backward pass that is to do something else with gradients than its forward pass has planned for is refused."""
+    model, batch = shard(Net()), make_batch(rank)
+    step = planner.compile(model, compute_loss, batch, budget="1GB", **SETTINGS)
+    loss = step(*batch)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(PlannerError, match="set_requires_gradient_sync was called between a forward and its backward pass"):
+        loss.backward()
+
+
+def check_sums_over_budget(rank: int) -> None:
+    """Sums of whole gradients are memory of the step: where they do not fit, the error says so."""
+    model, batch = shard(Net()), make_batch(rank, tokens=1)
+    step = planner.compile(model, compute_loss, batch, budget=HALF_WAY, **SETTINGS)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(InfeasibleError, match=r"with whole gradients of several batches in memory \(set_requires_gradient_sync"):
+        step(*batch)
+
+
 def check_peak_in_a_reduction(rank: int) -> None:
     """Where a reduction holds the most, gloo's division by the number of processes counts too."""
     torch.manual_seed(0)
@@ -328,6 +390,23 @@ def check_refusals_of_meshes(rank: int) -> None:
 def test_two_processes_train_as_fsdp2(tmp_path: Path) -> None:
     tied = partial(check_bits, model={"tied": True, "frozen": True})
     on_processes(2, (tied, check_peak_in_a_reduction, check_capture, check_refusals), tmp_path)
+
+
+def test_two_processes_sum_whole_gradients_as_fsdp2(tmp_path: Path) -> None:
+    on_processes(2, (check_sums, check_changes_between_passes, check_sums_over_budget), tmp_path)
+
+
+@pytest.mark.slow
+def test_sums_of_whole_gradients_in_half_precision_and_of_some_units(tmp_path: Path) -> None:
+    policies = (partial(check_sums, policy={"mp_policy": policy}) for policy in (HALF, CAST, SIXTEEN))
+    tied = partial(check_sums, model={"tied": True, "frozen": True})
+    on_processes(2, (*policies, tied, partial(check_sums, together=False)), tmp_path)
+
+
+@pytest.mark.slow
+def test_sums_of_whole_gradients_on_three_processes(tmp_path: Path) -> None:
+    uneven = {"vocabulary": 97}
+    on_processes(3, (partial(check_sums, model=uneven), partial(check_sums, model=uneven, policy={"mp_policy": HALF})), tmp_path)
 
 
 @pytest.mark.slow

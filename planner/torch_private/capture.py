@@ -281,6 +281,11 @@ def forget_compiled(output: CaptureOutput) -> None:
         output.graph_capture_output.f_globals.pop(output.backend_input.backend_id, None)
 
 
+def infer_sizes_by_broadcasting() -> AbstractContextManager[Any]:
+    """Let Dynamo follow the private function by which ``torch.distributions`` broadcasts sizes: to it a size is no argument."""
+    return patch.object(torch._C, "_infer_size", torch.broadcast_shapes)
+
+
 @contextmanager
 def enter_dynamo_phase(name: str) -> Iterator[None]:
     """Enter the context that Dynamo's functions must be called in.

@@ -37,6 +37,7 @@ from planner.torch_private.capture import (
     find_tensor_method,
     get_constant_key,
     get_source_name,
+    infer_sizes_by_broadcasting,
     read_names_of_torch,
 )
 from planner.torch_private.core import FunctionalTensor
@@ -332,10 +333,10 @@ def ignore_cudnn_flags(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def skip_distribution_checks() -> Iterator[None]:
-    """Keep ``torch.distributions`` from checking values, which no graph can do, unless they are asked to.
+def follow_distributions() -> Iterator[None]:
+    """Let Dynamo follow ``torch.distributions``, and keep them from checking values, which no graph can do, unless asked to.
 
     ``torch.compile`` disables the checks for the whole process.
     """
-    with patch.object(Distribution, "_validate_args", False):
+    with patch.object(Distribution, "_validate_args", False), infer_sizes_by_broadcasting():
         yield

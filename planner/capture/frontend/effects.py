@@ -186,8 +186,13 @@ def check_effects(
 
 
 def warn_of_first_call(effects: list[Effect], local: Scope, scope: Scope) -> None:
-    """Warn that the first call of the step has set the values that later ones read; arguments as for ``check_effects``."""
+    """Warn that the first call of the step has set the values that later ones read; arguments as for ``check_effects``.
+
+    PyTorch's own caches are nobody's surprise.
+    """
     for effect in effects:
+        if effect.owner.startswith("G['__import_torch_dot_"):
+            continue
         name = make_readable(effect.name, local, scope)
         warn_caller(
             f"{name} is set by the first step{effect.where}, and read by later ones: the model was run once to set it, and the "

@@ -48,6 +48,10 @@ _ANSWERS: dict[str, str] = {
         "{where} asks PyTorch for a value that is no tensor ({name}: {type}), and a plan would keep its present value: ask "
         "before the step, and pass the value with the batch; or {on}"
     ),
+    r"no fake impl registered for (?:<CustomOpDef\()?(?P<name>[\w:.]+)": (
+        "{where} calls the operator {name}, and there is no rule for the sizes of what it returns: register one "
+        "(torch.library.register_fake)"
+    ),
     r"torch/distributions/\w+\.py": (
         "{where} makes a distribution that checks its arguments, which a plan cannot do: leave out validate_args=True, or {on}"
     ),
@@ -84,7 +88,7 @@ def build_failure(error: Exception, step: TrainingStep, batch: Batch, branches: 
         found = _find_raised(run)
     if isinstance(found, TraceError):
         return _build_trace_error(str(found), error)
-    if failed := _describe_failed_op(error, found):
+    if failed := _describe_failed_op(error, found, step, batch):
         return _build_trace_error(failed, error)
     observed = type(error).__name__.startswith("Observed") or "Observed exception" in str(error)
     if (own := _find_users_own(step, batch, found, observed=observed)) is not None:
@@ -122,11 +126,19 @@ def _find_users_own(step: TrainingStep, batch: Batch, on_fakes: Exception | None
     """
     if on_fakes is None and not observed:
         return None
-    if any(isinstance(tensor, FakeTensor) for tensor in (*step.parameters(), *list_leaves(batch))):
+    if _is_fake(step, batch):
         return on_fakes if on_fakes is not None and _is_users(on_fakes) else None
-    with torch.no_grad():
-        found = _find_raised(lambda: call(step, batch))
+    found = _find_raised_on_real(step, batch)
     return found if found is not None and (isinstance(found, TraceError) or _is_users(found)) else None
+
+
+def _is_fake(step: TrainingStep, batch: Batch) -> bool:
+    return any(isinstance(tensor, FakeTensor) for tensor in (*step.parameters(), *list_leaves(batch)))
+
+
+def _find_raised_on_real(step: TrainingStep, batch: Batch) -> Exception | None:
+    with torch.no_grad():
+        return _find_raised(lambda: call(step, batch))
 
 
 def _find_raised(run: Callable[[], object]) -> Exception | None:
@@ -145,16 +157,20 @@ def _is_users(error: Exception) -> bool:
     return not is_our_code(innermost)
 
 
-def _describe_failed_op(error: Exception, on_fakes: Exception | None) -> str | None:
-    """Return the message for an op that fails on the batch, on fake tensors as well as on real ones."""
-    failed = re.search(r"with fake tensors: .*: got (?!AttributeError)(\w+)\((['\"])(.*)\2\)$", str(error), re.MULTILINE)
-    if failed is None:
+def _describe_failed_op(error: Exception, on_fakes: Exception | None, step: TrainingStep, batch: Batch) -> str | None:
+    """Return the message for an op that fails on the batch, outside of the capture too; None if none does.
+
+    Dynamo and fake tensors also fail at ops that eager PyTorch executes (they have no values, and custom operators may have no
+    rule for them), so real tensors are asked where there are any.
+    """
+    if re.search(r"with fake tensors: .*: got (?!AttributeError)\w+\(", str(error)) is None:
         return None
-    said, line = f"{failed[1]}: {failed[3]}", None
-    if on_fakes is not None:
-        said, line = typed_line(on_fakes), find_raising_line(on_fakes)
+    raised = on_fakes if _is_fake(step, batch) else _find_raised_on_real(step, batch)
+    if raised is None:
+        return None
+    line = find_raising_line(raised)
     where = "" if line is None else f", at {format_location(line)}"
-    said = said.rstrip(".")
+    said = typed_line(raised).rstrip(".")
     return f"an op of the step fails on this batch: {said}{where}; loss_fn(model(*inputs), target) itself fails there too"
 
 

@@ -23,12 +23,12 @@ from torch import fx, nn
 from graphs.errors import TraceError, first_line
 from planner.capture.frontend.dynamo_patches import (
     allow_requires_grad_writes,
+    follow_distributions,
     ignore_cudnn_flags,
     keep_attributes,
     read_generic_aliases,
     read_numpy_floats,
     read_optimizers,
-    skip_distribution_checks,
     write_data_in_place_where,
     write_replaced_buffers,
 )
@@ -45,7 +45,7 @@ from planner.capture.frontend.failures import build_failure, get_own_message
 from planner.capture.frontend.fake_execution import run_on_fakes
 from planner.capture.frontend.later_calls import LaterCalls, defer_calls, skip_metrics
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
-from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_traced_line, format_location
+from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_traced_line, format_location, has_stopped_in_library
 from planner.capture.frontend.symbolic_numbers import SymbolicNumbers
 from planner.capture.guards.branches import DataBranches, needs_values
 from planner.capture.guards.data_guards import DataGuards
@@ -178,7 +178,9 @@ def _run_until_settled(step: TrainingStep, batch: Batch, trace: Callable[[], T])
 
     What a library does once, in the first call of a model (it installs hooks, fills caches), may be what cannot be traced. So if
     the step cannot be captured, or reads Python values that its first call sets, the first call is made, and `trace` called
-    again. If that fails too, what the first call has set is restored.
+    again, if that call has set what the step can reach, or the line that stopped the capture is a library's: its caches are
+    elsewhere (``kl_divergence`` looks up its formula, by pairs of classes). If that fails too, what the first call has set is
+    restored.
 
     Raises:
         TraceError: values change in the second call too; or as in `trace`.
@@ -196,7 +198,7 @@ def _run_until_settled(step: TrainingStep, batch: Batch, trace: Callable[[], T])
         restore = make_first_call(step, batch)
     except Exception:  # noqa: BLE001  # the capture says what is wrong with the step
         restore = None
-    if restore is None and isinstance(failed, TraceError):
+    if restore is None and isinstance(failed, TraceError) and not has_stopped_in_library(failed.__cause__ or failed):
         raise failed
     if isinstance(failed, UnsettledError):
         args, kwargs = split_arguments(batch)
@@ -324,7 +326,7 @@ def _trace(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T
             write_data_in_place_where(lambda _: True, dynamo)
             dynamo.enter_context(write_replaced_buffers())
             dynamo.enter_context(ignore_cudnn_flags(find_device(step, batch)))
-            dynamo.enter_context(skip_distribution_checks())
+            dynamo.enter_context(follow_distributions())
             dynamo.enter_context(read_optimizers())
             dynamo.enter_context(read_numpy_floats())
             dynamo.enter_context(read_generic_aliases())

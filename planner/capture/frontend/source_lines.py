@@ -2,6 +2,7 @@
 
 import os
 import re
+import sysconfig
 from pathlib import Path, PurePath
 from traceback import FrameSummary, extract_tb
 
@@ -11,6 +12,7 @@ from planner.torch_private.capture import TracingContext
 
 _FLOORS = Path(__file__).parents[3]
 _OURS = (torch.__path__[0], *(f"{_FLOORS / floor}{os.sep}" for floor in ("graphs", "solvers", "planner")))
+_LIBRARIES = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "purelib", "platlib")})
 # For steps that are not one static graph.
 GRAPH_BREAK_ADVICE = (
     "train with planner.checkpoint(model, budget=...), which plans the parts before and after such a line separately, or in a "
@@ -45,6 +47,12 @@ def find_raising_line(error: BaseException) -> FrameSummary | None:
 def is_our_code(file: str) -> bool:
     """Return True if `file` belongs to PyTorch or the planner, so that a user cannot change it."""
     return file.startswith(_OURS)
+
+
+def has_stopped_in_library(error: BaseException) -> bool:
+    """Return True if the innermost line that `error`, of Dynamo, names is in an installed library, or in Python's own."""
+    found = _FRAME.findall(str(error))
+    return bool(found) and found[-1][0].startswith(_LIBRARIES)
 
 
 def format_location(line: FrameSummary | None) -> str:

@@ -187,11 +187,22 @@ def test_unsupported_code_is_named_with_line_and_advice(forward: Callable[..., A
     assert "planner.checkpoint(model, budget=...)" in str(refused.value)
 
 
-def test_failing_op_is_named_with_its_line_without_logging(capfd: pytest.CaptureFixture[str]) -> None:
-    model = Call(lambda m, x: m.inner(x) @ x, inner=nn.Linear(4, 4))
+@pytest.mark.parametrize("wrong", [lambda m, x: m.inner(x) @ x, lambda m, x: m.inner(x) * x.sum().item() @ x])
+def test_failing_op_is_named_with_its_line_without_logging(wrong: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    model = Call(wrong, inner=nn.Linear(4, 4))
     with pytest.raises(TraceError, match=r"an op of the step fails on this batch: RuntimeError: .*, at .*test_failures.py:\d+"):
         capture(model, F.mse_loss, (X, Y))
     assert capfd.readouterr() == ("", "")
+
+
+@torch.library.custom_op("failures::unregistered", mutates_args=())
+def unregistered(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def test_operator_without_a_rule_for_sizes_is_not_said_to_fail() -> None:
+    with pytest.raises(TraceError, match=r"calls the operator failures::unregistered, and there is no rule .*register_fake"):
+        capture(Call(lambda m, x: unregistered(m.inner(x)), inner=nn.Linear(4, 4)), F.mse_loss, (X, Y))
 
 
 def test_planning_in_an_except_block_ignores_the_handled_error() -> None:

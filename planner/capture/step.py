@@ -12,6 +12,7 @@ from planner.capture.signature import Batch, list_target_names, split_arguments,
 from planner.torch_private.core import pytree
 
 LossFn = Callable[..., object]
+_EMPTY = "nothing, as the batch is empty"
 
 
 def check_module(model: object) -> None:
@@ -81,7 +82,8 @@ class TrainingStep(nn.Module):
         if self.loss_fn is None:
             return _describe_wrong_call("the model", self.model, names, list(kwargs))
         if args:
-            return _describe_wrong_call("the model", self.model, names[:-1], []) or _describe_wrong_call(
+            only = "nothing, as all of the batch is the target"
+            return _describe_wrong_call("the model", self.model, names[:-1], [], only) or _describe_wrong_call(
                 "the loss function", self.loss_fn, ["the model's output", names[-1]], []
             )
         inputs, targets = self._split_by_name(kwargs)
@@ -96,9 +98,12 @@ class TrainingStep(nn.Module):
 
 
 def _describe_wrong_call(
-    what: str, function: Callable[..., object], positional: Sequence[str], by_name: Sequence[str]
+    what: str, function: Callable[..., object], positional: Sequence[str], by_name: Sequence[str], none: str = _EMPTY
 ) -> str | None:
-    """Return a message if `function` does not accept so many arguments, or not by these names, else None."""
+    """Return a message if `function` does not accept so many arguments, or not by these names, else None.
+
+    `none` says why there are no arguments.
+    """
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):  # written in C
@@ -108,7 +113,7 @@ def _describe_wrong_call(
     except TypeError as error:
         plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
         takes = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
-        given = " and ".join([*positional, *(f"{name}=" for name in by_name)]) or "nothing, as the batch is empty"
+        given = " and ".join([*positional, *(f"{name}=" for name in by_name)]) or none
         return (
             f"{what} takes {takes}, and is given {given} ({error}): a batch is (*inputs, target), for loss_fn(model(*inputs), "
             "target), or a dict of what model and loss_fn take by name; without a loss_fn the model gets all of it"

@@ -89,3 +89,11 @@ def half_way() -> Iterator[None]:
 
     with half_way_known():
         yield
+
+
+@pytest.fixture
+def solves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solves in the background have the priority of the test: they run on idle cores only, and other tests leave none."""
+    from planner.plans import background
+
+    monkeypatch.setattr(background, "_lower_priority", lambda process: None)

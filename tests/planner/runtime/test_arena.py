@@ -88,7 +88,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("seed", [None, 0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "vit") else name for name in STEPS]
 )
@@ -100,7 +100,7 @@ def test_bits_are_those_of_eager_pytorch(name: str, seed: int | None) -> None:
         assert missed(executor) == Missed()
 
 
-@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 0])
 @pytest.mark.parametrize("name", ["gpt2_sdpa", "unet", "resnet18", "mutated"])
 def test_the_slab_is_all_that_a_step_takes(name: str, seed: int | None) -> None:
     executor, workload = in_arena(name, seed)

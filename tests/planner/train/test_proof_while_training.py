@@ -18,7 +18,7 @@ from tests.support.budgets import HALF_WAY
 from tests.support.integrations import huggingface, lightning
 from tests.support.integrations.huggingface import transformers
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("half_way", "solves_at_once")]
 
 _STEPS = 50
 _OPTIONS: dict[str, Any] = {"passes": 1, "compare_eager": False}

@@ -63,15 +63,17 @@ def assert_exact(model: nn.Module, x: Tensor, entry: Entry) -> None:
     assert all(map(torch.equal, wanted, found))
 
 
-@pytest.mark.parametrize("entry", [compiled, checkpointed, as_backend])
-@pytest.mark.parametrize(("dtype", "p"), [(torch.bfloat16, 0.1), (torch.float16, 0.1), (torch.bfloat16, 1.0)])
+@pytest.mark.parametrize("entry", [compiled, pytest.param(checkpointed, marks=pytest.mark.slow), as_backend])
+@pytest.mark.parametrize(
+    ("dtype", "p"), [(torch.bfloat16, 0.1), pytest.param(torch.float16, 0.1, marks=pytest.mark.slow), (torch.bfloat16, 1.0)]
+)
 def test_dropout_in_half_precision(dtype: torch.dtype, p: float, entry: Entry) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(p), nn.Linear(64, 1)).to(dtype)
     assert_exact(model, torch.randn(32, 16, dtype=dtype), entry)
 
 
-@pytest.mark.parametrize("entry", [compiled, checkpointed, as_backend])
+@pytest.mark.parametrize("entry", [compiled, pytest.param(checkpointed, marks=pytest.mark.slow), as_backend])
 def test_random_ops_whose_results_are_not_used(entry: Entry) -> None:
     class Wasteful(nn.Module):
         def __init__(self) -> None:
@@ -89,7 +91,7 @@ def test_random_ops_whose_results_are_not_used(entry: Entry) -> None:
     assert_exact(Wasteful(), torch.randn(4, 8), entry)
 
 
-@pytest.mark.parametrize("entry", [compiled, checkpointed, as_backend])
+@pytest.mark.parametrize("entry", [compiled, pytest.param(checkpointed, marks=pytest.mark.slow), as_backend])
 def test_a_gradient_that_is_always_zero(entry: Entry) -> None:
     class Signs(nn.Module):
         def __init__(self) -> None:

@@ -30,6 +30,10 @@ def compiled(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, backend="planner", options=QUICK)
 
 
+# The same code plans for both: each test tries one, and the weekly run the other.
+EITHER = [compiled, pytest.param(checkpointed, marks=pytest.mark.slow)]
+
+
 def with_kernels(model: nn.Module) -> Callable[..., Any]:
     return torch.compile(model, backend="planner", options={**QUICK, "kernels": "inductor"})
 
@@ -106,7 +110,7 @@ class Inverting(nn.Module):
         return self.outer(torch.linalg.solve(square, torch.linalg.inv(square)).tanh())
 
 
-@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+@pytest.mark.parametrize("wrap", EITHER)
 def test_checks_of_linear_algebra_run_once_and_are_planned(wrap: Callable[[nn.Module], Callable[..., Any]]) -> None:
     torch.manual_seed(0)
     model = Inverting()
@@ -149,7 +153,7 @@ class WithSparseGradients(Branching):
 @pytest.mark.parametrize(
     ("made", "why"), [(Branching, "the model uses 'true_graph_0'"), (WithSparseGradients, "the gradient of an input is sparse")]
 )
-@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+@pytest.mark.parametrize("wrap", EITHER)
 def test_a_graph_that_no_plan_can_hold_runs_as_eager_beside_planned_ones(
     wrap: Callable[[nn.Module], Callable[..., Any]], made: type[Branching], why: str, graphs: list[PlannedGraph]
 ) -> None:
@@ -231,7 +235,7 @@ def planned_whole(model: nn.Module) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("made", [Counted, CountedOnceReady])
-@pytest.mark.parametrize("wrap", [planned_whole, checkpointed, compiled])
+@pytest.mark.parametrize("wrap", [planned_whole, *EITHER])
 def test_assertions_are_planned_and_raise_as_in_eager_mode(
     wrap: Callable[[nn.Module], Callable[..., Any]], made: type[Counted]
 ) -> None:
@@ -291,7 +295,7 @@ class Aside(nn.Module):
 
 
 @pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+@pytest.mark.parametrize("wrap", EITHER)
 def test_parameters_of_results_that_the_loss_does_not_read_get_no_gradient(
     wrap: Callable[[nn.Module], Callable[..., Any]],
     broken: bool,
@@ -322,7 +326,7 @@ class Cut(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+@pytest.mark.parametrize("wrap", EITHER)
 def test_a_check_in_the_backward_pass_is_planned(wrap: Callable[[nn.Module], Callable[..., Any]]) -> None:
     class Spectrum(nn.Module):
         def __init__(self) -> None:
@@ -341,7 +345,7 @@ def test_a_check_in_the_backward_pass_is_planned(wrap: Callable[[nn.Module], Cal
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-@pytest.mark.parametrize("wrap", [checkpointed, compiled])
+@pytest.mark.parametrize("wrap", EITHER)
 def test_the_parts_around_products_with_a_sparse_input_are_planned(
     wrap: Callable[[nn.Module], Callable[..., Any]], layout: torch.layout, graphs: list[PlannedGraph]
 ) -> None:

@@ -72,8 +72,8 @@ def two_losses(logits: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("loss_fn", "more"),
     [
-        (F.cross_entropy, {}),
-        (nn.CrossEntropyLoss(label_smoothing=0.1), {}),
+        pytest.param(F.cross_entropy, {}, marks=pytest.mark.slow),
+        pytest.param(nn.CrossEntropyLoss(label_smoothing=0.1), {}, marks=pytest.mark.slow),
         (F.cross_entropy, {"mask": torch.ones(5, 16).tril(), "scale": 0.5}),
         (F.cross_entropy, {"weight": torch.tensor([1.0, 2.0, 0.5])}),
         (two_losses, {"mask": torch.ones(5, 1)}),
@@ -108,7 +108,14 @@ def test_step_returns_all_values_of_the_loss_function() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [lambda loss, _: loss, Pair, Output, lambda *pair: list(pair), lambda loss, y: {"y": y, "loss": loss}]
+    "kind",
+    [
+        pytest.param(lambda loss, _: loss, marks=pytest.mark.slow),
+        Pair,
+        Output,
+        pytest.param(lambda *pair: list(pair), marks=pytest.mark.slow),
+        lambda loss, y: {"y": y, "loss": loss},
+    ],
 )
 def test_a_model_may_make_its_own_loss(kind: Any) -> None:
     torch.manual_seed(0)

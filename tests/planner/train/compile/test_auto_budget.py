@@ -134,7 +134,7 @@ def test_the_backend_leaves_room_for_the_state_of_adamw(free: Callable[[int], No
 
 
 def test_max_overhead_finds_the_budget_of_a_step() -> None:
-    step = compiled(max_overhead="25%")
+    step = compiled(max_overhead="25%", tolerance=0.05)
     assert 0 < step.plan.overhead <= 0.25
     assert step.plan.budget_bytes < step.plan.graph.keep_everything_peak_bytes
     assert step.plan.measured_peak_bytes is not None and step.plan.measured_peak_bytes <= step.plan.budget_bytes

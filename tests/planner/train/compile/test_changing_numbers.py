@@ -149,7 +149,7 @@ def test_a_better_plan_is_found_while_numbers_change() -> None:
     twins.compare(beta=0.75)
 
 
-@pytest.mark.parametrize("options", [{"replan": False}, {"replan": None}], ids=str)
+@pytest.mark.parametrize("options", [pytest.param({"replan": False}, marks=pytest.mark.slow), {"replan": None}], ids=str)
 def test_other_changes_are_refused(options: dict[str, Any]) -> None:
     twins = Twins(**options)
     twins.planned.outer.bias.requires_grad_(False)

@@ -508,11 +508,12 @@ def test_invalid_wait_and_swap_values_raise(given: object) -> None:
         PlanSettings(swap="sometimes")
 
 
+@pytest.mark.usefixtures("solves_at_once")
 def test_a_solve_in_the_background_sends_plans_and_its_end() -> None:
     model, batch = model_and_batch()
     graph = planner.trace(model, F.mse_loss, batch, roofline="cpu")
     budget = between(graph)
-    background = BackgroundSolve(SolveJob(graph, Bytes(budget), PlanSettings(tolerance=Tolerance.of(0.05), time_limit_s=5.0)))
+    background = BackgroundSolve(SolveJob(graph, Bytes(budget), PlanSettings(tolerance=Tolerance.of(0.05), work_limit=0.5)))
     found = [plan for _ in range(300) if background.ended is None and (plan := background.receive(0.2)) is not None]
     assert background.ended is not None and background.ended.failure == ""
     assert found[-1] == background.ended.plan

@@ -96,13 +96,13 @@ def inner_loop(net: nn.Module, x: Tensor) -> Tensor:
     return F.softplus(functional_call(net, weights, (x,))).mean()
 
 
-LOSSES: list[tuple[Callable[..., Tensor], int]] = [
+LOSSES: list[Any] = [
     (penalty, 1),
-    (equation, 1),
-    (forces, 1),
+    pytest.param(equation, 1, marks=pytest.mark.slow),
+    pytest.param(forces, 1, marks=pytest.mark.slow),
     (divergence, 4),
-    (curvature, 1),
-    (adversarial, 1),
+    pytest.param(curvature, 1, marks=pytest.mark.slow),
+    pytest.param(adversarial, 1, marks=pytest.mark.slow),
     (unused, 1),
     (inner_loop, 1),
 ]
@@ -113,11 +113,11 @@ def test_gradients_inside_the_step_train_as_in_eager_mode(loss: Callable[..., Te
     check_trains_as_eager(lambda: Step(loss, network(outputs)), None, points)
 
 
-TRANSFORMED: list[Callable[[nn.Module, Tensor], Tensor]] = [
-    lambda net, x: vmap(torch.func.grad(lambda row: net(row).sum()))(x).square().mean(),
-    lambda net, x: vmap(jacrev(net))(x).square().mean(),
+TRANSFORMED: list[Any] = [
+    pytest.param(lambda net, x: vmap(torch.func.grad(lambda row: net(row).sum()))(x).square().mean(), marks=pytest.mark.slow),
+    pytest.param(lambda net, x: vmap(jacrev(net))(x).square().mean(), marks=pytest.mark.slow),
     lambda net, x: vmap(hessian(lambda row: net(row).sum()))(x).square().mean(),
-    lambda net, x: jvp(net, (x,), (x,))[1].square().mean(),
+    pytest.param(lambda net, x: jvp(net, (x,), (x,))[1].square().mean(), marks=pytest.mark.slow),
     lambda net, x: vjp(net, x)[1](x[:, :1])[0].square().mean(),
 ]
 
@@ -135,8 +135,12 @@ def by_checkpoint(model: nn.Module, budget: str) -> Any:
     return planner.checkpoint(model, budget=budget, wait=0)
 
 
-@pytest.mark.parametrize("loss", [penalty, equation])
-@pytest.mark.parametrize("planned", [by_checkpoint, by_backend])
+# The same code plans for both: each test tries one, and the weekly run the other.
+EITHER = [by_backend, pytest.param(by_checkpoint, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("loss", [penalty, pytest.param(equation, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("planned", EITHER)
 def test_gradients_inside_the_model_train_as_in_eager_mode(
     planned: Callable[[nn.Module, str], Any], loss: Callable[..., Tensor]
 ) -> None:
@@ -156,7 +160,7 @@ def test_gradients_inside_the_model_train_as_in_eager_mode(
     assert all(gradient is not None and torch.equal(gradient, wanted) for gradient, wanted in zip(*trained, strict=True))
 
 
-@pytest.mark.parametrize("planned", [by_checkpoint, by_backend])
+@pytest.mark.parametrize("planned", EITHER)
 def test_gradients_of_the_gradients_of_a_planned_model_raise(planned: Callable[[nn.Module, str], Any]) -> None:
     torch._dynamo.reset()
     critic = network()

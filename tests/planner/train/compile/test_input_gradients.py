@@ -74,8 +74,15 @@ def test_the_gradient_is_an_output_of_the_step_and_counts() -> None:
     assert sizes[1] - sizes[0] == x.nbytes
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize(
+    ("planned", "dynamic"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_another_requires_grad_than_planned_is_refused(planned: bool, dynamic: bool) -> None:
     model, _ = model_and_encoder()
     x, y = torch.randn(32, 8), torch.randn(32, 4)

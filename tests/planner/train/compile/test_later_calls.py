@@ -73,7 +73,9 @@ def leaves(values: list[Any]) -> list[Any]:
     return torch.utils._pytree.tree_leaves(values)
 
 
-@pytest.mark.parametrize("note", [append, append_to_global, append_nested, append_number, update_metrics])
+@pytest.mark.parametrize(
+    "note", [pytest.param(append, marks=pytest.mark.slow), append_to_global, append_nested, append_number, update_metrics]
+)
 def test_lists_and_metrics_are_filled_as_in_eager_mode(note: Forward) -> None:
     torch.manual_seed(0)
     model, x, y = Noting(note), torch.randn(8, 16), torch.randn(8, 16)

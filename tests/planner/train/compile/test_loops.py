@@ -163,7 +163,7 @@ def test_evaluation_between_steps_does_not_change_training() -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(wanted, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [pytest.param(torch.no_grad, marks=pytest.mark.slow), torch.inference_mode])
 def test_without_gradients_a_step_evaluates_any_batch(mode: Callable[[], AbstractContextManager[None]]) -> None:
     workload = make("mutated")
     step, (x, y) = planned(workload), workload.batch
@@ -208,7 +208,7 @@ def test_eval_mode_with_gradients_says_how_to_evaluate() -> None:
         step(*workload.batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"replan": True}, {"dynamic": True}])
+@pytest.mark.parametrize("options", [{}, {"replan": True}, pytest.param({"dynamic": True}, marks=pytest.mark.slow)])
 def test_the_code_of_both_passes_can_be_read(options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     x, y = torch.randn(6, 8), torch.randn(6, 1)

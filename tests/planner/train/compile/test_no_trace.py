@@ -58,7 +58,9 @@ def steps_behind_accumulation(model: nn.Module, optimizer: Optimizer) -> None:
             parameter.accumulation.register_hook(lambda *_: optimizer.step())
 
 
-@pytest.mark.parametrize("hook", [steps_behind_parameters, steps_in_tensor_hooks, steps_behind_accumulation])
+@pytest.mark.parametrize(
+    "hook", [steps_behind_parameters, pytest.param(steps_in_tensor_hooks, marks=pytest.mark.slow), steps_behind_accumulation]
+)
 def test_an_optimizer_in_the_backward_pass_does_not_step(hook: Callable[[nn.Module, Optimizer], None]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 3))
@@ -194,7 +196,7 @@ def test_tensors_that_are_no_buffers_are_put_back() -> None:
     assert torch.equal(model.total, torch.zeros(3))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.slow)])
 def test_a_call_without_gradients_is_refused(mode: Callable[[], Any]) -> None:
     model = Remembers()
 

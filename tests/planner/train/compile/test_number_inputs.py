@@ -24,15 +24,16 @@ Expression = Callable[[torch.Tensor, Any], torch.Tensor]
 class Reading(nn.Module):
     """Evaluates an expression of a hidden tensor, a weight and a count several times."""
 
-    def __init__(self, expression: Expression) -> None:
+    def __init__(self, expression: Expression, times: int = 3) -> None:
         super().__init__()
+        self.times = times
         self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 3)
         self.expression, self.weight, self.count = expression, 0.5, 1
         self.config: dict[str, Any] = {"rates": [0.5], "on": True}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.inner(x))
-        for _ in range(3):
+        for _ in range(self.times):
             hidden = torch.sin(self.expression(hidden, self).float())
         return self.outer(hidden).square().mean()
 
@@ -60,10 +61,10 @@ def compare(step: PlannedStep, planned: nn.Module, eager: nn.Module, *batch: Any
         ours.grad = theirs.grad = None
 
 
-def follow(expression: Expression, values: range, **options: Any) -> PlannedStep:
+def follow(expression: Expression, values: range, *, times: int = 3, **options: Any) -> PlannedStep:
     """Train a planned and an eager model while their numbers change; return the planned step."""
     torch.manual_seed(0)
-    planned, batch = Reading(expression), torch.randn(8, 16)
+    planned, batch = Reading(expression, times), torch.randn(8, 16)
     eager = deepcopy(planned)
     step = planner.compile(planned, None, (batch,), budget="1MB", compare_eager=False, wait=0, **options)
     for i in values:
@@ -100,9 +101,21 @@ EXPRESSIONS: dict[str, Expression] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_arithmetic_is_captured_again_once(name: str, captures: list[int]) -> None:
     follow(EXPRESSIONS[name], range(6))
+    assert len(captures) == 2
+
+
+def test_all_arithmetic_in_one_step_is_captured_again_once(captures: list[int]) -> None:
+    def evaluate_all(hidden: torch.Tensor, model: Any) -> torch.Tensor:
+        for expression in expressions:
+            hidden = torch.sin(expression(hidden, model).float())
+        return hidden
+
+    expressions = tuple(EXPRESSIONS.values())
+    follow(evaluate_all, range(6), times=1)
     assert len(captures) == 2
 
 

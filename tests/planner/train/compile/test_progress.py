@@ -85,7 +85,9 @@ def test_an_error_ends_the_stage() -> None:
     assert (seen[-1].event, seen[-1].stage) == ("failed", "solve")
 
 
-@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize(
+    "stage", [pytest.param(s, marks=pytest.mark.slow) if s in (Stage.MEASURE, Stage.CHECK) else s for s in Stage]
+)
 def test_an_interrupt_ends_planning_in_any_stage(stage: Stage) -> None:
     seen: list[Progress] = []
 

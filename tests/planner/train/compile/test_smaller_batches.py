@@ -126,7 +126,7 @@ def masked(n: int) -> dict[str, Any]:
     return {"tokens": torch.randint(17, (n, 9)), "mask": torch.rand(n, 9) > 0.2, "positions": torch.randn(9, 16), "extra": extra}
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_masks_dicts_and_numbers_that_depend_on_the_rows(*, dynamic: bool) -> None:
     torch.manual_seed(0)
     model = Masked()
@@ -155,7 +155,7 @@ def test_gradients_accumulate_over_whole_and_smaller_batches() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("through", ["checkpoint", "backend"])
+@pytest.mark.parametrize("through", [pytest.param("checkpoint", marks=pytest.mark.slow), "backend"])
 def test_checkpoint_and_backend_plan_a_smaller_batch(through: str) -> None:
     torch._dynamo.reset()
     model, plain = net(), net()

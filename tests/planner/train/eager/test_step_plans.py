@@ -8,7 +8,14 @@ from graphs.simulate import simulate
 from planner.train.eager import step_plans
 from planner.train.eager.step_log import LoggedOp, StepLog, build_recorded_step
 from planner.train.eager.step_plans import Action, StepPlan, StepPlans, list_actions
+from tests.support.eager.solves import SolvedWhenWaitedFor
 from tests.support.eager.step_logs import LENGTH, SIZE, Event, add, log_of, ops_of_chain
+
+
+@pytest.fixture(autouse=True)
+def _solved_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are ready when they are waited for; test_planned_steps has some that are solved in another process."""
+    monkeypatch.setattr(step_plans, "BackgroundSolve", SolvedWhenWaitedFor)
 
 
 def take_offered(plans: StepPlans) -> list[Action | int]:

@@ -101,9 +101,9 @@ def compile_schedule(
         GraphError: it executes an op on a device where it cannot run.
     """
     calls = _build_calls_elsewhere(graph, program, schedule, devices)
-    many = find_repeated(graph, program, schedule)
+    repeated = {op for op, count in Counter(schedule.computed).items() if count > 1}
     halves = split_into_passes(graph, schedule)
-    write = partial(PassWriter, graph, program, calls=calls, repeated=many, tick=tick, call_before=call_before)
+    write = partial(PassWriter, graph, program, calls=calls, repeated=repeated, tick=tick, call_before=call_before)
     writers = [write(pool) for pool in devices.pools]
     main = _write_main_part(writers[0], halves, static_given_up=static_given_up)
     parts = {pool.owner: _write_other_part(writer, halves) for pool, writer in zip(devices.pools[1:], writers[1:], strict=True)}
@@ -134,14 +134,6 @@ def check_runnable(graph: Graph, program: Program) -> None:
             f"the graph offers {unknown[0]!r}, but the captured step has no call for it: capture the step with the options that "
             "the graph was traced with"
         )
-
-
-def find_repeated(graph: Graph, program: Program, schedule: Schedule) -> set[int]:
-    """Return the ops that are executed more than once, or whose random numbers are drawn again by another op."""
-    times = Counter(step.op for step in schedule.steps if isinstance(step, Compute))
-    drawn = {calls.random_state: op for op, calls in enumerate(program.calls)}
-    redrawn = {drawn[t] for op in times for t in graph.ops[op].inputs if t in drawn and drawn[t] != op}
-    return redrawn | {op for op, count in times.items() if count > 1}
 
 
 @dataclass(frozen=True, slots=True)

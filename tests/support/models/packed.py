@@ -12,22 +12,21 @@ from planner.capture.workload.models import Workload
 
 
 class Mixed(nn.Module):
-    """Something for each kind of packing, in sizes that are no multiples of eight."""
+    """Activations of each kind, in sizes that are no multiples of eight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 7, 3, padding=1), nn.BatchNorm2d(7)
-        self.second, self.third, self.fourth = nn.Conv2d(7, 9, 3), nn.Conv2d(9, 9, 1), nn.Conv2d(9, 9, 3, padding=1)
-        self.gates, self.head = nn.Conv2d(9, 9, 1), nn.Linear(9, 5)
+        self.first, self.norm, self.second = nn.Conv2d(3, 7, 3, padding=1), nn.BatchNorm2d(7), nn.Conv2d(7, 9, 3)
+        self.third, self.fourth, self.fifth = nn.Conv2d(9, 9, 1), nn.Conv2d(9, 9, 3, padding=1), nn.Conv2d(9, 9, 1)
+        self.head = nn.Linear(9, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.max_pool2d(torch.relu(self.norm(self.first(x))), 3, 2, 1)
-        x = F.avg_pool2d(F.leaky_relu(self.second(x), 0.1), 2, 1)
-        x = self.fourth(F.relu6(self.third(x)))
-        x = F.dropout(x, 0.3, self.training)
-        x = torch.where(x > 0.1, x * x, x)
-        x = F.hardsigmoid(self.gates(x)) * x.amax((2, 3), keepdim=True)
-        return self.head(x.max(dim=3).values.mean(2))
+        x = self.first(x)
+        x = self.second(torch.relu(self.norm(x)) + x)
+        x = self.third(F.leaky_relu(x, 0.1) + x)
+        x = F.dropout(self.fourth(F.relu6(x)), 0.3, self.training)
+        x = self.fifth(F.hardsigmoid(x) + x)
+        return self.head(x.mean((2, 3)))
 
 
 def mixed(*, channels_last: bool = False) -> Workload:

@@ -72,18 +72,6 @@ def write_truth_values(packed: torch.Tensor, words: torch.Tensor) -> None:
     words.copy_(packed).mul_(_SPREAD).bitwise_right_shift_(_WORD - 1).bitwise_and_(_LOWEST)
 
 
-def unpack_to(packed: torch.Tensor, flat: torch.Tensor, size: int) -> None:
-    """Write the bits `packed` to the truth values `flat`, `size` at a time; the last byte uses a separate buffer."""
-    count = flat.numel()
-    whole = count // _WORD * _WORD
-    for begin, end in iterate_parts(whole, size):
-        write_truth_values(packed[begin // _WORD : end // _WORD], flat[begin:end].view(torch.int64))
-    if whole < count:
-        rest = flat.new_empty(_WORD)
-        write_truth_values(packed[whole // _WORD :], rest.view(torch.int64))
-        flat[whole:].copy_(rest[: count - whole])
-
-
 def iterate_unpacked(packed: torch.Tensor, count: int, size: int) -> Iterator[tuple[torch.Tensor, int, int]]:
     """Yield `count` truth values in parts of `size`, in a reused buffer, with the begin and end of each part."""
     room = packed.new_empty(size)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphs.ir import Phase
 from planner.capture.options.pack.finder import PackFinder
 from planner.capture.rewrites.outputs import get_fake, is_same_layout
 from planner.torch_private.core import OpOverload
@@ -73,7 +72,7 @@ def find_needed_result(finder: PackFinder, node: fx.Node) -> fx.Node | None:
             and activation.says(arguments, get_fake(x).dtype)
         ):
             same = get_fake(user).dtype == get_fake(x).dtype and is_same_layout(get_fake(user), get_fake(x))
-            return user if same and finder.is_needed(user) else None
+            return user if same and finder.is_saved(user) else None
     return None
 
 
@@ -88,9 +87,9 @@ def _get_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 def offer(finder: PackFinder) -> None:
     """Add an op for each such gradient, if nothing else in the backward pass needs its input."""
-    for op, node in finder.iterate_calls(ACTIVATIONS, Phase.BACKWARD):
+    for op, node in finder.iterate_gradients(ACTIVATIONS):
         gradient, x, *arguments = node.args
         assert isinstance(gradient, fx.Node) and isinstance(x, fx.Node)
         if not finder.is_needed(x) and (result := find_needed_result(finder, node)) is not None:
             called = partial(compute_from_result, target=node.target, arguments=arguments)
-            finder.add(called, [gradient, result], like=op, of=op.name, does="from_result", makes=op.outputs[0], alternative=True)
+            finder.add(called, [gradient, result], op, "from_result", op.outputs[0])

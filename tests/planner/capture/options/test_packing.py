@@ -1,22 +1,17 @@
-"""Packed tensors come back to the last bit, whatever they hold and however they lie; and what is found to be packed."""
+"""Gradients of activations from bits and from results, whatever they hold; and where they are found."""
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from graphs.ir import Graph
 from graphs.options import remove_options
 from planner.capture.options import apply_options
-from planner.capture.options.pack import bits, finder, pooling, ranges
+from planner.capture.options.pack import bits, finder
 from planner.capture.options.pack.comparisons import COMPARISONS, Compared
-from planner.capture.options.pack.masks import pack_bits, unpack_bits
-from planner.capture.options.pack.shapes import OfShape
 from planner.capture.options.traced import add_traced
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
@@ -38,21 +33,6 @@ def assert_identical(made: torch.Tensor | tuple[torch.Tensor, ...], wanted: torc
     if found.is_floating_point():
         found, wanted = (value.view(_WHOLE[value.element_size()]) for value in (found, wanted))
     assert torch.equal(found, wanted)
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (8,), (65,), (3, 5, 7), (2, 0, 3), (4, 3, 9, 11)])
-def test_a_mask_comes_back_from_its_bits(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    mask = torch.rand(shape) > 0.5
-    masks = [mask]
-    if len(shape) > 1:
-        masks.append(mask.transpose(0, 1).contiguous().transpose(0, 1))
-    if len(shape) == 4:
-        masks.append(mask.to(memory_format=torch.channels_last))
-    for mask, size in product(masks, (8, 64, 4096)):
-        (packed,) = pack_bits(mask, like=mask, size=size)
-        assert packed.numel() == bits.count_bytes(mask.numel())
-        assert_identical(unpack_bits(packed, like=mask, size=size), mask)
 
 
 _NUMBERS = (NAN, -0.0, 0.0, INF, -INF, 6.0, 7.0, -1.0, 3.0, -3.0, 0.5, -0.5, 1e-30, -1e-30, 2.984375, -2.984375)
@@ -105,69 +85,6 @@ def test_gradients_from_the_result_equal_gradients_from_the_input(
         assert_identical(backward(g, forward(read, *arguments), *arguments, *also), backward(g, read, *arguments, *also))
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("plane", [(9, 9), (7, 12), (16, 5)])
-def test_indices_of_pooling_come_back_from_places_in_windows(layout: torch.memory_format, plane: tuple[int, int]) -> None:
-    """Also of windows that hold nothing but -inf, or what is no number, and of those beyond the plane."""
-    torch.manual_seed(0)
-    x = torch.randn(11, 3, *plane).to(memory_format=layout)
-    x[0, 0, 0], x[1] = NAN, -INF
-    tried = 0
-    choices = product(([3, 3], [2, 2], [3, 1], [2]), ([2, 2], [1, 3], []), ([0, 0], [1, 1]), ([1, 1], [2, 2]), (False, True))
-    for kernel, stride, padding, dilation, ceil in choices:
-        if padding == [1, 1] and 1 in kernel:
-            continue
-        pooled, indices = aten.max_pool2d_with_indices(x, kernel, stride, padding, dilation, ceil)
-        gradient, rest = torch.randn_like(pooled), (kernel, stride, padding, dilation, ceil)
-        target = aten.max_pool2d_with_indices_backward.default
-        wanted = target(gradient, x, *rest, indices)
-        windows = pooling.Windows.of(plane[1], kernel, stride, padding, dilation)
-        assert windows is not None
-        like = torch.empty_strided(indices.shape, indices.stride(), dtype=torch.uint8)
-        (places,) = pooling.pack_places(indices, like=like, windows=windows)
-        assert places.stride() == indices.stride()
-        assert_identical(windows.decode(places, windows.compute_first(places)), indices)
-        whole = OfShape(wanted, target, rest)
-        assert_identical(pooling.unpack_places(gradient, places, whole=whole, windows=windows), wanted)
-        assert_identical(whole(gradient, indices), wanted)
-        tried += 1
-    assert tried > 60
-
-
-def test_windows_whose_places_a_byte_does_not_tell_apart_are_left_alone() -> None:
-    assert pooling.Windows.of(32, 15, 2, 0, 1) is not None
-    assert pooling.Windows.of(32, 17, 2, 0, 1) is None
-    assert pooling.Windows.of(4, [3, 3], 2, 1, [1, 2]) is None  # a row of the window would reach into the next
-
-
-@pytest.mark.parametrize(
-    ("target", "arguments"),
-    [
-        (aten.avg_pool2d_backward.default, ([2, 3], [2, 1], [0, 1], False, True, None)),
-        (aten._adaptive_avg_pool2d_backward.default, ()),
-    ],
-)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_pooling_gradient_from_shape_alone_is_exact(
-    target: Callable[..., torch.Tensor], arguments: Any, layout: torch.memory_format
-) -> None:
-    torch.manual_seed(0)
-    x = torch.full((3, 4, 8, 9), NAN).to(memory_format=layout)
-    pooled = aten.avg_pool2d(x, *arguments) if arguments else aten._adaptive_avg_pool2d(x, [3, 2])
-    gradient = torch.randn_like(pooled)
-    wanted = target(gradient, x, *arguments)
-    assert_identical(OfShape(wanted, target, arguments)(gradient), wanted)
-
-
-@pytest.mark.parametrize(("largest", "dtype"), [(255, torch.uint8), (32767, torch.int16), (40000, torch.int32)])
-def test_positions_come_back_from_the_narrowest_type(largest: int, dtype: torch.dtype) -> None:
-    positions = torch.tensor([[0, 1, largest], [7, largest - 1, 3]]).t()
-    like = torch.empty_strided(positions.shape, positions.stride(), dtype=dtype)
-    (narrow,) = ranges.convert_integers(positions, like=like)
-    assert narrow.dtype is dtype
-    assert_identical(ranges.convert_integers(narrow, like=positions), positions)
-
-
 def packed(workload: Workload) -> Graph:
     return add_traced(capture(*workload), ["pack"]).graph
 
@@ -178,22 +95,9 @@ def offers(graph: Graph) -> Counter[str]:
 
 def test_each_kind_of_packing_is_found() -> None:
     graph = packed(mixed())
-    assert offers(graph) == {
-        "to_bits": 5,  # dropout, where, ReLU, leaky ReLU, hardsigmoid
-        "from_bits": 5,
-        "mask_drawn_again": 1,
-        "to_narrow": 1,  # the positions of the largest
-        "from_narrow": 1,
-        "to_places": 1,
-        "from_places": 1,
-        "of_shape": 2,
-        "from_result": 1,  # ReLU6
-    }
+    assert offers(graph) == {"to_bits": 3, "from_bits": 3, "from_result": 1}  # ReLU, leaky ReLU, hardsigmoid; ReLU6
     assert all(op.exact for op in graph.ops)
     names = {t.name: t for t in graph.tensors}
-    assert names["native_dropout[1]@bits"].size_bytes == -(-names["native_dropout[1]"].size_bytes // 8)
-    assert names["max_pool2d_with_indices_backward@places"].size_bytes * 8 == names["max_pool2d_with_indices[1]"].size_bytes
-    assert names["max_1[1]@narrow"].size_bytes * 8 == names["max_1[1]"].size_bytes
     assert names["threshold_backward@bits"].size_bytes == -(-names["relu"].size_bytes // 32)
     assert apply_options(graph, ()).ops == capture(*mixed()).graph.ops
     assert apply_options(graph, ()).fingerprint == remove_options(graph).fingerprint != graph.fingerprint
@@ -226,32 +130,31 @@ def test_tensors_needed_elsewhere_are_not_packed() -> None:
     assert all(graph.tensors[op.inputs[1]].name in ("hardtanh", "leaky_relu") for op in graph.ops if op.optional)
 
 
-class Dropping(nn.Module):
-    """Draws masks for its two inputs."""
+class Summed(nn.Module):
+    """ReLUs of its two inputs, whose results the backward pass does not need."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.dropout(x * self.weight, 0.5).sum() + F.dropout(y * self.weight, 0.5).sum()
+        return torch.relu(x + self.weight).cumsum(0).sum() + torch.relu(y + self.weight).cumsum(0).sum()
 
 
 def test_of_large_steps_small_tensors_are_left_alone() -> None:
-    graph = packed(Workload(Dropping(), None, (torch.ones(finder.LEAST_BYTES), torch.ones(finder.LEAST_BYTES - 8))))
-    assert offers(graph) == {"to_bits": 1, "from_bits": 1, "mask_drawn_again": 1}
+    large = finder.LEAST_BYTES // 4
+    assert offers(packed(Workload(Summed(), None, (torch.ones(large), torch.ones(large - 1))))) == {"to_bits": 1, "from_bits": 1}
+    assert offers(packed(Workload(Summed(), None, (torch.ones(64), torch.ones(63))))) == {"to_bits": 2, "from_bits": 2}
 
 
-@pytest.mark.parametrize(("cuda", "device"), [(False, "cpu"), (True, "h200")])
-def test_a_roofline_gives_times_and_workspaces_and_no_mask_of_cuda_is_drawn_again(cuda: bool, device: str) -> None:
+def test_a_roofline_gives_times_and_workspaces() -> None:
     with FakeTensorMode():
-        batch = torch.empty(2**24), torch.empty(2**23)
-        found = add_traced(capture(Dropping(), None, batch, as_on_cuda=cuda), ["pack"])
-    assert offers(found.graph) == {"to_bits": 2, "from_bits": 2} | ({} if cuda else {"mask_drawn_again": 2})
-    graph = model_times(found, get_device(device))
+        found = add_traced(capture(Summed(), None, (torch.empty(2**24), torch.empty(2**23))), ["pack"])
+    assert offers(found.graph) == {"to_bits": 2, "from_bits": 2}
+    graph = model_times(found, get_device("h200"))
     for op in graph.ops[len(graph.program) :]:
         assert op.time_s > 0
-        assert op.workspace_bytes <= 2**24 // 8 + 512, op  # of a mask, a byte each
+        assert op.workspace_bytes <= 3 * 2**24 // 8 * 4 + 512, op  # of an eighth, three at once
 
 
 def test_batch_norm_has_no_exact_gradient_from_its_output() -> None:

@@ -109,6 +109,12 @@ class ShardedUnit:
         return rank
 
     @property
+    def _replicas(self) -> dist.ProcessGroup | None:
+        """The processes that hold the same part; None if there are no others."""
+        found: dist.ProcessGroup | None = getattr(self._mesh, "replicate_process_group", None)
+        return found
+
+    @property
     def reduces(self) -> bool:
         """True if gradients are to be reduced, as ``set_requires_gradient_sync`` says.
 
@@ -116,7 +122,7 @@ class ShardedUnit:
             PlannerError: they are to be reduced in a part of the mesh only.
         """
         reduces: bool = self._group.reduce_grads
-        if reduces and not self._group.all_reduce_grads:
+        if reduces and not self._group.all_reduce_grads and self._replicas is not None:
             raise PlannerError(
                 f"set_requires_all_reduce(False) on {self.name}, but a planned step reduces gradients over the whole mesh: use "
                 "set_requires_gradient_sync(False), which keeps whole gradients"
@@ -143,7 +149,7 @@ class ShardedUnit:
 
     def build_reduction(self, parameters: Sequence[ShardedParameter]) -> Reduction:
         """Return the reduction of the gradients of some of the parameters."""
-        replicas = getattr(self._mesh, "replicate_process_group", None)
+        replicas = self._replicas
         dtypes = {p.packed.dtype for p in parameters}
         shard_dtypes = {p.sharded.dtype for p in parameters}
         if len(dtypes) > 1 or len(shard_dtypes) > 1:

@@ -377,6 +377,10 @@ def check_refusals_of_meshes(rank: int) -> None:
     number = shard(Net(), reshard_after_forward=2)
     with pytest.raises(TraceError, match=r"the unit blocks\.0 of fully_shard has reshard_after_forward=2: give True or False"):
         planner.compile(number, compute_loss, batch, budget="1GB")
+    hybrid = shard(Net(), hybrid=True)
+    hybrid.set_requires_all_reduce(False)
+    with pytest.raises(PlannerError, match=r"set_requires_all_reduce\(False\) on .*, but a planned step reduces .* whole mesh"):
+        planner.compile(hybrid, compute_loss, batch, budget="1GB")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = Net()
     parallel = distribute_tensor(model.head.weight.detach(), mesh["tensor"], [Shard(0)])

@@ -22,7 +22,7 @@ from planner.progress.describe import describe
 from planner.settings.budget import read_budget_or_overhead
 from planner.train.compile.per_batch import BatchPlans, check_options
 from planner.train.compile.step import PlannedStep
-from planner.train.distributed.wrappers import Sharded, unwrap
+from planner.train.distributed.wrappers import unwrap
 
 _BAR_EVERY_S = 0.2  # the shortest time between two updates of one stage
 
@@ -139,13 +139,7 @@ class PlannedTrainerMixin:
         this: Any = self
         if self.batch_plans is None or model is not self._planned_model:  # each run of the trainer has another model
             self.batch_plans = None
-            wrapper = unwrap(model)
-            if isinstance(wrapper, Sharded):
-                raise PlannerError(
-                    "FSDP is not planned in the trainer: leave out fsdp, so that it trains under DDP, or use planner.compile "
-                    "with fully_shard in a loop of your own"
-                )
-            self._planned_model, self.batch_plans = model, BatchPlans(wrapper, self._budget, self._options)
+            self._planned_model, self.batch_plans = model, BatchPlans(unwrap(model), self._budget, self._options)
         accumulate = this.args.gradient_accumulation_steps > 1
         shown: OnProgress = _TrainerView(this) if self.planned is None else False
         return self.batch_plans.step(loss_fn, batch, optimizer=this.optimizer, accumulate=accumulate, on_progress=shown)(**batch)

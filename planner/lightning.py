@@ -85,8 +85,8 @@ class PlannedTraining(pl.Callback):
             wrapper = InReplicated(step, trained)
         else:
             raise PlannerError(
-                f"strategy {type(trainer.strategy).__name__} is not planned: use a single device or strategy='ddp', or "
-                "planner.compile with fully_shard in a loop of your own"
+                f"strategy {type(trainer.strategy).__name__} is not planned: use a single device, strategy='ddp', or "
+                "ModelParallelStrategy with fully_shard"
             )
         self.batch_plans = BatchPlans(wrapper, self._budget, self._options)
         vars(pl_module)["training_step"] = _planned(step, self.batch_plans, trainer)

@@ -270,7 +270,7 @@ class Wrapping(SingleDeviceStrategy):
 
 
 def test_other_strategies_raise(tmp_path: Path) -> None:
-    with pytest.raises(PlannerError, match="strategy Wrapping is not planned: use a single device or strategy='ddp'"):
+    with pytest.raises(PlannerError, match="strategy Wrapping is not planned: use a single device, strategy='ddp'"):
         trained(Module(), tmp_path, PlannedTraining(HALF_WAY, **QUICK), accelerator="auto", strategy=Wrapping("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""PyTorch Lightning on two processes: training and logs bitwise equal to DDP without a plan."""
+"""PyTorch Lightning on two processes: training and logs bitwise equal to DDP or FSDP2 without a plan."""
 
 import copy
 from pathlib import Path
@@ -9,12 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 pl = pytest.importorskip("lightning.pytorch")
 
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
+
 from graphs.errors import PlannerError  # noqa: E402
+from graphs.options.gather import GATHER, REDUCE  # noqa: E402
 from planner.lightning import PlannedTraining  # noqa: E402
+from planner.torch_private.core import get_local_tensor  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
 from tests.support.distributed import on_two  # noqa: E402
 from tests.support.integrations.lightning import QUICK, Module, trained  # noqa: E402
@@ -39,6 +44,33 @@ class Unused(Loaded):
     def __init__(self) -> None:
         super().__init__()
         self.unused = nn.Parameter(torch.ones(3))
+
+
+class ShardedUnits(pl.LightningModule):
+    """Shards its layers by FSDP2, as ``ModelParallelStrategy`` expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        wide = nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)
+        self.body = nn.Sequential(nn.Linear(32, 64), nn.GELU(), *wide, nn.Linear(64, 8))
+
+    def configure_model(self) -> None:
+        for module in (self.body[0], self.body[2], self.body):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.body(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def train_dataloader(self) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        inputs = torch.randn(96, 32, generator=draw), torch.randint(8, (96,), generator=draw)
+        return DataLoader(TensorDataset(*inputs), batch_size=16)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class Uneven(Loaded):
@@ -68,7 +100,7 @@ def compared(make: type, **more: Any) -> PlannedTraining:
 
 def assert_same(planned: nn.Module, eager: nn.Module) -> None:
     pairs = zip(planned.state_dict().items(), eager.state_dict().items(), strict=True)
-    assert [name for (name, a), (_, b) in pairs if not torch.equal(a, b)] == []
+    assert [name for (name, a), (_, b) in pairs if not torch.equal(get_local_tensor(a), get_local_tensor(b))] == []
 
 
 def check_ddp(rank: int) -> None:
@@ -87,6 +119,13 @@ def check_variants(rank: int) -> None:
     compared(Loaded, strategy=pl.strategies.DDPStrategy(static_graph=True))
 
 
+def check_sharded(rank: int) -> None:
+    callback = compared(ShardedUnits, strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
+    plan, graph = callback.planned.plan, callback.planned.measured
+    assert plan.measured_peak_bytes is None or plan.measured_peak_bytes <= plan.budget_bytes
+    assert sum(op.target == GATHER for op in graph.ops) == sum(op.target == REDUCE for op in graph.ops) == 3
+
+
 def check_differing_sizes(rank: int) -> None:
     found = r"rank 0: \[8, 3, 16, 16\], \[8\]; rank 1: \[4, 3, 16, 16\], \[4\]"
     with pytest.raises(PlannerError, match=rf"the batches of the processes differ \({found}\), but one plan is for all"):
@@ -95,6 +134,11 @@ def check_differing_sizes(rank: int) -> None:
 
 def test_trains_as_lightning_alone_under_ddp(tmp_path: Path) -> None:
     on_two((check_ddp,), tmp_path)
+
+
+@pytest.mark.slow
+def test_trains_as_lightning_alone_under_fsdp2(tmp_path: Path) -> None:
+    on_two((check_sharded,), tmp_path)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The ``Trainer`` of Hugging Face on two processes: as under DDP without a plan, to the last bit."""
+"""The ``Trainer`` of Hugging Face on two processes: as under DDP or FSDP2 without a plan, to the last bit."""
 
 import os
 from pathlib import Path
@@ -11,15 +11,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
+import torch  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from graphs.errors import PlannerError  # noqa: E402
+from graphs.options.gather import GATHER  # noqa: E402
 from planner.huggingface import PlannedTrainer  # noqa: E402
 from tests.support.budgets import HALF_WAY  # noqa: E402
 from tests.support.distributed import on_two  # noqa: E402
-from tests.support.integrations.huggingface import arguments, assert_same, model, planned_options, sentences, summed, trained  # noqa: E402
+from tests.support.integrations.huggingface import assert_same, planned_options, sentences, summed, trained  # noqa: E402
 
 SHORT, LONG = sentences(8), sentences(8, longer=4)[4:]  # two batches of 16 tokens, one of 20
 
@@ -64,17 +68,44 @@ def check_differing_sizes(rank: int) -> None:
         run(PlannedTrainer, [*SHORT, *SHORT[:4], *LONG], options=planned_options("100%"))
 
 
+def use_fsdp_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
+    """Let Accelerate shard models on a CPU, where it replicates them whatever it is told."""
+    initialize = AcceleratorState.__init__
+
+    def initialize_sharding(state: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        initialize(state, *args, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    patch.setattr(AcceleratorState, "__init__", initialize_sharding)
+
+
 def check_sharded(rank: int) -> None:
-    sharded = fully_shard(model(), mesh=init_device_mesh("cpu", (2,)))
-    with TemporaryDirectory() as folder:
-        trainer = PlannedTrainer(model(), arguments(Path(folder), ddp_backend="gloo"), **planned_options())
-    batch = {name: value[None] for name, value in SHORT[0].items()}
-    with pytest.raises(PlannerError, match="FSDP is not planned in the trainer: leave out fsdp, so that it trains under DDP"):
-        trainer.compute_loss(sharded, batch)
+    """Units of ``fully_shard`` are gathered and reduced in the plan; whole gradients are summed where Accelerate says so."""
+    sharding = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}}
+    with pytest.MonkeyPatch.context() as patch:
+        use_fsdp_on_the_cpu(patch)
+        data, more = [*SHORT, *SHORT, *SHORT, *SHORT], {"gradient_accumulation_steps": 2, **sharding}
+        eager = run(transformers.Trainer, data, **more)
+        planned = run(PlannedTrainer, data, options=planned_options(HALF_WAY), **more)
+        assert isinstance(planned.model_wrapped, FSDPModule)
+        found = planned.model_wrapped.named_parameters()
+        for (name, wanted), (_, value) in zip(eager.model_wrapped.named_parameters(), found, strict=True):
+            assert isinstance(value, DTensor) and torch.equal(value.to_local(), wanted.to_local()), name
+    losses = [[entry.get("loss") for entry in each.state.log_history] for each in (eager, planned)]
+    assert losses[0] == losses[1]
+    graph, plan = planned.planned.measured, planned.planned.plan
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert sum(op.target == GATHER for op in graph.ops) > 1
 
 
 def test_trains_as_the_trainer_alone_under_ddp(tmp_path: Path) -> None:
-    on_two((check_accumulation, check_sharded), tmp_path)
+    on_two((check_accumulation,), tmp_path)
+
+
+@pytest.mark.slow
+def test_trains_as_the_trainer_alone_under_fsdp2(tmp_path: Path) -> None:
+    on_two((check_sharded,), tmp_path)
 
 
 @pytest.mark.slow

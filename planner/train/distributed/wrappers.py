@@ -147,8 +147,7 @@ class InReplicated(Replicated):
 class Sharded(Unwrapped):
     """A model under ``fully_shard`` (FSDP2). Its units are gathered and reduced by ops of the plan."""
 
-    def __init__(self, model: FSDPModule) -> None:
-        assert isinstance(model, nn.Module)
+    def __init__(self, model: nn.Module) -> None:
         self._modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()  # the outermost unit stays gathered after a forward pass
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
@@ -243,7 +242,11 @@ def unwrap(model: nn.Module | Unwrapped) -> Unwrapped:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise TraceError("FullyShardedDataParallel (FSDP1) is not planned: use fully_shard (FSDP2), or DistributedDataParallel")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise TraceError("parts of the model are sharded, but not the model itself: call fully_shard(model) after its blocks")
+        if whole := [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]:
+            raise TraceError(
+                f"parts of the model are sharded, but not the parameter {whole[0]}: call fully_shard(model) after its blocks"
+            )
+        return Sharded(model)
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise TraceError("the parameters of the model are DTensors: plan the model before, or shard it with fully_shard")
     return Unwrapped(model, SingleProcess())

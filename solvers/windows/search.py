@@ -1,7 +1,7 @@
 """The state of one solve that all strategies share."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from solvers.clock import Clock
@@ -17,7 +17,7 @@ from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.stopping import StoppingRule
 
 WORK_PER_EXECUTION = 1e-5  # of a simulation
-_KEPT_SOLUTIONS = 3
+_KEPT_SOLUTIONS, _KEPT_TRIALS = 3, 8
 _PASSES = 8  # of pruning over an order
 _NEAR = 1.01  # times the best time: up to it a schedule that offloads is improved although it is not the best
 
@@ -49,6 +49,7 @@ class Search:
 
     Attributes:
         may_start_processes: False in a process that was started for the search.
+        recent: the latest trials.
     """
 
     request: Request
@@ -59,6 +60,7 @@ class Search:
     stopping: StoppingRule
     models: Models
     may_start_processes: bool
+    recent: deque[Trial] = field(default_factory=lambda: deque(maxlen=_KEPT_TRIALS))
 
     @classmethod
     def of(cls, request: Request, *, may_start_processes: bool = True) -> Self:
@@ -109,8 +111,15 @@ class Search:
         return trial
 
     def _simulate(self, order: Order) -> Trial:
+        """Return the trial of `order`. Solutions of one model after the other are often decoded to the same executions."""
+        if not (self.problem.offloads or self.problem.placed):  # where executions do not say all
+            for known in tuple(self.recent):
+                if known.order.computed == order.computed:
+                    return replace(known, order=order)
         self.clock.spend(WORK_PER_EXECUTION * len(order.computed))
-        return try_out(self.problem, order)
+        trial = try_out(self.problem, order)
+        self.recent.append(trial)
+        return trial
 
     def _is_near(self, trial: Trial) -> bool:
         """Return True if a schedule that offloads may become the best after pruning."""

@@ -137,7 +137,7 @@ def _compute_loss(one: float | None, other: float | None, unknown: float) -> flo
     return 0.0 if one == other else (unknown if one is None else one) - (unknown if other is None else other)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Solve, write, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -146,12 +146,12 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--against", type=Path, help="rows to compare with; other graphs are not compared")
     parser.add_argument("--processes", type=int, default=2)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     seeds = range(args.first_seed, args.first_seed + args.count)
     cases: dict[Key, tuple[str, int]] = {case: case for case in product(args.kinds, seeds)}
     before = {} if args.against is None else {(row.kind, row.seed): row for row in read_rows(args.against, Row)}
     args.out.unlink(missing_ok=True)  # the rows of another state of the solver
-    kept = replace(STUDY, file=args.out.name).kept(args.out.parent)
+    kept = replace(STUDY, file=args.out.name).read_kept(args.out.parent)
     for _ in STUDY.fill(kept, cases, jobs=args.processes):
         pass
     if args.against is None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_graphs import KINDS, STUDY, Row, draw_case, is_wrong, judge, solve_case
+from benchmarks.random_graphs import KINDS, STUDY, Row, draw_case, is_wrong, judge, main, solve_case
 
 ROW = Row(kind="plain", seed=1, ops=5, budget_bytes=100, status="feasible", time_s=2.0, bound_s=1.5, peak_bytes=90, steps=12)
 
@@ -54,6 +54,13 @@ def test_processes_write_the_same_rows_in_order(tmp_path: Path) -> None:
     cases = [("offload", 1), ("plain", 2), ("plain", 1)]
     assert len(list(STUDY.fill(kept, {case: case for case in cases}, jobs=2))) == 3
     assert list(STUDY.read_kept(tmp_path)) == [row for case in (cases[2], cases[1], cases[0]) for row in solve_case(case)]
+
+
+def test_command_compares_rows_with_those_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--kinds", "plain", "--count", "2", "--processes", "1", "--out"]
+    assert main([*words, str(tmp_path / "before.csv")]) == 0
+    assert main([*words, str(tmp_path / "after.csv"), "--against", str(tmp_path / "before.csv")]) == 0
+    assert "'equal': 2" in capsys.readouterr().out
 
 
 def test_kept_tensor_computed_elsewhere_has_a_schedule() -> None:

@@ -185,10 +185,10 @@ class Indexed(Module):
 
 def test_the_index_of_the_batch_is_a_number_like_others(tmp_path: Path) -> None:
     data = (batches(5), batches(1))
-    eager, eager_logs = trained(Indexed(), tmp_path, data=data)
+    eager, eager_logs = trained(Indexed(), tmp_path, data=data, max_epochs=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        planned, planned_logs = trained(Indexed(), tmp_path, PlannedTraining(HALF_WAY, **QUICK), data=data)
+        planned, planned_logs = trained(Indexed(), tmp_path, PlannedTraining(HALF_WAY, **QUICK), data=data, max_epochs=1)
     assert planned_logs == eager_logs and planned.calls == eager.calls
     pairs = zip(planned.state_dict().items(), eager.state_dict().items(), strict=True)
     assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 
 from graphs.ir import Graph
@@ -109,7 +110,8 @@ def chain(
     return Timeline(graph, plan_of(graph, Schedule(tuple(step_of[word] for word in script.split()))))
 
 
-def solved(options: list[str], budget: str = "75%", seed: int = 5) -> tuple[Graph, Plan]:
-    """A graph and a plan for it, the same on every run; with offload it has a few copies."""
-    graph = draw_training_step(seed, 12)
-    return graph, solve(graph, budget, solver="capuchin-swap", options=options, link=10e9, host_budget=10**12)
+@cache
+def solved() -> tuple[Graph, Plan]:
+    """A graph and a plan for it with a few copies, the same on every run."""
+    graph = draw_training_step(5, 12)
+    return graph, solve(graph, "75%", solver="capuchin-swap", options=["offload"], link=10e9, host_budget=10**12)

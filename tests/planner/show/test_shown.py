@@ -46,7 +46,7 @@ def test_a_plan_that_has_not_run_is_not_measured_yet() -> None:
 
 
 def test_results_are_shown_in_a_line_or_on_a_screen() -> None:
-    workload = build("gpt2", layers=2, width=32, heads=2, vocab=61, seq=16, batch=2)
+    workload = build("mlp", batch=64, layers=3, width=16, classes=3)
     graph = planner.trace(*workload, passes=1)
     report = planner.run(planner.solve(graph, "90%"), *workload, repeats=1)
     advice = planner.advise(*workload, passes=1, options=[], time_limit_s=2)

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,12 @@ needs_browser = pytest.mark.skipif(
 )
 
 
-@contextmanager
-def opened(page: Path, *, width: int = 1400, height: int = 1000, dark: bool = False, touch: bool = False) -> Iterator[Any]:
-    """The driver of a browser that shows `page`, once it has drawn it."""
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The driver of a browser, which takes seconds to start."""
     from selenium import webdriver
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service
-    from selenium.webdriver.support.ui import WebDriverWait
 
     options = Options()
     options.binary_location = str(CHROMIUM)
@@ -49,17 +47,23 @@ def opened(page: Path, *, width: int = 1400, height: int = 1000, dark: bool = Fa
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
     driver.set_page_load_timeout(30)
-    try:
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": touch})
-        driver.get(page.resolve().as_uri())
-        WebDriverWait(driver, 30).until(lambda d: d.execute_script("return document.documentElement.dataset.ready === 'yes'"))
-        yield driver
-    finally:
-        driver.quit()
+    yield driver
+    driver.quit()
+
+
+def show(driver: Any, page: Path, *, width: int = 1400, height: int = 1000, dark: bool = False, touch: bool = False) -> None:
+    """Show `page` on a screen of that size, and wait until it is drawn."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": touch})
+    driver.get("about:blank")
+    errors_of(driver)  # of the page before
+    driver.get(page.resolve().as_uri())
+    WebDriverWait(driver, 30).until(lambda d: d.execute_script("return document.documentElement.dataset.ready === 'yes'"))
 
 
 def errors_of(driver: Any) -> list[str]:
@@ -112,9 +116,15 @@ def timeline() -> Timeline:
 
 
 @pytest.fixture(scope="module")
-def driver(timeline: Timeline, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with opened(written(render_page(StepFacts.of(timeline), CURVE), tmp_path_factory.mktemp("page"))) as browser:
-        yield browser
+def page(timeline: Timeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(render_page(StepFacts.of(timeline), CURVE), tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture
+def driver(browser: Any, page: Path) -> Any:
+    """The browser, which shows a page."""
+    show(browser, page)
+    return browser
 
 
 def shown(driver: Any) -> str:
@@ -222,26 +232,26 @@ def test_searching_lists_and_zooms(driver: Any) -> None:
     click(driver, "zoom-all")
 
 
-def test_a_tap_shows_a_tip_that_stays_until_the_next_tap(tmp_path: Path) -> None:
+def test_a_tap_shows_a_tip_that_stays_until_the_next_tap(browser: Any, tmp_path: Path) -> None:
     small = blocks()
     large = replace(small, tensors=tuple(replace(tensor, size_bytes=2**20) for tensor in small.tensors))
     facts = StepFacts.of(timeline_of(large))
     curve = tuple(replace(row, budget_bytes=2**20 * row.budget_bytes, overhead=0.1) for row in CURVE)
     assert facts.planned is not None
-    with opened(written(render_page(facts, curve), tmp_path), width=390, height=844, touch=True) as browser:
-        assert "module h." in tap_at(browser, "memory", 0.6, 0.8)
-        at_addresses = [tap_at(browser, "addresses0", 0.6, 0.1 * y) for y in range(1, 8)]
-        assert {said.split("\n")[0] for said in at_addresses if said} <= {stay.tensor for stay in facts.planned.stays}
-        assert any(at_addresses)
-        # The axis is 5% longer than the data on each side; beside it chart.py leaves 84 and 16 pixels.
-        first, last = facts.timeline.plan.budget_bytes, curve[-1].budget_bytes
-        point = (84 + 258 * (0.05 + (curve[0].budget_bytes - first) / (last - first)) / 1.1) / 358
-        on_curve = {tap_at(browser, "curve", point, 0.03 * y) for y in range(10, 24)}
-        assert any("\noverhead 10.00%" in said for said in on_curve), on_curve
-        assert tap_at(browser, "memory", 0.6, 0.8)
-        browser.execute_script("document.querySelector('h2').dispatchEvent(new PointerEvent('pointerdown', {bubbles: true}))")
-        assert browser.execute_script("return document.getElementById('tip').hidden")
-        assert errors_of(browser) == []
+    show(browser, written(render_page(facts, curve), tmp_path), width=390, height=844, touch=True)
+    assert "module h." in tap_at(browser, "memory", 0.6, 0.8)
+    at_addresses = [tap_at(browser, "addresses0", 0.6, 0.1 * y) for y in range(1, 8)]
+    assert {said.split("\n")[0] for said in at_addresses if said} <= {stay.tensor for stay in facts.planned.stays}
+    assert any(at_addresses)
+    # The axis is 5% longer than the data on each side; beside it chart.py leaves 84 and 16 pixels.
+    first, last = facts.timeline.plan.budget_bytes, curve[-1].budget_bytes
+    point = (84 + 258 * (0.05 + (curve[0].budget_bytes - first) / (last - first)) / 1.1) / 358
+    on_curve = {tap_at(browser, "curve", point, 0.03 * y) for y in range(10, 24)}
+    assert any("\noverhead 10.00%" in said for said in on_curve), on_curve
+    assert tap_at(browser, "memory", 0.6, 0.8)
+    browser.execute_script("document.querySelector('h2').dispatchEvent(new PointerEvent('pointerdown', {bubbles: true}))")
+    assert browser.execute_script("return document.getElementById('tip').hidden")
+    assert errors_of(browser) == []
 
 
 def test_tiles_stand_in_one_row_on_a_desktop(driver: Any) -> None:
@@ -249,26 +259,28 @@ def test_tiles_stand_in_one_row_on_a_desktop(driver: Any) -> None:
     assert len(tops) >= 5 and len(set(tops)) == 1
 
 
+@pytest.fixture(scope="module")
+def page_with_copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    graph, plan = solved()
+    offered = apply_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12))
+    return written(render_page(StepFacts.of(Timeline(offered, plan)), CURVE), tmp_path_factory.mktemp("page"))
+
+
 @pytest.mark.parametrize("width", [390, 820, 1400])
 @pytest.mark.parametrize("dark", [False, True])
-def test_page_elements_do_not_overlap_at_any_width(width: int, dark: bool, tmp_path: Path) -> None:
-    graph, plan = solved(["offload"])
-    offered = apply_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12))
-    with opened(
-        written(render_page(StepFacts.of(Timeline(offered, plan)), CURVE), tmp_path), width=width, dark=dark, touch=width < 500
-    ) as browser:
-        assert browser.execute_script(_WIDE) <= width
-        assert browser.execute_script(_OVERLAPS) == []
-        assert browser.execute_script(_SIDES) == 0
-        assert errors_of(browser) == []
-        background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
-        assert background == ("rgb(20, 25, 31)" if dark else "rgb(255, 255, 255)")
+def test_page_elements_do_not_overlap_at_any_width(browser: Any, page_with_copies: Path, width: int, dark: bool) -> None:
+    show(browser, page_with_copies, width=width, dark=dark, touch=width < 500)
+    assert browser.execute_script(_WIDE) <= width
+    assert browser.execute_script(_OVERLAPS) == []
+    assert browser.execute_script(_SIDES) == 0
+    assert errors_of(browser) == []
+    background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(20, 25, 31)" if dark else "rgb(255, 255, 255)")
 
 
-def test_names_from_files_are_text(tmp_path: Path) -> None:
-    with opened(
-        written(render_page(StepFacts.of(timeline_of(blocks(model=HOSTILE, module=HOSTILE)))), tmp_path), width=820
-    ) as browser:
-        assert browser.execute_script("return document.documentElement.dataset.hit ?? null") is None
-        assert "</title>" in browser.execute_script("return document.querySelector('h1').textContent")
-        assert browser.execute_script(_WIDE) <= 820
+def test_names_from_files_are_text(browser: Any, tmp_path: Path) -> None:
+    page = written(render_page(StepFacts.of(timeline_of(blocks(model=HOSTILE, module=HOSTILE)))), tmp_path)
+    show(browser, page, width=820)
+    assert browser.execute_script("return document.documentElement.dataset.hit ?? null") is None
+    assert "</title>" in browser.execute_script("return document.querySelector('h1').textContent")
+    assert browser.execute_script(_WIDE) <= 820

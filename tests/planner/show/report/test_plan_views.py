@@ -117,7 +117,7 @@ def test_comparison_within_a_reserved_budget_counts_reserved_memory() -> None:
 
 @pytest.mark.slow
 def test_plans_with_options_show_themselves_too(tmp_path: Path) -> None:
-    graph, plan = solved(["offload"])
+    graph, plan = solved()
     assert plan.compare().rows == plan.compare(graph).rows
     plan.save(tmp_path / "plan.json", graph=tmp_path / "model.json")
     assert Plan.load(tmp_path / "plan.json").compare() == plan.compare()

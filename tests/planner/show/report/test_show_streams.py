@@ -176,7 +176,7 @@ def test_a_plan_that_copies_nothing_has_the_page_of_a_graph_without_streams() ->
 
 
 def test_held_tensors_report_their_offload() -> None:
-    graph, plan = solved(["offload"])
+    graph, plan = solved()
     timeline = Timeline(apply_options(graph, ["offload"], Surroundings(Link.even(10e9), 10**12)), plan)
     rows = parsed(render_page(StepFacts.of(timeline))).rows
     header = next(row for row in rows if row[-1] == "elsewhere")
@@ -282,7 +282,7 @@ def test_timeline_matches_the_judge_on_random_streams_and_pools(monkeypatch: pyt
 
 @pytest.mark.slow
 def test_the_command_shows_such_plans(tmp_path: Path) -> None:
-    graph, plan = solved(["offload"])
+    graph, plan = solved()
     graph_file, plan_file, html, trace = (tmp_path / name for name in ("model.json", "plan.json", "report.html", "trace.json"))
     write_graph(graph, graph_file)
     write_plan(replace(plan, graph_file="model.json"), plan_file)

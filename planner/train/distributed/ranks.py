@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from graphs.errors import PlannerError
 from planner.torch_private.distributed import collective_device
+from planner.train.distributed.failures import wait_for_others
 
 T = TypeVar("T")
 
@@ -87,7 +88,11 @@ class Ranks(SingleProcess):
         """
         digest = int.from_bytes(blake2b(repr(value).encode(), digest_size=7).digest())
         extremes = torch.tensor([digest, -digest], device=collective_device(self._group))
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if work is not None and extremes.device.type == "cpu":
+            wait_for_others(work)
+        elif work is not None:
+            work.wait()
         return extremes.sum().item() == 0
 
     def gather(self, value: T) -> list[T]:

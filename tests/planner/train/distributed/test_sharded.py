@@ -2,6 +2,7 @@
 
 import copy
 import os
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -467,6 +468,29 @@ def leave_alone(rank: int, *, ends: bool) -> None:
             step(*batch)
         assert time.monotonic() - begun < 7
     os._exit(0)  # the group is of no more use
+
+
+def stop_alone(rank: int) -> None:
+    """Rank 1 is stopped by a signal: the others say so, though rank 1 tells nothing."""
+    model, batch = shard(Net()), make_batch(rank)
+    step = planner.compile(model, compute_loss, batch, budget="100%", **SETTINGS)
+    step(*batch).backward()
+    model.zero_grad()
+    processes = [None] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        begun = time.monotonic()
+        with pytest.raises(PlannerError, match=r"^rank 1 \(process \d+\) is stopped, and this process has waited for it"):
+            step(*batch)
+        assert time.monotonic() - begun < 10
+        os.kill(processes[1], signal.SIGCONT)
+    os._exit(0)  # the group is of no more use
+
+
+def test_a_process_that_is_stopped_is_not_waited_for(tmp_path: Path) -> None:
+    on_processes(2, (stop_alone,), tmp_path)
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import planner
+from benchmarks.process_memory import read_status_bytes, reset_highest_rss
 from graphs.errors import BudgetError, InfeasibleError, MismatchError, PlannerError, TraceError
 from graphs.options.gather import GATHER, REDUCE
 from graphs.schedule import Compute
@@ -279,6 +281,31 @@ def check_capture(rank: int) -> None:
     assert all(isinstance(p, DTensor) for p in wrapper.module.parameters())
 
 
+def check_memory_of_planning(rank: int) -> None:
+    """A model is planned whose gathered parameters alone pass the budget: nothing beyond it is allocated while that is done."""
+    width, layers = 2048, 24
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)), nn.LayerNorm(width))
+    model[:-1].requires_grad_(requires_grad=False)
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.to_local(), std=0.02)
+    unit_bytes = 4 * width * width
+    batch = torch.randn(4, width), torch.randn(4, width)
+    budget_bytes = layers * unit_bytes // 2 + 4 * unit_bytes
+    assert budget_bytes < layers * unit_bytes
+    before = read_status_bytes("VmRSS")
+    reset_highest_rss()
+    step = planner.compile(model, F.mse_loss, batch, budget=budget_bytes, **{**SETTINGS, "wait": 0})
+    planned = read_status_bytes("VmHWM") - before
+    step(*batch).backward()
+    assert step.plan.measured_peak_bytes <= budget_bytes
+    allowed_bytes = 4 * unit_bytes + 130_000_000  # what a solve in the process takes of Python and HiGHS
+    assert planned < allowed_bytes < layers * unit_bytes, planned
+
+
 def planner_settings() -> Any:
     from planner.settings.plan import PlanSettings
 
@@ -417,6 +444,12 @@ def test_sums_of_whole_gradients_on_three_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_units_are_gathered_again_at_the_least_budget(tmp_path: Path) -> None:
     on_processes(2, (check_least,), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of the process from /proc")
+def test_planning_takes_no_more_than_the_budget(tmp_path: Path) -> None:
+    on_processes(2, (check_memory_of_planning,), tmp_path)
 
 
 @pytest.mark.slow

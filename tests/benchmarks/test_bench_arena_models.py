@@ -15,6 +15,7 @@ BLANK = ArenaModelRow(source="tests", model="tiny", way=EAGER, status=RAN, diffe
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the allocator is compiled with g++")
+@pytest.mark.usefixtures("solves_at_once")
 def test_a_model_in_an_arena_and_without() -> None:
     rows = {row.way: row for row in compare_plans(blocks, BLANK, repeats=1)}
     assert list(rows) == [EAGER, PLANNED, IN_ARENA]

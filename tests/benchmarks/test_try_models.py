@@ -36,7 +36,7 @@ from planner.capture.workload.models import Workload
 from planner.measure.steps import get_loss
 from tests.support.models.residual_blocks import blocks
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:torch.*"), pytest.mark.usefixtures("solves_at_once")]
 
 
 @pytest.fixture(autouse=True)

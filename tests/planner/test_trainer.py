@@ -67,7 +67,7 @@ class Reporter(transformers.TrainerCallback):
 
 def test_the_numbers_of_the_plan_are_reported_with_each_loss(tmp_path: Path) -> None:
     reporters = Reporter(), Reporter()
-    options = [{"callbacks": [reporter], **planned_options()} for reporter in reporters]
+    options = [{"callbacks": [reporter], **planned_options("100%")} for reporter in reporters]
     planned = trained(PlannedTrainer, tmp_path, sentences(8), options={**options[0], "log_plan": True}, max_steps=2)
     trained(PlannedTrainer, tmp_path, sentences(8), options=options[1], max_steps=2)
     with_loss = [logs for logs in reporters[0].logs if "loss" in logs]
@@ -88,11 +88,11 @@ def test_the_first_plan_is_logged_once(tmp_path: Path) -> None:
 
 def test_the_plan_is_said_at_the_default_verbosity(tmp_path: Path) -> None:
     with lines_of("transformers", level=None) as lines:
-        planned = trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(), max_steps=1)
+        planned = trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options("100%"), max_steps=1)
     assert lines[0] == "planning: capturing the training step"
     assert lines[1].startswith(plan_line(planned.planned.history[0].plan))
     with lines_of("transformers", level=None) as lines:
-        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options(), max_steps=1, log_level="error")
+        trained(PlannedTrainer, tmp_path, sentences(4), options=planned_options("100%"), max_steps=1, log_level="error")
     assert lines == []
 
 

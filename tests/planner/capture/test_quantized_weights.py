@@ -147,7 +147,7 @@ class Assigning(nn.Module):
         return F.relu(self.before(x)) @ self.weight.float() * 0.1
 
 
-@pytest.mark.parametrize("front_end", ["compile", "checkpoint", "backend"])
+@pytest.mark.parametrize("front_end", ["compile", pytest.param("checkpoint", marks=pytest.mark.slow), "backend"])
 def test_a_weight_may_be_assigned_its_own_memory(front_end: str) -> None:
     model, x = Assigning(), torch.randn(8, 16)
     model(x).sum().backward()

@@ -109,7 +109,13 @@ def test_data_of_weights_is_written_in_place() -> None:
     check_trains_as_eager(Averaged, None, lambda number: vectors(number)[:1])
 
 
-@pytest.mark.parametrize("planned", [planner.checkpoint, lambda m, **o: torch.compile(m, backend="planner", options=o)])
+@pytest.mark.parametrize(
+    "planned",
+    [
+        pytest.param(planner.checkpoint, marks=pytest.mark.slow),
+        lambda m, **o: torch.compile(m, backend="planner", options=o),
+    ],
+)
 def test_data_of_weights_is_written_in_place_by_the_backend(planned: Callable[..., Any]) -> None:
     trained = []
     for wrap in (planned, lambda model, **_: model):

@@ -1,8 +1,9 @@
 """The C++ library: compiled once on a machine, for each release of PyTorch and Python, and kept on disk.
 
-It has the passes of planned steps, the op log of the eager runtime and the CPU allocator of arenas. It is compiled by a process
-of its own with low priority. Passes and the eager runtime run in Python until it is there; only an arena waits for it. A process
-that shares its memory limit with the compiler must not die for it: the system is told to end the compiler first.
+It has the passes of planned steps, the op log and the ledger of the eager runtime, and the CPU allocator of arenas. It is
+compiled by a process of its own with low priority. Passes and the eager runtime run in Python until it is there; only an arena
+waits for it. A process that shares its memory limit with the compiler must not die for it: the system is told to end the compiler
+first.
 
 Inductor's code cache was used before. It compiles one file each, for the present machine only, which is wrong in a home folder
 that machines share, and takes two seconds to import.
@@ -30,10 +31,11 @@ import torch
 from graphs.errors import PlannerError, first_line
 
 _LOGGER = logging.getLogger(__name__)
-_SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("passes", "deferred_log", "arena_allocator"))
+_SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in ("passes", "deferred_log", "ledger", "arena_allocator"))
 _COMPILER = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
 # No vectors of the present machine: others may share the folder. Warnings are errors in the tests: another compiler has others.
-_FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared", "-Wall", "-Wextra")
+# Products and sums are rounded one by one, as in Python.
+_FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-DNDEBUG", "-fPIC", "-shared", "-Wall", "-Wextra")
 _LINKED = ("c10", "torch_cpu", "torch", "torch_python")
 _SHOWN_ERRORS = 3  # the others mostly follow from the first
 _FIRST_TO_DIE = 1000  # of oom_score_adj
@@ -48,6 +50,7 @@ class Library:
         accepts: returns True if an instruction can call its operator.
         new_program: returns a program from its description.
         run: runs a program on a tuple, and sets the position of the instruction at which it is.
+        ledger: the type of ledgers, with the methods of ``solvers.online.ledger.Ledger`` that the eager runtime calls.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,6 +60,7 @@ class Library:
         self.accepts = _declare(functions.passes_accepts, value, value)
         self.new_program = _declare(functions.passes_new, value, value)
         self.run = _declare(functions.passes_run, value, value, value, ctypes.POINTER(ctypes.c_int64))
+        self.ledger = _declare(functions.ledger_type_of_library, value)()
 
     def declare(self, prefix: str, functions: Mapping[str, tuple[Any, list[Any]]]) -> ctypes.CDLL:
         """Return all functions, after declaring the results and arguments of some, by their names without `prefix`."""

@@ -326,9 +326,9 @@ class CostByClasses(Cost):
 
     def _merge(self, labels: set[int]) -> _Class:
         classes = self.classes
-        largest = max(labels, key=lambda label: classes[label].joined)
+        largest, *others = sorted(labels, key=lambda label: (-classes[label].joined, label))
         into = classes[largest]
-        for label in labels - {largest}:
+        for label in others:
             merged = classes.pop(label)
             for storage in merged.members:
                 self.label[storage] = largest
@@ -445,7 +445,8 @@ class CostByRegions(Cost):
             if side is None:
                 continue
             for storage in storages[side.outdated[storages]].tolist():
-                side.cost_s[storage] = known.own_s[self._find_reachable(storage, onward, through=True)].sum()
+                own_s = known.own_s[self._find_reachable(storage, onward, through=True)]
+                side.cost_s[storage] = own_s.cumsum()[-1] if len(own_s) else 0.0  # one by one: a sum would round otherwise
                 side.outdated[storage] = False
             total += side.cost_s[storages]
         return total

@@ -17,6 +17,7 @@ from graphs.short_tracebacks import shorten, shorten_traceback
 from graphs.units import format_bytes, format_enough, format_seconds
 from planner.memory.auto_budget import compute_auto_budget_bytes
 from planner.memory.reserved import choose_memory_on
+from planner.native.ledger import create_ledger
 from planner.plans.solve import solve_graph
 from planner.runtime.allocator import limit_allocator, measure_cuda_context_bytes
 from planner.runtime.eager_block import ACTIVE, is_in_block
@@ -45,7 +46,6 @@ from planner.train.eager.step_plans import StepPlans
 from solvers.baselines.dtr import DtrParams
 from solvers.baselines.megengine import MegEngineParams
 from solvers.online.heuristics import MEGENGINE, NAMES
-from solvers.online.ledger import Ledger
 
 # In threads with a block, transforms of torch.func keep what autograd saves inside of them, as without a block.
 _TRANSFORMS = SharedContext(lambda: let_transforms_disable_hooks(is_in_block))
@@ -143,7 +143,7 @@ class Rematerialization:
             context_bytes = measure_cuda_context_bytes(self._device) if self._counted.counts_context else 0
             budget_bytes = self._budget.resolve(0) - context_bytes
         sizes = OutputSizes(self._device)
-        memory = Memory(budget_bytes, sizes, partial(Ledger, self._heuristic))
+        memory = Memory(budget_bytes, sizes, partial(create_ledger, self._heuristic))
         for tensor in tensors:
             if memory.find(storage_address(tensor)) is None:
                 memory.add(tensor)

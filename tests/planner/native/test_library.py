@@ -17,6 +17,7 @@ _SANITIZED = (
     *("-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"),
 )
 _TESTED = (
+    "tests/planner/native/test_ledger.py",
     "tests/planner/native/test_passes.py",
     "tests/planner/runtime/test_arena.py",
     *(f"tests/planner/train/eager/test_{name}.py" for name in ("deferred_log", "measured_log", "switched_hooks")),

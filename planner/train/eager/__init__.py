@@ -32,9 +32,10 @@ outputs, and makes the same records. From then on it sees the ops itself, until 
 measured (``device_costs``); on CUDA the recorder executes these.
 
 ``recording`` sees the ops, ``saved_tensors`` has what autograd holds, and ``sources`` what that is computed from. ``log_reading``
-leaves ops to the log and reads it, ``modules`` knows which module is running, ``draws`` what random ops draw. ``sizes`` knows
-what ops will allocate, for common ones by ``size_rules``; ``memory`` makes room and asks the ledger of ``solvers.online`` for the
-victim, or the same in C++ (``planner.native.ledger``); ``recompute`` executes chains again; ``session`` has the public API.
-``step_follower`` logs each step; ``step_log`` turns it into a graph; ``step_plans`` has repeated steps solved, and returns what
-their plans evict. ``enough_budget`` finds a budget that is large enough for a recorded step.
+leaves ops to the log and reads it, ``modules`` knows which module is running, ``draws`` what random ops draw, ``garbage`` how
+often garbage is collected. ``sizes`` knows what ops will allocate, for common ones by ``size_rules``; ``memory`` makes room and
+asks the ledger of ``solvers.online`` for the victim, or the same in C++ (``planner.native.ledger``); ``recompute`` executes
+chains again; ``session`` has the public API. ``step_follower`` logs each step; ``step_log`` turns it into a graph; ``step_plans``
+has repeated steps solved, and returns what their plans evict. ``enough_budget`` finds a budget that is large enough for a
+recorded step.
 """

@@ -112,6 +112,7 @@ class LogReader:
         self._settings = get_kernel_settings()
         resident = (held for storage in memory.resident.values() if (held := storage.get_storage()) is not None)
         self.log.open(resident, self._other_bytes, memory.peak_bytes)
+        recorder.collections.stop()
         return True
 
     def _run(self, op: RecordedOp, call: OpExchange) -> Any:
@@ -165,6 +166,7 @@ class LogReader:
     def _read(self) -> None:
         """Record the ops in the log, and close it: the recorder sees further ops itself."""
         recorder, memory, log = self._recorder, self._recorder.memory, self.log
+        recorder.collections.start()
         held = log.close()
         self.observe()
         memory.settle()

@@ -20,6 +20,7 @@ from planner.runtime.allocator_failure import find_allocator_failure
 from planner.torch_private.core import TorchDispatchMode, storage_address
 from planner.train.eager.device_costs import OpCosts
 from planner.train.eager.draws import get_random_state, lock_of_draws
+from planner.train.eager.garbage import RareCollections
 from planner.train.eager.memory import Memory
 from planner.train.eager.modules import CurrentModule
 from planner.train.eager.operators import Operator
@@ -63,6 +64,7 @@ class Recorder(TorchDispatchMode):
         kept_ops: number of ops that cannot be executed again, so that their outputs are kept.
         host_reads: number of Python numbers that were read from tensors.
         module: the module that is running.
+        collections: how often the garbage collector runs.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Recorder(TorchDispatchMode):
         self.sources = Sources(memory, recomputation)
         self.ops = self.kept_ops = self.host_reads = 0
         self.module = CurrentModule(SimpleNamespace(module=0))
+        self.collections = RareCollections()
         self.handle: Callable[[RecordedOp], Any] = self.run
         self._operators: dict[int, Operator] = {}
         self._recorded = 0
@@ -478,6 +481,7 @@ class Recorder(TorchDispatchMode):
     def close(self) -> None:
         """End the block: its records, and what they hold in memory, are dropped when no saved tensor needs them."""
         self.is_closed = True
+        self.collections.stop()
         self.memory.settle()
         if not self.sources.saved:
             self.forget()

@@ -161,6 +161,7 @@ class Rematerialization:
             if self._counted is not CountedMemory.ALLOCATED:
                 block.enter_context(limit_allocator(self._device, memory.budget_bytes))
             block.callback(recorder.close)
+            recorder.collections.start()
             block.callback(follower.close)
             block.enter_context(recorder.module)
             block.enter_context(recorder)

@@ -87,6 +87,8 @@ def solve_counted(
     most_bytes = budget_bytes - beside.kept_bytes
     search = _Search(run, request, memory, must_stop or (lambda: False), arena, on_least, Bracket(budget_bytes))
     first = search.solve(most_bytes, _FIRST, {})
+    if first.result.reason is Reason.TIME and not search.is_over():  # of its share of the clock: the rest is for the same
+        first = search.solve(most_bytes, 1.0, {})
     if first.result.schedule is None:
         said = f" Of the {format_bytes(budget_bytes)}, {beside.describe_parts()}." if beside.kept_bytes else ""
         message = first.result.message + (said if first.result.status is Status.INFEASIBLE else "")
@@ -317,7 +319,7 @@ class _Search:
             schedule=None if best is None else best.schedule,
             time_s=None if best is None else best.time_s,
             peak_bytes=None if best is None else best.peak_bytes,
-            bound_s=self.bound_s if best is None or self.bound_s is not None else best.bound_s,
+            bound_s=self.bound_s,  # those of later solves hold for fewer bytes only
             seconds=request.clock.seconds,
             settings=first.settings if best is None else self._build_settings(best),
             message=self._explain_nothing_found() if best is None else best.message,

@@ -17,7 +17,7 @@ from solvers.order.background import OrderSearch
 from solvers.order.reorder import Reordering, find_order, keep_program_order, reorder_by
 from solvers.registry import Solver
 from solvers.request import Request, Start
-from solvers.result import SOLVED, Ending, Result, SolveProgress, Status, is_within
+from solvers.result import SOLVED, Ending, Result, SolveProgress, Status, decide_status, is_within
 
 SEARCH_SHARE = 0.25  # share of the limit for the search of an order
 _SEARCH_LEAST = 2.0  # of the clock: least time of a search that was begun with a shorter solve
@@ -126,15 +126,34 @@ def _order_of_start(request: Request) -> Reordering | None:
 
 
 def _choose_faster(first: SolvedOrder, second: SolvedOrder) -> SolvedOrder:
-    """Return `second`, a longer solve, unless the schedule of `first` is faster."""
-    times_s = [math.inf if solved.result.time_s is None else solved.result.time_s for solved in (first, second)]
-    return first if times_s[0] < times_s[1] else second
+    """Return the solve with the faster schedule or, of two that are as fast, with the higher bound; `second` if both are equal.
+
+    A bound was lost here before: another solve of the same schedule that had little time has proved little.
+    """
+    (first_s, first_bound_s), (second_s, second_bound_s) = (
+        (math.inf if result.time_s is None else result.time_s, result.bound_s or 0.0) for result in (first.result, second.result)
+    )
+    return first if (first_s, -first_bound_s) < (second_s, -second_bound_s) else second
 
 
 def _continue(first: SolvedOrder, solve: Solver, request: Request) -> SolvedOrder:
-    """Solve in the order of `first`, a shorter solve, again, from its schedule."""
-    assert first.result.schedule is not None
-    return solve_in(first.order, solve, replace(request, start=Start(first.result.schedule)))
+    """Solve in the order of `first`, a shorter solve, again, from its schedule and windows; what it has proved stays proved."""
+    known = first.result
+    assert known.schedule is not None
+    windows = known.settings.get("windows")
+    start = Start(known.schedule, tuple(windows) if isinstance(windows, list) else ())
+    second = solve_in(first.order, solve, replace(request, start=start))
+    if second.result.time_s is None:  # it has found nothing in its time, or failed
+        return second if second.result.status is Status.ERROR else first
+    if (known.bound_s or 0.0) <= (second.result.bound_s or 0.0):
+        return _choose_faster(first, second)
+    faster = _choose_faster(first, second).result
+    tolerance = second.result.settings.get("tolerance", request.tolerance.first)
+    assert isinstance(tolerance, float)
+    status = decide_status(faster.time_s, known.bound_s, tolerance)
+    ended = (second.result.ended or request.choose_ending()) if status is Status.FEASIBLE else None
+    settings = {**second.result.settings, **({} if windows is None else {"windows": windows})}
+    return replace(first, result=faster.map_to(bound_s=known.bound_s, status=status, ended=ended, settings=settings))
 
 
 def _can_gain(result: Result, request: Request) -> bool:

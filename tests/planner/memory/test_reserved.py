@@ -18,6 +18,7 @@ from graphs.units import format_enough
 from planner.memory import reserved_budget
 from planner.memory.least_budget import find_least_budget
 from planner.memory.reserved import EagerMemory, build_training, predict_beside, predict_eager_reserved_bytes
+from planner.memory.reserved_budget import solve_counted
 from planner.plans.document import plan_to_dict
 from planner.plans.plan import Plan, plan_from_dict
 from planner.plans.plan_check import check_plan
@@ -29,6 +30,12 @@ from planner.settings.plan import PlanSettings
 from planner.show.facts.graph import collect_graph_facts
 from planner.show.report.graph_text import describe_graph
 from planner.studies.budget_analysis import advise_graph
+from solvers.clock import WorkClock
+from solvers.order.reorder import keep_program_order
+from solvers.order.solve import SolvedOrder
+from solvers.registry import get_solver
+from solvers.request import Request
+from solvers.result import Reason, Result, Status
 from tests.support.graphs.small_graphs import of_four_sizes
 
 MIB = 2**20
@@ -286,3 +293,22 @@ def test_facts_and_advice_report_memory_of_eager_pytorch(device: str) -> None:
 def test_plan_text_names_the_counted_memory() -> None:
     text = str(solve(chain(), "80%", work_limit=2.0))
     assert "budget 90.60 MB reserved, peak" in text and "by PyTorch's default allocator" in text
+
+
+def test_a_first_solve_without_a_schedule_leaves_the_rest_of_the_clock_to_the_same_budget() -> None:
+    graph = chain()
+    asked: list[Request] = []
+
+    def run(request: Request) -> SolvedOrder:
+        asked.append(request)
+        if len(asked) > 1:
+            return SolvedOrder(get_solver("windows")(request), keep_program_order(graph))
+        while not request.is_stopped():  # its share of the clock is not enough for a schedule
+            request.clock.spend(1.0)
+        found = Result(graph, request.budget_bytes, Status.LIMIT, None, graph.time_s, "windows", 1.0, reason=Reason.TIME)
+        return SolvedOrder(found, keep_program_order(graph))
+
+    budget_bytes = round(0.8 * predict_eager_reserved_bytes(graph, CountedMemory.RESERVED))
+    result = solve_counted(run, Request(graph, budget_bytes, clock=WorkClock(40.0)), CountedMemory.RESERVED).result
+    assert asked[0].budget_bytes == asked[1].budget_bytes
+    assert result.schedule is not None and result.bound_s is not None and result.bound_s > graph.time_s

@@ -289,3 +289,26 @@ def test_a_solve_starts_from_a_schedule_in_its_own_order() -> None:
     solve_in(reorder_by(graph, start.schedule), get_solver("windows"), asked)
     assert told[0] == solved.time_s
     assert reorder_by(graph, start.schedule).graph == order.graph
+
+
+@pytest.mark.parametrize("more_s", [0.0, 1.0])
+def test_a_solve_that_goes_on_with_little_time_loses_no_bound(more_s: float) -> None:
+    graph, order = weight_gradients(), find_order(weight_gradients())
+    slow = replace(graph, ops=(replace(graph.ops[0], time_s=graph.ops[0].time_s + more_s), *graph.ops[1:]))
+    calls: list[Request] = []
+
+    def solve(request: Request) -> Result:
+        calls.append(request)
+        shares = {1: 0.5, 2: 0.99}  # of its time is proved; the third and the fourth solve end before they prove anything
+        while len(calls) == 1 and not request.is_stopped():  # until another order is found
+            request.clock.spend(0.1)
+        known = get_solver("windows")(Request(request.graph, 53_000)).schedule
+        found = Result(slow if request.graph == graph else request.graph, 53_000, Status.FEASIBLE, known, 0.0, "windows", 1.0)
+        assert found.time_s is not None
+        return found.map_to(bound_s=shares.get(len(calls), 0.1) * found.time_s, settings={"windows": [len(calls)]})
+
+    found = solve_in_best_order(solve, Request(graph, 53_000, Tolerance.of(1e-3), WorkClock(100.0)))
+    assert [call.graph == graph for call in calls] == [True, False, True, False]
+    assert found.order == order and found.result.time_s is not None
+    assert found.result.bound_s == 0.99 * found.result.time_s and found.result.status is Status.FEASIBLE
+    assert calls[-1].start is not None and calls[-1].start.windows == (2,)

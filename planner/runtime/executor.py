@@ -66,6 +66,7 @@ class Executor:
         sharding: how the parameters of the model are sharded.
         launched: both passes of the schedule.
         code: both passes as they run.
+        inputs: the sources of the batch.
         memory: description of their memory.
         earlier_gradients: the check of earlier gradients.
         changed_inputs: the tensors that are written between the passes.
@@ -118,7 +119,7 @@ class Executor:
         self._tangent = next(i for i, source in enumerate(self.program.sources) if source.is_tangent)
         self._trained = [self._static_order[tensor] for tensor, _ in self.program.gradients]
         self._untrained = sorted({*range(len(self.program.sources))}.difference(self._trained))
-        self._inputs = tuple(source for source in self.program.sources if source.kind is Kind.INPUT and not source.is_tangent)
+        self.inputs = tuple(source for source in self.program.sources if source.kind is Kind.INPUT and not source.is_tangent)
         self._parameters = [i for i, source in enumerate(self.program.sources) if source.kind is Kind.PARAMETER]
         # Inductor's kernels write without autograd's knowledge, and its backward pass reads their results.
         compiled = any(calls.launches for calls in self.program.calls)
@@ -291,7 +292,7 @@ class Executor:
     def _check(self, leaves: Sequence[object]) -> None:
         self._check_sizes(leaves)
         self.signature.check_values(leaves)
-        for source in self._inputs:
+        for source in self.inputs:
             planned, index = self.graph.tensors[source.tensor], int(source.name)
             given, name = leaves[index], self.signature.names[index]
             if not isinstance(given, torch.Tensor):
@@ -324,7 +325,7 @@ class Executor:
             MismatchError: it has another size, such as another length.
         """
         other: list[tuple[str, torch.Tensor, Tensor]] = []
-        for source in self._inputs:
+        for source in self.inputs:
             planned, given = self.graph.tensors[source.tensor], leaves[int(source.name)]
             if not isinstance(given, torch.Tensor) or _format_dtype(given) != planned.dtype or given.dim() != len(planned.shape):
                 return

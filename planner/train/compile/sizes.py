@@ -35,6 +35,7 @@ class SizePlans:
         self._make, self._budget, self._wrapper = make, budget, wrapper
         self._first_mode = wrapper.mode
         self._kept: LRUCache[tuple[Hashable, Shapes], PlannedStep] = LRUCache(max_plans)
+        self._seen: set[Shapes] = set()
 
     @property
     def in_other_mode(self) -> bool:
@@ -48,6 +49,14 @@ class SizePlans:
     def add(self, batch: Batch, step: "PlannedStep") -> None:
         """Use `step` for batches of the shapes of `batch`."""
         self._kept.use(self._build_key(batch), lambda: step)
+
+    def is_first(self, batch: Batch) -> bool:
+        """Return True if no batch of these shapes came before: one that comes once needs no plan."""
+        return list_shapes(batch) not in self._seen
+
+    def note(self, batch: Batch) -> None:
+        """Note that a batch of these shapes has come."""
+        self._seen.add(list_shapes(batch))
 
     def step(self, batch: Batch) -> "PlannedStep":
         """Return the step for `batch`; plan first if it has new sizes.

@@ -18,6 +18,7 @@ from planner.settings.option_settings import apply_recorded_options
 from planner.show.facts.timeline import Timeline
 from planner.show.report.page import write_pages
 from planner.show.views.plan_views import render_plan
+from planner.train.compile.eager_batches import is_run_eagerly, release_for_eager
 from planner.train.compile.improvement import Consultation, PlanSwap
 from planner.train.compile.sizes import SizePlans
 
@@ -48,8 +49,8 @@ class PlannedStep:
     """A training step that runs by its plan: ``loss = step(*batch); loss.backward()``.
 
     A step that was planned for a mapping is called as ``step(**batch)``. A batch that is smaller in its first dimension, such as
-    the last one of an epoch, gets a plan of its own within the same budget when it first comes. While it trains, a faster plan
-    with the same bits and budget may replace the current one between two steps.
+    the last one of an epoch, runs by eager PyTorch when its size first comes, if that fits the budget, and by a plan of its own
+    otherwise. While it trains, a faster plan with the same bits and budget may replace the current one between two steps.
 
     Attributes:
         plan: the plan in use: its schedule, what it was planned for, predicted and measured.
@@ -93,6 +94,7 @@ class PlannedStep:
         self._earlier: list[PlannedStep] = []  # for other numbers, which may come back
         self._smaller: SizePlans | None = None
         self._modes: SizePlans | None = None
+        self._after_eager: Executor | None = None  # if the last batch ran by eager PyTorch
         self._keep: Callable[[Plan], None] | None = None
         self._began = time.monotonic()
         self._steps = 0
@@ -111,6 +113,9 @@ class PlannedStep:
         """
         if self._modes is not None and torch.is_grad_enabled() and self._modes.in_other_mode:
             return self._modes.step(kwargs or args)(*args, **kwargs)
+        if self._after_eager is not None:
+            release_for_eager(self._after_eager)
+            self._after_eager = None
         if self._improving is not None and torch.is_grad_enabled():
             self._steps += 1
             self._take(self._improving.begin_step())
@@ -121,12 +126,23 @@ class PlannedStep:
         except SmallerBatchError:
             if self._smaller is None:
                 raise
-            return self._smaller.step(kwargs or args)(*args, **kwargs)
+            return self._run_smaller(self._smaller, *args, **kwargs)
         except NumberMismatchError as error:
             if self._followed is None:
                 raise
             self._follow(error.what, self._followed, *args, **kwargs)
         return self._run(*args, **kwargs)
+
+    def _run_smaller(self, sizes: SizePlans, *args: object, **kwargs: object) -> Any:
+        """Run a smaller batch: by eager PyTorch when its size comes for the first time, if that fits, else by its plan."""
+        batch, executor = kwargs or args, self._executor
+        is_first = sizes.is_first(batch)
+        sizes.note(batch)
+        if executor is None or not is_first or not is_run_eagerly(executor, self.plan, batch):
+            return sizes.step(batch)(*args, **kwargs)
+        release_for_eager(executor)
+        self._after_eager = executor
+        return executor.evaluate(*args, **kwargs)
 
     @property
     def code(self) -> str:

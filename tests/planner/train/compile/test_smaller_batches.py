@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import planner
-from graphs.errors import MismatchError
+from graphs.errors import BudgetError, MismatchError
 from planner.capture.step import TrainingStep
 from planner.measure.steps import measure_memory, measure_outcome
 from planner.train.compile.compiler import Compiler
@@ -76,6 +77,8 @@ def test_smaller_batches_keep_the_budget_and_larger_ones_are_refused() -> None:
     model = net()
     step = planner.compile(model, F.cross_entropy, rows(64), budget=HALF_WAY, max_plans=2, **QUICK)
     for n in (60, 2, 33, 60):
+        model.zero_grad()
+        step(*rows(n))  # by eager PyTorch when it first comes, if that fits
         check(step, model, F.cross_entropy, rows(n))
     assert len(step.plans) == 3  # two of smaller sizes
     for batch in (rows(65), (torch.randn(64, 16), rows(64)[1]), (torch.randn(60, 32).double(), rows(60)[1])):
@@ -100,10 +103,33 @@ def test_a_smaller_batch_need_not_wait_for_a_good_plan(monkeypatch: pytest.Monke
     monkeypatch.setattr(Compiler, "profile", profiled)
     for options in ({}, {"wait": "1%"}, {"swap": "never"}):
         step = planner.compile(net(), F.cross_entropy, rows(64), budget=HALF_WAY, **{**QUICK, "passes": 3}, **options)
-        step(*rows(7))
+        step(*rows(7)), step(*rows(7))  # by eager PyTorch when it first comes
         assert step.plans[1].gap is not None
     assert waits == [3.0, 0.0, None, None, 3.0, 3.0]
     assert passes == [3, 1, 3, 3, 3, 3]
+
+
+def test_a_smaller_batch_runs_by_eager_pytorch_when_it_first_comes() -> None:
+    model, plain = net(), net()
+    step = planner.compile(model, F.cross_entropy, rows(64), budget=HALF_WAY, **QUICK)
+    for n, plans in ((7, 1), (7, 2), (7, 2), (64, 2), (60, 3)):  # 60 rows do not fit with everything kept
+        x, y = rows(n)
+        for run in (step, lambda x, y: F.cross_entropy(plain(x), y)):
+            torch.manual_seed(3)
+            run(x, y).backward()
+        assert len(step.plans) == plans
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        model.zero_grad(), plain.zero_grad()
+    memory = measure_memory(step, rows(9), static_bytes=step.plan.graph.static_bytes - 4, device=torch.device("cpu"))
+    assert memory.peak_bytes <= step.plan.budget_bytes and len(step.plans) == 3
+
+
+def test_gradients_of_earlier_steps_are_left_to_a_plan() -> None:
+    step = planner.compile(net(), F.cross_entropy, rows(64), budget="100%", **QUICK)
+    step(*rows(64)).backward()
+    with suppress(BudgetError):
+        step(*rows(7))
+    assert len(step.plans) == 2
 
 
 class Masked(nn.Module):

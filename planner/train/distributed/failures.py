@@ -72,8 +72,11 @@ class ToldPasses:
             return run(static, saved)
 
 
-def wait_for_others(work: dist.Work) -> None:
+def wait_for_others(work: dist.Work, *, in_step: bool = True) -> None:
     """Wait until a collective on the CPU has ended.
+
+    Args:
+        in_step: False between steps, where a failure of the last one is past.
 
     Raises:
         PlannerError: another process has failed, ended or been stopped, and will not join it.
@@ -92,7 +95,7 @@ def wait_for_others(work: dist.Work) -> None:
                 ) from error
             if stopped:
                 continue
-            if (failure := _find_failure()) is not None:
+            if in_step and (failure := _find_failure()) is not None:
                 raise PlannerError(f"{failure} (this process has waited for that one)") from error
             if work.is_completed() and work.exception() is not None:
                 raise PlannerError(

@@ -75,6 +75,7 @@ class Ranks(SingleProcess):
         """
         made, error = _try_make(make) if self._rank == 0 else ((), None)
         sent = [share(made[0]) if made else None, bool(made)]
+        self._join()
         dist.broadcast_object_list(sent, group=self._group, group_src=0)
         shared, done = sent
         if self._rank and done:
@@ -90,16 +91,21 @@ class Ranks(SingleProcess):
         extremes = torch.tensor([digest, -digest], device=collective_device(self._group))
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group, async_op=True)
         if work is not None and extremes.device.type == "cpu":
-            wait_for_others(work)
+            wait_for_others(work, in_step=False)
         elif work is not None:
             work.wait()
         return extremes.sum().item() == 0
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all processes, that of rank 0 first."""
+        self._join()
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
+
+    def _join(self) -> None:
+        """Wait until all processes are here: collectives on objects cannot look for stopped ones while they wait."""
+        self.is_same(None)
 
     def share(self, make: Callable[[], T]) -> T:
         """Return the result of `make` on rank 0, on all ranks.

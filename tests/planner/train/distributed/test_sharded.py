@@ -503,8 +503,8 @@ def leave_alone(rank: int, *, ends: bool) -> None:
     os._exit(0)  # the group is of no more use
 
 
-def stop_alone(rank: int) -> None:
-    """Rank 1 is stopped by a signal: the others say so, though rank 1 tells nothing."""
+def stop_alone(rank: int, *, between: bool) -> None:
+    """Rank 1 is stopped by a signal: the others say so, in a step or between steps, though rank 1 tells nothing."""
     model, batch = shard(Net()), make_batch(rank)
     step = planner.compile(model, compute_loss, batch, budget="100%", **SETTINGS)
     step(*batch).backward()
@@ -516,14 +516,15 @@ def stop_alone(rank: int) -> None:
     else:
         begun = time.monotonic()
         with pytest.raises(PlannerError, match=r"^rank 1 \(process \d+\) is stopped, and this process has waited for it"):
-            step(*batch)
+            unwrap(model).ranks.gather(rank) if between else step(*batch)
         assert time.monotonic() - begun < 10
         os.kill(processes[1], signal.SIGCONT)
     os._exit(0)  # the group is of no more use
 
 
-def test_a_process_that_is_stopped_is_not_waited_for(tmp_path: Path) -> None:
-    on_processes(2, (stop_alone,), tmp_path)
+@pytest.mark.parametrize("between", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_process_that_is_stopped_is_not_waited_for(between: bool, tmp_path: Path) -> None:
+    on_processes(2, (partial(stop_alone, between=between),), tmp_path)
 
 
 @pytest.mark.parametrize("ends", [False, True])

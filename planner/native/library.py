@@ -57,6 +57,7 @@ class Library:
         """Load the library at `path`."""
         self.unlocked = ctypes.CDLL(str(path))
         functions, value = ctypes.PyDLL(str(path)), ctypes.py_object
+        _declare(functions.passes_register, value)()
         self.accepts = _declare(functions.passes_accepts, value, value)
         self.new_program = _declare(functions.passes_new, value, value)
         self.run = _declare(functions.passes_run, value, value, value, ctypes.POINTER(ctypes.c_int64))
@@ -112,7 +113,7 @@ class _Loader:
     def _load(self, path: Path) -> None:
         try:
             self.library = Library(path)
-        except (OSError, AttributeError) as error:
+        except (OSError, AttributeError, RuntimeError) as error:
             self._fail(first_line(error))
 
     def _fail(self, problem: str) -> None:

@@ -4,8 +4,9 @@ The program makes the calls and the frees of the Python code, in the same order.
 lives until its base is freed: it shares the base's memory, and a pass reads most views several times.
 
 An operator is called by its boxed kernel if all its arguments are tensors, lists of tensors and constants that its schema knows.
-Random ops are called so too, between the reads and writes of generators that ``planner.capture.program.draws`` makes. Anything
-else is called as in Python, which takes the interpreter lock: functions of options, Inductor's launchers, transfers.
+Random ops are called so too, between the reads and writes of generators that ``planner.capture.program.draws`` makes, and
+functions that ``passes.cpp`` has as operators. Anything else is called as in Python, which takes the interpreter lock: functions
+of options, Inductor's launchers, transfers.
 """
 
 import operator
@@ -14,10 +15,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import torch
 from torch import fx
 
 from planner.capture.program.code import INLINE, VARIABLE, Parameter, free, get_variable
 from planner.capture.program.draws import LOCK, draw_again, draw_first, draw_once
+from planner.capture.rewrites.layouts import copy_with_strides
+from planner.capture.rewrites.reproducible_random import draw_dropout
 from planner.torch_private.core import OpOverload
 
 Described = tuple[Any, ...]  # an argument or an instruction, as ``passes.cpp`` reads it
@@ -41,6 +45,9 @@ class Kind(IntEnum):
     ITEM = 2
     STATE = 3
 
+
+# Functions, by the names of the operators that ``passes.cpp`` has in their place.
+_OWN: dict[object, str] = {copy_with_strides: "copy_with_strides", draw_dropout: "draw_dropout"}
 
 # How an op draws, as ``passes.cpp`` numbers it, and the number of arguments before the op.
 _DRAWS: dict[object, tuple[int, int]] = {draw_once: (0, 0), draw_first: (1, 3), draw_again: (2, 3)}
@@ -259,7 +266,7 @@ class _Lowering:
 
 @dataclass(frozen=True, slots=True)
 class _OperatorCall:
-    """A call of an operator of PyTorch itself: kernels of others may be in Python, and use autograd.
+    """A call of an operator of PyTorch itself, or of this library: kernels of others may be in Python, and use autograd.
 
     Attributes:
         op, args, kwargs: the operator and its arguments.
@@ -275,14 +282,16 @@ class _OperatorCall:
 
 
 def _find_operator_call(node: fx.Node) -> _OperatorCall | None:
-    """Return the operator that a node calls, or that it lets draw; None if it is none of PyTorch."""
+    """Return the operator that a node calls, or that it lets draw; None if it is none of PyTorch and of this library."""
     op: Any = node.target
     args: tuple[Any, ...] = node.args
     draw, drawn_from = None, tuple[Any, ...]()
     if op in _DRAWS:
         draw, count = _DRAWS[op]
         drawn_from, op, args = args[:count], args[count], args[count + 1 :]
-    if not (isinstance(op, OpOverload) and op.namespace == "aten"):
+    if op in _OWN:
+        op = getattr(torch.ops.remat_planner, _OWN[op]).default
+    elif not (isinstance(op, OpOverload) and op.namespace == "aten"):
         return None
     return _OperatorCall(op, args, node.kwargs, draw, drawn_from)
 

@@ -18,13 +18,16 @@
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
@@ -46,6 +49,31 @@ namespace {
 namespace py = pybind11;
 using c10::IValue;
 using Registers = std::vector<IValue>;
+
+// The functions of Python of the same names, of which passes may call hundreds: planner.capture.rewrites.layouts and
+// .reproducible_random describe them. As operators they are called like any other.
+at::Tensor copy_with_strides(const at::Tensor& value, at::IntArrayRef strides) {
+  at::Tensor copied = value;
+  for (size_t dim = 0; dim < strides.size(); dim++) {
+    copied = strides[dim] == 0 ? copied.narrow(static_cast<int64_t>(dim), 0, 1) : copied;
+  }
+  return copied.new_empty_strided(copied.sizes(), strides).copy_(copied).expand(value.sizes());
+}
+
+std::tuple<at::Tensor, at::Tensor> draw_dropout(
+    const at::Tensor& x, double p, std::optional<bool> /*train*/, std::optional<at::Generator> generator) {
+  at::Tensor mask = at::empty_like(x, x.options().dtype(at::kBool)).bernoulli_(1 - p, std::move(generator));
+  at::Tensor out = x.mul(mask);
+  return {out.mul_(at::scalar_tensor(1 / (1 - p), x.options())), mask};
+}
+
+std::unique_ptr<torch::Library> register_operators() {
+  auto library =
+      std::make_unique<torch::Library>(torch::Library::DEF, "remat_planner", std::nullopt, __FILE__, __LINE__);
+  library->def("copy_with_strides(Tensor value, int[] strides) -> Tensor", copy_with_strides);
+  library->def("draw_dropout(Tensor x, float p, bool? train, *, Generator? generator) -> (Tensor, Tensor)", draw_dropout);
+  return library;
+}
 
 // An object of Python in a register.
 struct Object final : torch::CustomClassHolder {
@@ -696,6 +724,14 @@ void drop_program(PyObject* capsule) {
 } // namespace
 
 extern "C" {
+
+// Register the operators of this library. Not by TORCH_LIBRARY, whose failure, while the library is loaded, ends the process.
+PyObject* passes_register() {
+  HANDLE_TH_ERRORS
+  static const std::unique_ptr<torch::Library> library = register_operators();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
 
 // Return whether an operator can be called with such arguments: an instruction of kind kOperator.
 PyObject* passes_accepts(PyObject* instruction) {

@@ -46,7 +46,7 @@ def draw_dropout(  # the signature of the operator
     """Compute ``native_dropout`` on the CPU, as PyTorch does, drawing from `generator`."""
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
     out = x.mul(mask)  # before the scale is made, as in the kernel: memory is at its peak here
-    scale = torch.tensor(1 / (1 - p), dtype=x.dtype)  # rounded as in the kernel
+    scale = torch.scalar_tensor(1 / (1 - p), dtype=x.dtype)  # rounded as in the kernel
     return out.mul_(scale), mask
 
 

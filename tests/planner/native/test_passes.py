@@ -16,6 +16,8 @@ from torch import nn
 from graphs.schedule import keep_everything
 from planner.capture.lowering.lower import Capture
 from planner.capture.program.draws import draw_once
+from planner.capture.rewrites.layouts import copy_with_strides
+from planner.capture.rewrites.reproducible_random import draw_dropout
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
 from planner.capture.workload.models import Workload
@@ -84,7 +86,32 @@ def test_every_operator_of_pytorch_is_called_without_python() -> None:
         outcome(executor, workload)
         functions |= {target for each in native_passes(executor) for target in each.called_in_python}
     assert not {target for target in functions if isinstance(target, torch._ops.OpOverload)}
-    assert draw_once not in functions
+    assert not {draw_once, draw_dropout, copy_with_strides} & functions
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("p", [0.1, 1 / 3])
+def test_dropout_of_the_library_is_that_of_python(dtype: torch.dtype, p: float) -> None:
+    wait_for_library()
+    for x in (torch.randn(4, 6, 8), torch.randn(4, 6, 8).transpose(0, 2), torch.randn(3, 1).expand(3, 5), torch.randn(())):
+        own = [torch.Generator().manual_seed(3) for _ in range(2)]
+        ways = (draw_dropout, torch.ops.remat_planner.draw_dropout)
+        one, other = (way(x.to(dtype), p, True, generator=generator) for way, generator in zip(ways, own, strict=True))
+        assert_equal([*one, own[0].get_state()], [*other, own[1].get_state()])
+        assert [(t.stride(), t.dtype) for t in one] == [(t.stride(), t.dtype) for t in other]
+
+
+@pytest.mark.parametrize("strides", [(32, 8, 1), (1, 5, 40), (16, 0, 1), (0, 0, 1), (0, 0, 0), (100, 20, 2)])
+def test_copies_with_strides_of_the_library_are_those_of_python(strides: tuple[int, ...]) -> None:
+    wait_for_library()
+    whole = torch.randn(5, 4, 8)
+    for dim, stride in enumerate(strides):
+        whole = whole if stride else whole.narrow(dim, 0, 1).expand(whole.shape)
+    one, other = copy_with_strides(whole, strides), torch.ops.remat_planner.copy_with_strides(whole, strides)
+    assert torch.equal(one, other) and torch.equal(one, whole)
+    assert one.stride() == other.stride() == strides
+    assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+    assert other.data_ptr() != whole.data_ptr()
 
 
 def test_views_follow_the_layout_of_what_they_are_of() -> None:
@@ -262,9 +289,10 @@ class SeenOperators(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_sees_the_operators_that_it_sees_of_passes_in_python() -> None:
+@pytest.mark.parametrize("name", ["gpt2_written", "vit"])  # which draws again for dropout
+def test_a_mode_sees_the_operators_that_it_sees_of_passes_in_python(name: str) -> None:
     seen = []
-    for executor, workload in executors("gpt2_written", 0):
+    for executor, workload in executors(name, 0):
         outcome(executor, workload)
         with SeenOperators() as mode:
             outcome(executor, workload)

@@ -2,7 +2,8 @@
 
 The schedule that keeps everything, eager PyTorch, and ``torch.compile(mode="lite")`` (also ATen's ops in program order) take
 turns; ratios are medians within a turn, so that noise affects both. In addition: the time to check, before each step, that the
-plan still applies.
+plan still applies, and the measured time of steps as a multiple of the predicted one: of ops that are measured alone, as the
+first plan has it, and of ops that are timed in training steps, as plans have it after the first steps.
 """
 
 import sys
@@ -16,19 +17,26 @@ import torch
 
 from benchmarks.command import Setting, make_main
 from graphs.schedule import keep_everything
+from graphs.simulate import simulate
 from graphs.units import format_seconds
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.capture.workload.models import build
+from planner.capture.workload.models import Workload, build
 from planner.cli import argument_types
+from planner.measure.observation import OpTimer
 from planner.measure.steps import Step, compute_ratio, get_loss, turn_times
+from planner.measure.timing import compute_typical
+from planner.measure.tracing import profile_capture
+from planner.native.library import wait_for_library
 from planner.runtime.executor import Executor
+from planner.settings.plan import PlanSettings
 from planner.studies.baselines import copy_code
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
 from planner.studies.tables import Column, format_markdown, share_column
+from planner.train.compile.improvement import set_times
 
 # Those of results/compare/cpu, and the convolutional ones at sizes whose ops take longer.
 MODELS = {
@@ -41,6 +49,7 @@ MODELS = {
     "mobilenet_v2-wide": partial(build, "mobilenet_v2", multiplier=0.5, size=96, classes=10, batch=16, dropout=0),
 }
 _CHECKS = 500
+_STEPS = 3  # whose ops are timed, as in training, and as many beside them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +61,8 @@ class ExecutorRow(Made):
     eager_s: float = declare_column("a step of eager PyTorch")
     executor_ratio: float = declare_column("steps of the executor, as multiples of eager PyTorch's")
     lite_ratio: float | None = declare_column('the same of torch.compile(mode="lite"); unknown where it fails')
+    first_ratio: float = declare_column("steps of the executor, as multiples of what is predicted from ops measured alone")
+    predicted_ratio: float = declare_column("the same of what is predicted from ops timed in steps, in turns with them")
     check_s: float = declare_column("to look, before each step, whether all is as it was planned for")
     repeats: int = declare_column("steps that are timed of each")
 
@@ -60,7 +71,9 @@ def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterato
     """Yield the row of a model."""
     torch.manual_seed(0)
     model, loss_fn, batch = MODELS[name]()
-    captured = capture(model, loss_fn, batch)
+    wait_for_library()
+    workload = Workload(model, loss_fn, batch)
+    captured = profile_capture(capture(*workload), workload, PlanSettings())
     eager = TrainingStep(model, loss_fn)
     executor = Executor(captured, keep_everything(captured.graph), model, loss_fn)
     steps: dict[str, Step] = {"eager": eager, "executor": executor}
@@ -69,6 +82,7 @@ def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterato
         if can_run(lite, batch):
             steps["lite"] = lite
         times = turn_times(steps, batch, parameters=list(model.parameters()), repeats=repeats)
+        predicted_ratio = compare_with_predicted(executor, batch, turns=max(1, repeats // _STEPS))
     ratios = {step: compute_ratio(times[step], times["eager"])[0] for step in steps}
     yield ExecutorRow(
         model=name,
@@ -76,10 +90,26 @@ def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterato
         eager_s=median(times["eager"]),
         executor_ratio=ratios["executor"],
         lite_ratio=ratios.get("lite"),
+        first_ratio=median(times["executor"]) / simulate(captured.graph, executor.schedule).step_s,
+        predicted_ratio=predicted_ratio,
         check_s=check_seconds(executor, batch),
         repeats=repeats,
         **collect_provenance(),
     )
+
+
+def compare_with_predicted(executor: Executor, batch: Batch, *, turns: int) -> float:
+    """Return the time of steps as a multiple of what is predicted from the times of their ops, measured in turns."""
+    ratios = []
+    take = partial(turn_times, {"executor": executor}, batch, parameters=list(executor.training_step.parameters()))
+    for _ in range(turns):
+        timer = OpTimer(executor, steps=_STEPS)
+        while not timer.done:
+            take(repeats=1, warm_up=False)
+        times_s = {executor.graph.ops[op].name: seconds for op, seconds in timer.compute_times_s().items()}
+        predicted = simulate(set_times(executor.graph, times_s, timer.compute_host_scale()), executor.schedule)
+        ratios.append(compute_typical(take(repeats=_STEPS, warm_up=False)["executor"], executor.device) / predicted.step_s)
+    return median(ratios)
 
 
 def check_seconds(executor: Executor, batch: Batch) -> float:
@@ -108,6 +138,8 @@ TABLE = (
     share_column("per op", "eager_s", "ops", format_seconds),
     Column("executor", "executor_ratio"),
     Column('torch.compile(mode="lite")', "lite_ratio", missing="fails"),
+    Column("measured / first predicted", "first_ratio"),
+    Column("measured / predicted", "predicted_ratio"),
     Column("guards, each step", lambda row: row.check_s * 1e6, "{:.0f} µs"),
 )
 

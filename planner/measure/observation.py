@@ -65,12 +65,21 @@ class OpTimer:
         executor.observe(self, self._marks.record)
 
     def compute_times_s(self) -> dict[int, float]:
-        """Return the typical seconds of each op."""
+        """Return the typical seconds of each op, which sum to those of the passes."""
         found: dict[int, list[float]] = {}
+        totals: dict[tuple[int, ...], list[float]] = {}  # of passes, by their ops
         for marks in self._marks.passes:
-            for (_, before), (op, after) in pairwise(marks):
-                found.setdefault(op, []).append(_compute_seconds(before, after))
-        return {op: compute_typical(seconds, self._device) for op, seconds in found.items()}
+            seconds = [_compute_seconds(before, after) for (_, before), (_, after) in pairwise(marks)]
+            ops = tuple(op for op, _ in marks[1:])
+            totals.setdefault(ops, []).append(math.fsum(seconds))
+            for op, each in zip(ops, seconds, strict=True):
+                found.setdefault(op, []).append(each)
+        times_s = {op: compute_typical(seconds, self._device) for op, seconds in found.items()}
+        # An op is at its fastest in one step and another op in another: no pass is as fast as all at their fastest.
+        sum_s = math.fsum(times_s[op] for ops in totals for op in ops)
+        passes_s = math.fsum(compute_typical(seconds, self._device) for seconds in totals.values())
+        scale = passes_s / sum_s if sum_s > 0 else 1.0
+        return {op: seconds * scale for op, seconds in times_s.items()}
 
     def compute_host_scale(self) -> float:
         """Return the host's time of both passes as a multiple of what the ops' host times sum to; 1 if it was not measured."""

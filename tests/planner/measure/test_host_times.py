@@ -101,6 +101,18 @@ def test_the_first_steps_correct_host_times_too() -> None:
     assert simulate(corrected, executor.schedule).step_s < simulate(slow.graph, executor.schedule).step_s / 100
 
 
+def test_times_of_ops_sum_to_those_of_their_passes() -> None:
+    workload = small_step()
+    captured = capture(*workload)
+    timer = OpTimer(Executor(captured, keep_everything(captured.graph), workload.model, workload.loss_fn), steps=2)
+    # Each op is slower once, and both passes take 3 s; another pass takes 4 s, or 5 s.
+    timer._marks.passes = [[(-1, 0.0), (0, 1.0), (1, 3.0)], [(-1, 3.0), (2, 7.0)], [(-1, 9.0), (0, 11.0), (1, 12.0)]]
+    timer._marks.passes.append([(-1, 20.0), (2, 25.0)])
+    times_s = timer.compute_times_s()
+    assert sum(times_s.values()) == pytest.approx(3.0 + 4.0)
+    assert times_s == pytest.approx({0: 7 / 6, 1: 7 / 6, 2: 4 * 7 / 6})
+
+
 def test_the_host_is_the_limit_of_small_kernels_unless_a_cuda_graph_issues_them() -> None:
     with cuda_device():
         workload = on_device(small_step())

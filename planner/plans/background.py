@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -25,7 +24,6 @@ from planner.settings.budget import Budget
 from planner.settings.plan import PlanSettings
 from solvers.child_process import ChildProcess, connect_to_parent, describe_error
 from solvers.request import Start
-from solvers.result import SolveProgress
 
 _LOWEST = 19  # steps of lower priority than the training process
 
@@ -116,19 +114,10 @@ def _converse(process: ChildProcess, job: SolveJob, news: "SimpleQueue[Plan | En
                 news.put(found)
 
 
-def solve_here(job: SolveJob, is_enough: Callable[[float, float | None], bool]) -> Ended:
-    """Return the end of a solve in this process.
-
-    Args:
-        is_enough: polled with the seconds so far and the gap; when it returns True, the solve ends with the best schedule so far.
-    """
-    began_s, gap = time.monotonic(), None
-
-    def note(progress: SolveProgress) -> None:
-        nonlocal gap
-        gap = progress.gap
-
-    return _solve(job, on_progress=note, must_stop=lambda: is_enough(time.monotonic() - began_s, gap))
+def solve_here(job: SolveJob, most_s: float) -> Ended:
+    """Return the end of a solve in this process, of `most_s` seconds at most, with the best schedule so far."""
+    end_s = time.monotonic() + most_s
+    return _solve(job, must_stop=lambda: time.monotonic() > end_s)
 
 
 def _solve(job: SolveJob, **callbacks: Any) -> Ended:

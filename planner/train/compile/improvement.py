@@ -3,8 +3,9 @@
 The first steps are timed op by op, and the program is solved again for these times, from the schedule and the windows that are
 there. A plan keeps the times, the bound and the gap that were proved together until that solve has proved as much for the new
 ones: with new times alone, its time could only be compared with keeping everything. If the plan was found in a moment, the new
-solve begins between two steps, until it has proved as much, because a short run ends before a process has started. What is left
-is solved in a process, also if there is little to gain, unless the run is a short trial. The first step of a plan without
+solve begins between two steps, because a short run ends before a process has started, and takes no longer than that start. It
+took up to two seconds of the training thread before. What is left is solved in a process, also if there is little to gain, unless
+the run is a short trial. The first step of a plan without
 measured peak is observed; a plan over the budget is taken back. Bits do not depend on which plan runs.
 """
 
@@ -36,8 +37,7 @@ from solvers.result import OPTIMAL_GAP, SOLVED
 
 _TIMED_STEPS = 3
 _GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end
-_START_S = 0.5  # cost of the start of a process; a solve between two steps has as much time to improve what it has proved
-_HERE_S = 2.0  # a plan that took longer is not solved again between two steps; one that did not, for no longer than it took
+_START_S = 0.5  # cost of the start of a process: a plan that took no longer is solved again between two steps, for as long
 # A process is started at once if a step loses this much to suboptimality, proved or possible; otherwise once the total loss
 # is as large as the cost of the start, or after as many steps, for the proof.
 _LOST_AT_ONCE_S, _TRIAL_STEPS = 0.005, 10
@@ -234,14 +234,8 @@ class Improvement:
             self._is_solved = True
 
     def _solve_here(self) -> None:
-        """Solve again between two steps until as much is proved as before; a process goes on if that is above the tolerance."""
-        known = math.inf if self.plan.gap is None else self.plan.gap
-        most_s = max(_START_S, self.plan.seconds)
-
-        def is_enough(seconds: float, gap: float | None) -> bool:
-            return seconds > (_START_S if gap is not None and gap <= known else most_s)
-
-        found = solve_here(self._build_job(), is_enough).plan
+        """Solve again between two steps; a process goes on if what is proved is above the tolerance."""
+        found = solve_here(self._build_job(), _START_S).plan
         if found is not None:
             self._candidate, self._is_solved = found, found.status in SOLVED
             self._is_settled |= self._is_solved
@@ -341,7 +335,7 @@ class Improvement:
         now = replace(judge_on(self._offered, self.plan), bound_s=self._bound_s)
         if self._is_shown(now):
             self.plan = now
-        if not self._is_solved and self.plan.seconds <= _HERE_S:
+        if not self._is_solved and self.plan.seconds <= _START_S:
             self._solve_here()
 
 

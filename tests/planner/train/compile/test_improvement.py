@@ -35,7 +35,7 @@ from planner.train.compile import compare_eager, compiler, improvement
 from planner.train.compile.improvement import is_rounded_alike, set_times
 from solvers.clock import WorkClock
 from solvers.eviction.least_peak import find_least_evicting_schedule
-from solvers.result import SolveProgress, compute_gap
+from solvers.result import compute_gap
 from solvers.tolerance import Tolerance
 from tests.support.budgets import between
 from tests.support.models.alternatives import in_chunks, make, schedule_with
@@ -90,7 +90,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> type[Solved]:
 def in_processes(monkeypatch: pytest.MonkeyPatch, process: type[Solved]) -> None:
     """Let `process` stand for the process of each solve; no solve between two steps finds a plan."""
     monkeypatch.setattr(improvement, "BackgroundSolve", process)
-    monkeypatch.setattr(improvement, "solve_here", lambda job, is_enough: Ended(failure="there was no time"))
+    monkeypatch.setattr(improvement, "solve_here", lambda job, most_s: Ended(failure="there was no time"))
     process.jobs = []
 
 
@@ -227,7 +227,6 @@ def nothing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no time that is lost be worth a process."""
     monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", math.inf)
     monkeypatch.setattr(improvement, "_START_S", math.inf)
-    monkeypatch.setattr(improvement, "_HERE_S", math.inf)
 
 
 def test_a_short_run_of_short_steps_has_a_proof_for_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,24 +259,17 @@ def test_a_run_that_is_no_trial_is_solved_again_whatever_it_loses(monkeypatch: p
     assert jobs == [0] * 9 + [1] * 3
 
 
-def test_a_solve_here_asks_with_its_time_and_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[bool, float | None]] = []
+@pytest.mark.parametrize(("most_s", "must_stop"), [(60.0, False), (-1.0, True)])
+def test_a_solve_here_ends_in_time(most_s: float, *, must_stop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
 
-    def solve_graph(
-        *_: object, on_progress: Callable[[SolveProgress], None], must_stop: Callable[[], bool], **__: object
-    ) -> Plan:
-        assert not must_stop()
-        on_progress(SolveProgress(0.0, "", 1.25, 1.0))
-        assert must_stop()
+    def solve_graph(*_: object, must_stop: Callable[[], bool], **__: object) -> Plan:
+        asked.append(must_stop())
         raise InfeasibleError("too little")
 
-    def is_enough(seconds: float, gap: float | None) -> bool:
-        asked.append((0 <= seconds < 60, gap))
-        return gap is not None
-
     monkeypatch.setattr(background, "solve_graph", solve_graph)
-    assert solve_here(SolveJob(make_chain(2), Bytes(1), PlanSettings()), is_enough).failure == "too little"
-    assert asked == [(True, None), (True, compute_gap(1.25, 1.0))]
+    assert solve_here(SolveJob(make_chain(2), Bytes(1), PlanSettings()), most_s).failure == "too little"
+    assert asked == [must_stop]
 
 
 def first_plan_with(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
@@ -290,34 +282,26 @@ def first_plan_with(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     monkeypatch.setattr(StepSearch, "find_first_plan", first_plan)
 
 
-@pytest.mark.parametrize(("seconds", "most_s"), [(0.1, 0.5), (1.5, 1.5), (2.5, None)])
-def test_a_solve_here_ends_soon_after_as_much_is_proved(
-    seconds: float, most_s: float | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("seconds", "here"), [(0.1, True), (0.4, True), (0.6, False)])
+def test_only_a_plan_found_in_a_moment_is_solved_again_here(
+    seconds: float, *, here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_processes(monkeypatch, Scripted)
     times_in_steps(monkeypatch, 2.0, 1.0, 3.0)
     first_plan_with(monkeypatch, seconds=seconds)
-    rules: list[Callable[[float, float | None], bool]] = []
+    limits: list[float] = []
 
-    def solve(job: SolveJob, is_enough: Callable[[float, float | None], bool]) -> Ended:
-        rules.append(is_enough)
+    def solve(job: SolveJob, most_s: float) -> Ended:
+        limits.append(most_s)
         return Ended(failure="there was no time")
 
     monkeypatch.setattr(improvement, "solve_here", solve)
     model, batch = model_and_batch()
     step = planned(model, batch)
-    known = step.plan.gap
-    assert known is not None and known > 0
+    assert step.plan.gap is not None and step.plan.gap > 0
     for seed in range(4):
         assert_trains_as_eager(step, model, batch, seed)
-    if most_s is None:
-        assert rules == []
-        return
-    (is_enough,) = rules
-    worse = math.inf  # the gap when it begins is that of the costs in steps, which are measured
-    assert [is_enough(most_s, gap) for gap in (None, worse)] == [False, False]
-    assert [is_enough(most_s + 0.01, gap) for gap in (None, worse)] == [True, True]
-    assert not is_enough(0.49, 0.0) and is_enough(0.51, 0.0)
+    assert limits == ([improvement._START_S] if here else [])
 
 
 @pytest.mark.parametrize("reordered", [True, False])

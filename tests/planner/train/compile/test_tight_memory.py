@@ -38,7 +38,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     needed = keep_everything.count_keep_everything_bytes
     monkeypatch.setattr(keep_everything, "return_large_blocks", lambda: None)  # would concern all tests of this process
     monkeypatch.setattr(improvement, "_LOST_AT_ONCE_S", math.inf)  # no better plan is looked for
-    monkeypatch.setattr(improvement, "solve_here", lambda job, is_enough: Ended(failure="there was no time"))
+    monkeypatch.setattr(improvement, "solve_here", lambda job, most_s: Ended(failure="there was no time"))
 
     def set_share(share: float) -> None:
         seen: list[int] = []

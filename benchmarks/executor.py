@@ -2,8 +2,8 @@
 
 The schedule that keeps everything, eager PyTorch, and ``torch.compile(mode="lite")`` (also ATen's ops in program order) take
 turns; ratios are medians within a turn, so that noise affects both. In addition: the time to check, before each step, that the
-plan still applies, and the measured time of steps as a multiple of the predicted one: of ops that are measured alone, as the
-first plan has it, and of ops that are timed in training steps, as plans have it after the first steps.
+plan still applies, and the measured time of steps as a multiple of the one that plans predict after the first steps, whose ops
+are timed, in turns with those.
 """
 
 import sys
@@ -23,15 +23,13 @@ from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.capture.signature import Batch, call
 from planner.capture.step import TrainingStep
 from planner.capture.trace import capture
-from planner.capture.workload.models import Workload, build
+from planner.capture.workload.models import build
 from planner.cli import argument_types
 from planner.measure.observation import OpTimer
 from planner.measure.steps import Step, compute_ratio, get_loss, turn_times
 from planner.measure.timing import compute_typical
-from planner.measure.tracing import profile_capture
 from planner.native.library import wait_for_library
 from planner.runtime.executor import Executor
-from planner.settings.plan import PlanSettings
 from planner.studies.baselines import copy_code
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, order_by
@@ -61,8 +59,7 @@ class ExecutorRow(Made):
     eager_s: float = declare_column("a step of eager PyTorch")
     executor_ratio: float = declare_column("steps of the executor, as multiples of eager PyTorch's")
     lite_ratio: float | None = declare_column('the same of torch.compile(mode="lite"); unknown where it fails')
-    first_ratio: float = declare_column("steps of the executor, as multiples of what is predicted from ops measured alone")
-    predicted_ratio: float = declare_column("the same of what is predicted from ops timed in steps, in turns with them")
+    predicted_ratio: float | None = declare_column("the same, as multiples of what plans predict from ops timed in such steps")
     check_s: float = declare_column("to look, before each step, whether all is as it was planned for")
     repeats: int = declare_column("steps that are timed of each")
 
@@ -72,8 +69,7 @@ def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterato
     torch.manual_seed(0)
     model, loss_fn, batch = MODELS[name]()
     wait_for_library()
-    workload = Workload(model, loss_fn, batch)
-    captured = profile_capture(capture(*workload), workload, PlanSettings())
+    captured = capture(model, loss_fn, batch)
     eager = TrainingStep(model, loss_fn)
     executor = Executor(captured, keep_everything(captured.graph), model, loss_fn)
     steps: dict[str, Step] = {"eager": eager, "executor": executor}
@@ -90,7 +86,6 @@ def measure(name: str, known: Sequence[ExecutorRow], *, repeats: int) -> Iterato
         eager_s=median(times["eager"]),
         executor_ratio=ratios["executor"],
         lite_ratio=ratios.get("lite"),
-        first_ratio=median(times["executor"]) / simulate(captured.graph, executor.schedule).step_s,
         predicted_ratio=predicted_ratio,
         check_s=check_seconds(executor, batch),
         repeats=repeats,
@@ -138,7 +133,6 @@ TABLE = (
     share_column("per op", "eager_s", "ops", format_seconds),
     Column("executor", "executor_ratio"),
     Column('torch.compile(mode="lite")', "lite_ratio", missing="fails"),
-    Column("measured / first predicted", "first_ratio"),
     Column("measured / predicted", "predicted_ratio"),
     Column("guards, each step", lambda row: row.check_s * 1e6, "{:.0f} µs"),
 )

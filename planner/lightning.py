@@ -20,7 +20,7 @@ with explain_missing_packages():
         import pytorch_lightning as pl  # type: ignore[no-redef]
 
 from graphs.errors import PlannerError, TraceError
-from planner.capture.frontend.later_calls import Collector, MetricResult, is_metric
+from planner.capture.frontend.later_calls import Collector, is_metric
 from planner.capture.frontend.preserved_state import preserve_training_state
 from planner.progress import LoggingView
 from planner.settings.budget import read_budget_or_overhead
@@ -202,7 +202,7 @@ class _Logs(Collector):
 
     def log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
         """Record values, as ``LightningModule.log_dict`` would log them."""
-        if not isinstance(dictionary, dict):
+        if not self.is_known(dictionary) or not isinstance(dictionary, dict):
             self.take_later("log_dict", dictionary, *args, **options)
             return
         for name, value in dictionary.items():
@@ -210,11 +210,11 @@ class _Logs(Collector):
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Record a value, as ``LightningModule.log`` would log it."""
-        if isinstance(value, int | float) and self.is_known(value):  # an op that takes it, also once it is an input of the step
-            value = torch.full((), value, dtype=torch.get_default_dtype(), device=self._device)
-        if is_metric(value) or isinstance(value, MetricResult | int | float):
+        if not self.is_known(value) or is_metric(value):
             self.take_later("log", name, value, *args, **options)
             return
+        if isinstance(value, int | float):  # an op that takes it, also once it is an input of the step
+            value = torch.full((), value, dtype=torch.get_default_dtype(), device=self._device)
         if not isinstance(value, torch.Tensor):
             raise TraceError(
                 f"training_step logs {name!r}, which is {type(value).__name__}, neither a tensor, a number nor a metric: log "

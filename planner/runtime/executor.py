@@ -256,8 +256,8 @@ class Executor:
                 static[i] = static[i].detach()
         results: tuple[torch.Tensor, ...] = apply_function(_Step, self, check_earlier_gradients, *static)
         if self._trains and self._guards is not None:
-            self._guards.count(self.training_step, numbers)
             self._guards.call_later(self.training_step, self.signature.list_for_later(results))
+            self._guards.count(self.training_step, numbers)
         return self.signature.build_results(results)
 
     def check(self, *args: object, **kwargs: object) -> list[object]:

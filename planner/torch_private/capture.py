@@ -69,8 +69,9 @@ from torch._dynamo.variables import (
     BuiltinVariable,  # `@` between captured values
     ConstantVariable,  # a constant while code is captured
     GetAttrVariable,  # a method that is about to be called
-    ListVariable,  # a list while code is captured
+    LazyVariableTracker,  # a value that the captured code has not used yet
     OptimizerVariable,  # an optimizer, whose parameters become inputs
+    StringFormatVariable,  # a text with values in it
     SymNodeVariable,  # a number that is a symbol
     TensorVariable,  # a tensor while code is captured
     TorchInGraphFunctionVariable,  # has the handlers of specially captured functions

@@ -10,15 +10,16 @@ first batch (ActNorm) was then undone, and its flag kept. Known weaknesses: list
 refused, numbers are followed (``symbolic_numbers``).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
 import sympy
 import torch
+from torch import fx
 
 from graphs.errors import TraceError
 from graphs.short_tracebacks import warn_caller
@@ -39,16 +40,20 @@ class Effect:
         attribute: its name; None if the object itself is changed, such as a list.
         where: the line that changes it, in brackets, for messages; empty if unknown.
         replaced: True if a buffer or parameter is replaced by another tensor.
+        written: True if it is a tensor that is written in place.
         constant: the value at the end of the step, in a tuple, if it is a number, a text or None.
         number: likewise, as an expression of numbers that are inputs of the step.
+        value: the variable that it is set to; of an object that is changed, its own.
     """
 
     owner: str
     attribute: str | None
     where: str
     replaced: bool = False
+    written: bool = False
     constant: tuple[object] | None = None
     number: sympy.Basic | None = None
+    value: Any = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -123,7 +128,9 @@ def record_effects() -> Iterator[list[Effect]]:
     original = SideEffects.codegen_update_mutated
 
     def record_effect(effects: SideEffects, *args: Any, **kwargs: Any) -> None:
-        found[:] = _list_effects(effects)  # a restarted capture begins with an empty list
+        found[:] = list_effects(effects)  # a restarted capture begins with an empty list
+        if (output := effects.output_graph_weakref()) is not None:
+            found.extend(_iterate_written(output.graph))
         original(effects, *args, **kwargs)
 
     with mock.patch.object(SideEffects, "codegen_update_mutated", record_effect):
@@ -155,16 +162,21 @@ def check_effects(
                 f"{make_readable(effect.name, local, scope)} is replaced by another tensor in the step{effect.where}, which a "
                 "planned step does not do: change it in place (copy_, add_, lerp_)"
             )
+    _check_written((effect for effect in effects if effect.written), local, scope)
     effects = [
         effect
         for effect in effects
-        if not isinstance(_find_owner(effect, local, scope), Scratch)
+        if not effect.written
+        and not isinstance(_find_owner(effect, local, scope), Scratch)
         # A flag that is set and reset is no effect.
         and not (effect.constant is not None and _is_same(effect.constant[0], effect.read(local, scope)))
     ]
     changes = _find_changes(effects, run, local, scope) if effects else {}
     counted = [
-        effect for effect, change in changes.items() if change == "always" and effect.is_number and effect.is_read(guarded)
+        effect
+        for effect, change in changes.items()
+        if change == "always" and effect.is_read(guarded)
+        if effect.is_number or type(effect.read(local, scope)) in (int, float)
     ]
     for effect, change in changes.items():
         if change != "always" or (effect in counted and effect.number is not None):
@@ -185,6 +197,18 @@ def check_effects(
     return tuple(counted)
 
 
+def _check_written(effects: Iterable[Effect], local: Scope, scope: Scope) -> None:
+    """Raise TraceError if a tensor that the step writes is neither a parameter nor a buffer: AOTAutograd drops the write."""
+    step: Any = local["self"]
+    held = {id(tensor) for tensor in (*step.parameters(), *step.buffers())}
+    for effect in effects:
+        if id(_find_owner(effect, local, scope)) not in held:
+            raise TraceError(
+                f"{make_readable(effect.name, local, scope)}, which is no buffer, is written in place by the step, which a "
+                "planned step does not do: make it a buffer (register_buffer)"
+            )
+
+
 def warn_of_first_call(effects: list[Effect], local: Scope, scope: Scope) -> None:
     """Warn that the first call of the step has set the values that later ones read; arguments as for ``check_effects``.
 
@@ -200,7 +224,8 @@ def warn_of_first_call(effects: list[Effect], local: Scope, scope: Scope) -> Non
         )
 
 
-def _list_effects(effects: SideEffects) -> list[Effect]:
+def list_effects(effects: SideEffects) -> list[Effect]:
+    """Return the changes of values that existed before the captured code ran."""
     found = []
     for variable in effects._get_modified_vars():
         try:
@@ -216,13 +241,23 @@ def _list_effects(effects: SideEffects) -> list[Effect]:
             found += [Effect(module, name, where, replaced=True) for name in _iterate_replaced(variable)]
         elif attributes:
             found += [
-                Effect(owner, name, where, constant=_get_constant(value), number=_number(value))
+                Effect(owner, name, where, constant=_get_constant(value), number=_number(value), value=value)
                 for name, value in attributes.items()
                 if not _is_itself(value, owner, name)
             ]
         else:
-            found.append(Effect(owner, None, where))
+            found.append(Effect(owner, None, where, value=variable))
     return [effect for effect in found if effect.owner.startswith(("L[", "G["))]
+
+
+def _iterate_written(graph: fx.Graph) -> Iterator[Effect]:
+    """Yield the tensors that captured code writes in place, apart from the batch."""
+    for node in graph.find_nodes(op="placeholder"):
+        value, given = node.meta.get("example_value"), node.meta.get("grapharg")
+        if given is not None and isinstance(value, torch.Tensor) and value._version:
+            name = get_source_name(given.source)
+            if not name.startswith(("L['args']", "L['kwargs']")):
+                yield Effect(name, None, "", written=True)
 
 
 def _iterate_replaced(tensors: Any) -> Iterator[str]:

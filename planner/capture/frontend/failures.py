@@ -31,10 +31,6 @@ _ANSWERS: dict[str, str] = {
         "the model has hooks of modules on gradients (register_full_backward_hook), which cannot be captured: hook a tensor in "
         "the forward pass (tensor.register_hook), or remove them"
     ),
-    r"\bMetricResult\b": (
-        "{where} computes with what a metric returns, which is updated after a planned step: log or append it, or compute it by "
-        "a function (torchmetrics.functional)"
-    ),
     r"torch/utils/hooks\.py.*RemovableHandle\.next_id": (
         "{where} registers a hook in the step, which cannot be captured: register it once, before planning, and let it read what "
         "differs from step to step from an attribute; or {on}"

@@ -1,11 +1,14 @@
 """Execution of a step on fake tensors, outside of a capture: its Python code runs, nothing is computed."""
 
+import builtins
 import functools
 import gc
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -25,7 +28,7 @@ def run_on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
     references = sys.getrefcount(mode)
 
     def run() -> Any:
-        with mode, torch.random.fork_rng(devices=[]):
+        with mode, mute_output(), torch.random.fork_rng(devices=[]):
             tensors = {name: make_fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
             args, kwargs = pytree.tree_map(make_fake, split_arguments(batch))
             return torch.func.functional_call(step, tensors, args, kwargs)
@@ -45,6 +48,19 @@ def run_on_fakes(step: nn.Module, batch: Batch) -> Iterator[Callable[[], Any]]:
             for found in _list_objects():
                 if type(found) is functools._lru_cache_wrapper and _is_holding(gc.get_referents(found), mode):
                     found.cache_clear()
+
+
+@contextmanager
+def mute_output() -> Iterator[None]:
+    """Drop what a step prints, and what it logs below warnings: it does so again when it trains."""
+    log = logging.Logger._log
+
+    def log_warnings(logger: logging.Logger, level: int, *args: Any, **kwargs: Any) -> None:
+        if level >= logging.WARNING or logger.name.partition(".")[0] == "planner":
+            log(logger, level, *args, **kwargs)
+
+    with patch.object(builtins, "print", lambda *_, **__: None), patch.object(logging.Logger, "_log", log_warnings):
+        yield
 
 
 def _is_holding(cached: list[Any], mode: FakeTensorMode) -> bool:

@@ -37,13 +37,12 @@ from planner.capture.frontend.effects import (
     CountingError,
     UnsettledError,
     check_effects,
-    preserve_values,
     record_effects,
     warn_of_first_call,
 )
 from planner.capture.frontend.failures import build_failure, get_own_message
 from planner.capture.frontend.fake_execution import run_on_fakes
-from planner.capture.frontend.later_calls import LaterCalls, defer_calls, skip_metrics
+from planner.capture.frontend.later_values import LaterValues, skip_metrics, take_values_later
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
 from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_traced_line, format_location, has_stopped_in_library
 from planner.capture.frontend.symbolic_numbers import SymbolicNumbers
@@ -317,6 +316,21 @@ def _trace(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T
     Args:
         values: the branches on data, or the numbers that stay inputs.
     """
+    later = LaterValues(values.names if isinstance(values, SymbolicNumbers) else ())
+    while True:
+        try:
+            return _trace_with_later_values(step, batch, values, make, later)
+        except (UnsettledError, CountingError):
+            raise
+        except Exception:
+            if not later.begin_again():
+                raise
+
+
+def _trace_with_later_values(
+    step: TrainingStep, batch: Batch, values: Values | None, make: Make[T], later: LaterValues
+) -> Made[T] | None:
+    """Do as ``_trace``, with the values that are known after the step."""
     args, kwargs = split_arguments(batch)
     with ExitStack() as stack:
         _enter_settings(stack)
@@ -335,7 +349,7 @@ def _trace(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T
             matrices = dynamo.enter_context(decompose_sparse_matrices())
             generators = dynamo.enter_context(record_generators())
             effects = dynamo.enter_context(record_effects())
-            later = dynamo.enter_context(defer_calls())
+            dynamo.enter_context(take_values_later(later))
             frames = dynamo.enter_context(record_frames())
             with compiling_state(), enter_dynamo_phase("fullgraph_capture"):
                 output = fullgraph_capture(step, args, kwargs)
@@ -355,9 +369,7 @@ def _trace(step: TrainingStep, batch: Batch, values: Values | None, make: Make[T
             args, kwargs = split_arguments(batch)
             local, scope = {"self": step, "args": args, "kwargs": kwargs}, output.graph_capture_output.f_globals
             with run_on_fakes(step, batch) as run, skip_metrics(step):
-                with preserve_values(effects, local, scope):
-                    later.keep_unread(run, local, scope)
-                others = [effect for effect in effects if effect.name not in later.lists]
+                others = [effect for effect in effects if effect.names.isdisjoint(later.stored)]
                 counted = check_effects(others, list_guarded_names(output), run, local, scope)
             guards = _build_guards(output, frames, [*generators, *matrices.names], step, batch, later)
             if guards is not None and isinstance(values, SymbolicNumbers):
@@ -401,7 +413,7 @@ def _build_guards(
     constants: Iterable[str],
     step: TrainingStep,
     batch: Batch,
-    later: LaterCalls,
+    later: LaterValues,
 ) -> PythonGuards | None:
     """Return the guards of the capture; None if it is on fake tensors and never executed."""
     args, kwargs = split_arguments(batch)
@@ -410,7 +422,7 @@ def _build_guards(
     if any(isinstance(value, FakeTensor) for value in (*step.parameters(), *step.buffers(), *list_leaves(batch))):
         return None
     try:
-        guards = build_guards(output, get_traced_fn(step)[0].__code__, frames, step, batch, constants, later)
+        guards = build_guards(output, get_traced_fn(step)[0].__code__, frames, step, batch, constants, later.calls)
     except AssertionError as error:
         raise TraceError(
             f"the step reads a value that differs each time: {first_line(error)}; compute it outside of what is planned, and "

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from planner.capture.frontend.fake_execution import mute_output
 from planner.capture.frontend.python_state import PythonState
 from planner.capture.frontend.random_states import RandomStates, preserve_random_states
 from planner.capture.rewrites.outputs import get_storage, list_tensors
@@ -21,8 +22,8 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def preserve_training_state(step: nn.Module, batch: Batch, *, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Restore all at the end, after errors too: tensors, gradients, random states, and the content of Python objects.
 
-    Inside, hooks of parameters and of tensors of the batch are disabled: an optimizer may step there. Hooks of modules stay,
-    since they may be part of what is computed.
+    What the step prints is dropped. Inside, hooks of parameters and of tensors of the batch are disabled: an optimizer may step
+    there. Hooks of modules stay, since they may be part of what is computed.
 
     Args:
         step: a model, or a ``TrainingStep``, whose loss function is followed as well.
@@ -30,7 +31,7 @@ def preserve_training_state(step: nn.Module, batch: Batch, *, written: Iterable[
         written: tensors that the step writes, apart from buffers, the batch, and other tensors that modules hold.
     """
     tensors = (*step.parameters(), *list_tensors(list_leaves(batch)))
-    with preserve_state(step, batch, written=written), ExitStack() as stack:
+    with preserve_state(step, batch, written=written), mute_output(), ExitStack() as stack:
         for tensor in {id(t): t for t in tensors if t.is_leaf}.values():
             stack.callback(setattr, tensor, "grad", tensor.grad)
             for name in _HOOKS:
@@ -69,6 +70,7 @@ def make_first_call(step: nn.Module, batch: Batch) -> Callable[[], None] | None:
     before = PythonState(_list_roots(step, batch))
     lazy = [module for module in step.modules() if any(map(is_lazy, _iterate_own_tensors(module)))]
     with torch.no_grad(), ExitStack() as stack:
+        stack.enter_context(mute_output())
         stack.enter_context(_preserve_tensors(step, batch, before))
         begun = RandomStates(_list_gpus())
         first = stack.enter_context(UndoWrites())

@@ -87,7 +87,7 @@ class PythonState:
             case MethodType():
                 yield from (found.__self__, found.__func__)
             case FunctionType():
-                if _is_own(found.__module__):
+                if is_own(found.__module__):
                     yield from self._visit_function(found)
             case CellType():
                 with suppress(ValueError):  # not assigned yet
@@ -95,7 +95,7 @@ class PythonState:
                     self._variables.append((partial(setattr, found, "cell_contents"), held))
                     yield held
             case nn.Module() | object(__dict__=dict()):
-                own = _is_own(type(found).__module__)
+                own = is_own(type(found).__module__)
                 if own or isinstance(found, nn.Module):
                     yield vars(found)
                 if own:  # a method may name a global
@@ -112,7 +112,7 @@ class PythonState:
                 yield value
 
 
-def _is_own(module: str | None) -> bool:
+def is_own(module: str | None) -> bool:
     """Return True if the user wrote `module`, judged by the place of its file."""
     root = (module or "").partition(".")[0]
     if root in sys.stdlib_module_names and root != "__main__":

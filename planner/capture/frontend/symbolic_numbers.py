@@ -73,7 +73,7 @@ class SymbolicNumbers:
     """
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+        self.names = names
         self._env: ShapeEnv | None = None
         self._count = count()  # of symbols
         self._forget()
@@ -95,7 +95,7 @@ class SymbolicNumbers:
         run_node: Callable[..., Any] = dynamo_utils.run_node
 
         def create_or_wrap(builder: Any, value: Any) -> Any:
-            is_named = type(value) in (int, float) and math.isfinite(value) and get_source_name(builder.source) in self._names
+            is_named = type(value) in (int, float) and math.isfinite(value) and get_source_name(builder.source) in self.names
             return self._create_input(builder, value) if is_named else wrap(builder, value)
 
         def run(tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:

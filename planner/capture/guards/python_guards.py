@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from graphs.errors import MismatchError, NumberMismatchError
-from planner.capture.frontend.later_calls import LaterCall, LaterCalls, make_calls
+from planner.capture.frontend.later_calls import LaterCall, make_calls
 from planner.capture.guards.messages import explain, get_code, is_failing, is_mode, is_number
 from planner.capture.guards.names import Scope, build_accessor, make_readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, find_replaceable, needs_layout
@@ -223,7 +223,7 @@ def build_guards(
     step: nn.Module,
     batch: Batch,
     constants: Iterable[str] = (),
-    later: LaterCalls | None = None,
+    later: Iterable[LaterCall] = (),
 ) -> PythonGuards:
     """Return the guards of the code that Dynamo captured of `step` on `batch`.
 
@@ -240,9 +240,7 @@ def build_guards(
     args, kwargs = split_arguments(batch)
     captured = output.graph_capture_output
     graph = captured.output_graph
-    appended = tuple(later.lists) if later else ()
-    relevant = (guard for guard in graph.guards if _is_relevant(guard) and not _is_part_of(guard.name, appended))
-    graph._guards = GuardsSet(type(graph.guards.inner)(relevant))
+    graph._guards = GuardsSet(type(graph.guards.inner)(filter(_is_relevant, graph.guards)))
     # The capture's dispatcher, which is active here, is not when a step is called: guards on tensors compare dispatch keys.
     with enter_dynamo_phase("build_guards"), no_python_dispatcher(), skip_guard_timing():
         manager = captured.build_guards(code)
@@ -251,8 +249,8 @@ def build_guards(
     external = tuple(_iterate_external_values([*sources, *constants], step, local, scope))
     strides = _list_strides(args, kwargs) if needs_layout(frames) else ()
     parts = tuple(get_code(part) for guard in graph.guards for part in guard.code_list or ())
-    calls = tuple(later.calls) if later else ()
-    return PythonGuards(manager, scope, external, find_replaceable(frames, step), strides, get_global_state(), parts, later=calls)
+    state = get_global_state()
+    return PythonGuards(manager, scope, external, find_replaceable(frames, step), strides, state, parts, later=tuple(later))
 
 
 def list_guarded_names(output: CaptureOutput) -> frozenset[str]:
@@ -275,10 +273,6 @@ def get_global_state() -> dict[str, object]:
         "torch.backends.cudnn.benchmark": torch.backends.cudnn.is_available() and torch.backends.cudnn.benchmark,
         "the number of hooks on all modules": tuple(map(len, hooks)),
     }
-
-
-def _is_part_of(name: str, lists: Iterable[str]) -> bool:
-    return any(name == each or name.startswith(f"{each}[") for each in lists)
 
 
 def _is_relevant(guard: Guard) -> bool:

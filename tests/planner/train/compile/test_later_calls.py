@@ -1,7 +1,10 @@
-"""Lists and metrics that a step fills and does not read: they are filled after its forward pass, as in eager PyTorch."""
+"""What a step only records of its tensors, in lists, numbers, texts, metrics and logs: it is done after the forward pass."""
 
 import copy
+import json
+import logging
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +29,14 @@ class Noting(nn.Module):
         self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
         self.note = note
         self.losses: list[Any] = []
-        self.tables: dict[str, list[Any]] = {"rows": []}
+        self.tables: dict[str, Any] = {"rows": []}
+        self.total, self.steps, self.mean_loss, self.average, self.perplexity = 0.0, 0, 0.0, 0.0, 0.0
+        self.best, self.hits, self.text, self.meter = math.inf, 0, "", Meter()
+        self.by_name: dict[str, list[float]] = defaultdict(list)
+        self.recent: deque[float] = deque(maxlen=2)
+        self.held, self.last = torch.zeros(()), torch.zeros(())
+        self.steps_done: torch.Tensor
+        self.register_buffer("steps_done", torch.zeros((), dtype=torch.int64))
         self.mean, self.error = torchmetrics.MeanMetric(), torchmetrics.MeanSquaredError()
         self.several = torchmetrics.MetricCollection([torchmetrics.MeanAbsoluteError(), torchmetrics.MeanSquaredError()])
 
@@ -54,6 +64,79 @@ def append_nested(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: to
 def append_number(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     model.losses.append((loss.item(), float(hidden.detach().abs().max()), round(100 * loss.item(), 2), math.sqrt(loss.item())))
     return loss
+
+
+class Meter:
+    """An average, as training scripts have it."""
+
+    def __init__(self) -> None:
+        self.total, self.count, self.average = 0.0, 0, 0.0
+
+    def update(self, value: float, count: int) -> None:
+        self.total += value * count
+        self.count += count
+        self.average = self.total / self.count
+
+
+COUNTS = {"steps": 0, "loss": 0.0}
+
+
+def add_numbers(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    model.total += loss.item()
+    model.steps += 1
+    model.mean_loss = model.total / model.steps
+    model.average = 0.9 * model.average + 0.1 * float(loss.detach())
+    model.perplexity = math.exp(loss.item())
+    model.best = min(model.best, round(loss.item(), 4))
+    model.hits += (hidden.argmax(1) == y.argmax(1)).sum().item()
+    model.meter.update(loss.item(), len(y))
+    return loss
+
+
+def add_tensors(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    model.total += loss.detach()
+    model.held += loss.detach()  # a tensor that is no buffer
+    model.last = hidden.detach()
+    model.losses.append(model.steps_done.item())
+    model.steps_done += 1
+    return loss
+
+
+def fill_containers(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    model.tables["last"] = loss.item()
+    model.tables.setdefault("all", []).append(loss.item())
+    model.tables.update(rows=[len(y)], largest=hidden.detach().max())
+    model.by_name["loss"].append(loss.item())
+    model.recent.append(loss.item())
+    model.losses += [(len(model.losses), loss.item())]
+    model.losses.extend(hidden[0].tolist())
+    COUNTS["loss"] += loss.item()
+    COUNTS["steps"] += 1
+    return loss
+
+
+def write_texts(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    model.text = f"loss {loss.item():.3f} of {len(y)} rows, {model.steps}"
+    model.losses.extend(["%.3f" % loss.item(), "{:.2e}".format(loss.item()), str(loss.item())])  # noqa: UP031, UP032
+    model.losses.append(json.dumps({"loss": loss.item()}))
+    model.losses.append(hidden.detach().numpy().mean().item())
+    print("loss", loss.item(), f"{loss:.4f}")  # noqa: T201
+    logging.getLogger("training").info("loss %.3f", loss.item())
+    logging.getLogger("training").warning("tensor %s", loss.detach())
+    return loss
+
+
+def count_and_print(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    model.steps += 1
+    if model.steps % 2 == 0:
+        print(model.steps, loss.item())  # noqa: T201
+    return loss
+
+
+def weight_by_last(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    weighted = loss * (1 + model.total)
+    model.total = loss.item()
+    return weighted
 
 
 def update_metrics(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -132,9 +215,55 @@ def use(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor
     return loss + model.error(hidden, y)
 
 
+@pytest.mark.filterwarnings("ignore:captured again")
+@pytest.mark.parametrize("note", [add_numbers, add_tensors, fill_containers, write_texts, count_and_print, weight_by_last])
+def test_what_a_step_records_is_as_in_eager_mode(
+    note: Forward, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, batch = Noting(note), (torch.randn(8, 16), torch.randn(8, 16))
+    found, logged = [], list[str]()
+    monkeypatch.setattr(logging.getLogger("training"), "level", logging.INFO)
+    monkeypatch.setattr(logging.getLogger("training"), "handle", lambda record: logged.append(record.getMessage()))
+    for one in (copy.deepcopy(model), model):
+        COUNTS.update(steps=0, loss=0.0)
+        step = one if not found else planner.compile(one, None, batch, budget="100%", wait=0.1, on_progress=False)
+        logged.clear()
+        for _ in range(3):
+            step(*batch).backward()
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    parameter -= 0.1 * parameter.grad
+            one.zero_grad()
+        noted = [value for name, value in vars(one).items() if not name.startswith("_") and name not in ("note", "meter")]
+        found.append(leaves([*noted, vars(one.meter), COUNTS.copy(), one.state_dict(), logged.copy(), capsys.readouterr().out]))
+    for wanted, value in zip(*found, strict=True):
+        assert torch.equal(wanted, value) if isinstance(wanted, torch.Tensor) else wanted == value
+        assert type(wanted) is type(value)
+
+
+def write_by_method(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    model.held.add_(loss.detach())
+    return loss
+
+
+def weight_by_average(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    model.average = 0.9 * model.average + 0.1 * loss.item()
+    return loss * model.average
+
+
+def branch(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    if loss.item() < model.best:
+        model.best = loss.item()
+    return loss
+
+
 @pytest.mark.parametrize(
     ("note", "said"),
     [
+        (write_by_method, r"model.held, which is no buffer"),
+        (weight_by_average, r"\(return loss \* model.average\) does depends on the data"),
+        (branch, r"\(if loss.item\(\) < model.best:\) does depends on the data"),
         (read_length, r"model.losses changes at every step .*, and the step reads it"),
         (read_last, r"model.losses changes at every step .*, and the step reads it"),
         (read_number, r"\(return loss \* number\) does depends on the data"),

@@ -1,0 +1,664 @@
+"""Values that a step takes out of tensors and only records: they are captured as calls that are made after its forward pass.
+
+``loss.item()``, ``h.tolist()`` and what Python computes from them (``math.exp(loss.item())``, ``f"{loss.item():.3f}"``) are
+variables of Dynamo's that stand for the results of later calls. Functions of libraries that take one (``print``, ``wandb.log``)
+are later calls too; the user's own functions are followed. If the step changes an object with such values and reads it, as in
+``self.total += loss.item()``, the capture begins again, and the object is itself a value that is known later. If an op or a
+branch needs a value, the capture begins again with the number as Dynamo has it: ``guards.branches`` may follow it, or say why
+not.
+
+Before, the changes of lists were found by comparing them after the capture, and everything else was refused. Known weaknesses: a
+branch on such a value is refused, though it may only choose what is recorded; a capture that begins again takes Dynamo's time
+again.
+"""
+
+import logging
+import operator
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+
+from graphs.errors import TraceError
+from planner.capture.frontend.effects import Effect, list_effects
+from planner.capture.frontend.later_calls import (
+    Collector,
+    LaterCall,
+    Place,
+    Result,
+    ReturnedTensor,
+    is_metric,
+)
+from planner.capture.frontend.python_state import is_own
+from planner.capture.frontend.source_lines import find_current_line, format_location
+from planner.capture.guards.names import build_accessor
+from planner.torch_private.capture import (
+    BuiltinVariable,
+    ConstantVariable,
+    GetAttrVariable,
+    InstructionTranslatorBase,
+    LazyVariableTracker,
+    OutputGraph,
+    StringFormatVariable,
+    SymNodeVariable,
+    TensorVariable,
+    UnspecializedNNModuleVariable,
+    UserDefinedObjectVariable,
+    VariableBuilder,
+    VariableTracker,
+    get_constant_key,
+    get_source_name,
+)
+
+_UPDATES = ("update", "forward", "__call__")
+_OTHERS = ("compute", "reset", "merge_state")
+_READS: dict[str, Callable[..., Any]] = {"item": torch.Tensor.item, "tolist": torch.Tensor.tolist, "numpy": torch.Tensor.numpy}
+# Builtin functions whose results decide how the step goes on: they need the value.
+_NEEDING = {iter, next, enumerate, zip, map, filter, range, reversed, isinstance, issubclass, type, hasattr, id, super}
+# Those that take tensors, and containers of values, to record them.
+_RECORDING = {print, str.format, operator.mod, float, int, str, repr, sum, min, max}
+_ARITHMETIC = {getattr(operator, name) for name in dir(operator) if not name.startswith("_")}
+_PARTS_OF_MODULES = (nn.Parameter, nn.Module, nn.Buffer)
+_FUNCTIONS = ("fn", "value", "descriptor")  # the attributes of variables in which functions are
+_PURE = ("_operator", "builtins", "math")
+_DECIDING = re.compile(r"JUMP.*_IF_|CONTAINS_OP")  # instructions that decide what comes next by a value, which Dynamo guesses
+_CONSTANTS = (int, float, str, type(None))
+_UNKNOWN = object()
+_Location = tuple[Any, int]  # an instruction: its code, and its position there
+
+
+class LaterVariable(VariableTracker):
+    """A value that is known after the step, while code is captured.
+
+    Attributes:
+        values: the later values of the capture.
+        index: the position of the call that returns it.
+        origins: the names and the instructions that it comes from.
+        example: a value of its type; ``_UNKNOWN`` if none is known.
+    """
+
+    _nonvar_fields = {"values", "index", "origins", "example", *VariableTracker._nonvar_fields}  # noqa: RUF012
+
+    def __init__(self, *, values: "LaterValues", index: int, origins: frozenset[Any], example: object, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.values, self.index, self.origins, self.example = values, index, origins, example
+
+    def python_type(self) -> type:
+        """Return the type of the value, as far as it is known."""
+        return object if self.example is _UNKNOWN else type(self.example)
+
+    def as_proxy(self) -> Any:
+        """Raise an error: an op takes the value."""
+        self.values.need(self)
+
+    def bool_impl(self, tx: Any) -> Any:
+        """Raise an error: a branch depends on the value."""
+        self.values.need(self)
+
+    def is_python_equal(self, other: object) -> bool:
+        """Raise an error: a container looks for the value."""
+        return bool(self.values.need(self))
+
+    def unpack_var_sequence(self, tx: Any) -> Any:
+        """Raise an error: the step iterates over the value."""
+        self.values.need(self)
+
+    def reconstruct(self, codegen: Any) -> None:
+        """Return None in the place of the value: what the code returns is not used."""
+        codegen.append_output(codegen.create_load_const(None))
+
+    def var_getattr(self, tx: Any, name: str) -> Any:
+        """Record that an attribute is read."""
+        return self.values.record(tx, getattr, [self, ConstantVariable.create(name)])
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        """Record a call of the value."""
+        return self.values.record(tx, _call, [self, *args], kwargs)
+
+    def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Record a call of a method."""
+        return self.values.record(tx, _call_method, [self, ConstantVariable.create(name), *args], kwargs)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _call_method(owner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(owner, name)(*args, **kwargs)
+
+
+def _get(value: Any) -> Any:
+    return value
+
+
+@dataclass(slots=True)
+class LaterValues:
+    """The later values of one capture, which may begin again.
+
+    Attributes:
+        inputs: names of numbers that are inputs of the step.
+        calls: the calls that are made after the forward pass.
+        stored: names of what these calls set.
+    """
+
+    inputs: Collection[str] = ()
+    calls: list[LaterCall] = field(default_factory=list)
+    stored: set[str] = field(default_factory=set)
+    _read: dict[str, frozenset[str]] = field(default_factory=dict)  # all names of an object that is read later, by name
+    _copied: set[_Location] = field(default_factory=set)  # where tensors are copied, since the step writes them afterwards
+    _needed: set[Any] = field(default_factory=set)  # names and instructions whose values the step needs
+    _refuses: bool = False  # whether all are needed
+    _learned: bool = False
+    _output: OutputGraph | None = None
+    _tensors: list[Any] = field(default_factory=list)
+    _versions: list[tuple[Any, int, _Location]] = field(default_factory=list)
+    _numbers: dict[fx.Node, Any] = field(default_factory=dict)  # the tensor that each call of ``item`` reads
+    _found: set[fx.Node] = field(default_factory=set)  # nodes of numbers that are needed after the step
+
+    def begin_again(self) -> bool:
+        """Return True if a failed capture may succeed if it begins again, with what was learned."""
+        if not self._learned and self.calls and not self._refuses:
+            self._refuses = self._learned = True  # something else does not go with these values
+        begins, self._learned, self._output = self._learned, False, None
+        return begins
+
+    def need(self, value: LaterVariable) -> Any:
+        """Raise an error, since the step needs `value` itself; a capture that begins again gets it."""
+        if is_metric in value.origins:
+            raise TraceError(
+                f"{format_location(find_current_line())} computes with what a metric returns, which is updated after a planned "
+                "step: log or append it, or compute it by a function (torchmetrics.functional)"
+            )
+        self._learn(self._needed, value.origins)
+        raise TraceError("a value is needed in the step")
+
+    def record(self, tx: Any, function: Callable[..., Any], args: Iterable[Any], kwargs: Any = None) -> LaterVariable:
+        """Record a call, and return the variable of its result."""
+        self._follow(tx.output)
+        given, origins = self._convert_all(tx, function, args, kwargs or {})
+        return self._add(function, *given, origins, self._find_example(function, args, kwargs))
+
+    def read(self, builder: Any, name: str, value: object) -> LaterVariable:
+        """Return the variable of an object that is read after the step."""
+        self._follow(builder.tx.output)
+        return self._add(_get, (Place(build_accessor(name)),), {}, self._read[name], value)
+
+    def read_tensor(self, tx: Any, function: Callable[..., Any], tensor: Any, args: Any, kwargs: Any) -> LaterVariable | None:
+        """Return the variable of a value that is taken out of a tensor; None if the step needs it."""
+        location = (tx.f_code, tx.instruction_pointer)
+        if self._refuses or location in self._needed:
+            return None
+        value = self.record(tx, function, [tensor, *args], kwargs)
+        kind = tensor.as_proxy().node.meta["example_value"]
+        value.origins = frozenset({location})
+        if function is torch.Tensor.item or function in (float, int):
+            value.example = float(1) if function is float or (kind.is_floating_point() and function is not int) else 1
+            value.example = True if kind.dtype is torch.bool and function is torch.Tensor.item else value.example
+        elif function is torch.Tensor.tolist:
+            value.example = []
+        return value
+
+    def note_number(self, number: Any, tensor: Any) -> None:
+        """Note that a variable of Dynamo's is the number in a tensor."""
+        self._numbers[number.as_proxy().node] = tensor
+
+    def is_known(self, variable: Any) -> bool:
+        """Return True if a variable of Dynamo's is known before the step, or a tensor."""
+        variable = variable.realize()
+        if self.has_later(variable):
+            return False
+        waiting = [variable.as_proxy().node] if isinstance(variable, SymNodeVariable) else []
+        while waiting:
+            if (node := waiting.pop()) in self._numbers:
+                return False
+            waiting += node.all_input_nodes
+        return True
+
+    def has_later(self, variable: Any, *, tensors: bool = False) -> bool:
+        """Return True if a variable is or contains a later value; or also, a tensor."""
+
+        def is_found(found: Any) -> bool:
+            if isinstance(found, LazyVariableTracker) and not found.is_realized() and not self.is_read_later(found.source):
+                return False
+            found = found.realize()
+            return isinstance(found, LaterVariable) or (tensors and bool(found.is_tensor()))
+
+        return any(map(is_found, _iterate_parts(variable)))
+
+    def is_read_later(self, source: Any) -> bool:
+        """Return True if the object of this source is read after the step."""
+        return bool(self._read) and get_known_name(source) in self._read
+
+    def end(self, translator: Any, output: OutputGraph) -> None:
+        """Make the captured code return the tensors of the calls, as its last result, as the graph ends.
+
+        Raises:
+            TraceError: the capture has to begin again.
+        """
+        self._follow(output)
+        for tensor, version, location in self._versions:
+            if tensor.as_proxy().node.meta["example_value"]._version != version:
+                self._learn(self._copied, {location})
+        if not self._refuses:
+            self._store(output)
+        if self._learned:
+            raise TraceError("a capture begins again")
+        if self.calls:
+            detached = [tensor.call_method(translator, "detach", [], {}) for tensor in self._tensors]
+            returned = translator.stack[-1].realize()
+            translator.stack[-1] = type(returned)([*returned.items, type(returned)(detached)])
+            for node in reversed(output.graph.nodes):
+                if node in self._found and not node.users:
+                    node.graph.erase_node(node)
+
+    def _store(self, output: OutputGraph) -> None:
+        """Add the calls that set what the step sets to later values, and learn which objects are to be read later."""
+        guarded = frozenset(guard.name for guard in output.guards)
+        effects = list_effects(output.side_effects)
+        sets = [(effect, self._is_recorded(effect)) for effect in effects if not effect.replaced]
+        records = any(recorded for _, recorded in sets) or bool(self.calls)
+        for effect, recorded in sets:
+            is_input = not effect.names.isdisjoint(self.inputs)
+            if not (recorded or (records and effect.is_number)) or (effect.names & self._needed and not is_input):
+                continue
+            if effect.attribute is None or (effect.is_read(guarded) and not is_input and not effect.names & self._read.keys()):
+                self._read_later(effect.names)
+            elif recorded:
+                self._set(output, effect)
+
+    def _set(self, output: OutputGraph, effect: Effect) -> None:
+        try:
+            value, _ = self._convert(output.root_tx, effect.value)
+        except _UnknownError:
+            return
+        if effect.owner == f"G['{effect.attribute}']":
+            self.calls.append(LaterCall(operator.setitem, (Place(lambda _, scope: scope), effect.attribute, value), {}))
+        else:
+            self.calls.append(LaterCall(setattr, (Place(build_accessor(effect.owner)), effect.attribute, value), {}))
+        self.stored |= effect.names
+
+    def _is_recorded(self, effect: Effect) -> bool:
+        """Return True if the step changes an object with values that are known later."""
+        return any(map(self._is_later, _iterate_parts(effect.value)))
+
+    def _is_later(self, value: Any) -> bool:
+        if isinstance(value, LazyVariableTracker) and not value.is_realized():
+            return False
+        value = value.realize()
+        if value.is_tensor():
+            return value.source is None and not value.as_proxy().node.meta["example_value"].requires_grad
+        return isinstance(value, LaterVariable) or (isinstance(value, SymNodeVariable) and not self.is_known(value))
+
+    def _read_later(self, names: Set[str]) -> None:
+        """Learn that an object with these names is to be read after the step."""
+        if not names & self._needed and not names <= self._read.keys():
+            self._read.update(dict.fromkeys(names, frozenset(names)))
+            self._learned = True
+
+    def read_owner_later(self, source: Any) -> None:
+        """Begin again, with the object of this source as one that is read after the step, unless the step needs it.
+
+        Raises:
+            TraceError: the capture has to begin again.
+        """
+        if (name := get_known_name(source)) is not None:
+            self._read_later({name})
+        if self._learned:
+            raise TraceError("a capture begins again")
+
+    def _learn(self, known: set[Any], found: Iterable[Any]) -> None:
+        new = set(found) - known
+        known |= new
+        self._read = {name: names for name, names in self._read.items() if names.isdisjoint(self._needed)}
+        self._learned |= bool(new)
+
+    def _follow(self, output: OutputGraph) -> None:
+        if output is not self._output:  # a restarted capture begins again
+            self._output, self.calls, self.stored = output, [], set()
+            self._tensors, self._versions, self._found = [], [], set()
+
+    def _add(self, function: Any, args: Any, kwargs: Any, origins: frozenset[Any], example: object) -> LaterVariable:
+        self.calls.append(LaterCall(function, args, kwargs))
+        return LaterVariable(values=self, index=len(self.calls) - 1, origins=origins, example=example)
+
+    def _find_example(self, function: Any, args: Iterable[Any], kwargs: Any) -> object:
+        """Return the result of a pure function on the examples of its arguments, for its type."""
+        is_pure = getattr(function, "__module__", "") in _PURE and function not in (print, getattr) and not kwargs
+        if not is_pure or not all(isinstance(arg, LaterVariable | ConstantVariable) for arg in args):
+            return _UNKNOWN
+        examples = [arg.example if isinstance(arg, LaterVariable) else arg.value for arg in args]
+        try:
+            return function(*examples) if all(isinstance(each, _CONSTANTS) for each in examples) else _UNKNOWN
+        except Exception:  # noqa: BLE001  # the examples have nothing but types
+            return _UNKNOWN
+
+    def _convert_all(self, tx: Any, function: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, Any], frozenset[Any]]:
+        try:
+            given = [self._convert(tx, arg) for arg in args]
+            named = {name: self._convert(tx, value) for name, value in kwargs.items()}
+        except _UnknownError as error:
+            name = getattr(function, "__name__", "a call")
+            raise TraceError(
+                f"{format_location(find_current_line())} gives a {error} to {name}, which is not known after a planned step"
+            ) from error
+        origins = frozenset[Any]().union(*(found for _, found in (*given, *named.values())))
+        return (tuple(value for value, _ in given), {name: value for name, (value, _) in named.items()}), origins
+
+    def _convert(self, tx: Any, variable: Any) -> tuple[object, frozenset[Any]]:
+        """Return the value of a variable, with stand-ins for what is known after the step, and its origins."""
+        variable = variable.realize()
+        if isinstance(variable, LaterVariable):
+            return Result(variable.index), variable.origins
+        if variable.is_tensor():
+            return ReturnedTensor(self._add_tensor(tx, variable)), frozenset()
+        if isinstance(variable, ConstantVariable):
+            return variable.value, frozenset()
+        name = get_known_name(variable.source)
+        if name is None and variable.is_python_constant():
+            return variable.as_python_constant(), frozenset()
+        if isinstance(variable, SymNodeVariable):
+            return self._convert_number(tx, variable.as_proxy().node), frozenset()
+        if isinstance(variable, StringFormatVariable):
+            text = ConstantVariable.create(variable.format_string)
+            result = self.record(tx, str.format, [text, *variable.sym_args], variable.sym_kwargs)
+            return Result(result.index), result.origins
+        kind, items = variable.python_type(), getattr(variable, "items", None)
+        if kind in (list, tuple) and items is not None:
+            pairs = [self._convert(tx, item) for item in items]
+            return kind(value for value, _ in pairs), frozenset[Any]().union(*(found for _, found in pairs))
+        if kind is dict and items is not None:
+            found = {get_constant_key(key): self._convert(tx, value) for key, value in items.items()}
+            origins = frozenset[Any]().union(*(each for _, each in found.values()))
+            return {key: value for key, (value, _) in found.items()}, origins
+        if name is not None:
+            return Place(build_accessor(name)), frozenset()
+        raise _UnknownError(kind.__name__)
+
+    def _convert_number(self, tx: Any, value: Any) -> object:
+        """Return the value of a node whose value is a number, or of a constant."""
+        if not isinstance(value, fx.Node):
+            return value
+        if value.op == "placeholder" and (name := get_known_name(value.meta["grapharg"].source)) is not None:
+            return Place(build_accessor(name))
+        self._found.add(value)
+        if value in self._numbers:
+            args: tuple[object, ...] = (ReturnedTensor(self._add_tensor(tx, self._numbers[value])),)
+            return Result(self._add(torch.Tensor.item, args, {}, frozenset(), _UNKNOWN).index)
+        args = tuple(self._convert_number(tx, arg) for arg in value.args)
+        if value.op == "call_function" and callable(value.target) and not value.kwargs:
+            return Result(self._add(value.target, args, {}, frozenset(), _UNKNOWN).index)
+        if value.op == "call_method" and not value.kwargs:  # of a number, such as __round__
+            given = (args[0], str(value.target), *args[1:])
+            return Result(self._add(_call_method, given, {}, frozenset(), _UNKNOWN).index)
+        raise _UnknownError("number")
+
+    def _add_tensor(self, tx: Any, tensor: Any) -> int:
+        location = (tx.f_code, tx.instruction_pointer)
+        if location in self._copied:
+            tensor = tensor.call_method(tx, "clone", [], {})
+        else:
+            self._versions.append((tensor, tensor.as_proxy().node.meta["example_value"]._version, location))
+        self._tensors.append(tensor)
+        return len(self._tensors) - 1
+
+
+class _UnknownError(Exception):
+    """Raised for a value that is not known after the step."""
+
+
+def get_known_name(source: Any) -> str | None:
+    """Return the name of the place that a variable comes from, as Dynamo writes it; None if it has none that lasts."""
+    try:
+        name = "" if source is None else get_source_name(source)
+    except NotImplementedError:
+        return None
+    return name if name.startswith(("L['self']", "G[")) else None
+
+
+def _iterate_parts(variable: Any) -> Iterator[Any]:
+    """Yield a variable, and those in it, if it is a container or a text; what was not used yet stays so."""
+    waiting, seen = [variable], set[int]()
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        yield found
+        if isinstance(found, LazyVariableTracker) and not found.is_realized():
+            continue
+        found = found.realize()
+        if isinstance(found, StringFormatVariable):
+            waiting += (*found.sym_args, *found.sym_kwargs.values())
+        held = vars(found)
+        if isinstance(items := held.get("items"), dict):
+            waiting += items.values()
+        elif isinstance(items, list | tuple):
+            waiting += items
+        elif isinstance(base := held.get("_base_vt"), VariableTracker):  # of a class that is derived from a container
+            waiting.append(base)
+
+
+@contextmanager
+def take_values_later(values: LaterValues) -> Iterator[None]:
+    """Make Dynamo capture what is only recorded, and calls of metrics, as later calls."""
+    compile_graph, wrap = OutputGraph.compile_subgraph, VariableBuilder._wrap
+    call, call_builtin = InstructionTranslatorBase.call_function, BuiltinVariable.call_function
+    make_handler, call_of_tensor = BuiltinVariable._make_handler, TensorVariable.call_method
+
+    def compile_with_results(output: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+        values.end(translator, output)
+        return compile_graph(output, translator, *args, **kwargs)
+
+    def wrap_or_read(builder: Any, value: Any) -> Any:
+        is_later = values.is_read_later(builder.source)
+        return values.read(builder, get_source_name(builder.source), value) if is_later else wrap(builder, value)
+
+    def call_or_record(tx: Any, function: Any, args: Any, kwargs: Any) -> None:
+        given = (*args, *kwargs.values())
+        if (found := _find_recorded(values, function, given)) is not None:
+            target, owners = found
+            tx.push(values.record(tx, target, [*owners, *args], kwargs))
+        else:
+            call(tx, function, args, kwargs)
+
+    def call_or_record_builtin(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if variable.fn in _RECORDING and not values._refuses:
+            recorded = _record_builtin(values, tx, variable.fn, args, kwargs)
+            if recorded is not None:
+                return recorded
+        return call_builtin(variable, tx, args, kwargs)
+
+    def make_later_handler(function: Any, kinds: list[type], *options: Any) -> Any:
+        handler = make_handler(function, kinds, *options)
+        if not any(issubclass(kind, LaterVariable) for kind in kinds):
+            return handler
+        return lambda tx, args, kwargs: _handle_later(handler, function, tx, args, kwargs)
+
+    def call_and_note(owner: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in _READS:
+            later = values.read_tensor(translator, _READS[name], owner, args, kwargs)
+            if later is not None:
+                return later
+        result = call_of_tensor(owner, translator, name, args, kwargs)
+        if name == "item" and isinstance(result, SymNodeVariable):
+            values.note_number(result, owner)
+        return result
+
+    with ExitStack() as stack:
+        _need_where_decided(values, stack)
+        stack.enter_context(patch.object(VariableBuilder, "_wrap", wrap_or_read))
+        stack.enter_context(patch.object(InstructionTranslatorBase, "call_function", call_or_record))
+        stack.enter_context(patch.object(BuiltinVariable, "call_function", call_or_record_builtin))
+        stack.enter_context(patch.object(BuiltinVariable, "_make_handler", staticmethod(make_later_handler)))
+        stack.enter_context(patch.object(TensorVariable, "call_method", call_and_note))
+        stack.enter_context(patch.object(OutputGraph, "compile_subgraph", compile_with_results))
+        for kind in (UnspecializedNNModuleVariable, UserDefinedObjectVariable):
+            _record_metrics(kind, values, stack)
+        yield
+
+
+def _need_where_decided(values: LaterValues, stack: ExitStack) -> None:
+    """Raise an error, until `stack` is closed, where an instruction decides by a later value: Dynamo would guess."""
+    step = InstructionTranslatorBase.step
+
+    def step_or_need(translator: Any) -> bool:
+        position = translator.instruction_pointer
+        decides = None if position is None else _DECIDING.search(translator.instructions[position].opname)
+        if decides is not None:
+            for variable in translator.stack[-2 if decides[0] == "CONTAINS_OP" else -1 :]:
+                if isinstance(found := variable.realize(), LaterVariable):
+                    values.need(found)
+        return step(translator)
+
+    stack.enter_context(patch.object(InstructionTranslatorBase, "step", step_or_need))
+
+
+def _handle_later(handler: Any, function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Record a builtin function of later values, or follow it."""
+    first = next(arg for arg in args if isinstance(arg, LaterVariable))
+    if function is isinstance:
+        kinds = args[1].as_python_constant()
+        is_part = kinds in _PARTS_OF_MODULES  # asked when an attribute of a module is set
+        if is_part or first.example is not _UNKNOWN:
+            return ConstantVariable.create(not is_part and isinstance(first.example, kinds))
+    if function is type and first.example is not _UNKNOWN:
+        return VariableTracker.build(tx, type(first.example))
+    is_trained = any(arg.is_tensor() and arg.as_proxy().node.meta["example_value"].requires_grad for arg in args)
+    if function in _NEEDING or (is_trained and function in _ARITHMETIC):
+        first.values.need(first)
+    if function in (setattr, operator.setitem) and not isinstance(args[0], LaterVariable):
+        return handler(tx, args, kwargs)
+    if function is str.format:
+        return StringFormatVariable.create(args[0].as_python_constant(), list(args[1:]), dict(kwargs))
+    return first.values.record(tx, function, args, kwargs)
+
+
+def _record_builtin(values: LaterValues, tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    """Return the variable of a builtin function that takes tensors, or containers of later values; None if it is followed."""
+    args = [arg.realize() for arg in args]
+    if any(isinstance(arg, LaterVariable) for arg in args) and function is not print:
+        return None  # handled by its types
+    takes_tensor = any(arg.is_tensor() for arg in args)
+    if function in (float, int) and takes_tensor:
+        return values.read_tensor(tx, function, args[0], args[1:], kwargs)
+    if function is str.format and takes_tensor:
+        return StringFormatVariable.create(args[0].as_python_constant(), args[1:], dict(kwargs))
+    is_text = function is operator.mod and issubclass(args[0].python_type(), str) if not takes_tensor else False
+    if function is print or (function in (str, repr) and takes_tensor):
+        return values.record(tx, function, args, kwargs)
+    if function in (sum, min, max, str, repr) or is_text:
+        return values.record(tx, function, args, kwargs) if any(map(values.has_later, args)) else None
+    return None
+
+
+def _find_recorded(values: LaterValues, function: Any, given: Collection[Any]) -> tuple[Any, list[Any]] | None:
+    """Return the function that is called later, and the variables of its owner and name; None if the call is followed.
+
+    Args:
+        function: the variable of the function.
+        given: all arguments.
+
+    Raises:
+        TraceError: a container takes values that are known later, so the capture has to begin again.
+    """
+    if values._refuses or isinstance(function, BuiltinVariable | LaterVariable):
+        return None
+    held = vars(function.realize())
+    owner, name = held.get("obj"), held.get("name")
+    target = next((held[name] for name in _FUNCTIONS if held.get(name) is not None), None)
+    module = getattr(target, "__module__", None) or "builtins"
+    value = None if owner is None else vars(owner).get("value")
+    logs = isinstance(value, logging.Logger)
+    if module != "logging" and not any(values.has_later(each, tensors=logs or module == "math") for each in given):
+        return None
+    if owner is None:
+        return (target, []) if callable(target) and not is_followed(module) else None
+    if owner.is_tensor():
+        return None
+    kind = owner.python_type() if value is None else type(value)
+    if issubclass(kind, list | dict | set | deque):
+        values.read_owner_later(owner.source)
+        return None
+    if is_followed(kind.__module__) or (kind.__module__ == "builtins" and kind is not str):
+        return None
+    return _call_method, [owner, ConstantVariable.create(name or getattr(target, "__name__", None))]
+
+
+def is_followed(module: str) -> bool:
+    """Return True if functions of `module` are captured, also with values that are known after the step."""
+    return is_own(module) or module.partition(".")[0] in ("torch", "planner", "graphs", "solvers")
+
+
+def _record_metrics(kind: Any, values: LaterValues, stack: ExitStack) -> None:
+    """Make Dynamo record the calls of metrics and collectors, which are variables of this kind."""
+    get_attribute, call_method, call_function = kind.var_getattr, kind.call_method, kind.call_function
+
+    def record(owner: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        found = values.record(tx, _call_method, [owner, ConstantVariable.create(name), *args], kwargs)
+        found.origins = frozenset({is_metric})
+        return found
+
+    def find_attribute_or_method(owner: Any, translator: Any, name: str) -> Any:
+        if _is_deferred(owner, name):
+            return GetAttrVariable(owner, name)
+        return get_attribute(owner, translator, name)
+
+    def call_or_record_method(owner: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "is_known" and isinstance(owner.value, Collector):
+            return ConstantVariable.create(values.is_known(*args))
+        if _is_deferred(owner, name):
+            return record(owner, translator, name, args, kwargs)
+        return call_method(owner, translator, name, args, kwargs)
+
+    def call_or_record(owner: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+        if _is_deferred(owner, "__call__"):
+            return record(owner, translator, "__call__", args, kwargs)
+        return call_function(owner, translator, args, kwargs)
+
+    stack.enter_context(patch.object(kind, "var_getattr", find_attribute_or_method))
+    stack.enter_context(patch.object(kind, "call_method", call_or_record_method))
+    stack.enter_context(patch.object(kind, "call_function", call_or_record))
+
+
+def _is_deferred(owner: Any, name: str) -> bool:
+    """Return True if the method `name` of an object is called after the step.
+
+    Raises:
+        TraceError: the step needs what a metric has accumulated.
+    """
+    if isinstance(owner.value, Collector):
+        return name in ("take_later", "is_known")
+    if not is_metric(owner.value) or owner.source is None:
+        return False
+    if name in _OTHERS:
+        raise TraceError(
+            f"{format_location(find_current_line())} calls {name} of a metric, which is updated after a planned step: call it "
+            "where the loop goes on, as at the end of an epoch"
+        )
+    return name in _UPDATES
+
+
+@contextmanager
+def skip_metrics(step: nn.Module) -> Iterator[None]:
+    """Make the metrics in `step` return 0 and update nothing, and numbers from tensors differ: fake tensors have no values."""
+    numbers = count(1)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Collector, "take_later", lambda *_, **__: None))
+        for name, kind in (("item", _get_number_type), ("__float__", lambda _: float), ("__int__", lambda _: int)):
+            stack.enter_context(patch.object(torch.Tensor, name, lambda tensor, kind=kind: kind(tensor)(next(numbers))))
+        for metric in filter(is_metric, step.modules()):
+            for name in ("update", "forward"):
+                stack.enter_context(patch.object(metric, name, lambda *_, **__: torch.zeros(())))
+        yield
+
+
+def _get_number_type(tensor: torch.Tensor) -> type[float | int]:
+    return float if tensor.is_floating_point() else int

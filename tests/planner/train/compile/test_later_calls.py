@@ -141,7 +141,7 @@ def weight_by_last(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: t
 
 def update_metrics(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     model.mean.update(loss)
-    model.losses.append(model.error(hidden, y))
+    model.losses.append(model.error(hidden, y).detach())
     model.several(hidden, target=y)
     return loss
 

@@ -13,13 +13,13 @@
 #define AT_PER_OPERATOR_HEADERS
 #include <Python.h>
 
+#include <ATen/ScalarOps.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -211,21 +211,10 @@ struct Program {
   py::object draw_lock;
 };
 
-// Return a number as the tensor that operators take for it, in memory that no allocator counts: constants stay with their program.
+// Return a number as the tensor that operators take for it. As in a call from Python, its bytes count while the operator runs:
+// workspaces are measured by either.
 IValue wrap_number(const IValue& number) {
-  const at::Scalar scalar = number.toScalar();
-  auto* data = new c10::complex<double>();
-  if (scalar.isComplex()) {
-    *data = scalar.toComplexDouble();
-  } else if (scalar.isFloatingPoint()) {
-    *reinterpret_cast<double*>(data) = scalar.toDouble();
-  } else if (scalar.isBoolean()) {
-    *reinterpret_cast<bool*>(data) = scalar.toBool();
-  } else {
-    *reinterpret_cast<int64_t*>(data) = scalar.toLong();
-  }
-  const auto drop = [data](void*) { delete data; };
-  at::Tensor wrapped = at::from_blob(data, {}, drop, scalar.type());
+  at::Tensor wrapped = c10::scalar_to_tensor(number.toScalar());
   wrapped.unsafeGetTensorImpl()->set_wrapped_number(true);
   return wrapped;
 }
@@ -297,7 +286,7 @@ py::object build_object(const Argument& argument, const Registers& registers) {
 
 IValue build_value(const Argument& argument, const Registers& registers) {
   if (argument.form == kConstant) {
-    return argument.constant;
+    return argument.number_is_tensor ? wrap_number(argument.constant) : argument.constant;
   }
   if (argument.form == kRegister) {
     const IValue& value = registers[argument.index];
@@ -599,11 +588,8 @@ void adapt(Argument& argument, c10::TypePtr type) {
       unwrapped = optional->getElementType();
     }
     const bool is_number = PyFloat_Check(number.ptr()) || PyLong_Check(number.ptr()) || PyComplex_Check(number.ptr());
-    if (unwrapped->kind() == c10::TypeKind::TensorType && is_number) {
-      argument.constant = wrap_number(torch::jit::toIValue(number, c10::NumberType::get(), std::nullopt));
-    } else {
-      argument.constant = torch::jit::toIValue(number, type, std::nullopt);
-    }
+    argument.number_is_tensor = unwrapped->kind() == c10::TypeKind::TensorType && is_number;
+    argument.constant = torch::jit::toIValue(number, argument.number_is_tensor ? c10::NumberType::get() : type, std::nullopt);
     return;
   }
   if (const auto optional = type->cast<c10::OptionalType>()) {

@@ -74,6 +74,23 @@ def test_bits_and_peaks_are_those_of_the_passes_in_python(name: str) -> None:
         assert peaks[0] == peaks[1]
 
 
+def test_numbers_take_the_memory_that_they_take_in_python() -> None:
+    model = nn.Linear(8, 1, bias=False)
+    batch = torch.randn(64, 8), torch.randn(64, 8)
+
+    def divide(_: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (model.weight * target / 3.0).sum()
+
+    captured = capture(model, divide, batch)
+    executor = Executor(captured, keep_everything(captured.graph), model, divide)
+    peaks = []
+    for native in (False, True):
+        with nullcontext() if native else use_python_passes():
+            peaks.append(measure_peak(captured, executor, TrainingStep(model, divide), batch).peak_bytes)
+    assert isinstance(native_passes(executor)[0], NativePass)
+    assert peaks[0] == peaks[1]
+
+
 def native_passes(executor: Executor) -> list[NativePass]:
     """The passes of a step that ran in C++."""
     return [each._run for each in (executor.launched.forward, executor.launched.backward)]

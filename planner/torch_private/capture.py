@@ -70,6 +70,7 @@ from torch._dynamo.variables import (
     ConstantVariable,  # a constant while code is captured
     GetAttrVariable,  # a method that is about to be called
     LazyVariableTracker,  # a value that the captured code has not used yet
+    ListVariable,  # a list while code is captured
     OptimizerVariable,  # an optimizer, whose parameters become inputs
     StringFormatVariable,  # a text with values in it
     SymNodeVariable,  # a number that is a symbol

@@ -178,7 +178,7 @@ def check_effects(
         if change == "always" and effect.is_read(guarded)
         if effect.is_number or type(effect.read(local, scope)) in (int, float)
     ]
-    for effect, change in changes.items():
+    for effect, change in sorted(changes.items(), key=lambda found: not found[0].is_read(guarded)):  # refusals before warnings
         if change != "always" or (effect in counted and effect.number is not None):
             continue
         name = make_readable(effect.name, local, scope)

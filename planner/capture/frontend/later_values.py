@@ -45,6 +45,7 @@ from planner.torch_private.capture import (
     GetAttrVariable,
     InstructionTranslatorBase,
     LazyVariableTracker,
+    ListVariable,
     OutputGraph,
     StringFormatVariable,
     SymNodeVariable,
@@ -286,15 +287,20 @@ class LaterValues:
         self.stored |= effect.names
 
     def _is_recorded(self, effect: Effect) -> bool:
-        """Return True if the step changes an object with values that are known later."""
-        return any(map(self._is_later, _iterate_parts(effect.value)))
+        """Return True if the step changes an object with values that are known later.
 
-    def _is_later(self, value: Any) -> bool:
+        A container gets tensors without their history, so that none is lost. An attribute that is set to a tensor with one is
+        mostly read by the loss function alone, and would keep the tensor in memory.
+        """
+        history = effect.attribute is None
+        return any(self._is_later(part, history=history) for part in _iterate_parts(effect.value)) or _is_longer_list(effect)
+
+    def _is_later(self, value: Any, *, history: bool) -> bool:
         if isinstance(value, LazyVariableTracker) and not value.is_realized():
             return False
         value = value.realize()
         if value.is_tensor():
-            return value.source is None and not value.as_proxy().node.meta["example_value"].requires_grad
+            return value.source is None and (history or not value.as_proxy().node.meta["example_value"].requires_grad)
         return isinstance(value, LaterVariable) or (isinstance(value, SymNodeVariable) and not self.is_known(value))
 
     def _read_later(self, names: Set[str]) -> None:
@@ -444,6 +450,15 @@ def _iterate_parts(variable: Any) -> Iterator[Any]:
             waiting += items
         elif isinstance(base := held.get("_base_vt"), VariableTracker):  # of a class that is derived from a container
             waiting.append(base)
+
+
+def _is_longer_list(effect: Effect) -> bool:
+    """Return True if the step appends to a list that existed before it, and does nothing else to it."""
+    if effect.attribute is not None or not isinstance(effect.value, ListVariable):
+        return False
+    places = [getattr(item.source, "index", None) for item in effect.value.items]
+    kept = [place for place in places if place is not None]
+    return len(kept) < len(places) and places[: len(kept)] == [*range(len(kept))]
 
 
 @contextmanager

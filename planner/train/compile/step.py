@@ -11,7 +11,7 @@ import torch
 from graphs.errors import MismatchError, NumberMismatchError, PlannerError, SmallerBatchError, UsageError
 from graphs.ir import Graph
 from graphs.short_tracebacks import shorten_traceback, warn_caller
-from planner.capture.signature import Batch, detach_batch
+from planner.capture.signature import Batch, check_batch, detach_batch
 from planner.plans.plan import Plan
 from planner.runtime.executor import Executor
 from planner.settings.option_settings import apply_recorded_options
@@ -136,6 +136,7 @@ class PlannedStep:
     def _run_smaller(self, sizes: SizePlans, *args: object, **kwargs: object) -> Any:
         """Run a smaller batch: by eager PyTorch when its size comes for the first time, if that fits, else by its plan."""
         batch, executor = kwargs or args, self._executor
+        check_batch(batch)
         is_first = sizes.is_first(batch)
         sizes.note(batch)
         if executor is None or not is_first or not is_run_eagerly(executor, self.plan, batch):

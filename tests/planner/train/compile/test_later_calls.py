@@ -133,6 +133,12 @@ def count_and_print(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: 
     return loss
 
 
+def append_with_history(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    model.losses.append(loss)
+    model.tables["rows"].append("a step")
+    return loss
+
+
 def weight_by_last(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     weighted = loss * (1 + model.total)
     model.total = loss.item()
@@ -216,7 +222,9 @@ def use(model: Noting, hidden: torch.Tensor, y: torch.Tensor, loss: torch.Tensor
 
 
 @pytest.mark.filterwarnings("ignore:captured again")
-@pytest.mark.parametrize("note", [add_numbers, add_tensors, fill_containers, write_texts, count_and_print, weight_by_last])
+@pytest.mark.parametrize(
+    "note", [add_numbers, add_tensors, fill_containers, write_texts, count_and_print, append_with_history, weight_by_last]
+)
 def test_what_a_step_records_is_as_in_eager_mode(
     note: Forward, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

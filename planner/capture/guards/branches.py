@@ -64,6 +64,17 @@ _STATED = (
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 )
+# The step may use no more of their results than their sizes.
+_SIZED_BY_VALUES = (
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.index.Tensor,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+    aten.repeat_interleave.Tensor,
+)
 _MARK = "remat-planner: value "
 _JUMP = re.compile(r"JUMP.*_IF_(TRUE|FALSE)")
 
@@ -142,7 +153,7 @@ class DataBranches:
     def follow(self) -> Iterator[None]:
         """Return concrete values to ops that ask for one where AOTAutograd executes the step again; they stay in the graph."""
         self._values.restart()
-        asking = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
+        asking = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, *_SIZED_BY_VALUES}
         with keep_in_graphs(asking), self._values.propagate(lambda: False):
             yield
 
@@ -200,7 +211,7 @@ class DataBranches:
                 assert_length(node)
             elif torch.Tag.dynamic_output_shape in node.target.tags:
                 writer.expect_sizes(node)
-            if not node.users and torch.Tag.dynamic_output_shape not in node.target.tags and _is_query(node.target):
+            if not node.users and (_is_query(node.target) or node.target in _SIZED_BY_VALUES):
                 graph.erase_node(node)
         for decision in self._decisions:
             symbols = sorted(decision.expression.free_symbols, key=str)

@@ -77,6 +77,14 @@ def found(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x * 2 if torch.equal(mask[0, start - 1 : start + 1], mask[1, :2]) else x
 
 
+def places_counted(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x * (1 + len(mask[0].nonzero()))
+
+
+def kinds_counted(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x * mask.sum(1).unique().numel()
+
+
 def selected(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return hidden[mask]
 
@@ -96,9 +104,11 @@ ALL, NONE = torch.ones(4, 4) > 0, torch.zeros(4, 4) > 0
         (either, None, ALL, r"mask.all\(\) or mask"),
         (listed, None, NONE, r"tolist\(\)"),
         (found, None, NONE, r"start = int\(mask\[0\].sum\(\)\)|start - 1 : start \+ 1"),
+        (places_counted, None, NONE, r"nonzero\(\)\)\)\) gives \(\(0, 1\),\) for this batch, but gave \(\(2, 1\),\)"),
+        (kinds_counted, None, ALL, r"unique\(\)"),
         (lambda x, mask: x, selected, ALL, r"return hidden\[mask\]\) gives \(16,\) for this batch, but gave \(9,\)"),
     ],
-    ids=["if", "number", "assertion", "equal", "size", "or", "list", "slice", "selection"],
+    ids=["if", "number", "assertion", "equal", "size", "or", "list", "slice", "places", "kinds", "selection"],
 )
 def test_branch_is_taken_as_in_eager_and_guarded(before: Any, after: Any, other: torch.Tensor, text: str) -> None:
     torch.manual_seed(0)

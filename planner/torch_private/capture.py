@@ -78,6 +78,7 @@ from torch._dynamo.variables import (
     TorchInGraphFunctionVariable,  # has the handlers of specially captured functions
     UnspecializedNNModuleVariable,  # a module while code is captured
     UserDefinedObjectVariable,  # an object that is carried along unchanged
+    UserFunctionVariable,  # a function or method that is about to be called
     VariableTracker,  # makes an answer for the captured code
 )
 from torch._dynamo.variables import (

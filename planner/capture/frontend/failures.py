@@ -7,6 +7,7 @@ import torch
 
 from graphs.errors import PlannerError, TraceError, first_line, is_handled_by_a_caller, typed_line
 from planner.capture.frontend.fake_execution import run_on_fakes
+from planner.capture.frontend.module_hooks import HOOK_REFUSAL
 from planner.capture.frontend.source_lines import (
     GRAPH_BREAK_ADVICE,
     find_raising_line,
@@ -31,10 +32,7 @@ _ANSWERS: dict[str, str] = {
         "the model has hooks of modules on gradients (register_full_backward_hook), which cannot be captured: hook a tensor in "
         "the forward pass (tensor.register_hook), or remove them"
     ),
-    r"torch/utils/hooks\.py.*RemovableHandle\.next_id": (
-        "{where} registers a hook in the step, which cannot be captured: register it once, before planning, and let it read what "
-        "differs from step to step from an attribute; or {on}"
-    ),
+    r"torch/utils/hooks\.py.*RemovableHandle\.next_id": HOOK_REFUSAL,
     r"(?P<name>copy\.deepcopy\(\))|copy\.py.*in deepcopy\b" if not FOLLOWS_COPIES else r"(?!)": (
         f"the step cannot be captured as one graph: torch {torch.__version__} does not follow copy.deepcopy() ({{where}}): use "
         "torch 2.13, or leave the copy out (models of Transformers copy their config where they make a cache: make it with "

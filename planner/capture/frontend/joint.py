@@ -43,6 +43,7 @@ from planner.capture.frontend.effects import (
 from planner.capture.frontend.failures import build_failure, get_own_message
 from planner.capture.frontend.fake_execution import run_on_fakes
 from planner.capture.frontend.later_values import LaterValues, skip_metrics, take_values_later
+from planner.capture.frontend.module_hooks import follow_removed_hooks
 from planner.capture.frontend.preserved_state import make_first_call, preserve_state
 from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_traced_line, format_location, has_stopped_in_library
 from planner.capture.frontend.symbolic_numbers import SymbolicNumbers
@@ -339,6 +340,7 @@ def _trace_with_later_values(
             dynamo.enter_context(allow_requires_grad_writes())
             write_data_in_place_where(lambda _: True, dynamo)
             dynamo.enter_context(write_replaced_buffers())
+            dynamo.enter_context(follow_removed_hooks())
             dynamo.enter_context(ignore_cudnn_flags(find_device(step, batch)))
             dynamo.enter_context(follow_distributions())
             dynamo.enter_context(read_optimizers())

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributions, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from graphs.errors import TraceError
 from planner.capture.trace import capture
@@ -141,7 +142,7 @@ def scripted(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def hooked(m: Any, x: torch.Tensor) -> torch.Tensor:
-    handle = m.inner.register_forward_hook(lambda _, __, output: output * 2)
+    handle = register_module_forward_hook(lambda _, __, output: output * 2)
     output = m.inner(x)
     handle.remove()
     return output
@@ -150,7 +151,7 @@ def hooked(m: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("forward", "said"),
     [
-        (hooked, r"\(handle = m.inner.register_forward_hook.* registers a hook in the step.*: register it once, before planning"),
+        (hooked, r"\(handle = register_module_forward_hook.* registers a hook in the step.*: register it once, before planning"),
         pytest.param(
             seeded,
             r"\(return m.inner\(x\) \* torch.initial_seed\(\)\) asks PyTorch for a value that is no tensor \(initial_seed: int\)",

@@ -1,0 +1,110 @@
+"""Hooks of modules that a step registers and removes again, as PEFT does to pass keyword arguments to its layers (aLoRA, Poly).
+
+Dynamo follows the calls of hooks, but not ``RemovableHandle``, which counts handles in its class and refers weakly to the
+module's dicts. During a capture the captured code registers by functions of this file instead: they replace the dicts, which
+Dynamo follows as any attribute, and a planned step has none of it to do, because the dicts are at its end what they were.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from graphs.errors import TraceError
+from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
+from planner.torch_private.capture import (
+    InstructionTranslatorBase,
+    OutputGraph,
+    UserFunctionVariable,
+    VariableTracker,
+    get_constant_key,
+)
+
+# The methods that are replaced, and the dicts of a module that they fill.
+_REGISTER: dict[Any, tuple[str, str]] = {
+    nn.Module.register_forward_pre_hook: ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    nn.Module.register_forward_hook: ("_forward_hooks", "_forward_hooks_with_kwargs"),
+}
+_DICTS = {name for names in _REGISTER.values() for name in names}
+HOOK_REFUSAL = (
+    "{where} registers a hook in the step, which cannot be captured: register it once, before planning, and let it read what "
+    "differs from step to step from an attribute; or {on}"
+)
+
+
+class _Handle(RemovableHandle):
+    """The handle of a hook that captured code has registered under the key `id`."""
+
+    def __init__(self, module: nn.Module, names: tuple[str, str], key: int) -> None:
+        self.module = module
+        self.names = names
+        self.id = key
+
+    def remove(self) -> None:
+        """Remove the hook, which may have been removed."""
+        for name in self.names:
+            hooks = {**getattr(self.module, name)}
+            hooks.pop(self.id, None)
+            object.__setattr__(self.module, name, hooks)
+
+
+def _register(
+    names: tuple[str, str], key: int, module: nn.Module, hook: object, *, prepend: bool = False, with_kwargs: bool = False
+) -> _Handle:
+    """Register `hook` under `key` in the dicts of `module` that have these `names`."""
+    hooks, flags = names
+    own, others = {key: hook}, getattr(module, hooks)
+    object.__setattr__(module, hooks, {**own, **others} if prepend else {**others, **own})
+    if with_kwargs:
+        object.__setattr__(module, flags, {**getattr(module, flags), key: True})
+    return _Handle(module, names, key)
+
+
+@contextmanager
+def follow_removed_hooks() -> Iterator[None]:
+    """Follow hooks that the captured step registers and removes.
+
+    Raises:
+        TraceError: the step ends with a hook that it has registered, or keeps a handle as an attribute.
+    """
+    inline, compile_graph = InstructionTranslatorBase.inline_user_function_return, OutputGraph.compile_subgraph
+    keys = count(-1, -1)  # PyTorch's own are not negative
+    lines: dict[int, str] = {}
+
+    def inline_or_register(translator: Any, function: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+        names = _REGISTER.get(function.get_function()) if isinstance(function, UserFunctionVariable) else None
+        if names is not None and "always_call" not in kwargs:
+            key = next(keys)
+            lines[key] = format_location(find_current_line())
+            args = [VariableTracker.build(translator, names), VariableTracker.build(translator, key), *args]
+            registers: Any = _register
+            function = UserFunctionVariable(registers)
+        return inline(translator, function, args, kwargs, **options)
+
+    def compile_without(output: Any, *args: Any, **kwargs: Any) -> Any:
+        changes = output.side_effects.store_attr_mutations
+        for module, attributes in [(owner, held) for owner, held in changes.items() if owner.source is not None]:
+            handles = [changes[value]["id"] for value in attributes.values() if getattr(value, "value_type", None) is _Handle]
+            refuse({handle.as_python_constant() for handle in handles})
+            for name in _DICTS.intersection(attributes):
+                left = {get_constant_key(key) for key in attributes[name].items}
+                refuse(left)
+                if left == set(getattr(module.value, name)):
+                    del attributes[name]
+            if not attributes:
+                del changes[module]
+        return compile_graph(output, *args, **kwargs)
+
+    def refuse(left: set[int]) -> None:
+        for key in left.intersection(lines):
+            raise TraceError(HOOK_REFUSAL.format(where=lines[key], on=GRAPH_BREAK_ADVICE))
+
+    with (
+        patch.object(InstructionTranslatorBase, "inline_user_function_return", inline_or_register),
+        patch.object(OutputGraph, "compile_subgraph", compile_without),
+    ):
+        yield

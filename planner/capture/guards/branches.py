@@ -9,6 +9,7 @@ Known weaknesses: a branch on random numbers is refused unless all draws but 0 a
 device.
 """
 
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,7 @@ from planner.capture.rewrites.outputs import ASSERTIONS, list_tensors
 from planner.capture.signature import Batch, list_leaves
 from planner.torch_private.capture import (
     InstructionTranslatorBase,
+    OutputGraph,
     TensorVariable,
     VariableTracker,
     dynamo_config,
@@ -116,6 +118,11 @@ class DataBranches:
         run_node: Callable[..., Any] = dynamo_utils.run_node
         step = InstructionTranslatorBase.step
         cannot = ShapeEnv._make_data_dependent_error
+        remove = OutputGraph.remove_node
+
+        def keep_or_remove(output: OutputGraph, node: fx.Node) -> None:
+            if node.target is not operator.getitem or not any(map(_is_mask, node.all_input_nodes[1:])):
+                remove(output, node)  # Dynamo leaves out x[mask] if no more of it is used than its length
 
         def run(tracer: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
             outer, self._node = self._node, node
@@ -142,6 +149,7 @@ class DataBranches:
         with ExitStack() as stack:
             stack.enter_context(patch.object(dynamo_utils, "run_node", run))
             stack.enter_context(patch.object(InstructionTranslatorBase, "step", take_or_step))
+            stack.enter_context(patch.object(OutputGraph, "remove_node", keep_or_remove))
             stack.enter_context(patch.object(ShapeEnv, "_log_real_tensor_propagation", record_decided))
             stack.enter_context(patch.object(ShapeEnv, "_make_data_dependent_error", record_undecided))
             # An assertion is a branch too: its condition is checked before the step, or by an op if that is not possible.
@@ -325,6 +333,12 @@ def _find_jump(translator: InstructionTranslatorBase) -> TensorVariable | None:
         return None
     tensor = translator.stack[-1].realize()
     return tensor if isinstance(tensor, TensorVariable) else None
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Return True if a node of Dynamo's graph is a tensor that selects where it is true."""
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
 def _is_query(func: OpOverload) -> bool:

@@ -85,6 +85,10 @@ def kinds_counted(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x * mask.sum(1).unique().numel()
 
 
+def rows_counted(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x * x[mask[2]].shape[0]
+
+
 def selected(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return hidden[mask]
 
@@ -106,9 +110,10 @@ ALL, NONE = torch.ones(4, 4) > 0, torch.zeros(4, 4) > 0
         (found, None, NONE, r"start = int\(mask\[0\].sum\(\)\)|start - 1 : start \+ 1"),
         (places_counted, None, NONE, r"nonzero\(\)\)\)\) gives \(\(0, 1\),\) for this batch, but gave \(\(2, 1\),\)"),
         (kinds_counted, None, ALL, r"unique\(\)"),
+        (rows_counted, None, ALL, r"x\[mask\[2\]\].shape\[0\]\) gives \(4,\) for this batch, but gave \(1,\)"),
         (lambda x, mask: x, selected, ALL, r"return hidden\[mask\]\) gives \(16,\) for this batch, but gave \(9,\)"),
     ],
-    ids=["if", "number", "assertion", "equal", "size", "or", "list", "slice", "places", "kinds", "selection"],
+    ids=["if", "number", "assertion", "equal", "size", "or", "list", "slice", "places", "kinds", "rows", "selection"],
 )
 def test_branch_is_taken_as_in_eager_and_guarded(before: Any, after: Any, other: torch.Tensor, text: str) -> None:
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -82,10 +83,12 @@ def build_failure(error: Exception, step: TrainingStep, batch: Batch, branches: 
         found = _find_raised(run)
     if isinstance(found, TraceError):
         return _build_trace_error(str(found), error)
-    if failed := _describe_failed_op(error, found, step, batch):
+    is_fake = any(isinstance(tensor, FakeTensor) for tensor in (*step.parameters(), *list_leaves(batch)))
+    find_raised = cache(lambda: found if is_fake else _find_raised_on_real(step, batch))
+    if failed := _describe_failed_op(error, find_raised):
         return _build_trace_error(failed, error)
     observed = type(error).__name__.startswith("Observed") or "Observed exception" in str(error)
-    if (own := _find_users_own(step, batch, found, observed=observed)) is not None:
+    if (found is not None or observed) and (own := _get_users_own(find_raised())) is not None:
         return own
     if isinstance(found, TypeError) and (wrong := step.describe_wrong_call(batch)):
         return _build_trace_error(wrong, error)
@@ -108,29 +111,16 @@ def get_own_message(error: BaseException) -> str | None:
     return None if cause is None else str(cause)
 
 
-def _find_users_own(step: TrainingStep, batch: Batch, on_fakes: Exception | None, *, observed: bool) -> Exception | None:
-    """Return the exception that the user's own code raises on `batch`, with its traceback; None if it raises none.
+def _get_users_own(raised: Exception | None) -> Exception | None:
+    """Return the exception of the step itself, with its traceback, if the user's own code raises it; else None.
 
     A result that is no tensor is the user's too.
-
-    Args:
-        on_fakes: the exception on fake tensors. What real ones raise may depend on their values, so the step is run on them
-            too, without its backward pass.
-        observed: True if Dynamo has met an exception that nothing catches.
     """
-    if on_fakes is None and not observed:
-        return None
-    if _is_fake(step, batch):
-        return on_fakes if on_fakes is not None and _is_users(on_fakes) else None
-    found = _find_raised_on_real(step, batch)
-    return found if found is not None and (isinstance(found, TraceError) or _is_users(found)) else None
-
-
-def _is_fake(step: TrainingStep, batch: Batch) -> bool:
-    return any(isinstance(tensor, FakeTensor) for tensor in (*step.parameters(), *list_leaves(batch)))
+    return raised if isinstance(raised, TraceError) or (raised is not None and _is_users(raised)) else None
 
 
 def _find_raised_on_real(step: TrainingStep, batch: Batch) -> Exception | None:
+    """Return what the step raises on real tensors, without its backward pass: it may depend on their values."""
     with torch.no_grad():
         return _find_raised(lambda: call(step, batch))
 
@@ -151,16 +141,13 @@ def _is_users(error: Exception) -> bool:
     return not is_our_code(innermost)
 
 
-def _describe_failed_op(error: Exception, on_fakes: Exception | None, step: TrainingStep, batch: Batch) -> str | None:
+def _describe_failed_op(error: Exception, find_raised: Callable[[], Exception | None]) -> str | None:
     """Return the message for an op that fails on the batch, outside of the capture too; None if none does.
 
     Dynamo and fake tensors also fail at ops that eager PyTorch executes (they have no values, and custom operators may have no
-    rule for them), so real tensors are asked where there are any.
+    rule for them), so real tensors are asked where there are any: by `find_raised`.
     """
-    if re.search(r"with fake tensors: .*: got (?!AttributeError)\w+\(", str(error)) is None:
-        return None
-    raised = on_fakes if _is_fake(step, batch) else _find_raised_on_real(step, batch)
-    if raised is None:
+    if re.search(r"with fake tensors: .*: got (?!AttributeError)\w+\(", str(error)) is None or (raised := find_raised()) is None:
         return None
     line = find_raising_line(raised)
     where = "" if line is None else f", at {format_location(line)}"

@@ -25,7 +25,7 @@ from graphs.errors import TraceError
 from graphs.short_tracebacks import warn_caller
 from planner.capture.frontend.python_state import make_restore_items
 from planner.capture.frontend.source_lines import is_our_code
-from planner.capture.guards.names import Scope, build_accessor, make_readable
+from planner.capture.guards.names import Scope, build_accessor, is_of_torch, make_readable
 from planner.torch_private.capture import SideEffects, get_constant_key, get_source_name
 
 _Change = Literal["never", "once", "always"]
@@ -215,7 +215,7 @@ def warn_of_first_call(effects: list[Effect], local: Scope, scope: Scope) -> Non
     PyTorch's own caches are nobody's surprise.
     """
     for effect in effects:
-        if effect.owner.startswith("G['__import_torch_dot_"):
+        if is_of_torch(effect.owner):
             continue
         name = make_readable(effect.name, local, scope)
         warn_caller(

@@ -36,6 +36,11 @@ def build_accessor(name: str) -> Callable[[Scope, Scope], Any]:
     return found
 
 
+def is_of_torch(name: str) -> bool:
+    """Return True if a name, as Dynamo writes it, is of a value in a module of PyTorch."""
+    return name.startswith("G['__import_torch_dot_")
+
+
 def make_readable(text: str, local: Scope, scope: Scope) -> str:
     """Replace Dynamo's names in `text` by those that a person would write: ``model.bn.momentum``, ``config.alpha``."""
     closure = re.compile(r"((?:L|G)\[[^ ]*?)\.__closure__\[(\d+)\]\.cell_contents")

@@ -23,7 +23,7 @@ from torch import nn
 from graphs.errors import MismatchError, NumberMismatchError
 from planner.capture.frontend.later_calls import LaterCall, make_calls
 from planner.capture.guards.messages import explain, get_code, is_failing, is_mode, is_number
-from planner.capture.guards.names import Scope, build_accessor, make_readable
+from planner.capture.guards.names import Scope, build_accessor, is_of_torch, make_readable
 from planner.capture.guards.replaced_names import Frames, Replaceable, find_replaceable, needs_layout
 from planner.capture.program.numbers import StepNumbers
 from planner.capture.rewrites.sparse_products import get_part_addresses, is_sparse
@@ -287,7 +287,7 @@ def _is_relevant(guard: Guard) -> bool:
         return kind in _OF_ARGUMENTS
     if kind == "DUPLICATE_INPUT":  # modules often have several names
         return "._modules[" in name or name.startswith("L[")
-    return not name.startswith("G['__import_torch_dot_")
+    return not is_of_torch(name)
 
 
 def _iterate_external_values(sources: Iterable[str], step: nn.Module, local: Scope, scope: Scope) -> Iterable[ExternalValue]:

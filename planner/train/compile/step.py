@@ -136,8 +136,9 @@ class PlannedStep:
     def _run_smaller(self, sizes: SizePlans, *args: object, **kwargs: object) -> Any:
         """Run a smaller batch: by eager PyTorch when its size comes for the first time, if that fits, else by its plan."""
         batch, executor = kwargs or args, self._executor
-        check_batch(batch)
         is_first = sizes.is_first(batch)
+        if is_first:
+            check_batch(batch)
         sizes.note(batch)
         if executor is None or not is_first or not is_run_eagerly(executor, self.plan, batch):
             return sizes.step(batch)(*args, **kwargs)

@@ -59,7 +59,7 @@ class Unwrapped:
 
     @property
     def mode(self) -> Hashable:
-        """What the model does with gradients, which decides on the ops of a step; None if it does the same in each."""
+        """The treatment of gradients, which decides on the ops of a step; None if it is the same in each."""
         return None
 
     def create_channels(self, host_bytes: int | None) -> HostChannels:
@@ -164,7 +164,7 @@ class Sharded(Unwrapped):
 
     @property
     def mode(self) -> Hashable:
-        """What is done with the gradients of each unit."""
+        """The treatment of the gradients of each unit."""
         return describe_synchronization(self._units)
 
     @contextmanager

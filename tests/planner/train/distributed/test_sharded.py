@@ -111,6 +111,44 @@ def count_gathers(step: planner.PlannedStep) -> tuple[int, int]:
     return sum(op.target == GATHER for op in ops), sum(ops[op].target == GATHER for op in step.plan.schedule.computed)
 
 
+def run_both(
+    eager: nn.Module, step: planner.PlannedStep, batch: tuple[Tensor, Tensor], static_bytes: int | None, *, seed: int
+) -> int:
+    """Compare loss and random state of a step by a plan and by FSDP2; return its peak, 0 if `static_bytes` is None."""
+    torch.manual_seed(seed)
+    loss = compute_loss(eager(batch[0]), batch[1])
+    loss.backward()
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    losses: list[Tensor] = []
+
+    def run(*given: Tensor) -> Tensor:
+        losses.append(step(*given))
+        return losses[0]
+
+    peak_bytes = 0
+    if static_bytes is None:
+        run(*batch).backward()
+    else:
+        peak_bytes = measure_memory(run, batch, static_bytes=static_bytes, device=torch.device("cpu")).peak_bytes
+    assert torch.equal(loss, losses[0]) and torch.equal(state, torch.get_rng_state())
+    return peak_bytes
+
+
+def update_both(eager: nn.Module, planned: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Compare gradients, update both models, and compare parameters."""
+    for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
+        assert (wanted.grad is None) == (found.grad is None)
+        if wanted.grad is not None:
+            assert type(wanted.grad) is type(found.grad) and wanted.grad.shape == found.grad.shape
+            assert torch.equal(local(wanted.grad), local(found.grad))
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
+        assert torch.equal(local(wanted), local(found))
+
+
 def train(
     rank: int,
     model: Net,
@@ -132,30 +170,9 @@ def train(
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (eager, planned)]
     for turn in range(3):
         for batch in range(batches):
-            torch.manual_seed(10 * turn + batch + rank)
-            loss = compute_loss(eager(x), y)
-            loss.backward()
-            state = torch.get_rng_state()
-            torch.manual_seed(10 * turn + batch + rank)
-            losses: list[Tensor] = []
-
-            def run(*given: Tensor, losses: list[Tensor] = losses) -> Tensor:
-                losses.append(step(*given))
-                return losses[0]
-
-            memory = measure_memory(run, (x, y), static_bytes=static_bytes, device=torch.device("cpu"))
-            assert memory.peak_bytes == step.plan.peak_bytes == step.plan.measured_peak_bytes
-            assert torch.equal(loss, losses[0]) and torch.equal(state, torch.get_rng_state())
-        for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
-            assert (wanted.grad is None) == (found.grad is None)
-            if wanted.grad is not None:
-                assert type(wanted.grad) is type(found.grad) and wanted.grad.shape == found.grad.shape
-                assert torch.equal(local(wanted.grad), local(found.grad))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
-            assert torch.equal(local(wanted), local(found))
+            peak_bytes = run_both(eager, step, (x, y), static_bytes, seed=10 * turn + batch + rank)
+            assert peak_bytes == step.plan.peak_bytes == step.plan.measured_peak_bytes
+        update_both(eager, planned, optimizers)
     return step
 
 
@@ -176,34 +193,13 @@ def check_sums(rank: int, *, model: dict[str, Any] | None = None, together: bool
         for batch in range(3):
             for each in (eager, planned):
                 each.set_requires_gradient_sync(batch == 2, recurse=together)
-            torch.manual_seed(10 * turn + batch + rank)
-            loss = compute_loss(eager(x), y)
-            loss.backward()
-            state = torch.get_rng_state()
-            torch.manual_seed(10 * turn + batch + rank)
-            losses: list[Tensor] = []
-
-            def run(*given: Tensor, losses: list[Tensor] = losses) -> Tensor:
-                losses.append(step(*given))
-                return losses[0]
-
-            if turn and batch:  # the sums are there, and so are the plans
-                used = step._modes.step((x, y)) if step._modes.in_other_mode else step
-                static_bytes = used._executor.graph.static_bytes - 4
-                memory = measure_memory(run, (x, y), static_bytes=static_bytes, device=torch.device("cpu"))
-                assert memory.peak_bytes == used.plan.peak_bytes == used.plan.measured_peak_bytes
-            else:
-                run(x, y).backward()
-            assert torch.equal(loss, losses[0]) and torch.equal(state, torch.get_rng_state())
+            are_made = bool(turn and batch)  # the sums are there, and so are the plans
+            used = step._modes.step((x, y)) if are_made and step._modes.in_other_mode else step
+            static_bytes = used._executor.graph.static_bytes - 4 if are_made else None
+            peak_bytes = run_both(eager, step, (x, y), static_bytes, seed=10 * turn + batch + rank)
+            assert not are_made or peak_bytes == used.plan.peak_bytes == used.plan.measured_peak_bytes
         assert all(p.unsharded_accumulated_grad is None for unit in unwrap(planned)._units for p in unit._group.fsdp_params)
-        for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
-            assert (wanted.grad is None) == (found.grad is None)
-            assert wanted.grad is None or torch.equal(local(wanted.grad), local(found.grad))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for wanted, found in zip(eager.parameters(), planned.parameters(), strict=True):
-            assert torch.equal(local(wanted), local(found))
+        update_both(eager, planned, optimizers)
     assert len(step.plans) == 3
 
 

@@ -44,6 +44,8 @@ from planner.torch_private.core import FunctionalTensor
 
 read_names_of_torch()
 
+EndOfCapture = Callable[[Any, Any], object]  # called with the translator of a frame and the graph that was made of it
+
 
 @contextmanager
 def allow_requires_grad_writes() -> Iterator[None]:
@@ -155,7 +157,19 @@ class _DataWrites:
             _refuse_other_names(copy, storages)
 
 
-def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> None:
+def call_at_end(*functions: EndOfCapture) -> AbstractContextManager[object]:
+    """Return the patch with which Dynamo calls `functions`, in this order, where it has followed a frame to its end."""
+    compile_graph = OutputGraph.compile_subgraph
+
+    def end_and_compile(output: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+        for end in functions:
+            end(translator, output)
+        return compile_graph(output, translator, *args, **kwargs)
+
+    return patch.object(OutputGraph, "compile_subgraph", end_and_compile)
+
+
+def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool], stack: ExitStack) -> EndOfCapture:
     """Capture ``buffer.data = value`` and ``buffer.set_(value)`` as a write into its own memory, until `stack` is closed.
 
     That is how moving averages of weights, and queues, are written (MoCo). AOTAutograd follows no input that gets another
@@ -165,14 +179,14 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
     Args:
         wanted: tells whether a frame is captured for the planner.
 
-    Raises:
-        TraceError: the step goes on with another name of the memory of such a parameter.
+    Returns:
+        What is to be called at the end: it writes. It raises a TraceError if the step goes on with another name of the memory of
+        such a parameter.
     """
     owner_of, method = SETATTR
     set_attribute = getattr(owner_of, method)
     holder, name_of = find_tensor_method("set_")
-    set_storage, compile_graph = getattr(holder, name_of), OutputGraph.compile_subgraph
-    attribute = TensorVariable.var_getattr
+    set_storage, attribute = getattr(holder, name_of), TensorVariable.var_getattr
     writes = _DataWrites()
 
     def write(translator: Any, owner: Any, value: Any) -> bool:
@@ -196,35 +210,23 @@ def write_data_in_place_where(wanted: Callable[[InstructionTranslatorBase], bool
             return GetAttrVariable(owner, name)
         return attribute(owner, translator, name)
 
-    def compile_written(output: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-        writes.end(translator, output)
-        return compile_graph(output, translator, *args, **kwargs)
-
     stack.enter_context(patch.object(owner_of, method, set_or_write))
     stack.enter_context(patch.object(holder, name_of, set_storage_or_write))
     stack.enter_context(patch.object(TensorVariable, "var_getattr", find_attribute_or_method))
-    stack.enter_context(patch.object(OutputGraph, "compile_subgraph", compile_written))
+    return writes.end
 
 
-@contextmanager
-def write_replaced_buffers() -> Iterator[None]:
-    """Capture ``self.buffer = value`` as a write into the buffer's own memory at the end of the step.
+def write_replaced_buffers(translator: Any, output: Any) -> None:
+    """Write what ``self.buffer = value`` has set into the buffer's own memory, as the capture ends.
 
     A planned step has its buffers from the first step to the last. Values of another layout, or with a history in autograd, are
     left to ``planner.capture.frontend.effects``, which refuses them.
     """
-    compile_graph = OutputGraph.compile_subgraph
-
-    def compile_written(output: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-        replaced = [found for table in output.side_effects._get_modified_vars() for found in _iterate_replaced_buffers(table)]
-        values = [items[key].call_method(translator, "clone", [], {}) for items, key, _ in replaced]  # as above
-        for (items, key, buffer), value in zip(replaced, values, strict=True):
-            buffer.var_getattr(translator, "data").call_method(translator, "copy_", [value], {})
-            items[key] = buffer
-        return compile_graph(output, translator, *args, **kwargs)
-
-    with patch.object(OutputGraph, "compile_subgraph", compile_written):
-        yield
+    replaced = [found for table in output.side_effects._get_modified_vars() for found in _iterate_replaced_buffers(table)]
+    values = [items[key].call_method(translator, "clone", [], {}) for items, key, _ in replaced]  # as above
+    for (items, key, buffer), value in zip(replaced, values, strict=True):
+        buffer.var_getattr(translator, "data").call_method(translator, "copy_", [value], {})
+        items[key] = buffer
 
 
 def _iterate_replaced_buffers(table: Any) -> Iterator[tuple[dict[Any, Any], Any, Any]]:

@@ -23,6 +23,7 @@ from torch import fx, nn
 from graphs.errors import TraceError, first_line
 from planner.capture.frontend.dynamo_patches import (
     allow_requires_grad_writes,
+    call_at_end,
     follow_distributions,
     ignore_cudnn_flags,
     keep_attributes,
@@ -338,9 +339,9 @@ def _trace_with_later_values(
         with ExitStack() as dynamo:
             dynamo.enter_context(forbid_python_random())
             dynamo.enter_context(allow_requires_grad_writes())
-            write_data_in_place_where(lambda _: True, dynamo)
-            dynamo.enter_context(write_replaced_buffers())
-            dynamo.enter_context(follow_removed_hooks())
+            write_data = write_data_in_place_where(lambda _: True, dynamo)
+            drop_hooks = dynamo.enter_context(follow_removed_hooks())
+            dynamo.enter_context(call_at_end(later.end, drop_hooks, write_replaced_buffers, write_data))
             dynamo.enter_context(ignore_cudnn_flags(find_device(step, batch)))
             dynamo.enter_context(follow_distributions())
             dynamo.enter_context(read_optimizers())

@@ -75,6 +75,10 @@ _UNKNOWN = object()
 _Location = tuple[Any, int]  # an instruction: its code, and its position there
 
 
+class CaptureAgainError(Exception):
+    """Ends a capture that begins again with what it has learned (``LaterValues.begin_again``); no user sees it."""
+
+
 class LaterVariable(VariableTracker):
     """A value that is known after the step, while code is captured.
 
@@ -172,14 +176,18 @@ class LaterValues:
         return begins
 
     def need(self, value: LaterVariable) -> Any:
-        """Raise an error, since the step needs `value` itself; a capture that begins again gets it."""
+        """Raise an error, since the step needs `value` itself: the capture begins again, with the value.
+
+        Raises:
+            CaptureAgainError: always, but for values of metrics, which no capture has (a TraceError).
+        """
         if is_metric in value.origins:
             raise TraceError(
                 f"{format_location(find_current_line())} computes with what a metric returns, which is updated after a planned "
                 "step: log or append it, or compute it by a function (torchmetrics.functional)"
             )
         self._learn(self._needed, value.origins)
-        raise TraceError("a value is needed in the step")
+        raise CaptureAgainError
 
     def record(self, tx: Any, function: Callable[..., Any], args: Iterable[Any], kwargs: Any = None) -> LaterVariable:
         """Record a call, and return the variable of its result."""
@@ -242,7 +250,7 @@ class LaterValues:
         """Make the captured code return the tensors of the calls, as its last result, as the graph ends.
 
         Raises:
-            TraceError: the capture has to begin again.
+            CaptureAgainError: the capture has to begin again.
         """
         self._follow(output)
         for tensor, version, location in self._versions:
@@ -251,7 +259,7 @@ class LaterValues:
         if not self._refuses:
             self._store(output)
         if self._learned:
-            raise TraceError("a capture begins again")
+            raise CaptureAgainError
         if self.calls:
             detached = [tensor.call_method(translator, "detach", [], {}) for tensor in self._tensors]
             returned = translator.stack[-1].realize()
@@ -313,12 +321,12 @@ class LaterValues:
         """Begin again, with the object of this source as one that is read after the step, unless the step needs it.
 
         Raises:
-            TraceError: the capture has to begin again.
+            CaptureAgainError: the capture has to begin again.
         """
         if (name := get_known_name(source)) is not None:
             self._read_later({name})
         if self._learned:
-            raise TraceError("a capture begins again")
+            raise CaptureAgainError
 
     def _learn(self, known: set[Any], found: Iterable[Any]) -> None:
         new = set(found) - known
@@ -463,14 +471,10 @@ def _is_longer_list(effect: Effect) -> bool:
 
 @contextmanager
 def take_values_later(values: LaterValues) -> Iterator[None]:
-    """Make Dynamo capture what is only recorded, and calls of metrics, as later calls."""
-    compile_graph, wrap = OutputGraph.compile_subgraph, VariableBuilder._wrap
+    """Make Dynamo capture what is only recorded, and calls of metrics, as later calls; `values.end` is called at the end."""
+    wrap = VariableBuilder._wrap
     call, call_builtin = InstructionTranslatorBase.call_function, BuiltinVariable.call_function
     make_handler, call_of_tensor = BuiltinVariable._make_handler, TensorVariable.call_method
-
-    def compile_with_results(output: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-        values.end(translator, output)
-        return compile_graph(output, translator, *args, **kwargs)
 
     def wrap_or_read(builder: Any, value: Any) -> Any:
         is_later = values.is_read_later(builder.source)
@@ -514,7 +518,6 @@ def take_values_later(values: LaterValues) -> Iterator[None]:
         stack.enter_context(patch.object(BuiltinVariable, "call_function", call_or_record_builtin))
         stack.enter_context(patch.object(BuiltinVariable, "_make_handler", staticmethod(make_later_handler)))
         stack.enter_context(patch.object(TensorVariable, "call_method", call_and_note))
-        stack.enter_context(patch.object(OutputGraph, "compile_subgraph", compile_with_results))
         for kind in (UnspecializedNNModuleVariable, UserDefinedObjectVariable):
             _record_metrics(kind, values, stack)
         yield
@@ -582,7 +585,7 @@ def _find_recorded(values: LaterValues, function: Any, given: Collection[Any]) -
         given: all arguments.
 
     Raises:
-        TraceError: a container takes values that are known later, so the capture has to begin again.
+        CaptureAgainError: a container takes values that are known later.
     """
     if values._refuses or isinstance(function, BuiltinVariable | LaterVariable):
         return None

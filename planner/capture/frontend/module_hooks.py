@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from graphs.errors import TraceError
+from planner.capture.frontend.dynamo_patches import EndOfCapture
 from planner.capture.frontend.source_lines import GRAPH_BREAK_ADVICE, find_current_line, format_location
 from planner.torch_private.capture import (
     InstructionTranslatorBase,
-    OutputGraph,
     UserFunctionVariable,
     VariableTracker,
     get_constant_key,
@@ -65,13 +65,13 @@ def _register(
 
 
 @contextmanager
-def follow_removed_hooks() -> Iterator[None]:
+def follow_removed_hooks() -> Iterator[EndOfCapture]:
     """Follow hooks that the captured step registers and removes.
 
-    Raises:
-        TraceError: the step ends with a hook that it has registered, or keeps a handle as an attribute.
+    Yields what is to be called at the end. It raises a TraceError if the step has left a hook that it has registered, or keeps a
+    handle as an attribute.
     """
-    inline, compile_graph = InstructionTranslatorBase.inline_user_function_return, OutputGraph.compile_subgraph
+    inline = InstructionTranslatorBase.inline_user_function_return
     keys = count(-1, -1)  # PyTorch's own are not negative
     lines: dict[int, str] = {}
 
@@ -85,7 +85,7 @@ def follow_removed_hooks() -> Iterator[None]:
             function = UserFunctionVariable(registers)
         return inline(translator, function, args, kwargs, **options)
 
-    def compile_without(output: Any, *args: Any, **kwargs: Any) -> Any:
+    def drop_changes(_: Any, output: Any) -> None:
         changes = output.side_effects.store_attr_mutations
         for module, attributes in [(owner, held) for owner, held in changes.items() if owner.source is not None]:
             handles = [changes[value]["id"] for value in attributes.values() if getattr(value, "value_type", None) is _Handle]
@@ -97,14 +97,10 @@ def follow_removed_hooks() -> Iterator[None]:
                     del attributes[name]
             if not attributes:
                 del changes[module]
-        return compile_graph(output, *args, **kwargs)
 
     def refuse(left: set[int]) -> None:
         for key in left.intersection(lines):
             raise TraceError(HOOK_REFUSAL.format(where=lines[key], on=GRAPH_BREAK_ADVICE))
 
-    with (
-        patch.object(InstructionTranslatorBase, "inline_user_function_return", inline_or_register),
-        patch.object(OutputGraph, "compile_subgraph", compile_without),
-    ):
-        yield
+    with patch.object(InstructionTranslatorBase, "inline_user_function_return", inline_or_register):
+        yield drop_changes

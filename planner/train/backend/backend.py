@@ -22,7 +22,7 @@ from torch import fx
 from graphs.errors import PlannerError, TraceError
 from graphs.ir import Graph
 from graphs.short_tracebacks import shorten_traceback, warn_caller
-from planner.capture.frontend.dynamo_patches import write_data_in_place_where
+from planner.capture.frontend.dynamo_patches import call_at_end, write_data_in_place_where
 from planner.capture.frontend.eager_ops import keep_dynamo_as_eager_where, keep_ops_as_eager
 from planner.capture.guards.names import make_readable
 from planner.capture.lowering.lower import Capture
@@ -286,7 +286,7 @@ def _is_run_as_eager(translator: InstructionTranslatorBase) -> bool:
 # Must run before Dynamo calls a backend for any frame.
 keep_dynamo_as_eager_where(_is_run_as_eager, ExitStack())
 fix_sizes_where(_is_planned)
-write_data_in_place_where(_is_planned, ExitStack())
+ExitStack().enter_context(call_at_end(write_data_in_place_where(_is_planned, ExitStack())))
 capture_gradients_where(_is_planned)
 carry_sparse_tensors_where(_is_planned)
 

@@ -33,7 +33,9 @@ def assert_ordered(row: ReservedRow) -> None:
 @pytest.mark.parametrize("counts", COUNTS)
 def test_a_row_has_all_kinds_of_memory_in_order(counts: str) -> None:
     graph = transformer(TransformerSize(layers=2, vocabulary=8192, batch=2, sequence=512))
-    assert_ordered(plan_row("small", replace(graph, provenance={"device": "h200"}), counts, "100%", 2.0))
+    row = plan_row("small", replace(graph, provenance={"device": "h200"}), counts, "100%", 2.0)
+    assert_ordered(row)
+    assert row.allocated_overhead == (0.0 if counts == ARENA else None)
 
 
 def test_a_budget_without_a_plan_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Measure the structure of the sources: lines, long functions, names, import cycles, how far options and transfers spread.
+"""Measure the structure of the sources: lines, long functions, names, nested functions, comments, import cycles.
 
     python -m benchmarks.structure                     # of this checkout
     python -m benchmarks.structure --against ../before # compared with another one, as a table
@@ -21,22 +21,6 @@ from scipy.sparse.csgraph import connected_components
 
 FLOORS = ("graphs", "solvers", "planner")
 FOLDERS = (*FLOORS, "benchmarks", "tests")
-# Words by which a file shows that it knows of an option, or of transfers and devices in general.
-OPTION_WORDS = {
-    "offload": r"offload",
-    "chunks": r"chunk",
-    "pack": r"\bpack(ed|ing)?\b",
-    "kernels": r"options[./]kernels|option_kernels|\bwith_kernels\b",
-    "in-place": r"in[-_]place|IN_PLACE|overwrit",
-    "compress": r"compress|lossy|variance",
-    "placement": r"placement|\bplaced\b",
-}
-GENERAL_WORDS = {
-    "copies": r"\bcopies\b|is_copy|is_transfer|round_trip",
-    "devices": r"other_devices|OtherDevice|\.devices\b|\.placed\b|\bplaces\b",
-    "`copies is None`": r"copies is (not )?None",
-    "`places.plain`": r"places\.plain",
-}
 MOST_LINES, MOST_PARAMETERS = 60, 7
 # The first words of names that say what a function does. Words that are nouns as often (plan, record, time) are among them.
 _VERBS = """
@@ -63,25 +47,8 @@ trim try turn unite unlock unmap unpack unpin unwrap update use validate vary ve
 watch weigh win work wrap write yield
 """
 VERBS = frozenset(_VERBS.split())
-YES_OR_NO = frozenset(
-    {
-        "is",
-        "has",
-        "was",
-        "can",
-        "may",
-        "must",
-        "should",
-        "would",
-        "does",
-        "needs",
-        "fits",
-        "applies",
-        "accepts",
-        "carries",
-        "goes",
-    }
-)  # of names that answer a question
+_QUESTIONS = "is has was can may must should would does needs fits applies accepts carries goes"  # of names that answer one
+YES_OR_NO = frozenset(_QUESTIONS.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,23 +183,6 @@ def import_cycles(modules: list[Module]) -> list[set[str]]:
     return [names for names in groups if len(names) > 1]
 
 
-def iterate_class_sizes(module: Module) -> Iterator[tuple[str, int, int]]:
-    """Yield each class with the number of its methods and of the attributes that these assign."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.ClassDef):
-            methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
-            assigned = {
-                target.attr
-                for method in methods
-                for target in ast.walk(method)
-                if isinstance(target, ast.Attribute)
-                and isinstance(target.ctx, ast.Store)
-                and isinstance(target.value, ast.Name)
-                and target.value.id == "self"
-            }
-            yield f"{module.name}.{node.name}", len(methods), len(assigned)
-
-
 def measure(root: Path) -> dict[str, str]:
     """Return the figures of the checkout at `root`, by name."""
     figures: dict[str, str] = {}
@@ -257,12 +207,6 @@ def measure(root: Path) -> dict[str, str]:
     figures["files at the top of `planner`"] = str(len(list((root / "planner").glob("*.py"))))
     cycles = import_cycles(sources)
     figures["modules in import cycles (cycles)"] = f"{sum(map(len, cycles))} ({len(cycles)})"
-    classes = [found for module in sources for found in iterate_class_sizes(module)]
-    name, methods, assigned = max((c for c in classes if c[0].startswith("solvers.windows")), key=lambda c: c[1] + c[2])
-    figures["largest class of the exact solver: methods, attributes"] = f"{name}: {methods}, {assigned}"
-    for what, pattern in {**OPTION_WORDS, **GENERAL_WORDS}.items():
-        hits = [len(re.findall(pattern, module.source)) for module in sources]
-        figures[f"{what}: mentions, files"] = f"{sum(hits)}, {sum(map(bool, hits))}"
     return figures
 
 

@@ -48,10 +48,6 @@ def test_imports_inside_of_functions_close_a_cycle(checkout: Path) -> None:
     assert structure.import_cycles(structure.read(checkout, "solvers")) == [{"solvers.box", "solvers.other"}]
 
 
-def test_attributes_of_classes_are_counted(checkout: Path) -> None:
-    assert list(structure.iterate_class_sizes(structure.read(checkout, "solvers")[0])) == [("solvers.box.Box", 2, 2)]
-
-
 def test_names_without_a_verb_are_found() -> None:
     source = """
 def find_readers(): ...

@@ -201,6 +201,11 @@ class Graph:
         """Return a summary of one screen."""
         return format_graph(self)
 
+    @property
+    def device(self) -> str:
+        """Device of the step, as torch or ``planner.settings.devices`` names it; "" if the provenance has none."""
+        return str(self.provenance.get("device", ""))
+
     def _repr_html_(self) -> str:
         return render_graph(self)
 

@@ -1,8 +1,8 @@
 """The request to a solver, the same for all solvers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import Self, TypeVar, cast
 
 from graphs.ir import Graph
 from graphs.schedule import Schedule
@@ -24,6 +24,12 @@ class Start:
 
     schedule: Schedule
     windows: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, schedule: Schedule, settings: Mapping[str, object]) -> Self:
+        """Return the start from a known schedule, with the windows that its solve has recorded in `settings`."""
+        windows = settings.get("windows")
+        return cls(schedule, tuple(windows) if isinstance(windows, list) else ())
 
 
 @dataclass(frozen=True, slots=True)

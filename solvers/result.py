@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from graphs.errors import BudgetError
 from graphs.ir import Graph
 from graphs.schedule import Schedule
 from graphs.simulate import simulate
+
+T = TypeVar("T")
 
 
 class Status(StrEnum):
@@ -47,6 +49,12 @@ def decide_status(time_s: float | None, bound_s: float | None, tolerance: float)
     if not is_within(time_s, bound_s, tolerance):
         return Status.FEASIBLE
     return Status.OPTIMAL if is_within(time_s, bound_s, OPTIMAL_GAP) else Status.WITHIN
+
+
+def get_tolerance(settings: Mapping[str, object], default: T) -> float | T:
+    """Return the tolerance that a solve was settled for by its `settings`; `default` if they have none."""
+    found = settings.get("tolerance")
+    return float(found) if isinstance(found, int | float) else default
 
 
 class Reason(StrEnum):

@@ -19,7 +19,7 @@ def set_dense_sizes(capture: Capture) -> Capture:
 
     The storages of fake tensors give no sizes: they are larger the first time that an op is captured in a process than later.
     """
-    device = torch.device(str(capture.graph.provenance["device"]))
+    device = torch.device(capture.graph.device)
 
     def set_dense_size(tensor: Tensor) -> Tensor:
         if tensor.static or not tensor.dtype or tensor.size_bytes == 0:

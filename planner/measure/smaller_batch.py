@@ -173,7 +173,7 @@ class _Sizes:
         planned, most = self.graph.tensors[tensor], max(form.part.numel() for form in forms)
         elements = math.prod(planned.shape)
         if most < elements:
-            device = torch.device(str(self.graph.provenance["device"]))
+            device = torch.device(self.graph.device)
             self.found[tensor] = compute_allocated_bytes(-(-planned.size_bytes * most // elements), device)
 
 

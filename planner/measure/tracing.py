@@ -148,7 +148,7 @@ def capture_step(workload: Workload, settings: PlanSettings, *, variant: "Compil
         numbers = settings.numbers if settings.reads_numbers else None
         step = capture(*workload, optimizer=optimizer, accumulate=accumulate, name=name, numbers=numbers)
         captured = set_dense_sizes(step)
-    prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
+    prepare_for_tight_memory(captured.graph, torch.device(captured.graph.device))
     return captured
 
 
@@ -209,5 +209,5 @@ def restore_recorded(captured: Capture, provenance: Mapping[str, object], option
         options: options of the plan.
     """
     captured = mark_recorded_ops(set_recorded_sizes(captured, provenance), provenance)
-    prepare_for_tight_memory(captured.graph, torch.device(str(captured.graph.provenance["device"])))
+    prepare_for_tight_memory(captured.graph, torch.device(captured.graph.device))
     return restrict_to_recorded(set_recorded_sizes(add_traced(captured, options), provenance), provenance)

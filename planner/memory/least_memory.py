@@ -11,7 +11,7 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from solvers.bounds import bound_least_budget
 from solvers.clock import Clock, measure_rest
-from solvers.result import Result, SolveProgress, Status, decide_status
+from solvers.result import Result, SolveProgress, Status, decide_status, get_tolerance
 
 _PRECISION = 0.01  # of the budget found: where the bisection ends
 _SEARCH_SHARE = 0.75  # of the clock: the rest is for the fastest schedule at the budget found
@@ -69,7 +69,7 @@ def solve_least_memory(
             proved_bytes = max(proved_bytes, budget_bytes)
     found = solve_at(high_bytes, clock.start_part(max(1e-3, measure_rest(clock))), on_progress, should_stop)
     if found.time_s is None or found.time_s > best_s:
-        status = decide_status(best_s, found.bound_s, _get_tolerance(found))
+        status = decide_status(best_s, found.bound_s, get_tolerance(found.settings, 0.0))
         found = found.map_to(status=status, schedule=best, time_s=best_s, peak_bytes=high_bytes, reason=None, message="")
     settings = {**found.settings, "max_overhead": max_overhead, "least_budget_proved_bytes": proved_bytes + 1}
     return found.map_to(settings=settings)
@@ -97,8 +97,3 @@ class StopWhenDecided:
     def is_reached(self) -> bool:
         """Return True if to end the solve."""
         return self.decided or (self.should_stop is not None and self.should_stop())
-
-
-def _get_tolerance(result: Result) -> float:
-    tolerance = result.settings.get("tolerance", 0.0)
-    return float(tolerance) if isinstance(tolerance, int | float) else 0.0

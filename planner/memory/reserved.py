@@ -52,7 +52,7 @@ _PRODUCT = re.compile(r"(mm|mv|dot|matmul|linear|linalg\w*|rnn\w*|cdist\w*|[bm]m
 
 def is_on_cuda(graph: Graph) -> bool:
     """Return True if the step runs on a device whose memory PyTorch's caching allocator hands out: traced there, or modelled."""
-    return not str(graph.provenance.get("device", "cpu")).startswith("cpu")
+    return not (graph.device or "cpu").startswith("cpu")
 
 
 def needs_libraries(graph: Graph) -> bool:
@@ -90,7 +90,7 @@ def get_context_bytes(graph: Graph) -> int:
     measured = graph.provenance.get(CONTEXT_BYTES)
     if isinstance(measured, int):
         return measured
-    device = find_device(str(graph.provenance.get("device", "")))
+    device = find_device(graph.device)
     return USUAL_CONTEXT_BYTES if device is None else device.context_bytes
 
 
@@ -390,6 +390,6 @@ def _build_eager_program(graph: Graph) -> Graph:
 def _list_libraries(graph: Graph) -> tuple[int, ...]:
     if not needs_libraries(graph):
         return ()
-    device = find_device(str(graph.provenance.get("device", "")))
+    device = find_device(graph.device)
     is_hopper = device is not None and device.name in _HOPPER
     return 2 * (_HOPPER_WORKSPACE_BYTES if is_hopper else _WORKSPACE_BYTES, _BIASED_WORKSPACE_BYTES)  # warmed up in both passes

@@ -276,8 +276,7 @@ class _Search:
         """Learn from the result of a solve for `asked_bytes`; return the bytes that it reserves above the budget."""
         excess_bytes = self.offer(result)
         if result.schedule is not None:
-            windows = result.settings.get("windows")
-            self._start = Start(result.schedule, tuple(windows) if isinstance(windows, list) else ())
+            self._start = Start.of(result.schedule, result.settings)
             if excess_bytes <= 0:
                 self._is_unfinished = result.ended is Ending.LIMIT
         self.bracket.learn(asked_bytes, result.peak_bytes, excess_bytes + self.request.budget_bytes)

@@ -27,7 +27,7 @@ from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import Difference, DifferingOp, EagerComparison
 from planner.plans.record import GraphSummary, PlanRecord
 from planner.settings.counted_memory import CountedMemory
-from solvers.result import SOLVED, Ending, Status
+from solvers.result import SOLVED, Ending, Status, get_tolerance
 
 
 class PlanStatus(StrEnum):
@@ -183,8 +183,8 @@ def record_from_dict(data: Mapping[str, object], *, source: str = "plan") -> Pla
 
 def _check_status(status: PlanStatus, plan: PlanRecord, source: str) -> None:
     """Raise if a file calls a plan solved whose gap is over the tolerance that the file names."""
-    tolerance = plan.settings.get("tolerance")
-    if Status(status.value) not in SOLVED or plan.status in SOLVED or not isinstance(tolerance, int | float):
+    tolerance = get_tolerance(plan.settings, None)
+    if Status(status.value) not in SOLVED or plan.status in SOLVED or tolerance is None:
         return
     is_not = "has no lower bound" if plan.gap is None else f"its gap of {plan.gap:.4%} is over the tolerance of {tolerance:.4%}"
     raise MismatchError(f"{source}: the plan says that it is {status.value}, but {is_not}: its file was edited; solve again")

@@ -10,7 +10,7 @@ from planner.memory.reserved_prediction import Reserved
 from planner.plans.eager import EagerComparison, describe_slower
 from planner.settings.counted_memory import CountedMemory
 from solvers.arena.solve import ARENA_SIZES
-from solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, compute_gap, decide_status
+from solvers.result import OPTIMAL_GAP, SOLVED, Ending, Status, compute_gap, decide_status, get_tolerance
 
 # Why a solve ended with a gap above the tolerance, and what would help.
 _ENDINGS = {
@@ -146,8 +146,7 @@ class PlanRecord:
     @property
     def status(self) -> Status:
         """``OPTIMAL``, ``WITHIN`` or ``FEASIBLE``: what the gap is by the tolerance at which the solve ended."""
-        tolerance = self.settings.get("tolerance")
-        return decide_status(self.time_s, self.bound_s, tolerance if isinstance(tolerance, int | float) else OPTIMAL_GAP)
+        return decide_status(self.time_s, self.bound_s, get_tolerance(self.settings, OPTIMAL_GAP))
 
     @property
     def ending(self) -> str:

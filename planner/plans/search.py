@@ -81,7 +81,4 @@ class StepSearch:
             settings = replace(settings, tolerance=settings.tolerance.limit(known.gap))
         if keeps_order:
             settings = replace(settings, reorder=False)
-        windows = known.settings.get("windows")
-        return SolveJob(
-            graph, Bytes(budget_bytes), settings, Start(known.schedule, tuple(windows) if isinstance(windows, list) else ())
-        )
+        return SolveJob(graph, Bytes(budget_bytes), settings, Start.of(known.schedule, known.settings))

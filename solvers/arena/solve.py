@@ -17,7 +17,7 @@ from solvers.arena.needs import ArenaRules, Needs
 from solvers.clock import Clock, measure_rest
 from solvers.margins import Margins, MarginSearch, add_margins
 from solvers.request import Request
-from solvers.result import SOLVED, Reason, Result, SolveProgress, Status, decide_status
+from solvers.result import OPTIMAL_GAP, SOLVED, Reason, Result, SolveProgress, Status, decide_status, get_tolerance
 
 _SOLVES = 12  # with margins, until a schedule fits
 _BETTER = 3  # after that, with smaller margins
@@ -202,14 +202,13 @@ class _Joint:
         return {**now, **{op: now.get(op, 0) + more_bytes for op in ops}}
 
     def _choose_status(self, result: Result) -> Status:
-        tolerance = result.settings.get("tolerance")
-        assert self.best is not None and isinstance(tolerance, float)
-        return decide_status(self.best.time_s, self.bound_s, tolerance)
+        assert self.best is not None
+        return decide_status(self.best.time_s, self.bound_s, get_tolerance(result.settings, OPTIMAL_GAP))
 
     def _build_result(self, result: Result) -> Result:
         """Return the result of the whole; `result` is that of the last solve."""
         request, best = self.request, self.best
-        settings = {**result.settings, **request.settings, "tolerance": result.settings.get("tolerance")}
+        settings = {**result.settings, **request.settings, "tolerance": get_tolerance(result.settings, None)}
         settings["arena_solves"] = self.solves
         if best is not None:
             settings |= dict(zip(ARENA_SIZES, (best.arena_bytes, best.outside_bytes), strict=True))

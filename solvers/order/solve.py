@@ -17,7 +17,7 @@ from solvers.order.background import OrderSearch
 from solvers.order.reorder import Reordering, find_order, keep_program_order, reorder_by
 from solvers.registry import Solver
 from solvers.request import Request, Start
-from solvers.result import SOLVED, Ending, Result, SolveProgress, Status, decide_status, is_within
+from solvers.result import SOLVED, Ending, Result, SolveProgress, Status, decide_status, get_tolerance, is_within
 
 SEARCH_SHARE = 0.25  # share of the limit for the search of an order
 _SEARCH_LEAST = 2.0  # of the clock: least time of a search that was begun with a shorter solve
@@ -140,19 +140,16 @@ def _continue(first: SolvedOrder, solve: Solver, request: Request) -> SolvedOrde
     """Solve in the order of `first`, a shorter solve, again, from its schedule and windows; what it has proved stays proved."""
     known = first.result
     assert known.schedule is not None
-    windows = known.settings.get("windows")
-    start = Start(known.schedule, tuple(windows) if isinstance(windows, list) else ())
+    start = Start.of(known.schedule, known.settings)
     second = solve_in(first.order, solve, replace(request, start=start))
     if second.result.time_s is None:  # it has found nothing in its time, or failed
         return second if second.result.status is Status.ERROR else first
     if (known.bound_s or 0.0) <= (second.result.bound_s or 0.0):
         return _choose_faster(first, second)
     faster = _choose_faster(first, second).result
-    tolerance = second.result.settings.get("tolerance", request.tolerance.first)
-    assert isinstance(tolerance, float)
-    status = decide_status(faster.time_s, known.bound_s, tolerance)
+    status = decide_status(faster.time_s, known.bound_s, get_tolerance(second.result.settings, request.tolerance.first))
     ended = (second.result.ended or request.choose_ending()) if status is Status.FEASIBLE else None
-    settings = {**second.result.settings, **({} if windows is None else {"windows": windows})}
+    settings = {**second.result.settings, **({"windows": list(start.windows)} if start.windows else {})}
     return replace(first, result=faster.map_to(bound_s=known.bound_s, status=status, ended=ended, settings=settings))
 
 

@@ -172,7 +172,7 @@ def _allocate_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _check_ops(captured: Capture) -> None:
     from planner.torch_private.inductor import is_cudagraph_unsafe_fx_node  # importing Inductor takes a second
 
-    device = captured.graph.provenance["device"]
+    device = captured.graph.device
     for op, node in zip(captured.graph.ops, captured.nodes, strict=True):
         if node is None:
             continue
@@ -200,7 +200,7 @@ def _count_input_bytes(captured: Capture) -> int:
     """Return the bytes of the copies of inputs and of the loss gradient."""
     graph = captured.graph
     inputs = [graph.tensors[source.tensor] for source in captured.program.sources if source.kind is Kind.INPUT]
-    device = torch.device(str(graph.provenance["device"]))
+    device = torch.device(graph.device)
     sizes = (torch.Size(t.shape).numel() * getattr(torch, t.dtype).itemsize for t in inputs)
     return sum(compute_allocated_bytes(size, device) for size in sizes)
 

@@ -18,6 +18,7 @@ from planner.settings.link import MEASURED_LINK, get_measured_link
 from planner.settings.option_settings import read_recorded_link, read_recorded_options
 from planner.settings.other_devices import DEVICES_KEY, decode_devices
 from planner.show.views.text import format_aligned, format_table
+from solvers.result import get_tolerance
 
 if TYPE_CHECKING:
     from planner.measure.run_plan import RunReport
@@ -103,8 +104,8 @@ def _describe_price(settings: Mapping[str, object]) -> list[tuple[str, str]]:
 
 def _format_tolerance(plan: Plan) -> str:
     """Return the tolerance of the solve as text; "" if the settings do not contain it."""
-    tolerance = plan.settings.get("tolerance")
-    return f", tolerance {100 * tolerance:g}%" if isinstance(tolerance, int | float) else ""
+    tolerance = get_tolerance(plan.settings, None)
+    return f", tolerance {100 * tolerance:g}%" if tolerance is not None else ""
 
 
 def _describe_eager_ops(plan: Plan) -> list[tuple[str, str]]:

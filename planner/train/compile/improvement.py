@@ -33,7 +33,7 @@ from planner.settings.budget import Bytes
 from planner.settings.counted_memory import CountedMemory
 from planner.settings.option_settings import apply_recorded_options
 from planner.train.distributed.ranks import SingleProcess
-from solvers.result import OPTIMAL_GAP, SOLVED
+from solvers.result import OPTIMAL_GAP, SOLVED, get_tolerance
 
 _TIMED_STEPS = 3
 _GAIN = 0.002  # of the step: gain that a plan must have to be swapped in, during the solve and at its end
@@ -311,7 +311,7 @@ class Improvement:
         now = self.plan if found.graph == self.plan.graph else judge_on(self._offered, self.plan)
         bounds = [self._bound_s, found.bound_s if _list_first_executions(found) == _list_first_executions(now) else None]
         known = [min(bound_s, now.time_s) for bound_s in bounds if bound_s is not None]
-        settings = {**now.settings, "tolerance": found.settings.get("tolerance", OPTIMAL_GAP)}
+        settings = {**now.settings, "tolerance": get_tolerance(found.settings, OPTIMAL_GAP)}
         return replace(now, bound_s=max(known, default=None), settings=settings, seconds=found.seconds, ended=found.ended)
 
     def _time_ops_of(self, executor: Executor) -> None:

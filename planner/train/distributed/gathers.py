@@ -87,7 +87,7 @@ def add_units(captured: Capture, units: Iterable[ShardedUnit], measure: Callable
     for unit in placed:
         if returned := [p.name for t, p in (*unit.unread.items(), *unit.gathered.items()) if t in own]:
             raise TraceError(f"the step returns the parameter {returned[0]} itself, which is sharded: return a copy (clone())")
-    device = torch.device(str(graph.provenance["device"]))
+    device = torch.device(graph.device)
     unread = {t: p for unit in placed for t, p in unit.unread.items()}
     tensors = tuple(
         replace(t, size_bytes=compute_allocated_bytes(unread[t.id].shard_bytes, device)) if t.id in unread else t
@@ -135,7 +135,7 @@ def _extend_program(program: Program, units: Sequence[_PlacedUnit], inserted: In
 def set_state_of_shards(captured: Capture, trained_bytes: Sequence[int], settings: PlanSettings) -> Capture:
     """Return `captured` with the optimizer state and the accumulated gradients of shards, and not of whole parameters."""
     graph = captured.graph
-    device = torch.device(str(graph.provenance["device"]))
+    device = torch.device(graph.device)
     state = get_optimizer_memory(settings.optimizer).list_state_sizes(trained_bytes, is_cpu=device.type == "cpu")
     sizes = {Kind.OPTIMIZER_STATE: state, Kind.ACCUMULATED_GRADIENT: trained_bytes}
     tensors = tuple(

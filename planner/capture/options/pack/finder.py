@@ -27,7 +27,7 @@ class PackFinder:
     def __init__(self, capture: Capture, targets: Collection[Any]) -> None:
         """Search in `capture`; calls of `targets`, gradients, can be computed without their second argument."""
         self._graph, self.additions = capture.graph, Additions(capture)
-        self.device = str(capture.graph.provenance["device"])
+        self.device = capture.graph.device
         calls = ((op, capture.nodes[op.id]) for op in self._graph.program if op.phase is Phase.BACKWARD)
         self._gradients = [(op, node) for op, node in calls if node is not None and node.target in targets]
         across = [t.id for t in self._graph.tensors if not t.static and t.id not in self._graph.kept and self._is_across(t.id)]

@@ -6,17 +6,20 @@ the others are constants beside their use.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+import math
+import tomllib
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from graphs.errors import UsageError
 from solvers.eviction.rules import RULES, EvictionRule
-from solvers.params_file import check_values, read_params
 from solvers.registry import SOLVERS
 
 # Methods that try most come last.
 _IMITATED = ("checkpoint-blocks", "sac-attention", "sac-every-second", "chen-sqrt", "dtr", "memory-budget", "chen-greedy", "sac")
+
+_WANTED = {bool: "true or false", int: "a whole number, 0 or more", float: "a number, 0 or more", str: "a string"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class WindowsParams:
     parts: PartParams = field(default_factory=PartParams)
 
     def __post_init__(self) -> None:
-        check_values(self)
+        _check(WindowsParams, self, "")
         if not self.bound.first_slice:
             raise UsageError("bound.first_slice is 0: must be above 0")
         if self.bound.longer < 1:
@@ -122,9 +125,58 @@ class WindowsParams:
         Raises:
             UsageError: the file cannot be read, or has an unknown key or a wrong value.
         """
-        return read_params(cls, path)
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}") from error
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise UsageError(f"{path} is not TOML: {error}") from error
+        try:
+            made: Self = _convert(cls, table, "")
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
+        return made
 
     def export(self) -> dict[str, object]:
         """Return the parameters by group and name, as JSON values, as recorded in results."""
         recorded: dict[str, object] = json.loads(json.dumps(asdict(self)))
         return recorded
+
+
+def _check(kind: Any, value: Any, name: str) -> None:
+    """Raise a UsageError unless `value`, called `name`, is of its `kind` with all that it holds; numbers are 0 or more."""
+    if is_dataclass(kind):
+        if type(value) is not kind:
+            raise UsageError(f"{name} is {value!r}: must be {getattr(kind, '__name__', kind)}")
+        hints = get_type_hints(kind)
+        for part in fields(kind):
+            _check(hints[part.name], getattr(value, part.name), f"{name}.{part.name}" if name else part.name)
+    elif get_origin(kind) is tuple:
+        if type(value) is not tuple:
+            raise UsageError(f"{name} is {value!r}: must be a tuple")
+        for i, item in enumerate(value):
+            _check(get_args(kind)[0], item, f"{name}[{i}]")
+    else:
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if not fits or (kind in (int, float) and not (value >= 0 and math.isfinite(value))):
+            raise UsageError(f"{name} is {value!r}: must be {_WANTED[kind]}")
+
+
+def _convert(kind: Any, value: Any, name: str) -> Any:
+    """Return a `value` of a file with its tables and arrays as dataclasses and tuples; missing values have their defaults."""
+    if is_dataclass(kind):
+        known = [part.name for part in fields(kind)]
+        if not isinstance(value, dict):
+            raise UsageError(f"{name} is {value!r}: must be a table with any of {', '.join(known)}")
+        if unknown := [key for key in value if key not in known]:
+            raise UsageError(
+                f"there is no {unknown[0]!r} {f'in {name}' if name else 'at the top'}: choose from {', '.join(known)}"
+            )
+        hints, prefix = get_type_hints(kind), f"{name}." if name else ""
+        make: Any = kind
+        return make(**{key: _convert(hints[key], item, prefix + key) for key, item in value.items()})
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise UsageError(f"{name} is {value!r}: must be an array")
+        return tuple(_convert(get_args(kind)[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+    return float(value) if kind is float and type(value) is int else value

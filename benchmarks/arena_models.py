@@ -17,7 +17,7 @@ import torch
 import planner
 from benchmarks.runner import SEED, Runner, build_whole_step, take_turns
 from benchmarks.solves import find_least_bytes
-from benchmarks.try_models import RAN, REPEATS, find_failures, list_not_run, make_main, note_failure, run_in_process
+from benchmarks.try_models import RAN, REPEATS, find_failures, format_page, make_main, note_failure, run_in_process
 from graphs.units import format_bytes
 from planner.capture.workload.models import Workload
 from planner.measure import tracing
@@ -25,7 +25,7 @@ from planner.measure.steps import compute_ratio
 from planner.plans.summary import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_value
-from planner.studies.tables import Column, format_bullets, format_markdown, group_side_by_side
+from planner.studies.tables import Column
 
 EAGER, PLANNED, IN_ARENA = "eager", "planned", "in an arena"
 _SHARE = 0.5  # of the way from the least budget to the peak
@@ -158,15 +158,8 @@ TABLE = (
 
 def format_table(rows: Sequence[ArenaModelRow]) -> str:
     """Return all of it, as Markdown."""
-    return "\n".join(
-        (
-            "# Models of many kinds in an arena\n",
-            format_bullets(summarize_rows(rows)),
-            "Times are multiples of eager PyTorch's in the same turn.\n",
-            format_markdown(group_side_by_side(rows, "way", "source", "model"), TABLE),
-            list_not_run(rows),
-        )
-    )
+    note = "Times are multiples of eager PyTorch's in the same turn.\n"
+    return format_page("Models of many kinds in an arena", rows, summarize_rows(rows), note, TABLE)
 
 
 def list_failures(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
@@ -178,12 +171,8 @@ def list_failures(rows: Sequence[ArenaModelRow]) -> Iterator[str]:
     )
 
 
-def _format_line(row: ArenaModelRow) -> str:
-    return f"{row.source}/{row.model}, {row.way}: {row.status}, {row.different} results are not eager's; {row.message}"
-
-
 STUDY = Study(ArenaModelRow, try_one, pages={"table.md": format_table}, failures=list_failures)
-main = make_main(STUDY, __doc__, out="results/arena_models", say=_format_line, repeats=REPEATS)
+main = make_main(STUDY, __doc__, out="results/arena_models", repeats=REPEATS)
 
 
 if __name__ == "__main__":

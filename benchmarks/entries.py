@@ -23,7 +23,7 @@ from benchmarks.try_models import (
     PACKAGES,
     RAN,
     find_failures,
-    list_not_run,
+    format_page,
     make_main,
     note_failure,
     run_in_process,
@@ -35,7 +35,7 @@ from planner.measure.steps import Step, StepOutcome, run_both
 from planner.plans.summary import summarize
 from planner.studies.experiment import Study
 from planner.studies.rows import Made, collect_provenance, declare_column, declare_key, declare_made, declare_value
-from planner.studies.tables import Column, format_bullets, format_markdown, group_side_by_side
+from planner.studies.tables import Column
 from planner.train.eager.session import Rematerialization
 
 COMPILE, CHECKPOINT, BACKEND, REMATERIALIZE = ENTRIES = ("compile", "checkpoint", "backend", "rematerialize")
@@ -230,15 +230,7 @@ def format_table(rows: Sequence[EntryRow]) -> str:
         "Budgets are so far from the least one of planner.compile to the peak. That of planner.rematerialize is "
         "half way from the least one that a replay of its step needs to its peak.\n"
     )
-    return "\n".join(
-        (
-            "# Models by every entry point\n",
-            format_bullets(summarize_rows(rows)),
-            note,
-            format_markdown(group_side_by_side(rows, "way", "source", "model"), TABLE),
-            list_not_run(rows),
-        )
-    )
+    return format_page("Models by every entry point", rows, summarize_rows(rows), note, TABLE)
 
 
 def list_failures(rows: Sequence[EntryRow]) -> Iterator[str]:
@@ -250,17 +242,12 @@ def list_failures(rows: Sequence[EntryRow]) -> Iterator[str]:
     )
 
 
-def _describe(row: EntryRow) -> str:
-    found = f"{row.different} results are not eager's" if row.status == RAN else f"{row.status}: {row.message}"
-    return f"{row.source}/{row.model}, {row.way}: {found}"
-
-
 STUDY = Study(EntryRow, try_one, whole=False, pages={"table.md": format_table}, failures=list_failures)
 _SETTINGS = {
     "entries": Setting(",".join(ENTRIES), "entry points, with commas", make_names_reader("entry point", ENTRIES)),
     "seconds": Setting(300.0, "after which a model is given up", float),
 }
-main = make_main(STUDY, __doc__, out="results/entries", say=_describe, **_SETTINGS)
+main = make_main(STUDY, __doc__, out="results/entries", **_SETTINGS)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ eager's, or if it exceeds its budget.
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -346,8 +346,6 @@ TABLE = (
 
 def format_table(rows: Sequence[TriedRow]) -> str:
     """Return all of it, as Markdown."""
-    without = [row for row in rows if row.status != RAN and row.way != CHECKPOINTING]
-    refused = format_bullets(f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in without)
     note = (
         f"Times are multiples of eager PyTorch's in the same turn, at budgets so far from the least to the peak. The budget of "
         f"`{_PLANNED_FOR_IT}` is the measured peak of checkpointing blocks.\n"
@@ -355,16 +353,8 @@ def format_table(rows: Sequence[TriedRow]) -> str:
     packages = ", ".join(f"{name} {format_values(rows, name)}" for name in PACKAGES)
     made = f"Seed {format_values(rows, 'seed')}; {format_values(rows, 'machine')}; torch {format_values(rows, 'torch')}"
     about = f"{made}, {packages}; commit {format_values(rows, 'commit')}.\n"
-    lines = format_markdown(group_side_by_side(rows, "way", "source", "model"), TABLE)
-    parts = (
-        "# Models of many kinds\n",
-        format_bullets(summarize_rows(rows)),
-        note,
-        lines,
-        "## Not planned\n",
-        refused if without else "Nothing.\n",
-    )
-    return "\n".join((*parts, about))
+    said, heading, silent = summarize_rows(rows), "Not planned", (CHECKPOINTING,)
+    return f"{format_page('Models of many kinds', rows, said, note, TABLE, heading=heading, silent=silent)}\n{about}"
 
 
 def list_failures(rows: Sequence[TriedRow]) -> Iterator[str]:
@@ -381,10 +371,21 @@ def list_failures(rows: Sequence[TriedRow]) -> Iterator[str]:
     )
 
 
-def list_not_run(rows: Sequence[Any]) -> str:
-    """Return the section of a table on the ways that did not run, with the reason of each, as Markdown."""
-    without = [f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in rows if row.status != RAN]
-    return "\n".join(("## Not run\n", format_bullets(without) if without else "Nothing.\n"))
+def format_page(
+    title: str,
+    rows: Sequence[Any],
+    said: Iterable[str],
+    note: str,
+    table: Sequence[Column | str],
+    *,
+    heading: str = "Not run",
+    silent: Collection[str] = (),
+) -> str:
+    """Return a page: what is `said`, the `note` and the `table`, then why ways did not run, but for `silent` ones."""
+    without = [row for row in rows if row.status != RAN and row.way not in silent]
+    refused = format_bullets(f"{row.source}/{row.model}, {row.way}: {row.status}: {row.message}" for row in without)
+    lines = format_markdown(group_side_by_side(rows, "way", "source", "model"), table)
+    return "\n".join((f"# {title}\n", format_bullets(said), note, lines, f"## {heading}\n", refused if without else "Nothing.\n"))
 
 
 def find_failures(
@@ -409,14 +410,13 @@ def find_failures(
 
 
 def make_main(
-    study: Study[tuple[str, str], Any], description: str | None, *, out: str, say: Callable[[Any], str], **settings: Setting
+    study: Study[tuple[str, str], Any], description: str | None, *, out: str, **settings: Setting
 ) -> Callable[[Sequence[str] | None], int]:
     """Return the ``main`` of a benchmark that tries the models: writes rows and table after each; returns 1 on failures.
 
     Args:
         study: of cases that are source and model. Its order is set here, and missing packages are looked for again.
         description, out: as for ``build_parser``.
-        say: as for ``carry_out``.
         settings: as for ``benchmark``.
     """
 
@@ -431,19 +431,19 @@ def make_main(
             order=lambda row: names.index(f"{row.source}/{row.model}"),
         )
         cases = {(source, model): (source, model) for source, model in (name.split("/") for name in arguments.models)}
-        return carry_out(tried, arguments, cases, say=say)
+        return carry_out(tried, arguments, cases, say=_format_line)
 
     return main
 
 
-def _format_line(row: TriedRow) -> str:
+def _format_line(row: Any) -> str:
     found = f"{row.different} results are not eager's" if row.status == RAN else f"{row.status}: {row.message}"
     return f"{row.source}/{row.model}, {row.way}: {found}"
 
 
 STUDY = Study(TriedRow, try_one, pages={"table.md": format_table}, failures=list_failures)
 REPEATS = Setting(9, "steps timed of each way", argument_types.count)
-main = make_main(STUDY, __doc__, out="results/models", say=_format_line, repeats=REPEATS)
+main = make_main(STUDY, __doc__, out="results/models", repeats=REPEATS)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_options, draw_overwriting
 from solvers.bounds import bound_least_budget
 from solvers.problem import build_problem
-from solvers.result import Status
 from solvers.windows import solve
-from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_models
+from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_answer, check_models, check_optimum
 from tests.support.solvers.brute_force import fastest
 from tests.support.solvers.brute_force_options import fastest_with_options
 
@@ -42,22 +41,13 @@ def test_solve_with_options_agrees_with_brute_force(seeds: range) -> None:
     met = feasible = better = faster = 0
     for one in cases(seeds):
         result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=5))
-        assert result.status is not Status.ERROR and not (result.message and result.schedule), one.seed
+        met += check_answer(one, result)
         if one.optimum is None:
-            assert result.schedule is None, one.seed
             continue
         feasible += 1
-        best_s, _ = one.optimum
-        assert result.status is not Status.INFEASIBLE, one.seed
         assert result.bound_s is not None
-        assert result.bound_s <= best_s * (1 + SLACK) + SLACK, one.seed
-        if result.schedule is None or result.time_s is None:
+        if result.time_s is None:
             continue
-        assert simulate(one.graph, result.schedule).peak_bytes <= one.budget_bytes
-        assert result.time_s >= best_s * (1 - SLACK), one.seed
-        if result.status is Status.OPTIMAL:
-            assert result.time_s <= best_s * (1 + TOLERANCE) + SLACK, one.seed
-        met += result.time_s <= best_s * (1 + TOLERANCE) + SLACK
         without = fastest(remove_options(one.graph), one.budget_bytes)
         better += without is None or result.time_s < without * (1 - TOLERANCE)
         faster += result.time_s < one.graph.time_s * (1 - TOLERANCE)
@@ -89,10 +79,8 @@ def test_the_best_of_all_schedules_is_one() -> None:
         if one.optimum is None:
             assert without is None
             continue
+        check_optimum(one)
         best_s, schedule = one.optimum
-        simulation = simulate(one.graph, schedule)
-        assert simulation.time_s == pytest.approx(best_s)
-        assert simulation.peak_bytes <= one.budget_bytes
         assert without is None or best_s <= without * (1 + SLACK)
         judged += 1
         optional += any(op >= len(one.graph.program) for op in schedule.computed)

@@ -13,11 +13,10 @@ from graphs.schedule import keep_everything
 from graphs.simulate import simulate
 from graphs.synthetic.random_graphs import draw_options
 from solvers.problem import build_problem
-from solvers.result import Status
 from solvers.windows import solve
 from solvers.windows.relaxation.discretization import Discretization
 from solvers.windows.relaxation.models import build_relaxation
-from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_models
+from tests.support.solvers.answers import SLACK, TOLERANCE, Case, ask, check_answer, check_models, check_optimum
 from tests.support.solvers.brute_force_options import fastest_with_options
 
 
@@ -53,30 +52,19 @@ def test_solve_with_resource_limits_agrees_with_brute_force(seeds: range) -> Non
     met = feasible = limiting = exact = 0
     for one in cases(seeds):
         result = solve(ask(one.graph, one.budget_bytes, tolerance=TOLERANCE, time_limit_s=5))
-        assert result.status is not Status.ERROR and not (result.message and result.schedule), (one.seed, result.message)
+        met += check_answer(one, result)
         exact += check_models(one)
         if one.optimum is None:
-            assert result.schedule is None, one.seed
             continue
-        best_s, schedule = one.optimum
-        assert simulate(one.graph, schedule).time_s == pytest.approx(best_s)
-        assert result.status is not Status.INFEASIBLE, one.seed
-        assert result.bound_s is not None
-        assert result.bound_s <= best_s * (1 + SLACK) + SLACK, one.seed
         feasible += 1
+        check_optimum(one)
+        assert result.bound_s is not None
+        best_s, _ = one.optimum
         without_limit = fastest_with_options(replace(one.graph, limits=()), one.budget_bytes)
         assert without_limit is not None and without_limit[0] <= best_s + SLACK, one.seed
         limiting += without_limit[0] < best_s * (1 - TOLERANCE)
-        if result.schedule is None or result.time_s is None:
-            continue
-        simulation = simulate(one.graph, result.schedule)
-        assert simulation.peak_bytes <= one.budget_bytes
-        for resource, limit in one.graph.limits:
+        for resource, limit in one.graph.limits if result.schedule is not None else ():
             assert one.graph.used(resource, result.schedule.computed) <= limit, one.seed
-        assert result.time_s >= best_s * (1 - SLACK), one.seed
-        if result.status is Status.OPTIMAL:
-            assert result.time_s <= best_s * (1 + TOLERANCE) + SLACK, one.seed
-        met += result.time_s <= best_s * (1 + TOLERANCE) + SLACK
     assert met >= 0.95 * feasible
     assert exact >= 0.9 * feasible
     assert limiting > 0.05 * feasible
